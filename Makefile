@@ -1,0 +1,55 @@
+# `make demo` and `make test` set up everything on a bare machine; a second run installs nothing.
+PYTHON ?= python3.11
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.swift-recovery-installed
+EXTRAS := lightning,accelerate,deepspeed,report,test,dev
+FAULTS ?= 60
+SEED ?= 1
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test lint format soak bench clean
+
+help:
+	@echo "make demo    train a small GPT-2 twice, with and without faults, and compare the results"
+	@echo "make test    linters, type checker and tests"
+	@echo "make lint    linters and type checker only"
+	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED)"
+	@echo "make bench   both benchmarks; results in runs/bench/"
+	@echo "make clean   remove what was built, keep the sources"
+
+setup: $(STAMP)
+
+# torch comes first and alone: other packages then find it and do not choose one of their own.
+$(STAMP): pyproject.toml
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check "torch==2.13.0"
+	$(PY) -m pip install --disable-pip-version-check -e ".[$(EXTRAS)]"
+	@touch $@
+
+demo: $(STAMP)
+	$(PY) -m examples.demo
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy --strict -p shared_core -p lightning_swift -p accelerate_swift
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+test: lint
+	$(PY) -m pytest
+
+soak: $(STAMP)
+	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED)
+
+bench: $(STAMP)
+	@mkdir -p runs/bench
+	$(PY) -m benchmarks.overhead --json runs/bench/overhead.json
+	$(PY) -m benchmarks.recovery --json runs/bench/recovery.json
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,300 @@
+"""Run the training script twice, without failures on the stock strategy and with failures under swiftrun, and compare.
+
+    python -m examples.demo [--steps N] [--out FOLDER]
+
+Exit status 0 only if every planned fault struck and the final parameters and optimizer state of all ranks are those of
+the run without failures, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from examples.demo.plot import side_by_side, write_png
+from shared_core.events import Event, read_events
+from shared_core.report import Recovery, format_recoveries, recoveries
+from shared_core.testing.faults import ANY_STEP, Fault, dumps
+from shared_core.testing.inject import FAULTS, STRUCK, read_struck
+
+WORKERS = 4
+TRAIN = Path(__file__).with_name("train.py")
+ROOT = TRAIN.parents[2]
+
+
+@dataclass
+class Strike:
+    """Faults told as one: what happens, and how many of the alternatives in ``faults`` are to strike."""
+
+    title: str
+    faults: list[Fault]
+    count: int = 1
+
+
+def plan(steps: int) -> list[Strike]:
+    """The faults of the demo, spread evenly over a run of ``steps`` steps."""
+    first, second, third, fourth, fifth = (steps * k // 6 for k in range(1, 6))
+    return [
+        Strike("rank 0, in the middle of backward", [Fault(0, first, "bucket", "SIGKILL", nth=2)]),
+        Strike(
+            "rank 2, in the middle of the optimizer's update", [Fault(2, second, "update.during", "SIGKILL", nth=9)]
+        ),
+        Strike(
+            "ranks 1 and 3, at the same time",
+            [Fault(1, third, "bucket", "SIGKILL"), Fault(3, third, "bucket", "segfault")],
+            count=2,
+        ),
+        Strike(
+            "rank 2, and rank 0 while rank 2 is being recovered",
+            [Fault(2, fourth, "bucket", "SIGKILL", nth=2, incarnation=1)]
+            # Rank 0 may be in the step before, or beyond it, when it takes part in the recovery: one of these strikes.
+            + [Fault(0, fourth + k, "recovery.frontier", "SIGKILL", incarnation=1) for k in (-1, 0, 1)],
+            count=2,
+        ),
+        Strike("rank 1 freezes (SIGSTOP) in forward", [Fault(1, fifth, "forward", "SIGSTOP", incarnation=1)]),
+    ]
+
+
+@dataclass
+class Run:
+    """One run of the training script and what it left in ``out``."""
+
+    name: str
+    out: Path
+    seconds: float = 0.0
+    status: int = 0
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def hashes(self) -> set[str]:
+        """Final hashes of its ranks: one if all are the same."""
+        return {str(report["hash"]) for report in self.reports.values()}
+
+
+def read_losses(path: Path) -> list[tuple[int, float]]:
+    """(step, training loss) from the CSV logger's file; rows that are still being written are left out."""
+    found = []
+    try:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                if row.get("train_loss") and row.get("step"):
+                    found.append((int(row["step"]) + 1, float(row["train_loss"])))
+    except (OSError, ValueError):
+        pass
+    return found
+
+
+def execute(run: Run, launcher: Sequence[str], strategy: str, steps: int, env: Mapping[str, str]) -> None:
+    """Run the training script under ``launcher``, showing its progress, and read what it left."""
+    shutil.rmtree(run.out, ignore_errors=True)
+    run.out.mkdir(parents=True)
+    script = [str(TRAIN), "--strategy", strategy, "--steps", str(steps), "--out", str(run.out)]
+    command = [sys.executable, "-m", *launcher, *script]
+    everything = {name: value for name, value in os.environ.items() if not name.startswith("SWIFT_")} | dict(env)
+    everything["OMP_NUM_THREADS"] = "1"
+    everything["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    begin = time.monotonic()
+    with (run.out / "log.txt").open("wb") as log:
+        process = subprocess.Popen(command, env=everything, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            progress = Progress(run, steps, begin)
+            while process.poll() is None:
+                progress.show()
+                time.sleep(0.25)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            run.status = process.wait()
+    progress.show(last=True)
+    run.seconds = time.monotonic() - begin
+    run.losses = read_losses(run.out / "metrics.csv")
+    for path in sorted(run.out.glob("rank*.json")):
+        report = json.loads(path.read_text())
+        run.reports[report["rank"]] = report
+
+
+class Progress:
+    """One line that is kept up to date on a terminal, and written now and then elsewhere; losses and recoveries between."""
+
+    def __init__(self, run: Run, steps: int, begin: float) -> None:
+        self.run, self.steps, self.begin = run, steps, begin
+        self.live = sys.stdout.isatty()
+        self.told = 0
+        self.shown = -1
+
+    def show(self, last: bool = False) -> None:
+        """Say what is new; called a few times a second."""
+        self._news()
+        losses = read_losses(self.run.out / "metrics.csv")
+        step, loss = losses[-1] if losses else (0, float("nan"))
+        if not (self.live or last or step >= self.shown + self.steps // 8 or self.shown < 0):
+            return
+        self.shown = step
+        filled = 30 * step // self.steps
+        line = f"  {'#' * filled}{'.' * (30 - filled)} step {step:>3}/{self.steps}"
+        line += f"  loss {loss:6.4f}" if losses else "  starting    "
+        line += f"  {time.monotonic() - self.begin:5.1f} s"
+        print(f"\r{line}" if self.live else line, end="" if self.live and not last else "\n", flush=True)
+
+    def _news(self) -> None:
+        path = self.run.out / "events.jsonl"
+        if not path.exists():
+            return
+        events = list(read_events(path))
+        for event in events[self.told :]:
+            text = describe(event)
+            if text:
+                print(f"{chr(13) if self.live else ''}    {text:<100}", flush=True)
+        self.told = len(events)
+
+
+def describe(event: Event) -> str | None:
+    """One line for the events that the demo tells while it runs."""
+    if event.kind == "lost":
+        return f"rank {event.rank} is lost: {event.fields.get('cause', 'unknown cause')}"
+    if event.kind == "recovered":
+        return f"rank {event.rank} is back in generation {event.generation}"
+    return None
+
+
+@dataclass
+class Chain:
+    """A recovery with those it superseded: what a person would call one outage."""
+
+    parts: list[Recovery]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Row of the report; durations in seconds from the detection of the first loss."""
+        first, last = self.parts[0], self.parts[-1]
+        stall = last.longest_stall_s
+        ready = [one.slowest_survivor_ready_s for one in self.parts if one.slowest_survivor_ready_s is not None]
+        return {
+            "generations": [one.generation for one in self.parts],
+            "lost": [rank for one in self.parts for rank in one.lost],
+            "causes": [loss.cause for one in self.parts for loss in one.losses],
+            "detected": first.detected,
+            "survivor_ready_s": max(ready, default=None),
+            "stall_s": None if stall is None else max(stall, last.detected - first.detected + stall),
+            "recomputed_steps": max(one.recomputed_steps for one in self.parts),
+            "bytes_moved": sum(one.bytes_moved for one in self.parts),
+            "resolution": last.resolution,
+            "top": last.top,
+        }
+
+
+def chains(found: Sequence[Recovery]) -> list[Chain]:
+    """Recoveries, each joined with the one that superseded it."""
+    joined: list[Chain] = []
+    for one in found:
+        if joined and joined[-1].parts[-1].superseded_by == one.generation:
+            joined[-1].parts.append(one)
+        else:
+            joined.append(Chain([one]))
+    return joined
+
+
+def problems(plain: Run, faulty: Run, strikes: Sequence[Strike], outages: Sequence[Chain], steps: int) -> list[str]:
+    """Why the demo has failed; empty if it has not."""
+    found = []
+    for run in (plain, faulty):
+        if run.status != 0:
+            found.append(f"{run.name}: exit status {run.status}; see {run.out / 'log.txt'}")
+        if len(run.reports) != WORKERS:
+            found.append(f"{run.name}: {len(run.reports)} of {WORKERS} ranks reported a final state")
+        if any(report["steps"] != steps for report in run.reports.values()):
+            found.append(f"{run.name}: not every rank made {steps} steps")
+        if len(run.hashes) > 1:
+            found.append(f"{run.name}: the ranks' final states differ from each other")
+    if plain.hashes != faulty.hashes:
+        found.append("the final states of the two runs differ")
+    if plain.losses != faulty.losses:
+        found.append("the logged training losses of the two runs differ")
+    struck = read_struck(faulty.out / "struck.jsonl")
+    for strike in strikes:
+        hits = sum(Fault.from_dict(record["fault"]) in strike.faults for record in struck)
+        if hits != strike.count:
+            found.append(f"planned fault did not strike as planned ({hits} of {strike.count}): {strike.title}")
+    for outage in outages:
+        if outage.parts[-1].longest_stall_s is None:
+            found.append(f"generation {outage.parts[-1].generation} was never completed")
+    return found
+
+
+def main() -> int:
+    """Run the demo; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description="Training with and without failures.")
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"))
+    options = parser.parse_args()
+    if options.steps < 24:
+        parser.error("--steps must be at least 24, so that the faults lie apart")
+    out: Path = options.out.resolve()
+    strikes = plan(options.steps)
+    plain = Run("without failures", out / "without")
+    faulty = Run("with failures", out / "with")
+
+    print(f"1. {plain.name}: torchrun, strategy='ddp', plain gloo, {WORKERS} workers", flush=True)
+    stock = ["torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
+    execute(plain, stock, "ddp", options.steps, {})
+
+    print(f"\n2. {faulty.name}: swiftrun, strategy='swift_ddp', {WORKERS} workers. Planned:", flush=True)
+    for strike in strikes:
+        when = min(fault.step for fault in strike.faults if fault.step != ANY_STEP and "recovery" not in fault.point)
+        print(f"   step {when:>3}: {strike.title}", flush=True)
+    env = {
+        FAULTS: dumps([fault for strike in strikes for fault in strike.faults]),
+        STRUCK: str(faulty.out / "struck.jsonl"),
+        "SWIFT_RECOVERY_EVENTS": str(faulty.out / "events.jsonl"),
+    }
+    swift = ["shared_core.cli.swiftrun", f"--nproc-per-node={WORKERS}", "--standbys=1"]
+    execute(faulty, swift, "swift_ddp", options.steps, env)
+
+    path = faulty.out / "events.jsonl"
+    events = list(read_events(path)) if path.exists() else []
+    found = recoveries(events)
+    outages = chains(found)
+    failures = problems(plain, faulty, strikes, outages, options.steps)
+    identical = plain.hashes == faulty.hashes and len(plain.hashes) == 1 and len(faulty.reports) == WORKERS
+    print()
+    print(side_by_side([(run.name, run.losses) for run in (plain, faulty)]))
+    print()
+    print(format_recoveries(found, events[0].time if events else 0.0))
+    print()
+    for run in (plain, faulty):
+        print(f"final hash {run.name:<17} {', '.join(sorted(run.hashes)) or 'none'}  ({run.seconds:.0f} s)")
+    report = {
+        "identical": identical,
+        "ok": not failures,
+        "problems": failures,
+        "steps": options.steps,
+        "hash": min(faulty.hashes, default=None),
+        "hash_without_failures": min(plain.hashes, default=None),
+        "seconds": {run.name: round(run.seconds, 2) for run in (plain, faulty)},
+        "workers_lost": sum(len(one.losses) for one in found),
+        "recoveries": [outage.to_dict() for outage in outages],
+        "losses": {run.name: run.losses for run in (plain, faulty)},
+    }
+    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    picture = write_png(out / "losses.png", [(run.name, run.losses) for run in (plain, faulty)])
+    print(f"report: {out / 'report.json'}" + (f", picture: {out / 'losses.png'}" if picture else ""))
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    if failures:
+        return 1
+    print(f"identical: {report['workers_lost']} lost workers changed no bit on any rank")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

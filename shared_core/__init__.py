@@ -1,0 +1,34 @@
+"""Training that does not notice failures: the framework-agnostic core.
+
+The public names are those listed in ``__all__``; adapters use nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shared_core.config import SwiftConfig
+
+if TYPE_CHECKING:
+    from shared_core.cluster.handover import hand_over, launched_by_swiftrun
+    from shared_core.job import EntryDecision, Job, current_job, install
+
+__all__ = ["EntryDecision", "Job", "SwiftConfig", "current_job", "hand_over", "install", "launched_by_swiftrun"]
+
+_HOMES = {
+    "EntryDecision": "shared_core.job",
+    "Job": "shared_core.job",
+    "current_job": "shared_core.job",
+    "install": "shared_core.job",
+    "hand_over": "shared_core.cluster.handover",
+    "launched_by_swiftrun": "shared_core.cluster.handover",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: the launcher and ``swiftctl`` need no torch."""
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

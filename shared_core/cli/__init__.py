@@ -1,0 +1,1 @@
+"""Console scripts: ``swiftrun`` (launcher with torchrun's flags) and ``swiftctl``."""

@@ -1,0 +1,303 @@
+"""``swiftrun``: torchrun's flags; a lost worker is replaced and its siblings go on."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shared_core.cluster import preload
+from shared_core.cluster.standby import Standby, clean_env
+from shared_core.config import SwiftConfig
+from shared_core.errors import ConfigError, SwiftError
+
+DEFAULT_BUDGET = 100
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """torchrun's parser and our options; each can also be set as ``PET_<OPTION>`` in the environment."""
+    from torch.distributed.argparse_util import env
+    from torch.distributed.run import get_args_parser as torchrun_parser
+
+    parser: argparse.ArgumentParser = torchrun_parser()
+    parser.prog = "swiftrun"
+    parser.description = (
+        "Starts a distributed training job with torchrun's flags. A worker that is lost is replaced by a newcomer, which takes "
+        "its place bit for bit; the other workers go on."
+    )
+    for action in parser._actions:
+        if action.dest == "max_restarts":
+            action.help = f"How many lost workers may be replaced in the whole job (a restart of all counts once). Default: {DEFAULT_BUDGET}."
+            if "PET_MAX_RESTARTS" not in os.environ:
+                action.default = DEFAULT_BUDGET
+        elif action.dest == "nnodes":
+            action.help = "Number of nodes. This version runs on one: only 1 is accepted."
+    ours = parser.add_argument_group("recovery")
+    ours.add_argument(
+        "--standbys",
+        action=env,
+        type=int,
+        default=1,
+        help="Standby processes that have imported what the job imports and from which workers are forked. "
+        "0: every worker is a fresh interpreter, and a newcomer waits for its imports. Default: 1.",
+    )
+    ours.add_argument(
+        "--on-failure",
+        "--on_failure",
+        action=env,
+        choices=("replace", "restart"),
+        default=None,
+        help="replace (default): a newcomer takes the lost worker's place. restart: all workers start again from the newest checkpoint.",
+    )
+    ours.add_argument(
+        "--swift-config", "--swift_config", action=env, default=None, help="YAML or JSON file of options (SwiftConfig)."
+    )
+    ours.add_argument(
+        "--events",
+        action=env,
+        default=None,
+        help="File that events are appended to. Default: events.jsonl in --log-dir, or in the current folder.",
+    )
+    ours.add_argument(
+        "--checkpoint-dir",
+        "--checkpoint_dir",
+        action=env,
+        default=None,
+        help="Folder of the checkpoints that a restart goes on from.",
+    )
+    ours.add_argument(
+        "--preload",
+        action=env,
+        default="",
+        metavar="MODULES",
+        help="Comma-separated modules that standbys import besides those the script mentions.",
+    )
+    ours.add_argument(
+        "--crash-loop",
+        "--crash_loop",
+        action=env,
+        type=int,
+        default=3,
+        metavar="K",
+        help="A rank that dies K times in a row, alike and without progress, ends the job. Default: 3.",
+    )
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse; what torchrun fills in for a job on one machine is filled in.
+
+    Raises:
+        ConfigError: for an option that this version cannot honour.
+    """
+    from torch.distributed.run import parse_min_max_nnodes
+
+    args = get_args_parser().parse_args(argv)
+    if parse_min_max_nnodes(args.nnodes) != (1, 1):
+        raise ConfigError(
+            f"--nnodes {args.nnodes}: several machines: not in this version. Use --nnodes 1, or torchrun."
+        )
+    if args.standbys < 0:
+        raise ConfigError(f"--standbys must not be negative, got {args.standbys}")
+    if args.crash_loop < 1:
+        raise ConfigError(f"--crash-loop must be at least 1, got {args.crash_loop}")
+    if args.max_restarts < 0:
+        raise ConfigError(f"--max-restarts must not be negative, got {args.max_restarts}")
+    if args.numa_binding is not None:
+        raise ConfigError("--numa-binding: not in this version; bind in the script, or use torchrun.")
+    if args.module and args.no_python:
+        raise ConfigError("--module and --no-python exclude each other")
+    args.store_port = 0
+    if args.standalone or args.rdzv_backend == "static":
+        # One machine needs no meeting point; the port asked for becomes the store's.
+        args.store_port = args.master_port or 0
+        args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
+        args.rdzv_id = args.rdzv_id if args.rdzv_id != "none" and not args.standalone else str(uuid.uuid4())
+    args.master_port = args.master_port or 29500
+    return args
+
+
+def build_config(args: argparse.Namespace) -> SwiftConfig:
+    """Options of the command line over the environment over ``--swift-config``.
+
+    Raises:
+        ConfigError: for an unknown or bad option.
+    """
+    base = SwiftConfig.from_file(args.swift_config) if args.swift_config else None
+    config = SwiftConfig.from_env(base=base)
+    given = {name: getattr(args, name) for name in ("on_failure", "checkpoint_dir") if getattr(args, name) is not None}
+    if "checkpoint_dir" in given:
+        given["checkpoint_dir"] = os.path.abspath(given["checkpoint_dir"])
+    return SwiftConfig.from_dict(dataclasses.asdict(config) | given)
+
+
+def _events_path(args: argparse.Namespace) -> str | None:
+    if args.events == "":
+        return None
+    if args.events:
+        path = Path(args.events)
+    else:
+        path = Path(args.log_dir or ".") / "events.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return str(path.absolute())
+
+
+def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
+    """Run the job to its end.
+
+    Args:
+        args: from :func:`parse_args`.
+        early: a standby that is importing already.
+
+    Raises:
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: the job failed; holds the first error.
+        torch.distributed.elastic.multiprocessing.SignalException: the agent was told to end.
+        SwiftError: for options that cannot be honoured.
+    """
+    import torch
+    from torch.distributed.elastic import events, metrics
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+    from torch.distributed.run import config_from_args
+
+    from shared_core.cluster.agent import AgentOptions, Program, SwiftAgent
+    from shared_core.cluster.logs import WorkerLogs
+
+    config = build_config(args)
+    threads = torch.get_num_threads()
+    try:
+        torchrun, _, _ = config_from_args(args)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not args.no_python and not args.module and not os.path.exists(args.training_script):
+        raise ConfigError(f"the training script {args.training_script!r} does not exist")
+    mode: Any = "exec" if args.no_python and not args.run_path else "module" if args.module else "script"
+    extra = [name.strip() for name in args.preload.split(",") if name.strip()]
+    script = preload.find_script(args.training_script, module=args.module) if mode != "exec" else None
+    program = Program(
+        mode,
+        args.training_script,
+        tuple(args.training_script_args),
+        tuple(preload.installed(preload.modules_for(script, extra))),
+    )
+    parameters = RendezvousParameters(
+        backend=torchrun.rdzv_backend,
+        endpoint=torchrun.rdzv_endpoint,
+        run_id=torchrun.run_id,
+        min_nodes=1,
+        max_nodes=1,
+        local_addr=torchrun.local_addr or "localhost",
+        **torchrun.rdzv_configs,
+    )
+    spec = WorkerSpec(
+        role=torchrun.role,
+        local_world_size=torchrun.nproc_per_node,
+        entrypoint=args.training_script,
+        args=program.args,
+        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        max_restarts=torchrun.max_restarts,
+        monitor_interval=torchrun.monitor_interval,
+        local_addr=torchrun.local_addr,
+        event_log_handler=torchrun.event_log_handler,
+        virtual_local_rank=torchrun.virtual_local_rank,
+    )
+    options = AgentOptions(
+        config=config,
+        standbys=args.standbys,
+        events=_events_path(args),
+        grace_s=float(args.shutdown_timeout) if args.shutdown_timeout is not None else 5.0,
+        threads=threads,
+        loop_limit=args.crash_loop,
+        signals=tuple(name.strip() for name in torchrun.signals_to_handle.split(",")),
+        store_port=args.store_port,
+    )
+
+    def make_logs(ranks: list[int]) -> WorkerLogs:
+        return WorkerLogs(
+            torchrun.role,
+            torchrun.logs_specs,
+            torchrun.nproc_per_node,
+            torchrun.run_id,
+            prefix=torchrun.log_line_prefix_template,
+            ranks=ranks,
+            stdout_filters=torchrun.duplicate_stdout_filters or (),
+            stderr_filters=torchrun.duplicate_stderr_filters or (),
+        )
+
+    metrics.initialize_metrics(metrics.MetricsConfig(torchrun.metrics_cfg))
+    agent = SwiftAgent(spec, program, options, make_logs, early)
+    failed = True
+    try:
+        result = agent.run()
+        events.record(agent.get_event_succeeded(), torchrun.event_log_handler)
+        if result.is_failed():
+            raise ChildFailedError(os.path.basename(args.training_script), result.failures)
+        failed = False
+    except ChildFailedError:
+        raise
+    except Exception:
+        events.record(agent.get_event_failed(), torchrun.event_log_handler)
+        raise
+    finally:
+        spec.rdzv_handler.shutdown()
+        if (
+            not failed
+            and args.log_dir is None
+            and not agent.logs_used
+            and torchrun.logs_specs.root_log_dir != os.devnull
+        ):
+            shutil.rmtree(
+                torchrun.logs_specs.root_log_dir, ignore_errors=True
+            )  # made by torchelastic for error files alone
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Console script. Exit codes are torchrun's: 0, 1 if the job failed or was ended by a signal, 2 for a wrong command line."""
+    early = _start_early(sys.argv[1:] if argv is None else argv)
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    try:
+        args = parse_args(argv)
+        record(launch)(args, early if args.standbys and not args.no_python else None)
+    except SwiftError as error:
+        _refuse(error)
+    except SignalException as error:
+        print(f"swiftrun: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    finally:
+        if early is not None:
+            early.close()
+
+
+def _start_early(argv: Sequence[str]) -> Standby | None:
+    """A standby that imports torch while this process does; None if the words of the command line speak against one."""
+    joined = " ".join(argv).replace("_", "-")
+    if (
+        not argv
+        or {"-h", "--help", "--no-python"}.intersection(joined.split())
+        or re.search(r"--standbys[ =]0\b", joined)
+    ):
+        return None
+    if os.environ.get("PET_STANDBYS") == "0":
+        return None
+    standby = Standby(clean_env(os.environ))
+    standby.preload(preload.ALWAYS, more=True)
+    return standby
+
+
+def _refuse(error: SwiftError) -> NoReturn:
+    print(f"swiftrun: {type(error).__name__}: {error}", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

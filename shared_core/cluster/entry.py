@@ -1,0 +1,178 @@
+"""How a started process becomes a worker: its own session, the asked environment and files, then the user's program.
+
+A forked zygote and a fresh interpreter (``--standbys 0``) go through the same code, so that both look alike to the user's
+program, and both look like ``python script.py`` started by torchrun.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import runpy
+import signal
+import sys
+import traceback
+import types
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import NoReturn
+
+from shared_core.cluster import process, worker
+from shared_core.cluster.request import StartRequest
+
+_HERE = Path(__file__).resolve()
+#: Folder that holds the package; stays importable for workers where the package is run from a checkout.
+PACKAGE_ROOT = str(_HERE.parents[2])
+
+
+def enter(request: StartRequest, *, forked: bool) -> None:
+    """Run the user's program in this process; returns or raises what a main program returns or raises.
+
+    Args:
+        request: what to become.
+        forked: this process was forked from a zygote, whose imports carry state that a fresh interpreter would not have.
+
+    Raises:
+        SystemExit: as the program asked, or code 1 after an uncaught exception (written to the error file, traceback printed).
+    """
+    _detach(request)
+    _redirect(request)
+    os.environ.clear()
+    os.environ.update(request.env)
+    if request.mode == "exec":
+        _exec(request)
+    if forked:
+        _freshen(request)
+    # First registered, so last to run: everything else that ends a worker still has its peers.
+    atexit.register(worker.say_done_and_wait)
+    _run(request)
+
+
+def _detach(request: StartRequest) -> None:
+    """Own session and process group, default signals, death with the agent."""
+    if os.getpid() != os.getpgid(0):
+        os.setsid()
+    signal.set_wakeup_fd(-1)
+    for sig in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(sig, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    if not process.die_with_parent(request.agent):
+        os._exit(128 + signal.SIGKILL)  # the agent died while this process was being made: nobody would end it
+
+
+def _redirect(request: StartRequest) -> None:
+    for path, stream, fd in ((request.stdout, sys.stdout, 1), (request.stderr, sys.stderr, 2)):
+        if path:
+            if stream is not None:
+                stream.flush()
+            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            os.dup2(file, fd)
+            os.close(file)
+
+
+def _exec(request: StartRequest) -> NoReturn:
+    try:
+        os.execvp(request.target, [request.target, *request.args])
+    except OSError as error:
+        print(f"cannot run {request.target}: {error}", file=sys.stderr, flush=True)
+        os._exit(127)
+
+
+def _freshen(request: StartRequest) -> None:
+    """Undo what differs between a process forked from a zygote and a fresh interpreter that imported the same modules."""
+    if (random := sys.modules.get("random")) is not None:
+        random.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    # torch's default generator has a fixed seed in a fresh process and the zygote drew nothing from it: left as it is.
+    if (torch := sys.modules.get("torch")) is not None and request.threads > 1:
+        torch.set_num_threads(request.threads)
+    rank = int(request.env["RANK"])
+    for name in (
+        "lightning_utilities.core.rank_zero",
+        "lightning.fabric.utilities.rank_zero",
+        "lightning_fabric.utilities.rank_zero",
+    ):
+        only = getattr(sys.modules.get(name), "rank_zero_only", None)
+        if only is not None and hasattr(only, "rank"):
+            only.rank = rank  # fixed at import, where the zygote had no rank
+
+
+def _run(request: StartRequest) -> None:
+    target, args = request.target, list(request.args)
+    sys.argv = [target, *args]
+    sys.orig_argv = [sys.executable, "-u", *(["-m"] if request.mode == "module" else []), target, *args]
+    if PACKAGE_ROOT not in sys.path[1:]:
+        sys.path.append(PACKAGE_ROOT)
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    handler = get_error_handler()
+    handler.initialize()
+    try:
+        if request.mode == "module":
+            _set_first_path(os.getcwd())
+            runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what ``python -m`` itself calls
+        elif os.path.isdir(target) or target.endswith((".zip", ".pyz")):
+            _set_first_path(target)
+            runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+        else:
+            _set_first_path(os.path.dirname(os.path.realpath(target)))
+            _exec_script(target, main)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            worker.mark_failed()
+        raise
+    except KeyboardInterrupt:
+        worker.mark_failed()
+        raise
+    except Exception as error:
+        worker.mark_failed()
+        handler.record_exception(error)
+        _print_exception(error, target)
+        raise SystemExit(1) from None
+
+
+def _set_first_path(entry: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = entry
+
+
+def _exec_script(path: str, main: types.ModuleType) -> None:
+    """Run a script in ``main`` as the interpreter does (``runpy.run_path`` would take ``__main__`` away again before atexit)."""
+    absolute = os.path.abspath(path)
+    main.__dict__.update(
+        __file__=absolute, __cached__=None, __spec__=None, __loader__=SourceFileLoader("__main__", absolute)
+    )
+    with io.open_code(absolute) as file:
+        code = compile(file.read(), absolute, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _print_exception(error: Exception, target: str) -> None:
+    """What the interpreter prints for an uncaught exception, without the launcher's own frames."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and _ours(trace):
+        trace = trace.tb_next
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    try:
+        sys.excepthook(type(error), error, trace)
+    except Exception:
+        traceback.print_exception(error)
+
+
+def _ours(trace: types.TracebackType) -> bool:
+    name = trace.tb_frame.f_code.co_filename
+    return name in (str(_HERE), __file__) or "runpy" in name
+
+
+def main() -> None:
+    """A fresh interpreter: the request comes on the descriptor named on the command line, before anything is imported for it."""
+    fd = int(sys.argv[1])
+    with open(fd, "rb") as pipe:
+        request = StartRequest.from_json(pipe.read())
+    enter(request, forked=False)

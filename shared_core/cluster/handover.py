@@ -1,0 +1,86 @@
+"""From ``python train.py`` to ``swiftrun``: the process becomes the launcher of the same script with the same arguments."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from shared_core.cluster import worker
+from shared_core.errors import SwiftError
+from shared_core.events import console
+
+_warned = False
+
+
+def launched_by_swiftrun() -> bool:
+    """Whether this process is a worker of ``swiftrun``."""
+    return worker.launched()
+
+
+def under_plain_torchrun() -> bool:
+    """Whether this process is a worker of ``torchrun`` (or of a launcher built on it), whose agent kills survivors."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and not worker.launched()
+
+
+def warn_plain_torchrun_once() -> None:
+    """Say, on rank 0 and once, that survivors cannot be kept alive under plain torchrun."""
+    global _warned
+    if _warned or not under_plain_torchrun():
+        return
+    _warned = True
+    if os.environ.get("RANK", "0") == "0":
+        console(
+            "started by plain torchrun, whose agent kills all workers when one is lost: survivors cannot be kept alive, only checkpoints "
+            "help. Start the same command with swiftrun instead of torchrun."
+        )
+
+
+def hand_over(nproc: int, standbys: int = 1, extra: Sequence[str] = ()) -> NoReturn:
+    """Become ``swiftrun`` for the running script; does not return. Nothing that was done so far in this process is kept.
+
+    Args:
+        nproc: workers to start.
+        standbys: see ``swiftrun --standbys``.
+        extra: further options of ``swiftrun``.
+
+    Raises:
+        SwiftError: where it cannot be: in a notebook or interactive session, after a process group was created, under another launcher.
+    """
+    if nproc < 1:
+        raise SwiftError(f"cannot hand over to swiftrun with {nproc} workers: at least 1 is needed")
+    command = _command()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing's spawn does
+    options = ["--standbys", str(standbys), "--nproc-per-node", str(nproc), *extra]
+    os.execv(sys.executable, [sys.executable, *flags, "-m", "shared_core.cli.swiftrun", *options, *command])
+
+
+def _command() -> list[str]:
+    """Script and arguments of this process, as ``swiftrun`` wants them."""
+    how = "Start it from a shell with: swiftrun --nproc-per-node N SCRIPT ..."
+    main = sys.modules.get("__main__")
+    if getattr(sys, "ps1", None) or sys.flags.interactive or getattr(main, "__file__", None) is None:
+        raise SwiftError(
+            f"cannot hand over to swiftrun: this is a notebook or an interactive session, there is no script to run again. {how}"
+        )
+    if worker.launched():
+        raise SwiftError("cannot hand over to swiftrun: this process is already one of its workers")
+    if under_plain_torchrun() or int(os.environ.get("WORLD_SIZE", "1") or "1") > 1:
+        raise SwiftError(
+            f"cannot hand over to swiftrun: another launcher has started this process already (WORLD_SIZE={os.environ.get('WORLD_SIZE')}). "
+            "Use swiftrun in its place."
+        )
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        raise SwiftError(f"cannot hand over to swiftrun: a process group exists already in this process. {how}")
+    processes = sys.modules.get("multiprocessing")
+    if processes is not None and processes.parent_process() is not None:
+        raise SwiftError(f"cannot hand over to swiftrun from a child process of multiprocessing. {how}")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name != "__main__":  # python -m
+        return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+    return [sys.argv[0] if os.path.exists(sys.argv[0]) else str(main.__file__), *sys.argv[1:]]

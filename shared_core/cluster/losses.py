@@ -1,0 +1,143 @@
+"""What to do about a loss: pure decisions of plain data (budget, crash loops, back-off), testable without a process."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+#: A rank that dies so often in a row, in the same way and without progress, ends the job.
+LOOP_LIMIT = 3
+#: Seconds to wait before the n-th start in a row of a rank that makes no progress.
+BACK_OFF_S = (0.0, 0.5, 1.0, 2.0)
+_FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+), in .*$', re.MULTILINE)
+_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/shared_core/", "<frozen ", "<string>")
+
+
+@dataclass(frozen=True)
+class RaisedError:
+    """A worker's uncaught exception, from its error file.
+
+    Attributes:
+        summary: ``Type: message``.
+        place: ``file:line`` of the innermost frame of the user's own code, else of the innermost frame.
+        traceback: as Python prints it.
+    """
+
+    summary: str
+    place: str
+    traceback: str
+
+    @property
+    def kind(self) -> str:
+        """The exception's type."""
+        return self.summary.partition(":")[0]
+
+    @classmethod
+    def from_error_file(cls, data: dict[str, Any]) -> RaisedError | None:
+        """From the JSON that torchelastic's ``record`` writes; None if it has another form."""
+        message = data.get("message")
+        if not isinstance(message, dict):
+            return None
+        trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
+        return cls(str(message.get("message", "")), _place(trace), trace)
+
+
+def _place(trace: str) -> str:
+    frames = [(match["file"], match["line"]) for match in _FRAME.finditer(trace)]
+    own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARY)]
+    chosen = (own or frames or [("?", "0")])[-1]
+    return f"{chosen[0]}:{chosen[1]}"
+
+
+@dataclass(frozen=True)
+class Death:
+    """One lost worker.
+
+    Attributes:
+        rank: logical rank.
+        pid: process id.
+        exit_code: as Python's ``waitstatus_to_exitcode``: negative for a signal.
+        cause: readable, for instance ``killed by SIGKILL``.
+        tops: batch tops its rank had passed.
+        error: its uncaught exception, if it had one.
+        error_file: where that was read from; empty if there was none.
+        detected: ``time.time()`` when the agent noticed.
+    """
+
+    rank: int
+    pid: int
+    exit_code: int
+    cause: str
+    tops: int
+    error: RaisedError | None
+    error_file: str
+    detected: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do about a death.
+
+    Attributes:
+        action: ``replace`` the worker or ``end`` the job.
+        delay_s: seconds to wait before the newcomer is started.
+        reason: why the job ends.
+        first: the death to show to the user when it ends.
+    """
+
+    action: Literal["replace", "end"]
+    delay_s: float = 0.0
+    reason: str = ""
+    first: Death | None = None
+
+
+@dataclass
+class LossBook:
+    """Counts losses and judges each.
+
+    Attributes:
+        budget: replacements left.
+        loop_limit: deaths of a rank in a row, alike and without progress, that end the job.
+    """
+
+    budget: int
+    loop_limit: int = LOOP_LIMIT
+    _streaks: dict[int, list[Death]] = field(default_factory=lambda: defaultdict(list))
+    _history: list[Death] = field(default_factory=list)
+
+    def judge(self, death: Death) -> Verdict:
+        """Record a death and say what follows; one replacement is taken from the budget if it is ``replace``."""
+        self._history.append(death)
+        streak = self._streaks[death.rank]
+        if streak and death.tops > streak[-1].tops:
+            streak.clear()  # it made progress: not a loop
+        streak.append(death)
+        twins = [other for other in streak[:-1] if _same_exception(other, death)]
+        if twins:
+            return Verdict(
+                "end", reason=f"rank {death.rank} raised the same exception at the same place twice", first=twins[0]
+            )
+        if len(streak) >= self.loop_limit and all(_alike(other, death) for other in streak[-self.loop_limit :]):
+            reason = f"rank {death.rank} died {self.loop_limit} times in a row without progress ({death.cause})"
+            return Verdict("end", reason=reason, first=streak[-self.loop_limit])
+        if self.budget <= 0:
+            first = self._history[0]
+            return Verdict(
+                "end", reason="no replacements are left (--max-restarts)", first=first if death.error is None else death
+            )
+        self.budget -= 1
+        return Verdict("replace", delay_s=BACK_OFF_S[min(len(streak), len(BACK_OFF_S)) - 1])
+
+
+def _same_exception(one: Death, other: Death) -> bool:
+    if one.error is None or other.error is None:
+        return False
+    return (one.error.summary, one.error.place) == (other.error.summary, other.error.place)
+
+
+def _alike(one: Death, other: Death) -> bool:
+    if one.error is not None and other.error is not None:
+        return (one.error.kind, one.error.place) == (other.error.kind, other.error.place)
+    return one.error is None and other.error is None and one.exit_code == other.exit_code

@@ -1,0 +1,110 @@
+"""Linux primitives of the agent: subreaper, parent-death signal, process states, wait statuses."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from contextlib import suppress
+
+from shared_core.errors import Unsupported
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    if not sys.platform.startswith("linux"):
+        raise Unsupported(
+            f"swiftrun supervises processes with Linux' prctl; this is {sys.platform}. Use torchrun here."
+        )
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}, {value}): {os.strerror(error)}")
+
+
+def become_subreaper() -> None:
+    """Make orphaned descendants of this process its own children, so that it can wait for them and end them.
+
+    Raises:
+        Unsupported: on another system than Linux.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int, sig: signal.Signals = signal.SIGKILL) -> bool:
+    """Have the kernel send ``sig`` to this process when its parent dies; False if ``parent`` is not (or no longer) the parent."""
+    _prctl(_PR_SET_PDEATHSIG, sig)
+    return os.getppid() == parent
+
+
+def state_of(pid: int) -> str | None:
+    """One-letter state of a process as in ``/proc/PID/stat`` (``T`` stopped, ``Z`` zombie, ...); None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            raw = file.read()
+    except OSError:
+        return None
+    # the command name stands in parentheses and may hold parentheses itself
+    return chr(raw[raw.rindex(b")") + 2])
+
+
+def thread_count() -> int:
+    """Threads of this process."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def children() -> list[int]:
+    """Direct children of this process, adopted ones included."""
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{task}/children", encoding="ascii") as file:
+            found += map(int, file.read().split())
+    return found
+
+
+def kill_group(pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
+    """Send ``sig`` to the process group that ``pid`` leads and to ``pid`` itself; what is gone already is passed over."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, sig)
+    # a process that was forked an instant ago leads its group only after its setsid
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, sig)
+
+
+def peek_dead() -> int | None:
+    """A child that has exited and was not reaped yet, or None. It is left a zombie, so that its pid and group stay its own."""
+    try:
+        info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return info.si_pid if info is not None else None
+
+
+def reap(pid: int) -> int | None:
+    """Wait status of a dead child as an exit code (negative: the signal that killed it); None if it cannot be waited for."""
+    try:
+        _, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return os.waitstatus_to_exitcode(status)
+
+
+def describe_exit(code: int) -> str:
+    """``killed by SIGKILL`` or ``exited with code 1``."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when ``pid`` dies; None where the kernel has none (SIGCHLD alone tells then)."""
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return None

@@ -1,0 +1,47 @@
+"""What the agent asks a zygote, or a fresh interpreter, to become."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Mode = Literal["script", "module", "exec"]
+
+
+@dataclass(frozen=True)
+class StartRequest:
+    """One worker to start.
+
+    Attributes:
+        token: chosen by the agent, returned with the pid.
+        mode: ``script`` (a path), ``module`` (as ``python -m``) or ``exec`` (a program that is no Python script).
+        target: script, module or program.
+        args: arguments of the user's program.
+        env: the whole environment of the worker.
+        agent: pid of the agent, which must be the parent; the worker dies with it.
+        stdout: file to append standard output to; empty leaves it on the console.
+        stderr: the same for standard error.
+        threads: intra-op threads that a fresh interpreter with this environment would use; 0 leaves torch alone.
+    """
+
+    token: int
+    mode: Mode
+    target: str
+    args: tuple[str, ...]
+    env: dict[str, str]
+    agent: int
+    stdout: str = ""
+    stderr: str = ""
+    threads: int = 0
+
+    def to_json(self) -> str:
+        """The request as one line."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> StartRequest:
+        """Inverse of :meth:`to_json`."""
+        raw: dict[str, Any] = json.loads(line)
+        raw["args"] = tuple(raw["args"])
+        return cls(**raw)

@@ -1,0 +1,227 @@
+"""Helpers inside a worker: what the launcher told it, its own connection to the store, progress, goodbye.
+
+Importing this module is cheap: torch is imported when a store is connected.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shared_core.config import SwiftConfig
+from shared_core.errors import ConfigError, WaitTimeout
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
+STORE = "SWIFT_RECOVERY_STORE"
+GENERATION = "SWIFT_RECOVERY_GENERATION"
+INCARNATION = "SWIFT_RECOVERY_INCARNATION"
+EVENTS = "SWIFT_RECOVERY_EVENTS"
+CONFIG = "SWIFT_RECOVERY_CONFIG"
+RESTART = "SWIFT_RECOVERY_RESTART"
+
+#: Layout of a progress file: batch tops passed, 1 inside a wait for a collective, ``time.time()`` of the last change.
+PROGRESS = struct.Struct("<QQd")
+PROGRESS_BYTES = 64
+#: A wait that is meant to last: torch prints warnings for every store wait that times out, and keeps milliseconds in 32 bits.
+FOREVER_S = 20 * 86400.0
+
+_failed = False
+_done = False
+
+
+@dataclass(frozen=True)
+class WorkerEnv:
+    """What the launcher told this worker.
+
+    Attributes:
+        rank: logical rank.
+        world_size: number of logical ranks.
+        generation: generation in which this worker starts; 0 for the first workers.
+        incarnation: this is the n-th worker that holds the rank, from 0.
+        restart: number of whole-job restarts before this one; store keys are prefixed with it.
+        job_dir: private folder of the job on this machine, in memory where possible.
+        store_host: host of the agent's store.
+        store_port: its port.
+        events: ``events.jsonl`` of the job, None when events are not written.
+        config: the options of the job.
+    """
+
+    rank: int
+    world_size: int
+    generation: int
+    incarnation: int
+    restart: int
+    job_dir: Path
+    store_host: str
+    store_port: int
+    events: Path | None
+    config: SwiftConfig
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of every store key of this attempt, ``swift/{restart}/``."""
+        return f"swift/{self.restart}/"
+
+    @property
+    def rank_dir(self) -> Path:
+        """Folder for what this rank publishes."""
+        return self.job_dir / f"rank{self.rank}"
+
+
+def launched(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is a worker of ``swiftrun``."""
+    return JOB_DIR in (os.environ if environ is None else environ)
+
+
+def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
+    """Parse the variables the launcher sets.
+
+    Raises:
+        ConfigError: if this process was not started by ``swiftrun``.
+    """
+    source = os.environ if environ is None else environ
+    if JOB_DIR not in source:
+        raise ConfigError(
+            f"{JOB_DIR} is not set: this process was not started by swiftrun. Start it with: swiftrun SCRIPT ..."
+        )
+    host, _, port = source[STORE].rpartition(":")
+    return WorkerEnv(
+        rank=int(source["RANK"]),
+        world_size=int(source["WORLD_SIZE"]),
+        generation=int(source.get(GENERATION, "0")),
+        incarnation=int(source.get(INCARNATION, "0")),
+        restart=int(source.get(RESTART, "0")),
+        job_dir=Path(source[JOB_DIR]),
+        store_host=host,
+        store_port=int(port),
+        events=Path(source[EVENTS]) if source.get(EVENTS) else None,
+        config=SwiftConfig.from_env(source),
+    )
+
+
+def connect_store(timeout_s: float = 60.0, where: WorkerEnv | None = None) -> TCPStore:
+    """A new client of the agent's store. A client serves one thread at a time: every thread that blocks needs its own.
+
+    Args:
+        timeout_s: longest wait of a blocking ``get`` or ``wait`` of this client, in seconds.
+        where: the store's place; this process' own environment when None.
+
+    Raises:
+        WaitTimeout: if the agent cannot be reached.
+    """
+    from torch.distributed import TCPStore
+
+    here = env() if where is None else where
+    try:
+        return TCPStore(
+            here.store_host,
+            here.store_port,
+            is_master=False,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise WaitTimeout(
+            f"rank {here.rank}: no answer from the agent's store at {here.store_host}:{here.store_port} ({error}); is swiftrun alive?"
+        ) from error
+
+
+def tell(store: TCPStore, name: str, value: Any, *, prefix: str | None = None) -> None:
+    """Set a key of this attempt that the agent acts on (``fail``, ``divergent``, ``restart``, ``done/{rank}``) and wake the agent.
+
+    Setting the key alone works too; the agent then notices it at its next tick (``--monitor-interval``).
+
+    Args:
+        store: a client of the agent's store that no other thread is blocked in.
+        name: key without prefix.
+        value: plain data, stored as JSON.
+        prefix: key prefix; this worker's own when None.
+    """
+    prefix = env().prefix if prefix is None else prefix
+    store.set(prefix + name, json.dumps(value))
+    count = store.add(prefix + "notified", 1)
+    store.set(f"{prefix}notify/{count}", "1")
+
+
+class ProgressFile:
+    """Writer of ``rank{r}/progress``, which the agent reads for the progress time-out. A write costs a microsecond."""
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        target = env().rank_dir / "progress" if path is None else Path(path)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(target, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(fd, PROGRESS_BYTES)
+            self._map = mmap.mmap(fd, PROGRESS_BYTES)
+        finally:
+            os.close(fd)
+        self._tops = 0
+
+    def top(self, tops: int) -> None:
+        """Batch top number ``tops`` is passed; outside any collective."""
+        self._tops = tops
+        self._write(0)
+
+    def waiting(self, inside: bool) -> None:
+        """Entering (True) or leaving (False) a wait for a collective."""
+        self._write(int(inside))
+
+    def _write(self, flag: int) -> None:
+        PROGRESS.pack_into(self._map, 0, self._tops, flag, time.time())
+
+    def close(self) -> None:
+        """Release the mapping; the file stays."""
+        self._map.close()
+
+
+def read_progress(path: str | os.PathLike[str]) -> tuple[int, bool, float] | None:
+    """``(tops, inside a collective, time of the last change)``; None if nothing was written yet."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(PROGRESS.size)
+    except OSError:
+        return None
+    if len(raw) < PROGRESS.size:
+        return None
+    tops, flag, changed = PROGRESS.unpack(raw)
+    return (tops, bool(flag), changed) if changed else None
+
+
+def mark_failed() -> None:
+    """The user's program ended with an error: no goodbye will be said for it."""
+    global _failed
+    _failed = True
+
+
+def say_done_and_wait() -> None:
+    """Say goodbye, then wait for the agent's ``release``: until then this process' other threads go on serving its peers.
+
+    Registered with ``atexit``; later calls, and calls after an error or outside ``swiftrun``, do nothing.
+    """
+    global _done
+    if _done or _failed or not launched() or hasattr(sys, "last_type"):
+        return
+    _done = True
+    here = env()
+    try:
+        store = connect_store(where=here)
+        tell(store, f"done/{here.rank}", {"pid": os.getpid(), "time": time.time()}, prefix=here.prefix)
+    except (RuntimeError, WaitTimeout):
+        return  # the agent is gone, and with it this process in an instant
+    with suppress(RuntimeError):
+        store.wait([here.prefix + "release"], timedelta(seconds=FOREVER_S))
+        if store.check([here.prefix + "stop"]):
+            os._exit(1)

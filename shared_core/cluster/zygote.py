@@ -1,0 +1,120 @@
+"""The zygote: a process that has imported what the job imports, runs no user code and holds one thread; it forks into workers.
+
+``main()`` runs with two arguments, the descriptor of a stream socket to the agent and the agent's pid, and with
+:data:`SINGLE_THREADED` in the environment. Lines of JSON come in: first
+``{"preload": [modules]}``, answered by ``{"ready": ...}``; then start requests, each answered by ``{"token": n, "pid": p}``.
+A worker is forked twice, so that the agent (a subreaper) becomes its parent and can wait for it. At the end of the stream
+the zygote exits.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import warnings
+from typing import Any
+
+from shared_core.cluster import entry, process
+from shared_core.cluster.request import StartRequest
+
+#: Read when a library is loaded: with more than one thread, it starts them there and then, and a fork would lose them.
+SINGLE_THREADED = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "VECLIB_MAXIMUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting devices must not create a CUDA context
+}
+
+
+def serve(channel: socket.socket) -> StartRequest | None:
+    """Answer the agent until it closes the channel; returns only in a process that is to become a worker, and at the end (None)."""
+    stream = channel.makefile("rb")
+    for line in stream:
+        message = json.loads(line)
+        if "preload" in message:
+            report = _preload(message["preload"])
+            if not message.get("more"):
+                _answer(channel, report)
+            continue
+        request = StartRequest.from_json(line)
+        if _fork_worker(channel, request):
+            stream.close()
+            return request
+    return None
+
+
+def _answer(channel: socket.socket, message: dict[str, Any]) -> None:
+    channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _preload(modules: list[str]) -> dict[str, Any]:
+    started = time.monotonic()
+    failed: dict[str, str] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the worker's own import statements are the place to warn
+        for name in modules:
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                failed[name] = f"{type(error).__name__}: {error}"
+    gc.collect()
+    gc.freeze()  # the collector would touch, and so copy, every page it shares with the workers
+    return {"ready": True, "threads": process.thread_count(), "seconds": time.monotonic() - started, "failed": failed}
+
+
+def _fork_worker(channel: socket.socket, request: StartRequest) -> bool:
+    """Fork twice; True in the worker, once the agent is its parent."""
+    go_read, go_write = os.pipe()
+    pid_read, pid_write = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        worker = os.fork()
+        if worker != 0:
+            os.write(pid_write, str(worker).encode())
+            os._exit(0)
+        os.close(go_write)
+        os.close(pid_read)
+        os.close(pid_write)
+        channel.close()
+        # The zygote says go when the process between is gone and the agent has adopted this one.
+        adopted = os.read(go_read, 1)
+        os.close(go_read)
+        if not adopted:
+            os._exit(1)
+        return True
+    os.close(go_read)
+    os.close(pid_write)
+    worker_pid = int(os.read(pid_read, 32) or b"0")
+    os.close(pid_read)
+    os.waitpid(middle, 0)
+    _answer(channel, {"token": request.token, "pid": worker_pid})
+    os.write(go_write, b"g")
+    os.close(go_write)
+    return False
+
+
+def main() -> None:
+    """Serve, or become a worker; the worker leaves through the interpreter's normal end."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    agent = int(sys.argv[2])
+    if not process.die_with_parent(agent):
+        os._exit(1)
+    # A Ctrl-C in the terminal is the agent's to handle.
+    for sig in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(sig, signal.SIG_IGN)
+    request = serve(channel)
+    if request is None:
+        os._exit(0)  # exit handlers of imported modules belong to the workers
+    entry.enter(request, forked=True)
+
+
+if __name__ == "__main__":
+    main()

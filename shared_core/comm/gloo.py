@@ -1,0 +1,177 @@
+"""One inner gloo group of one generation: connect with a way out, and cut it in milliseconds.
+
+Gloo has no abort: a blocked operation ignores ``abort()`` and ``shutdown()`` and ends only when its sockets do. So the listening port of
+every member is noted when the group connects, and cutting means shutting down the connections that use one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+from shared_core.errors import GenerationAbandoned, WaitTimeout
+
+_device_lock = threading.Lock()
+
+
+def wait_for(
+    store: dist.Store, keys: list[str], abandoned: Callable[[], bool], timeout_s: float, what: str
+) -> None:
+    """Wait until all ``keys`` are in ``store``.
+
+    Raises:
+        GenerationAbandoned: as soon as ``abandoned()`` holds.
+        WaitTimeout: after ``timeout_s`` seconds; the message names ``what``.
+    """
+    # Polled, because a store's own wait can neither be given up nor time out without a warning on the console; a look takes some 50 microseconds.
+    end = time.monotonic() + timeout_s
+    pause = 0.0002
+    while not store.check(keys):
+        if abandoned():
+            raise GenerationAbandoned(what)
+        if time.monotonic() > end:
+            missing = [key for key in keys if not store.check([key])]
+            raise WaitTimeout(
+                f"waited {timeout_s:.0f} s for {what}, still missing: {', '.join(missing)}. A worker may hang in its start-up; "
+                "raise wait_timeout_s if it is merely slow."
+            )
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.01)
+
+
+class _AbortableStore(dist.Store):  # type: ignore[misc]
+    """Store given to gloo's rendezvous whose waits end when the generation is abandoned."""
+
+    def __init__(self, inner: dist.Store, abandoned: Callable[[], bool], timeout_s: float, what: str) -> None:
+        super().__init__()
+        self._inner, self._abandoned, self._timeout_s, self._what = inner, abandoned, timeout_s, what
+
+    def clone(self) -> _AbortableStore:
+        return _AbortableStore(self._inner.clone(), self._abandoned, self._timeout_s, self._what)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._inner.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._inner.check(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._inner.add(key, amount))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        wait_for(self._inner, list(keys), self._abandoned, self._timeout_s, self._what)
+
+
+def _listening() -> dict[str, int]:
+    """Listening TCP sockets of this process: inode to port."""
+    found: dict[str, int] = {}
+    for fd, link in _socket_fds():
+        try:
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found[link] = sock.getsockname()[1]
+        except (OSError, IndexError):
+            continue
+    return found
+
+
+def _socket_fds() -> list[tuple[int, str]]:
+    out: list[tuple[int, str]] = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            link = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if link.startswith("socket:"):
+            out.append((int(name), link))
+    return out
+
+
+class InnerGroup:
+    """A connected gloo group of one generation.
+
+    Attributes:
+        pg: gloo's process group; the operations of the generation run on it.
+    """
+
+    def __init__(self, pg: ProcessGroupGloo, port: int, peer_ports: frozenset[int]) -> None:
+        self.pg = pg
+        self._port = port
+        self._peer_ports = peer_ports
+
+    @classmethod
+    def connect(
+        cls,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        operation_timeout: timedelta,
+        connect_timeout_s: float,
+        wait_timeout_s: float,
+        abandoned: Callable[[], bool],
+        what: str,
+    ) -> InnerGroup:
+        """Meet the other members in ``store`` (already prefixed by generation and group) and connect to them.
+
+        Raises:
+            GenerationAbandoned: if the generation ends meanwhile, or a member cannot be reached.
+            WaitTimeout: if a member does not come within ``wait_timeout_s``.
+        """
+        with _device_lock:
+            before = _listening()
+            device = _default_device()
+            new = [port for link, port in _listening().items() if link not in before]
+        port = new[0] if new else 0
+        store.set(f"port/{rank}", str(port))
+        keys = [f"port/{r}" for r in range(size)]
+        wait_for(store, keys, abandoned, wait_timeout_s, what)
+        peers = frozenset(int(raw) for raw in store.multi_get(keys)) - {0}
+        options = ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=connect_timeout_s)
+        options._threads = 2  # what torch's own gloo group has
+        options._devices = [device]
+        try:
+            pg = ProcessGroupGloo(_AbortableStore(store, abandoned, wait_timeout_s, what), rank, size, options)
+        except RuntimeError as error:
+            raise GenerationAbandoned(f"{what}: {error}") from error
+        pg._set_default_timeout(operation_timeout)
+        return cls(pg, port, peers)
+
+    def sever(self) -> int:
+        """Shut down every connection of the group, from any thread; blocked operations fail at once. Returns how many were cut.
+
+        The listening socket is left alone: gloo aborts the process when it is touched.
+        """
+        cut = 0
+        for fd, _ in _socket_fds():
+            try:
+                with socket.socket(fileno=os.dup(fd)) as sock:
+                    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                        continue
+                    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        continue
+                    if sock.getsockname()[1] == self._port or sock.getpeername()[1] in self._peer_ports:
+                        sock.shutdown(socket.SHUT_RDWR)
+                        cut += 1
+            except OSError:
+                continue
+        return cut
+
+
+def _default_device() -> object:
+    """The device torch would choose: ``GLOO_SOCKET_IFNAME`` (its first interface), else the host's address."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return ProcessGroupGloo.create_device(interface=interface)
+    return ProcessGroupGloo.create_default_device()

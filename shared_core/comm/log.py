@@ -1,0 +1,136 @@
+"""The log of one group: results and inputs a newcomer or a survivor that is behind may still need."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+#: (operation, shapes, dtypes, root or reduce operation): what a replayed call must match.
+Signature = tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...], int]
+
+
+@dataclass
+class Entry:
+    """One logged collective.
+
+    Attributes:
+        signature: what was called.
+        top: index of the batch top before it.
+        results: the result, the same on every member; None while spilled and for rank-specific operations.
+        redo: for rank-specific operations: starts the operation again on an inner group, from inputs kept here, into scratch outputs.
+        pooled: whether ``results`` came from the buffer pool.
+        spilled: place of the results in the spill file.
+    """
+
+    signature: Signature
+    top: int
+    results: list[torch.Tensor] | None
+    redo: Callable[[Any], Any] | None = None
+    kept: list[torch.Tensor] = field(default_factory=list)
+    pooled: bool = False
+    spilled: list[tuple[int, tuple[int, ...], torch.dtype]] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return sum(t.numel() * t.element_size() for t in (*(self.results or ()), *self.kept))
+
+
+class BufferPool:
+    """Flat buffers for results, used again when the log drops them: in steady state nothing is allocated."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self.allocated = 0
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """A contiguous buffer with the shape and dtype of ``like``, contents undefined."""
+        free = self._free.get((like.numel(), like.dtype))
+        if free:
+            return free.pop().view(like.shape)
+        self.allocated += like.numel() * like.element_size()
+        return torch.empty(like.shape, dtype=like.dtype)
+
+    def give(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Return buffers."""
+        for tensor in tensors:
+            self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+
+
+class GroupLog:
+    """Entries by sequence number, dropped by batch top, spilled to disk above a limit.
+
+    Not thread-safe: callers hold the runtime's lock.
+    """
+
+    def __init__(self, pool: BufferPool) -> None:
+        self.entries: dict[int, Entry] = {}
+        self.nbytes = 0
+        self._pool = pool
+        self._spill_file: Any = None
+        self._oldest_in_memory = 0
+
+    def put(self, seq: int, entry: Entry) -> None:
+        """Add an entry."""
+        self.entries[seq] = entry
+        self.nbytes += entry.nbytes
+
+    def drop_before(self, top: int) -> None:
+        """Drop what was issued before batch top ``top``. Entries are in order, so this touches only what goes."""
+        gone = []
+        for seq, entry in self.entries.items():
+            if entry.top >= top:
+                break
+            gone.append(seq)
+        for seq in gone:
+            entry = self.entries.pop(seq)
+            self.nbytes -= entry.nbytes
+            if entry.pooled and entry.results is not None:
+                self._pool.give(entry.results)
+        if gone and not self.entries and self._spill_file is not None:
+            self._spill_file.close()
+            self._spill_file = None
+
+    def spill(self, keep_bytes: int) -> int:
+        """Move the oldest results to an unlinked temporary file until at most ``keep_bytes`` stay in memory. Returns bytes moved."""
+        moved = 0
+        for entry in self.entries.values():
+            if self.nbytes <= keep_bytes:
+                break
+            if entry.results is None or not entry.results or entry.redo is not None:
+                continue
+            if self._spill_file is None:
+                self._spill_file = tempfile.TemporaryFile(prefix="swift-log-", dir=os.environ.get("TMPDIR"))
+            entry.spilled = []
+            size = entry.nbytes
+            for tensor in entry.results:
+                offset = self._spill_file.seek(0, os.SEEK_END)
+                self._spill_file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+                entry.spilled.append((offset, tuple(tensor.shape), tensor.dtype))
+            if entry.pooled:
+                self._pool.give(entry.results)
+                entry.pooled = False
+            entry.results = None
+            self.nbytes -= size
+            moved += size
+        return moved
+
+    def results(self, seq: int) -> list[torch.Tensor]:
+        """Results of a logged collective, read back from disk if spilled."""
+        entry = self.entries[seq]
+        if entry.results is not None:
+            return entry.results
+        out = []
+        for offset, shape, dtype in entry.spilled or ():
+            flat = torch.empty(shape, dtype=dtype)
+            if flat.numel():
+                self._spill_file.seek(offset)
+                view = flat.view(-1).view(torch.uint8)
+                view.copy_(torch.frombuffer(bytearray(self._spill_file.read(view.numel())), dtype=torch.uint8))
+            out.append(flat)
+        return out

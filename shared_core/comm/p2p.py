@@ -1,0 +1,215 @@
+"""Point-to-point messages: one numbered sequence per (source, destination, tag), kept at the sender until the receiver cannot need it again."""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shared_core.consistency.frontier import Channel, Done, channel_key
+
+if TYPE_CHECKING:
+    from shared_core.comm.runtime import GroupState, Runtime
+
+
+class P2PWork(dist.Work):  # type: ignore[misc]
+    """A send or receive. Gloo gives no future for these: whoever waits, waits on gloo and, after a failure, for its repetition."""
+
+    def __init__(self, channels: Channels, channel: Channel, index: int, tensor: torch.Tensor, *, receives: bool) -> None:
+        super().__init__()
+        self.channels, self.channel, self.index, self.tensor, self.receives = channels, channel, index, tensor, receives
+        self.inner_work: Any = None
+        self.done = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the message is through.
+
+        Raises:
+            RuntimeError: what gloo reported, when no rank was lost.
+        """
+        self.channels.wait(self)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def is_success(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return self.channel[0]
+
+
+class Channels:
+    """All channels of one group at one rank."""
+
+    def __init__(self, runtime: Runtime, group: GroupState) -> None:
+        self._runtime, self._group = runtime, group
+        self._sent: dict[Channel, int] = {}
+        self._posted: dict[Channel, int] = {}
+        self._received: dict[Channel, Done] = {}
+        self._log: dict[Channel, deque[tuple[int, int, torch.Tensor]]] = {}
+        self._works: dict[Channel, list[P2PWork]] = {}
+        self._has: dict[str, int] = {}  # what receivers had when this generation began
+        self._again: list[Any] = []  # repeated sends and receives nobody waits for
+        self.nbytes = 0
+
+    # -- use --------------------------------------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> P2PWork:
+        """Send ``tensor``; a copy stays here for a receiver that has to start over."""
+        channel = (self._group.rank, dst, tag)
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        with self._runtime.lock:
+            if self._runtime.starting:
+                return self._finished(P2PWork(self, channel, -1, copy, receives=False))
+            index = self._sent.get(channel, 0)
+            self._sent[channel] = index + 1
+            self._log.setdefault(channel, deque()).append((index, self._runtime.top, copy))
+            self.nbytes += copy.numel() * copy.element_size()
+            work = P2PWork(self, channel, index, copy, receives=False)
+            if index < self._has.get(channel_key(channel), 0):
+                return self._finished(work)  # the receiver got it from the predecessor
+            self._works.setdefault(channel, []).append(work)
+            self._post(work)
+        return work
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> P2PWork:
+        """Receive into ``tensor``."""
+        channel = (src, self._group.rank, tag)
+        with self._runtime.lock:
+            work = P2PWork(self, channel, self._posted.get(channel, 0), tensor, receives=True)
+            if self._runtime.starting:
+                return self._finished(work)
+            self._posted[channel] = work.index + 1
+            self._works.setdefault(channel, []).append(work)
+            self._post(work)
+        return work
+
+    def wait(self, work: P2PWork) -> None:
+        """Wait for ``work``, across failures."""
+        runtime, group = self._runtime, self._group
+        while True:
+            with runtime.lock:
+                while not work.done and work.inner_work is None:
+                    runtime.raise_if_ended()
+                    runtime.changed.wait(1.0)
+                if work.done:
+                    return
+                inner = work.inner_work
+                group.inflight += 1
+                runtime.note_waiting(+1)
+            error: RuntimeError | None = None
+            try:
+                inner.wait()
+            except RuntimeError as caught:
+                error = caught
+            with runtime.lock:
+                group.inflight -= 1
+                runtime.note_waiting(-1)
+                if error is None:
+                    self._complete(work)
+                elif work.inner_work is inner:
+                    work.inner_work = None
+                runtime.changed.notify_all()
+            if error is None:
+                return
+            runtime.suspect(error)
+
+    # -- failures ---------------------------------------------------------------------------------------------------------
+
+    def watermarks(self) -> tuple[dict[str, int], dict[str, int]]:
+        """(received, sent) counts per channel."""
+        received = {channel_key(c): done.upto for c, done in self._received.items()}
+        return received, {channel_key(c): n for c, n in self._sent.items()}
+
+    def start_from(self, received: dict[str, int], sent: dict[str, int]) -> None:
+        """Take over a predecessor's counts at its batch top."""
+        for key, count in received.items():
+            channel = _channel(key)
+            self._received[channel] = Done(count)
+            self._posted[channel] = count
+        for key, count in sent.items():
+            self._sent[_channel(key)] = count
+
+    def repeat(self, has: dict[str, int]) -> None:
+        """Start over on a fresh inner group: ``has`` is what each receiver has. Callers hold the lock."""
+        self._has = dict(has)
+        self._again.clear()
+        for channel, log in self._log.items():
+            mine = {work.index: work for work in self._works.get(channel, ())}
+            for index, _, tensor in log:
+                work = mine.get(index)
+                if index < has.get(channel_key(channel), 0):
+                    if work is not None:
+                        self._complete(work)
+                elif work is not None:
+                    self._post(work)
+                else:
+                    self._again.append(self._inner().send([tensor], channel[1], channel[2]))
+        for channel, works in list(self._works.items()):
+            if channel[1] != self._group.rank:
+                continue
+            done = self._received.setdefault(channel, Done())
+            by_index = {work.index: work for work in works}
+            for index in range(done.upto, self._posted.get(channel, 0)):
+                if index in by_index:
+                    self._post(by_index[index])
+                else:  # finished out of order: the sender repeats it, nobody needs it
+                    like = next(iter(works)).tensor
+                    self._again.append(self._inner().recv([torch.empty_like(like)], channel[0], channel[2]))
+
+    def cut(self) -> None:
+        """The inner group is gone. Callers hold the lock."""
+        for works in self._works.values():
+            for work in works:
+                work.inner_work = None
+
+    def drop_before(self, top: int) -> None:
+        """Forget messages sent before batch top ``top``."""
+        for log in self._log.values():
+            while log and log[0][1] < top:
+                tensor = log.popleft()[2]
+                self.nbytes -= tensor.numel() * tensor.element_size()
+
+    # -- inner ------------------------------------------------------------------------------------------------------------
+
+    def _inner(self) -> Any:
+        assert self._group.inner is not None
+        return self._group.inner.pg
+
+    def _post(self, work: P2PWork) -> None:
+        if self._group.inner is None:
+            return  # posted when the next generation is there
+        source, destination, tag = work.channel
+        if work.receives:
+            work.inner_work = self._inner().recv([work.tensor], source, tag)
+        else:
+            work.inner_work = self._inner().send([work.tensor], destination, tag)
+        self._runtime.changed.notify_all()
+
+    def _complete(self, work: P2PWork) -> None:
+        if work.done:
+            return
+        works = self._works.get(work.channel, [])
+        if work in works:
+            works.remove(work)
+        if work.receives:
+            self._received.setdefault(work.channel, Done()).add(work.index)
+        self._finished(work)
+
+    def _finished(self, work: P2PWork) -> P2PWork:
+        work.done = True
+        work.inner_work = None
+        return work
+
+
+def _channel(key: str) -> Channel:
+    source, destination, tag = key.split(",")
+    return int(source), int(destination), int(tag)

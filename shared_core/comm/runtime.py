@@ -1,0 +1,473 @@
+"""The state that all groups of a process share: which generation is live, what is in flight, what is logged.
+
+Operations are issued to gloo where they are called, and completed on gloo's own threads; there is no executor between, so operations overlap as they do
+without this product. When a rank is lost the inner groups are cut; what was in flight stays pending, and is served or issued again in the next generation.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shared_core.comm.gloo import InnerGroup
+from shared_core.comm.log import BufferPool, Entry, GroupLog, Signature
+from shared_core.comm.op import Op
+from shared_core.consistency.frontier import Done
+from shared_core.errors import GenerationAbandoned, ReplayDivergence, SwiftError
+from shared_core.testing import inject
+
+if TYPE_CHECKING:
+    from shared_core.comm.p2p import Channels
+
+#: How long an operation may have failed before the loss that explains it is announced.
+_SUSPECT_S = 15.0
+#: Results up to so many bytes are recorded in the start-up phase for later newcomers.
+_STARTUP_BYTES = 64 * 1024
+
+
+class GroupState:
+    """What the runtime knows of one group at this rank.
+
+    Attributes:
+        name: unique in the job and equal on all members.
+        ranks: global ranks of the members, in group order.
+        next: sequence number of the next collective.
+        done: finished collectives.
+        pending: issued and not finished, by sequence number.
+        replay: results to serve instead of running, by sequence number.
+        inner: the gloo group of the live generation.
+        inflight: operations that gloo has not yet finished or failed.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, ranks: tuple[int, ...], timeout: timedelta, pool: BufferPool) -> None:
+        self.name, self.rank, self.size, self.ranks, self.timeout = name, rank, size, ranks, timeout
+        self.id = zlib.crc32(name.encode())
+        self.next = 0
+        self.done = Done()
+        self.pending: dict[int, Op] = {}
+        self.log = GroupLog(pool)
+        self.replay: dict[int, tuple[Signature, list[torch.Tensor]]] = {}
+        self.inner: InnerGroup | None = None
+        self.inflight = 0
+        self.again: list[Any] = []
+        self.channels: Channels = None  # type: ignore[assignment]  # set by the process group that owns it
+
+
+class Runtime:
+    """One per process.
+
+    Attributes:
+        lock: guards everything here; ``changed`` is its condition.
+        starting: a newcomer before its join: operations are answered from its predecessor's records.
+        broken: a loss is known and the next generation is not yet live.
+        top: index of the last published batch top.
+        stable: newest batch top that every rank is known to have published.
+        checksums: whether inputs are summed and published.
+        max_log_bytes: memory above which results are spilled.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        new_store: Callable[[str], dist.Store],
+        connect_timeout_s: float,
+        wait_timeout_s: float,
+        checksums: bool,
+        log_spill_bytes: int = 0,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.new_store = new_store
+        self.connect_timeout_s, self.wait_timeout_s = connect_timeout_s, wait_timeout_s
+        self.checksums = checksums
+        self.max_log_bytes = log_spill_bytes or 64 << 20
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.pool = BufferPool()
+        self.groups: dict[str, GroupState] = {}
+        self.world: GroupState | None = None
+        self.generation = -1
+        self.latest = -1
+        self.starting = False
+        self.broken = False
+        self.ended: SwiftError | None = None
+        self.top = 0
+        self.stable = 0
+        self.spilled_bytes = 0
+        self.peak_log_bytes = 0
+        self.served_operations = 0
+        # Recording for later newcomers, and what a predecessor recorded.
+        self.in_startup = True
+        self.entry = -1
+        self._ordinals: dict[tuple[int, str, str], int] = {}
+        self.records: dict[tuple[int, str, str, int], list[torch.Tensor]] = {}
+        self.expected: dict[tuple[int, int], int] = {}
+        # Set by the layers above.
+        self.record: Callable[[tuple[int, str, str, int], list[torch.Tensor]], None] = lambda key, results: None
+        self.publish_checksum: Callable[[int, int, int], None] = lambda group, seq, checksum: None
+        self.before_bucket: Callable[[], None] = lambda: None
+        self.bucket_order: Callable[[Any, Op], None] = lambda ddp, op: None
+        self.waiting_changed: Callable[[bool], None] = lambda waiting: None
+        self.first_group: Callable[[], None] = lambda: None
+        self.adopt: Callable[[GroupState], None] = lambda group: None
+        self.exact: Callable[[], bool] = lambda: True
+        self._waiting = 0
+        #: Results to serve to the next operations, whatever their place: DDP's agreement on buckets is repeated from records.
+        self.scripted: deque[list[torch.Tensor]] = deque()
+
+    # -- groups -----------------------------------------------------------------------------------------------------------
+
+    def add_group(self, group: GroupState) -> None:
+        """Register a group and, when a generation is live, connect it."""
+        with self.lock:
+            while group.name in self.groups:  # destroyed and made again under the same name
+                group.name += "'"
+            group.id = zlib.crc32(group.name.encode())
+            self.groups[group.name] = group
+            self.adopt(group)
+            first = self.world is None
+            if first:
+                if group.size != self.world_size:
+                    raise SwiftError(
+                        f"the first process group has {group.size} ranks, but the job has {self.world_size}; create the default group first"
+                    )
+                self.world = group
+        if first:
+            self.first_group()
+        elif not self.starting and not self.broken:
+            try:
+                self.connect(group, self.generation)
+            except GenerationAbandoned:
+                pass  # the recovery under way connects it
+
+    def connect(self, group: GroupState, generation: int) -> None:
+        """Connect ``group`` in ``generation`` and issue what is pending in it.
+
+        Raises:
+            GenerationAbandoned: if the generation ended meanwhile.
+        """
+        inner = self.new_inner(group, generation)
+        with self.lock:
+            if self.latest > generation:
+                inner.sever()
+                raise GenerationAbandoned(group.name)
+            group.inner = inner
+            self._reissue(group)
+
+    def new_inner(self, group: GroupState, generation: int) -> InnerGroup:
+        """A fresh gloo group for ``group``, not yet used by it."""
+        return InnerGroup.connect(
+            self.new_store(f"inner/{generation}/{group.name}"),
+            group.rank,
+            group.size,
+            operation_timeout=group.timeout,
+            connect_timeout_s=self.connect_timeout_s,
+            wait_timeout_s=self.wait_timeout_s,
+            abandoned=lambda: self.latest > generation,
+            what=f"the members of group {group.name!r} in generation {generation} (rank {self.rank})",
+        )
+
+    def inner_backend(self, group: GroupState) -> Any:
+        """The inner gloo backend, waiting for one while a recovery runs."""
+        with self.lock:
+            while group.inner is None:
+                self.raise_if_ended()
+                self.changed.wait(1.0)
+            return group.inner.pg
+
+    # -- operations -------------------------------------------------------------------------------------------------------
+
+    def pool_take(self, like: torch.Tensor) -> torch.Tensor:
+        """A pooled buffer like ``like``."""
+        if like.device.type != "cpu":
+            raise SwiftError(f"backend swift got a tensor on {like.device}: only CPU tensors are supported in this version")
+        with self.lock:
+            return self.pool.take(like)
+
+    def submit(self, group: GroupState, op: Op, inputs: Sequence[torch.Tensor]) -> None:
+        """Issue, serve or queue an operation. Returns at once, except for the first operations of a start-up.
+
+        Raises:
+            ReplayDivergence: if a newcomer's operation is not the one its predecessor ran.
+            RuntimeError: if gloo refuses the arguments.
+        """
+        name = op.signature[0]
+        inject.point("collective.before", operation=name)
+        served: list[torch.Tensor] | None = None
+        if self.scripted:
+            op.serve(self.scripted.popleft())
+            return
+        with self.lock:
+            self.raise_if_ended()
+            if self.in_startup:
+                key = (self.entry, group.name, name)
+                ordinal = self._ordinals.get(key, 0)
+                self._ordinals[key] = ordinal + 1
+                if self.starting:
+                    served = self.records.get((*key, ordinal))
+                else:
+                    self._record_when_done((*key, ordinal), op)
+            if self.starting:
+                self._answer(group, op, inputs, served)
+                return
+            op.seq, op.top = group.next, self.top
+            group.next += 1
+            if op.checksum:
+                self._check(group, op)
+            logged = group.replay.pop(op.seq, None)
+            if logged is None:
+                group.pending[op.seq] = op
+                self.note_waiting(+1)
+                if group.inner is not None and not self.broken:
+                    try:
+                        self._start(group, op)
+                    except Exception:
+                        del group.pending[op.seq]
+                        group.next -= 1
+                        self.note_waiting(-1)
+                        raise
+        if logged is not None:
+            self._serve(group, op, *logged)
+
+    def _start(self, group: GroupState, op: Op) -> None:
+        inner = group.inner
+        assert inner is not None
+        op.inner_work = op.start(inner.pg)
+        group.inflight += 1
+        op.inner_work.get_future().add_done_callback(lambda future: self._finished(group, op, future))
+
+    def _finished(self, group: GroupState, op: Op, future: Any) -> None:
+        """Runs on gloo's thread."""
+        error: Exception | None = None
+        try:
+            future.value()
+        except Exception as caught:  # noqa: BLE001 (gloo raises plain RuntimeError)
+            error = caught
+        with self.lock:
+            group.inflight -= 1
+            op.inner_work = None
+            if error is None:
+                del group.pending[op.seq]
+                self._log(group, op)
+            self.changed.notify_all()
+        if error is not None:
+            self.suspect(error)
+            return
+        if not op.lazy:
+            op.put()
+        op.future.set_result(op.value)
+        with self.lock:
+            self.note_waiting(-1)
+        inject.point("collective.after", operation=op.signature[0])
+
+    def _log(self, group: GroupState, op: Op) -> None:
+        group.done.add(op.seq)
+        if op.redo is not None:
+            entry = Entry(op.signature, op.top, [], redo=op.redo, kept=op.kept)
+        elif op.copy_results:
+            entry = Entry(op.signature, op.top, [t.detach().clone() for t in op.results])
+        else:
+            entry = Entry(op.signature, op.top, op.results, pooled=True)
+        group.log.put(op.seq, entry)
+        if op.full and group is self.world and op.top > self.stable:
+            # Every rank has contributed, so every rank has published this top: nothing older can be asked for.
+            self.stable = op.top
+            for each in self.groups.values():
+                each.log.drop_before(op.top)
+                each.channels.drop_before(op.top - 1)
+        if group.log.nbytes > self.max_log_bytes:
+            self.spilled_bytes += group.log.spill(self.max_log_bytes)
+        self.peak_log_bytes = max(self.peak_log_bytes, group.log.nbytes)
+
+    def _serve(self, group: GroupState, op: Op, logged: Signature, results: list[torch.Tensor]) -> None:
+        if logged != op.signature:
+            raise self._end(
+                ReplayDivergence(
+                    f"rank {self.rank} takes over from a lost worker and calls {_describe(op.signature)} as operation {op.seq} of group "
+                    f"{group.name!r}, but its predecessor had called {_describe(logged)} there. The training code must do the same when it is run "
+                    "again: seed every random number, and do not branch on time or on files the run itself writes."
+                )
+            )
+        op.serve(results)
+        with self.lock:
+            self.served_operations += 1
+            self._log(group, op)
+            self.changed.notify_all()
+        inject.point("collective.after", operation=op.signature[0])
+
+    def _check(self, group: GroupState, op: Op) -> None:
+        expected = self.expected.pop((group.id, op.seq), None)
+        if expected is not None and expected != op.checksum and self.exact():
+            raise self._end(
+                ReplayDivergence(
+                    f"rank {self.rank} takes over from a lost worker, and its input to operation {op.seq} of group {group.name!r} "
+                    f"({_describe(op.signature)}) has checksum {op.checksum:08x}, its predecessor's had {expected:08x}. The training code computed "
+                    "something else when it was run again: an unseeded or unregistered random number, or state that was not registered "
+                    "(job.register)."
+                )
+            )
+        self.publish_checksum(group.id, op.seq, op.checksum)
+
+    def _answer(self, group: GroupState, op: Op, inputs: Sequence[torch.Tensor], recorded: list[torch.Tensor] | None) -> None:
+        """A newcomer's start-up: what the predecessor got, else something neutral; real state is loaded at the join."""
+        fits = recorded is not None and [t.shape for t in recorded] == [t.shape for t in op.results]
+        if fits and recorded is not None:
+            op.serve(recorded)
+            return
+        name = op.signature[0]
+        if name.startswith("all_reduce"):
+            for buffer, tensor in zip(op.results, inputs, strict=True):
+                buffer.copy_(tensor)
+        elif name.startswith("all_gather") and inputs:
+            for out in op.results:
+                if out.numel() == inputs[0].numel():
+                    out.copy_(inputs[0].view(out.shape))
+                elif inputs[0].numel():
+                    out.view(-1, inputs[0].numel()).copy_(inputs[0].reshape(1, -1).expand(out.numel() // inputs[0].numel(), -1))
+        op.put()
+        op.future.set_result(op.value)
+
+    def _record_when_done(self, key: tuple[int, str, str, int], op: Op) -> None:
+        if sum(t.numel() * t.element_size() for t in op.results) <= _STARTUP_BYTES:
+            op.future.add_done_callback(lambda _: self.record(key, op.results))
+
+    # -- failures ---------------------------------------------------------------------------------------------------------
+
+    def break_off(self) -> None:
+        """A rank is lost: cut every connection, and wait until gloo has given everything back.
+
+        Raises:
+            SwiftError: if an operation stays blocked although its sockets are gone.
+        """
+        with self.lock:
+            self.broken = True
+            inners = [group.inner for group in self.groups.values() if group.inner is not None]
+            for group in self.groups.values():
+                group.inner = None
+            for inner in inners:
+                inner.sever()
+            end = time.monotonic() + _SUSPECT_S
+            while any(group.inflight for group in self.groups.values()):
+                if not self.changed.wait(0.2):
+                    for inner in inners:  # a connection that was being set up while we cut
+                        inner.sever()
+                if time.monotonic() > end:
+                    raise SwiftError(f"rank {self.rank}: operations stay blocked in gloo although their sockets are shut down")
+            for group in self.groups.values():
+                group.channels.cut()
+        # Destroying a gloo group joins its threads; nobody has to wait for that.
+        threading.Thread(target=inners.clear, name="swift-drop", daemon=True).start()
+
+    def go_live(self, generation: int, world_inner: InnerGroup, redo: dict[str, int], received: dict[str, dict[str, int]]) -> None:
+        """Install a generation: serve what others had finished, issue the rest again in order, let new operations through."""
+        with self.lock:
+            self.generation = generation
+            self._redo_from = redo
+            self._has = received
+            served = [
+                (group, group.pending.pop(seq), *group.replay.pop(seq))
+                for group in self.groups.values()
+                for seq in sorted(group.pending)
+                if seq in group.replay
+            ]
+        for group, op, logged, results in served:
+            self._serve(group, op, logged, results)
+            with self.lock:
+                self.note_waiting(-1)
+        with self.lock:
+            self.broken = False
+            assert self.world is not None
+            self.world.inner = world_inner
+            self._reissue(self.world)
+            others = [group for group in self.groups.values() if group is not self.world]
+            self.changed.notify_all()
+        for group in others:
+            threading.Thread(target=self._connect_later, args=(group, generation), name=f"swift-connect-{group.name}", daemon=True).start()
+
+    def _connect_later(self, group: GroupState, generation: int) -> None:
+        try:
+            self.connect(group, generation)
+        except GenerationAbandoned:
+            return
+        except SwiftError as error:
+            self._end(error)
+
+    _redo_from: dict[str, int] = {}
+    _has: dict[str, dict[str, int]] = {}
+
+    def _reissue(self, group: GroupState) -> None:
+        assert group.inner is not None
+        group.again.clear()
+        floor = self._redo_from.get(group.name, 0)
+        redo = {seq: entry for seq, entry in group.log.entries.items() if entry.redo is not None and seq >= floor}
+        for seq in sorted({*redo, *group.pending}):
+            if seq in group.pending:
+                self._start(group, group.pending[seq])
+            else:
+                again = redo[seq].redo
+                assert again is not None
+                group.again.append(again(group.inner.pg))
+        group.channels.repeat(self._has.get(group.name, {}))
+        self.changed.notify_all()
+
+    def suspect(self, error: Exception) -> None:
+        """An operation failed: a loss that explains it is announced soon, or it is the caller's own mistake."""
+        with self.lock:
+            if self.broken or self.ended is not None:
+                return
+            seen = self.latest
+        threading.Thread(target=self._await_explanation, args=(error, seen), name="swift-suspect", daemon=True).start()
+
+    def _await_explanation(self, error: Exception, seen: int) -> None:
+        with self.lock:
+            self.changed.wait_for(lambda: self.broken or self.latest > seen or self.ended is not None, timeout=_SUSPECT_S)
+            if self.broken or self.latest > seen or self.ended is not None:
+                return
+            stuck = [op for group in self.groups.values() for op in group.pending.values() if op.inner_work is None]
+            for group in self.groups.values():
+                for op in stuck:
+                    group.pending.pop(op.seq, None)
+        for op in stuck:
+            op.future.set_exception(error)
+
+    def _end(self, error: SwiftError) -> SwiftError:
+        """Remember that the job cannot go on, wake everybody, and return ``error``."""
+        with self.lock:
+            self.ended = error
+            self.changed.notify_all()
+        self.failed(error)
+        return error
+
+    failed: Callable[[SwiftError], None] = staticmethod(lambda error: None)
+
+    def raise_if_ended(self) -> None:
+        """Raise what ended the job, if anything did."""
+        if self.ended is not None:
+            raise self.ended
+
+    def note_waiting(self, change: int) -> None:
+        """Count operations in flight; while there are any, the progress time-out does not run. Callers hold the lock."""
+        before, self._waiting = self._waiting, self._waiting + change
+        if (before > 0) != (self._waiting > 0):
+            self.waiting_changed(self._waiting > 0)
+
+    def log_bytes(self) -> int:
+        """Bytes of memory the logs hold now."""
+        return sum(group.log.nbytes + group.channels.nbytes for group in self.groups.values())
+
+
+def _describe(logged: Signature) -> str:
+    name, shapes, dtypes, _ = logged
+    tensors = (dtype.removeprefix("torch.") + str(list(shape)) for shape, dtype in zip(shapes, dtypes, strict=True))
+    return f"{name}({', '.join(tensors)})"
+
+

@@ -1,0 +1,147 @@
+"""Options of the suite: from code, a YAML or JSON file, or ``SWIFT_RECOVERY_*`` in the environment."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shared_core.errors import ConfigError, MissingExtra
+
+ENV_PREFIX = "SWIFT_RECOVERY_"
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "on_failure": ("replace", "restart"),
+    "data": ("refetch", "seeded"),
+    "preimages": ("auto", "always", "never"),
+}
+#: Variables with the prefix that the agent sets for its workers; they are no options.
+_RESERVED = frozenset({"JOB_DIR", "STORE", "GENERATION", "INCARNATION", "EVENTS", "CONFIG", "RESTART", "FILE"})
+
+
+@dataclass(frozen=True)
+class SwiftConfig:
+    """What a user may set.
+
+    Attributes:
+        on_failure: ``replace`` (a newcomer takes the lost rank's place) or ``restart`` (all workers reload the newest checkpoint).
+        data: how a newcomer regains its place in the data: ``refetch`` reads skipped items again, ``seeded`` makes an item's
+            randomness a function of seed, rank, epoch and batch, so that skipping costs nothing.
+        preimages: keep parameters as they were before each update of a batch: ``auto`` where a batch has several updates.
+        checkpoint_dir: where checkpoints for ``restart`` are written; none is written when unset.
+        checkpoint_every_steps: batch tops between two checkpoints; 0 writes none.
+        wait_timeout_s: longest wait for a peer or newcomer in a recovery, in seconds.
+        progress_timeout_s: a worker that makes no progress outside collectives for so long is replaced, in seconds.
+        connect_timeout_s: longest time to connect the sockets of a new generation, in seconds.
+        verify_checksums: publish input checksums and compare replicas after each recovery.
+        log_spill_bytes: log memory above which results are spilled to disk, in bytes; 0 derives it from the gradient's size.
+        seed: seed of ``data="seeded"``.
+    """
+
+    on_failure: str = "replace"
+    data: str = "refetch"
+    preimages: str = "auto"
+    checkpoint_dir: str | None = None
+    checkpoint_every_steps: int = 0
+    wait_timeout_s: float = 300.0
+    progress_timeout_s: float = 300.0
+    connect_timeout_s: float = 5.0
+    verify_checksums: bool = True
+    log_spill_bytes: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, allowed))}")
+        for name in ("wait_timeout_s", "progress_timeout_s", "connect_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("checkpoint_every_steps", "log_spill_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SwiftConfig:
+        """Build from plain data, as read from YAML, JSON or a ``swift_recovery`` section.
+
+        Raises:
+            ConfigError: for an unknown option (with the closest known name) or a bad value.
+        """
+        known = {f.name: f for f in fields(cls)}
+        clean: dict[str, Any] = {}
+        for name, value in values.items():
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; known options: {', '.join(known)}"
+                raise ConfigError(f"unknown option {name!r}{hint}")
+            clean[name] = _convert(name, known[name].default, value)
+        return cls(**clean)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> SwiftConfig:
+        """Read a ``.json`` or YAML file.
+
+        Raises:
+            ConfigError: if it cannot be read or holds an unknown option.
+            MissingExtra: for YAML when PyYAML is not installed.
+        """
+        return cls.from_dict(_read(Path(path)))
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None, base: SwiftConfig | None = None) -> SwiftConfig:
+        """Options from ``SWIFT_RECOVERY_<OPTION>``, over ``SWIFT_RECOVERY_FILE``, over ``SWIFT_RECOVERY_CONFIG`` (set by the launcher), over ``base``."""
+        env = os.environ if env is None else env
+        values: dict[str, Any] = asdict(base) if base is not None else {}
+        if ENV_PREFIX + "CONFIG" in env:
+            values |= json.loads(env[ENV_PREFIX + "CONFIG"])
+        if ENV_PREFIX + "FILE" in env:
+            values |= _read(Path(env[ENV_PREFIX + "FILE"]))
+        for key, value in env.items():
+            if key.startswith(ENV_PREFIX) and key.removeprefix(ENV_PREFIX) not in _RESERVED:
+                values[key.removeprefix(ENV_PREFIX).lower()] = value
+        return cls.from_dict(values)
+
+    def to_json(self) -> str:
+        """Inverse of ``from_dict(json.loads(...))``."""
+        return json.dumps(asdict(self))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
+    if path.suffix == ".json":
+        loaded = json.loads(text)
+    else:
+        try:
+            import yaml
+        except ImportError as error:
+            raise MissingExtra(
+                f"reading {path} needs PyYAML: pip install 'swift-recovery[lightning]', or use a .json file"
+            ) from error
+        loaded = yaml.safe_load(text)
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path} must hold a mapping of options, not {type(loaded).__name__}")
+    return loaded
+
+
+def _convert(name: str, default: Any, value: Any) -> Any:
+    """``value`` in the type of the option; environment variables arrive as text."""
+    if value is None or default is None:
+        return value
+    try:
+        if isinstance(default, bool):
+            if isinstance(value, str):
+                lowered = value.lower()
+                if lowered not in ("0", "1", "true", "false", "yes", "no", "on", "off"):
+                    raise ValueError(value)
+                return lowered in ("1", "true", "yes", "on")
+            return bool(value)
+        return type(default)(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name} must be a {type(default).__name__}, got {value!r}") from error

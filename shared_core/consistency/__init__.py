@@ -1,0 +1,6 @@
+"""Decisions after a failure, as pure functions of plain data."""
+
+from shared_core.consistency.frontier import Channel, Done, Frontier, GroupFrontier, Top
+from shared_core.consistency.plan import Plan, Transfer, decide
+
+__all__ = ["Channel", "Done", "Frontier", "GroupFrontier", "Plan", "Top", "Transfer", "decide"]

@@ -1,0 +1,142 @@
+"""Frontiers: what each rank has finished, as plain data that travels as JSON (DESIGN section 4)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+class Done:
+    """A set of sequence numbers, kept as everything below ``upto`` plus a few above it.
+
+    Collectives finish nearly in order, so the few above stay few.
+    """
+
+    __slots__ = ("extra", "upto")
+
+    def __init__(self, upto: int = 0, extra: Iterable[int] = ()) -> None:
+        self.upto = upto
+        self.extra = set(extra)
+
+    def add(self, seq: int) -> None:
+        """Add one sequence number."""
+        if seq < self.upto:
+            return
+        self.extra.add(seq)
+        while self.upto in self.extra:
+            self.extra.remove(self.upto)
+            self.upto += 1
+
+    def __contains__(self, seq: int) -> bool:
+        return seq < self.upto or seq in self.extra
+
+    def above(self, floor: int) -> set[int]:
+        """Members that are at least ``floor``."""
+        return set(range(floor, self.upto)) | {s for s in self.extra if s >= floor}
+
+    def covers(self, bound: int) -> bool:
+        """Whether every number below ``bound`` is a member."""
+        return self.upto >= bound or all(s in self.extra for s in range(self.upto, bound))
+
+    def to_json(self) -> list[int]:
+        """``[upto, extra...]``."""
+        return [self.upto, *sorted(self.extra)]
+
+    @classmethod
+    def from_json(cls, raw: list[int]) -> Done:
+        """Inverse of :meth:`to_json`."""
+        return cls(raw[0], raw[1:])
+
+
+#: A point-to-point channel of a group: (source, destination, tag), ranks within the group.
+Channel = tuple[int, int, int]
+
+
+def channel_key(channel: Channel) -> str:
+    """The channel as a JSON key."""
+    return ",".join(map(str, channel))
+
+
+@dataclass(frozen=True)
+class Top:
+    """A published batch top: where a newcomer can start.
+
+    Attributes:
+        index: number of the top in the life of the logical rank, from 1.
+        version: optimizer steps the state contains there.
+        entry: number of the entry call (fit, validate, ...) it lies in, -1 outside any.
+        kind: ``batch``, ``eval`` (start of a stand-alone evaluation) or ``end`` (an entry call has ended).
+        groups: next sequence number of each group, by name.
+        received: per group and channel, messages received before the top.
+        sent: per group and channel, messages sent before the top.
+    """
+
+    index: int
+    version: int
+    entry: int
+    kind: str
+    groups: dict[str, int]
+    received: dict[str, dict[str, int]] = field(default_factory=dict)
+    sent: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GroupFrontier:
+    """One group as one rank knows it.
+
+    Attributes:
+        ranks: global ranks of the members, in group order.
+        next: sequence number the next collective will get.
+        done: finished collectives, as :meth:`Done.to_json`.
+        log: sequence numbers whose result this rank can hand to others.
+        exclusive: sequence numbers, still held, of collectives whose result differs by rank; all members take part in them again.
+        received: per channel, number of messages received.
+        sent: per channel, number of messages sent.
+    """
+
+    ranks: tuple[int, ...]
+    next: int
+    done: list[int]
+    log: list[int]
+    exclusive: list[int]
+    received: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What one rank tells the others when a generation is formed.
+
+    Attributes:
+        rank: logical rank.
+        incarnation: which worker holds it.
+        newcomer: whether it has yet to take over its predecessor's place.
+        version: optimizer steps its state contains.
+        tops: batch tops it has published (a newcomer: its predecessor's, newest last).
+        committed: index of the top a newcomer has already prepared for, or None.
+        groups: its groups by name (empty for a newcomer).
+    """
+
+    rank: int
+    incarnation: int
+    newcomer: bool
+    version: int
+    tops: tuple[Top, ...]
+    committed: int | None = None
+    groups: dict[str, GroupFrontier] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Frontier:
+        """Inverse of :meth:`to_json`."""
+        raw: dict[str, Any] = json.loads(text)
+        raw["tops"] = tuple(Top(**top) for top in raw["tops"])
+        raw["groups"] = {
+            name: GroupFrontier(**{**group, "ranks": tuple(group["ranks"])}) for name, group in raw["groups"].items()
+        }
+        return cls(**raw)

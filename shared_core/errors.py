@@ -1,0 +1,51 @@
+"""Exceptions of the suite. Every message says what happened, on which rank, and what to do."""
+
+from __future__ import annotations
+
+
+class SwiftError(Exception):
+    """Base class of every error raised by the suite."""
+
+
+class ConfigError(SwiftError, ValueError):
+    """An option is unknown or its value is out of range."""
+
+
+class MissingExtra(SwiftError, ImportError):
+    """An optional dependency is not installed; the message names the extra to install."""
+
+
+class Unsupported(SwiftError, NotImplementedError):
+    """A feature that cannot be recovered exactly yet, refused before anything is lost."""
+
+
+class UnsupportedOptimizer(Unsupported):
+    """The optimizer keeps state that cannot be moved to a newcomer."""
+
+
+class ReplayDivergence(SwiftError, RuntimeError):
+    """A newcomer's replay differs from what its predecessor did: the user's code is not deterministic."""
+
+
+class ReplicaMismatch(SwiftError, RuntimeError):
+    """Replicas that must be equal differ (models built differently, or silent corruption)."""
+
+
+class RecoveryFailed(SwiftError, RuntimeError):
+    """Nobody can serve the newcomer; the job falls back to its newest checkpoint or ends."""
+
+
+class GenerationAbandoned(SwiftError, RuntimeError):
+    """Another failure ended the generation that was being formed. Internal: recovery starts over."""
+
+
+class CorruptFile(SwiftError, RuntimeError):
+    """A checkpoint, publication or log file fails its checksum."""
+
+
+class WaitTimeout(SwiftError, TimeoutError):
+    """A wait ran out of time; the message says what was waited for and what to do."""
+
+
+class StorageFull(SwiftError, OSError):
+    """A checkpoint could not be written for want of room; earlier checkpoints are as they were."""

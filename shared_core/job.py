@@ -1,0 +1,622 @@
+"""The one face adapters use: attach what is trained, mark the batch tops, register what only this rank has.
+
+A newcomer runs the user's script from the start like its predecessor did; in its first :meth:`Job.batch_top` of the right entry call it joins: it gets the
+replicated state from a survivor and the rank-local state that its predecessor had published, and from there on it runs the predecessor's batch again with
+logged results until it is level with the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import random
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shared_core.cluster import worker
+from shared_core.comm import Runtime
+from shared_core.comm import install as install_backend
+from shared_core.comm.op import Op
+from shared_core.consistency import Top
+from shared_core.errors import ReplicaMismatch, SwiftError, Unsupported, WaitTimeout
+from shared_core.events import EventLog, console
+from shared_core.recovery.board import Board
+from shared_core.recovery.checkpoints import Checkpoints
+from shared_core.recovery.exchange import Received, Recovery
+from shared_core.recovery.state import Replicated
+from shared_core.recovery.updates import Updates
+from shared_core.testing import inject
+
+Capture = Callable[[], Any]
+Restore = Callable[[Any], None]
+
+#: Tops without a recovery point until pending gradients are published along with the top.
+_MAX_DEFERRED = 16
+#: Tops in which DDP may settle its buckets without a recovery point.
+_BUCKET_TOPS = 3
+_BUCKETS = "ddp buckets"
+
+
+@dataclass(frozen=True)
+class EntryDecision:
+    """What to do with an entry call (fit, validate, test, predict).
+
+    Attributes:
+        skip: the predecessor had finished it: return ``result`` at once.
+        result: what it returned.
+    """
+
+    skip: bool
+    result: Any = None
+
+
+@dataclass
+class _Part:
+    capture: Capture
+    restore: Restore
+    forward_mutated: bool
+
+
+class Job:
+    """The fault-tolerant job as one worker sees it. One per process, made by :func:`current_job`.
+
+    Attributes:
+        rank: logical rank.
+        world_size: number of logical ranks.
+        incarnation: this is the n-th worker that holds the rank, from 0.
+        config: the options of the job.
+        joining: a newcomer (or a worker restarted from a checkpoint) that has not joined yet.
+        tops: batch tops passed by the logical rank.
+    """
+
+    def __init__(self, env: worker.WorkerEnv) -> None:
+        self.rank, self.world_size, self.incarnation, self.config = env.rank, env.world_size, env.incarnation, env.config
+        self._env = env
+        self.tops = 0
+        self._entry = -1
+        self._events = EventLog(env.events)
+        self._board = Board(env.rank_dir / f"attempt{env.restart}")
+        self._progress = worker.ProgressFile()
+        self._updates = Updates(env.config.preimages)
+        self._runtime = Runtime(
+            env.rank,
+            env.world_size,
+            new_store=lambda prefix: self._recovery.new_store(prefix),
+            connect_timeout_s=env.config.connect_timeout_s,
+            wait_timeout_s=env.config.wait_timeout_s,
+            checksums=env.config.verify_checksums,
+            log_spill_bytes=env.config.log_spill_bytes,
+        )
+        self._recovery = Recovery(env, self._runtime, self._board, self._events, self)
+        self._parts: dict[str, _Part] = {}
+        self._unclaimed: dict[str, Any] = {}
+        self._ddps: list[DistributedDataParallel] = []
+        self._settled: set[int] = set()
+        self._eligible_tops = 0
+        self._deferred = 0
+        self._backwards = 0
+        self._graph = -1
+        self._mutations = -1
+        self._recovered: deque[dict[str, Any]] = deque()
+        self._listeners: list[Callable[[dict[str, Any]], None]] = []
+        self._stalled_since: float | None = None
+        self._verified = 0
+        self._served_before = 0
+        self._checkpoints = Checkpoints(env, self._recovery)
+        self._restored = self._checkpoints.newest() if env.restart else None
+        self.joining = env.incarnation > 0 or self._restored is not None
+        self._peeked: dict[str, Any] | None = None
+        runtime = self._runtime
+        runtime.record = self._board.record
+        runtime.publish_checksum = self._board.checksum
+        runtime.before_bucket = self._before_bucket
+        runtime.bucket_order = self._bucket_order
+        runtime.waiting_changed = self._progress.waiting
+        runtime.first_group = self._first_group
+        runtime.adopt = self._recovery.adopt
+        runtime.exact = lambda: self._updates.exact
+        runtime.failed = self._failed
+        self._recovery.on_recovered = self._note_recovery
+        self._updates.after = self._after_update
+
+    # -- what adapters call -----------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps applied."""
+        return self._updates.state_version
+
+    def attach(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Say what is trained. Parameters of ``modules`` and the state of ``optimizers`` are replicated state; buffers, hyper-parameters of
+        the optimizers and random generators are published at each batch top. A later call replaces an earlier one.
+
+        Args:
+            modules: all modules that are trained, wrapped in ``DistributedDataParallel`` where they are.
+            optimizers: their optimizers.
+
+        Raises:
+            Unsupported: for parameters that are not on the CPU, and for DDP with ``static_graph``.
+            UnsupportedOptimizer: for an optimizer whose state cannot be moved.
+        """
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                if parameter.device.type not in ("cpu", "meta"):
+                    raise Unsupported(
+                        f"rank {self.rank}: parameter {name} is on {parameter.device}; swift recovery supports CPU training in this version. "
+                        "Choose accelerator='cpu', or train without this plugin."
+                    )
+        self._ddps = [m for module in modules for m in module.modules() if isinstance(m, DistributedDataParallel)]
+        for ddp in self._ddps:
+            if getattr(ddp, "static_graph", False):
+                raise Unsupported(
+                    "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which a newcomer does not run: "
+                    "leave static_graph off, or use find_unused_parameters=True"
+                )
+        self._settled.clear()
+        self._eligible_tops = 0
+        replicated = Replicated(modules, optimizers)
+        self._updates.attach(replicated)
+        if not self.config.log_spill_bytes:
+            self._runtime.max_log_bytes = max(2 * replicated.nbytes, 4 << 20)
+        buffers = [b for module in modules for b in module.buffers()]
+        self._buffers = buffers
+        self.register("swift.buffers", lambda: list(buffers), lambda values: _restore_buffers(buffers, values), forward_mutated=True)
+        self.register("swift.hyperparameters", lambda: _hyperparameters(optimizers), lambda values: _set_hyperparameters(optimizers, values))
+        if optimizers and os.environ.get("SWIFT_FAULTS") and modules:
+            modules[0].register_forward_hook(lambda *_: inject.point("forward"))
+
+    def register(self, name: str, capture: Capture, restore: Restore, *, forward_mutated: bool = False) -> None:
+        """Register rank-local state.
+
+        Args:
+            name: unique; registering it again replaces it.
+            capture: returns plain data (numbers, text, containers, tensors, numpy arrays); it is serialised at once, so live objects may be returned.
+            restore: puts it back in a newcomer, on the main thread, in the order of registration.
+            forward_mutated: changed by forward; captured again before the first gradient bucket of each backward.
+        """
+        self._parts[name] = _Part(capture, restore, forward_mutated)
+
+    def unregister(self, name: str) -> None:
+        """Forget a registered part."""
+        self._parts.pop(name, None)
+
+    def batch_top(self, *, accumulating: bool = False) -> bool:
+        """Call at the very top of each batch, before anything random and any collective of it.
+
+        Args:
+            accumulating: gradients of earlier micro-batches are pending, so this is no recovery point.
+
+        Returns:
+            Whether this process has just joined; then everything registered was restored to the predecessor's batch top.
+        """
+        inject.point("batch_top")
+        self._deliver()
+        if self.joining and self._may_join("batch"):
+            self._join()
+            return True
+        self.tops += 1
+        self._progress.top(self.tops)
+        if accumulating or self._unsettled():
+            return False
+        grads = None
+        if self._updates.pending_gradients():
+            self._deferred += 1
+            if self._deferred <= _MAX_DEFERRED:
+                return False
+            grads = self._gradients()
+        self._deferred = 0
+        self._publish("batch", grads)
+        return False
+
+    def eval_top(self) -> bool:
+        """As :meth:`batch_top`, at the start of a stand-alone evaluation."""
+        self._deliver()
+        if self.joining and self._may_join("eval"):
+            self._join()
+            return True
+        self.tops += 1
+        self._progress.top(self.tops)
+        self._publish("eval")
+        return False
+
+    def entry(self, name: str) -> EntryDecision:
+        """Call at the start of each entry call (fit, validate, test, predict); they are numbered.
+
+        Returns:
+            Whether the predecessor had finished it, and its result. Then the registered parts are restored to what they were at its end.
+        """
+        self._recovery.prepare()
+        self._entry += 1
+        with self._runtime.lock:
+            self._runtime.entry = self._entry
+            self._runtime.in_startup = True
+        if self._restored is not None and self.joining:
+            if self._entry in self._restored.ends:
+                result, parts = self._restored.ends[self._entry]
+                self._restore(parts)
+                return EntryDecision(True, result)
+            return EntryDecision(False)
+        target = self._recovery.target
+        if self.joining and target is not None and (target.entry > self._entry or (target.entry == self._entry and target.kind == "end")):
+            result, parts = self._board.read_end(self._entry)
+            self._restore(parts)
+            return EntryDecision(True, result)
+        return EntryDecision(False)
+
+    def entry_done(self, result: Any) -> None:
+        """Call at the end of each entry call.
+
+        Args:
+            result: plain data; what a newcomer that finds the entry finished returns for it.
+        """
+        if self.joining:
+            return
+        self._deliver()
+        self.tops += 1
+        parts = self._capture(lambda part: True)
+        self._board.publish_end(self._entry, result, parts)
+        self._publish("end")
+        with self._runtime.lock:
+            self._runtime.in_startup = True
+
+    def peek(self, name: str) -> Any:
+        """The predecessor's newest published value of a registered name, or None; for what must be known before the join (log file names)."""
+        if not self.joining:
+            return None
+        if self._peeked is None:
+            if self._restored is not None:
+                self._peeked = self._restored.parts
+            else:
+                self._recovery.prepare()
+                target = self._recovery.target
+                self._peeked = self._board.read_top(target.index) if target is not None else {}
+        return self._peeked.get(name)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append an event to the job's log."""
+        self._events.emit(kind, rank=self.rank, generation=self._runtime.generation, **fields)
+
+    def on_recovered(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """Have ``listener`` called with the fields of each recovery, on the main thread, at the next batch top after it."""
+        self._listeners.append(listener)
+
+    @contextmanager
+    def frozen(self, min_version: int) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """The replicated state while no update runs; see :class:`~shared_core.recovery.updates.Updates`."""
+        with self._updates.frozen(min_version, self.config.wait_timeout_s) as exported:
+            yield exported
+
+    # -- publishing -------------------------------------------------------------------------------------------------------
+
+    def _capture(self, wanted: Callable[[_Part], bool]) -> dict[str, Any]:
+        parts = {name: part.capture() for name, part in self._parts.items() if wanted(part)}
+        parts["swift.random"] = _random_state()
+        return parts
+
+    def _publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
+        parts = self._capture(lambda part: True)
+        if grads is not None:
+            parts["swift.gradients"] = grads
+        runtime = self._runtime
+        with runtime.lock:
+            groups = {name: group.next for name, group in runtime.groups.items()}
+            marks = {name: group.channels.watermarks() for name, group in runtime.groups.items()}
+        top = Top(
+            index=self.tops,
+            version=self._updates.version,
+            entry=self._entry,
+            kind=kind,
+            groups=groups,
+            received={name: mark[0] for name, mark in marks.items() if mark[0]},
+            sent={name: mark[1] for name, mark in marks.items() if mark[1]},
+        )
+        self._board.publish_top(top, parts)
+        with runtime.lock:
+            runtime.top = top.index
+            runtime.in_startup = False
+            stable = runtime.stable
+        self._board.drop_before(stable)
+        self._updates.at_top()
+        self._backwards, self._graph = 0, -1
+        self._compare_replicas()
+        if kind == "batch" and self._checkpoints.due(self.tops):
+            self._checkpoints.write(top, parts, self._updates, self._board)
+
+    def _gradients(self) -> dict[int, torch.Tensor]:
+        assert self._updates.replicated is not None
+        return {i: p.grad for i, p in enumerate(self._updates.replicated.parameters) if p.grad is not None}
+
+    def _unsettled(self) -> bool:
+        """DDP orders its buckets anew after the first backward. A newcomer learns the order by running that backward, or, later, from the record of
+        what was agreed; in between there is no recovery point."""
+        waiting = [i for i, ddp in enumerate(self._ddps) if i not in self._settled and not ddp.find_unused_parameters]
+        if not waiting:
+            return False
+        self._eligible_tops += 1
+        return 1 < self._eligible_tops <= _BUCKET_TOPS
+
+    def _bucket_order(self, ddp: DistributedDataParallel, op: Op) -> None:
+        number = next((i for i, known in enumerate(self._ddps) if known is ddp), None)
+        if number is None:
+            return
+        self._settled.add(number)
+        entry = self._entry
+        op.future.add_done_callback(lambda _: self._board.record((entry, _BUCKETS, str(number), len(op.results[0])), op.results))
+
+    def _before_bucket(self) -> None:
+        """DDP hands over a gradient bucket: forward is done. Publish what forward changed, or, in a newcomer that computed with newer parameters, put back
+        what its predecessor had."""
+        inject.point("bucket")
+        if self.joining or self._updates.keeps_images:
+            return
+        graph = torch._C._current_graph_task_id()
+        mutations = sum(b._version for b in self._buffers)
+        if graph == self._graph and mutations == self._mutations:
+            return
+        if graph != self._graph:
+            self._backwards += 1
+        self._graph, self._mutations = graph, mutations
+        number = self._backwards - 1
+        if self._updates.exact:
+            self._board.publish_mid(self._runtime.top, number, self._capture(lambda part: part.forward_mutated))
+            return
+        parts = self._board.read_mid(self._runtime.top, number)
+        if parts is not None:
+            self._restore(parts)
+
+    _buffers: list[torch.Tensor] = []
+
+    # -- joining ----------------------------------------------------------------------------------------------------------
+
+    def _first_group(self) -> None:
+        recovery = self._recovery
+        recovery.prepare()
+        if self._runtime.starting:
+            if recovery.target is not None and recovery.target.kind == "end":
+                self._join()
+            return
+        if recovery.newcomer:
+            console(f"rank {self.rank}: newcomer {self.incarnation} takes over from the beginning")
+            self._updates.begin_install()
+            self._updates.load(0, None, ())
+        inject.point("startup")
+        recovery.join()
+        if recovery.newcomer:
+            self.joining = False
+            self._announce(None)
+
+    def _may_join(self, kind: str) -> bool:
+        if self._restored is not None:
+            return self._restored.top.entry == self._entry
+        target = self._recovery.target
+        return target is not None and target.kind == kind and target.entry == self._entry
+
+    def _join(self) -> None:
+        inject.point("join")
+        if self._restored is not None:
+            self._join_from_checkpoint()
+            return
+        started = time.time()
+        self._updates.begin_install()
+        received = self._recovery.join()
+        top = received.top
+        assert top is not None
+        self._updates.load(top.version, received.description, received.tensors)
+        parts = self._board.read_top(top.index)
+        self._settle_buckets(self._board.records())
+        self._take_place(top, parts)
+        self._announce(received, joined_s=time.time() - started)
+
+    def _join_from_checkpoint(self) -> None:
+        restored = self._restored
+        assert restored is not None
+        self._updates.load(restored.top.version, restored.description, restored.tensors)
+        self._settle_buckets(restored.records)
+        self._take_place(restored.top, restored.parts)
+        self._restored = None
+        console(f"rank {self.rank}: continues from the checkpoint at batch top {restored.top.index}")
+        self._publish("batch")
+
+    def _take_place(self, top: Top, parts: dict[str, Any]) -> None:
+        self.tops = top.index
+        self.joining = False
+        self._restore(parts)
+        for index, grad in parts.get("swift.gradients", {}).items():
+            assert self._updates.replicated is not None
+            self._updates.replicated.parameters[index].grad = grad
+        inject.set_step(self.tops)
+        self._progress.top(self.tops)
+
+    def _restore(self, parts: dict[str, Any]) -> None:
+        for name, part in self._parts.items():
+            if name in parts:
+                part.restore(parts[name])
+        if "swift.random" in parts:
+            _set_random_state(parts["swift.random"])
+
+    def _settle_buckets(self, records: dict[tuple[int, str, str, int], list[torch.Tensor]]) -> None:
+        """Give DDP the buckets that were agreed on, without a backward: the broadcasts of that agreement are served from the record."""
+        for number, ddp in enumerate(self._ddps):
+            agreed = [
+                results
+                for key, results in records.items()
+                if key[0] == self._entry and key[1] == _BUCKETS and key[2] == str(number)
+            ]
+            if not agreed:
+                continue
+            self._runtime.scripted.extend(agreed)
+            ddp.reducer._push_all_rebuilt_params()
+            ddp.reducer._rebuild_buckets()
+            self._runtime.scripted.clear()
+            self._settled.add(number)
+
+    def _announce(self, received: Received | None, **fields: Any) -> None:
+        generation = self._runtime.generation
+        self._events.emit(
+            "newcomer_ready",
+            rank=self.rank,
+            generation=generation,
+            bytes_moved=received.nbytes if received else 0,
+            served_operations=received.replayed if received else 0,
+            top=received.top.index if received and received.top else 0,
+            recomputed_steps=0,
+            **fields,
+        )
+
+    # -- after a recovery -------------------------------------------------------------------------------------------------
+
+    def _note_recovery(self, fields: dict[str, Any]) -> None:
+        """Recovery thread of a survivor."""
+        self._events.emit(
+            "recovered",
+            rank=self.rank,
+            stall_s=time.time() - fields["detected"],
+            recomputed_steps=0,
+            log_bytes=self._runtime.log_bytes(),
+            spilled_bytes=self._runtime.spilled_bytes,
+            **fields,
+        )
+        self._recovered.append(fields)
+        self._stalled_since = fields["detected"]
+
+    def _after_update(self) -> None:
+        if self._stalled_since is not None:
+            since, self._stalled_since = self._stalled_since, None
+            self._events.emit("resumed", rank=self.rank, generation=self._runtime.generation, stall_s=time.time() - since)
+
+    def _deliver(self) -> None:
+        while self._recovered:
+            fields = self._recovered.popleft()
+            for listener in self._listeners:
+                listener(fields)
+
+    def _compare_replicas(self) -> None:
+        """At the first top after all have stepped beyond a recovery, compare a checksum of the replicated state over all ranks."""
+        due = self._recovery.verify_version
+        generation = self._runtime.generation
+        if due is None or not self.config.verify_checksums or generation <= self._verified or self._updates.version < due:
+            return
+        self._verified = generation
+        replicated = self._updates.replicated
+        if replicated is None or not self._ddps or self._updates.state_version != self._updates.version:
+            return
+        sums = replicated.checksums()
+        key = f"sums/{generation}/{due}"
+        store = self._recovery.new_store("")
+        store.set(f"{key}/{self.rank}", json.dumps({"version": self._updates.version, "sums": sums}))
+        if self.rank == 0:
+            names = list(replicated.names)
+            threading.Thread(target=self._judge, args=(key, names), name="swift-compare", daemon=True).start()
+
+    def _judge(self, key: str, names: list[str]) -> None:
+        from shared_core.comm.gloo import wait_for
+        from shared_core.errors import GenerationAbandoned
+
+        generation = self._runtime.generation
+        store = self._recovery.new_store("")
+        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+        try:
+            wait_for(store, keys, lambda: self._runtime.latest > generation, 60.0, "the checksums of all replicas")
+        except (GenerationAbandoned, WaitTimeout):
+            return
+        reports = [json.loads(store.get(k)) for k in keys]
+        if len({report["version"] for report in reports}) != 1:
+            return
+        verdict = minority([report["sums"] for report in reports])
+        if verdict is None:
+            return
+        ranks, place = verdict
+        if ranks:
+            self._recovery.tell("divergent", ranks)
+        else:
+            self._failed(
+                ReplicaMismatch(
+                    f"after the recovery in generation {generation} the replicas differ in parameter {names[place]}, and there is no majority to tell "
+                    "which is right. Restart from a checkpoint; if it happens again, memory may be faulty."
+                )
+            )
+
+    def _failed(self, error: SwiftError) -> None:
+        self._recovery.tell("fail", {"rank": self.rank, "message": f"{type(error).__name__}: {error}"})
+
+
+def minority(sums: Sequence[Sequence[int]]) -> tuple[list[int], int] | None:
+    """Ranks whose checksums differ from those of more than half, and the first place that differs; None if all are equal.
+
+    Without a majority the list of ranks is empty.
+    """
+    votes: dict[tuple[int, ...], list[int]] = {}
+    for rank, each in enumerate(sums):
+        votes.setdefault(tuple(each), []).append(rank)
+    if len(votes) == 1:
+        return None
+    best = max(votes, key=lambda each: len(votes[each]))
+    other = next(each for each in votes if each != best)
+    place = next((i for i, (a, b) in enumerate(zip(best, other, strict=False)) if a != b), 0)
+    if 2 * len(votes[best]) > len(sums):
+        return sorted(rank for each, ranks in votes.items() if each != best for rank in ranks), place
+    return [], place
+
+
+def _hyperparameters(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:
+    return [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in optimizers]
+
+
+def _set_hyperparameters(optimizers: Sequence[Optimizer], values: list[list[dict[str, Any]]]) -> None:
+    for optimizer, groups in zip(optimizers, values, strict=False):
+        for group, stored in zip(optimizer.param_groups, groups, strict=True):
+            group.update(stored)
+
+
+def _restore_buffers(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.data.copy_(value)  # .data: a backward may be under way, and this is not part of it
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "numpy" in state:
+        import numpy
+
+        numpy.random.set_state(state["numpy"])
+
+
+_job: Job | None = None
+
+
+def current_job() -> Job | None:
+    """The job of this process; None when it was not started by ``swiftrun``."""
+    global _job
+    if _job is None and worker.launched():
+        _job = Job(worker.env())
+        atexit.register(worker.say_done_and_wait)
+    return _job
+
+
+def install() -> Job | None:
+    """Make every gloo group created from now on one that survives failures. Outside ``swiftrun`` this does nothing and returns None."""
+    job = current_job()
+    if job is not None:
+        install_backend(job._runtime)
+    return job

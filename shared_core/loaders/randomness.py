@@ -1,0 +1,219 @@
+"""The random state that reading data can touch: the three global generators and those that loaders own."""
+
+from __future__ import annotations
+
+import array
+import random
+import types
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+#: Global generators as plain data: ``torch`` (bytes), ``python`` and ``numpy`` (tuples); any subset of the three.
+RandomParts = dict[str, Any]
+
+_SCALARS = (bool, int, float, str, type(None))
+_MAX_OBJECTS, _MAX_DEPTH, _MAX_CONTAINER = 64, 4, 32
+_MANY_NOTES = 256
+_OPAQUE = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    torch.Tensor,
+    torch.nn.Module,
+    np.ndarray,
+)
+#: Attributes through which user objects refer back to what trains them, and a loader to its running workers; their state is
+#: not what an iteration starts from.
+_BACK_REFERENCES = frozenset({"trainer", "_trainer", "model", "datamodule", "_iterator"})
+
+
+class RawRandom:
+    """The global generators as the libraries hand them out; cheap to take (about 10 us), compared and packed on demand."""
+
+    __slots__ = ("torch", "python", "numpy")
+
+    def __init__(self) -> None:
+        self.torch = torch.default_generator.get_state()
+        self.python = random.getstate()
+        self.numpy: Any = np.random.get_state(legacy=True)
+
+    def pack(self, names: frozenset[str] | None = None) -> RandomParts:
+        """Plain data of the named generators, of all where ``names`` is None."""
+        parts: RandomParts = {}
+        if names is None or "torch" in names:
+            parts["torch"] = self.torch.numpy().tobytes()
+        if names is None or "python" in names:
+            version, words, gauss = self.python
+            parts["python"] = (version, array.array("I", words).tobytes(), gauss)
+        if names is None or "numpy" in names:
+            kind, keys, *rest = self.numpy
+            parts["numpy"] = (kind, keys.tobytes(), *rest)
+        return parts
+
+
+def changed(before: RawRandom, after: RawRandom) -> frozenset[str]:
+    """Names of the generators that were drawn from between the two."""
+    names = set()
+    if not torch.equal(before.torch, after.torch):
+        names.add("torch")
+    if before.python != after.python:
+        names.add("python")
+    one, two = before.numpy, after.numpy
+    if one[2:] != two[2:] or not np.array_equal(one[1], two[1]):
+        names.add("numpy")
+    return frozenset(names)
+
+
+class DrawLog:
+    """Notes what a sequence of draws started from, leaving out what follows from the draw before.
+
+    A generator that only these draws use needs one note; one that others use in between (dropout) needs one a draw.
+    """
+
+    def __init__(self) -> None:
+        self.notes: dict[int, RandomParts] = {}
+        self._after: RawRandom | None = None
+
+    def note(self, number: int, before: RawRandom, after: RawRandom) -> None:
+        """Draw ``number`` took the generators from ``before`` to ``after``."""
+        consumed = changed(before, after)
+        if self._after is not None and consumed:
+            consumed &= changed(self._after, before)
+        if consumed:
+            self.notes[number] = before.pack(consumed)
+            if len(self.notes) == _MANY_NOTES:
+                warnings.warn(
+                    "this loader draws from a global random generator that the model draws from too; its state is published "
+                    f"with every batch ({_MANY_NOTES} so far). Give the sampler or data set a torch.Generator of its own.",
+                    stacklevel=2,
+                )
+        self._after = after
+
+
+def read_random() -> RandomParts:
+    """All global generators as plain data."""
+    return RawRandom().pack()
+
+
+def write_random(parts: Mapping[str, Any]) -> None:
+    """Set the generators that ``parts`` holds; inverse of :func:`read_random`."""
+    if "torch" in parts:
+        torch.default_generator.set_state(torch.frombuffer(bytearray(parts["torch"]), dtype=torch.uint8))
+    if "python" in parts:
+        version, words, gauss = parts["python"]
+        random.setstate((version, tuple(array.array("I", words)), gauss))
+    if "numpy" in parts:
+        kind, keys, *rest = parts["numpy"]
+        np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+
+
+def restore_raw(raw: RawRandom) -> None:
+    """Set all global generators to ``raw``, without packing."""
+    torch.default_generator.set_state(raw.torch)
+    random.setstate(raw.python)
+    np.random.set_state(raw.numpy)
+
+
+def seed_random(seed: int) -> None:
+    """Seed the three global generators (of this process, CPU) from one 64-bit number."""
+    torch.default_generator.manual_seed(seed & 0x7FFF_FFFF_FFFF_FFFF)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
+
+
+def generator_state(value: object) -> Any:
+    """State of a generator object as plain data, None if ``value`` is no generator."""
+    if isinstance(value, torch.Generator):
+        return ("torch", value.get_state().cpu().numpy().tobytes())
+    if isinstance(value, random.Random):
+        return ("python", value.getstate())
+    if isinstance(value, np.random.Generator):
+        return ("generator", value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return ("legacy", value.get_state(legacy=False))
+    return None
+
+
+def set_generator_state(value: Any, state: tuple[str, Any]) -> None:
+    """Inverse of :func:`generator_state`, in place."""
+    kind, data = state
+    if kind == "torch":
+        value.set_state(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    elif kind == "python":
+        version, words, gauss = data
+        value.setstate((version, tuple(words), gauss))
+    elif kind == "generator":
+        value.bit_generator.state = data
+    else:
+        value.set_state(data)
+
+
+class OwnedState:
+    """Generators and plain counters that hang on a loader, its samplers and its data set.
+
+    They live in the process that iterates; an epoch can only be read again if they are first put back to where they were.
+    Objects are found by walking attributes (a bounded number), so that user-defined samplers need no interface.
+    """
+
+    def __init__(self, roots: Mapping[str, object]) -> None:
+        self._objects: dict[str, object] = {}
+        self._generators: dict[str, Any] = {}
+        self._seen: set[int] = set()
+        for name, root in roots.items():
+            self._visit(name, root, 0)
+
+    def capture(self) -> dict[str, Any]:
+        """Plain data: ``{"scalars": {path: {attribute: value}}, "generators": {path: state}}``."""
+        scalars = {}
+        for path, item in self._objects.items():
+            found = {k: v for k, v in vars(item).items() if type(v) in _SCALARS}
+            if found:
+                scalars[path] = found
+        return {"scalars": scalars, "generators": {p: generator_state(g) for p, g in self._generators.items()}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Put back what :meth:`capture` took; attributes that are gone are left alone."""
+        for path, values in state["scalars"].items():
+            if path in self._objects:
+                target = vars(self._objects[path])
+                for name, value in values.items():
+                    # Written past __setattr__: DataLoader forbids setting some names, although nothing changes here.
+                    if name not in target or type(target[name]) in _SCALARS and target[name] != value:
+                        target[name] = value
+        for path, data in state["generators"].items():
+            if path in self._generators:
+                set_generator_state(self._generators[path], data)
+
+    def _visit(self, path: str, item: Any, depth: int) -> None:
+        if id(item) in self._seen or len(self._objects) >= _MAX_OBJECTS:
+            return
+        self._seen.add(id(item))
+        if generator_state(item) is not None:
+            self._generators[path] = item
+            return
+        if isinstance(item, _OPAQUE):
+            return
+        if hasattr(item, "__dict__"):
+            self._objects[path] = item
+        if depth < _MAX_DEPTH:
+            for name, value in _children(item):
+                self._visit(f"{path}.{name}", value, depth + 1)
+
+
+def _children(item: Any) -> Iterator[tuple[str, Any]]:
+    pairs: list[tuple[Any, Any]]
+    if isinstance(item, (list, tuple)):
+        pairs = list(enumerate(item)) if len(item) <= _MAX_CONTAINER else []
+    elif isinstance(item, dict):
+        pairs = list(item.items()) if len(item) <= _MAX_CONTAINER else []
+    else:
+        pairs = [(k, v) for k, v in getattr(item, "__dict__", {}).items() if k not in _BACK_REFERENCES]
+    for name, value in pairs:
+        if not isinstance(value, _SCALARS):
+            yield str(name), value

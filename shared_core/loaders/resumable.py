@@ -1,0 +1,400 @@
+"""A wrapper around any iterable loader that can say where it is and be put back there in another process."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from shared_core.errors import Unsupported
+from shared_core.loaders.randomness import (
+    DrawLog,
+    OwnedState,
+    RandomParts,
+    RawRandom,
+    changed,
+    restore_raw,
+    write_random,
+)
+from shared_core.loaders.seeded import Draws, engine_of
+
+#: Samplers known to draw global randomness at most with their first index: nothing to watch later.
+_KNOWN_SAMPLERS = (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+
+@dataclass
+class _Iteration:
+    """What is needed to run one ``iter()`` of a loader again."""
+
+    epoch: int = 0
+    before: RandomParts = field(default_factory=dict)  # what iter() drew from, as it was
+    owned: dict[str, Any] = field(default_factory=dict)  # of the loader before iter()
+    owned_first: dict[str, Any] = field(default_factory=dict)  # and before the first fetch, where most samplers start
+    loaded: Any = None  # state_dict given to the loader before iter()
+    fetches: Draws = field(default_factory=dict)  # what fetches drew from
+    draws: Draws = field(default_factory=dict)  # what a watched sampler drew from
+    delivered: int = 0
+    exhausted: bool = False
+
+    def plain(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+class Position(Iterator[Any]):
+    """The iterator that a :class:`ResumableLoader` hands out. ``last_items`` holds re-read items after a restore."""
+
+    def __init__(self, owner: ResumableLoader, record: _Iteration) -> None:
+        self._owner = owner
+        self._record = record
+        self._inner: Iterator[Any] | None = None
+        self._log = DrawLog()
+        self._recent: deque[RawRandom] = deque(maxlen=max(owner._swift_ahead, 1))
+        self.last_items: list[Any] = []
+
+    def __next__(self) -> Any:
+        owner, record = self._owner, self._record
+        if self._inner is None:
+            self._inner = owner._swift_start(record)
+        # A map-style loader without workers needs only what its sampler started from; a stream of items also what each
+        # item drew from, since a shuffle buffer carries it on. What a fetch consumes is known only after it.
+        noted = owner._swift_in_process and (owner._swift_stream or record.delivered == 0)
+        before = RawRandom() if noted or (owner._swift_in_process and owner._swift_ahead) else None
+        if noted and record.delivered == 0:
+            record.owned_first = owner._swift_owned.capture()
+        try:
+            item = owner._swift_fetch(self._inner)
+        except StopIteration:
+            record.exhausted = True
+            raise
+        if before is not None:
+            if noted:
+                self._log.note(record.delivered, before, RawRandom())
+                record.fetches = self._log.notes
+            self._recent.append(before)
+        record.delivered += 1
+        if owner._swift_keep:
+            self.last_items = (self.last_items + [item])[-owner._swift_keep :]
+        return item
+
+
+class ResumableLoader:
+    """Wraps a loader (``DataLoader`` of any kind, or any iterable) and delegates everything to it.
+
+    ``isinstance(wrapper, type(loader))`` holds, attributes are read and written through, ``len`` and workers behave as before.
+    :meth:`state` is plain data; :meth:`restore` in another process, on a wrapper around the same loader built by the same
+    code, makes the iteration in progress go on with the next item, bit for bit.
+
+    Args:
+        loader: the loader.
+        mode: ``refetch``: items already delivered are read again and thrown away (exact; cost in proportion); ``seeded``: an
+            item's randomness is a function of seed, rank, epoch, batch and index, so skipping costs only drawing indices.
+            Only map-style ``DataLoader`` can be seeded, all else is read again.
+        seed: seed of ``seeded``.
+        rank: logical rank, enters the seed of items (not the sampler's).
+        first_epoch: number of the first iteration, enters the seed.
+        ahead: how many items the caller fetches before it uses them; that many can be had again after a restore
+            (:attr:`Position.last_items`).
+        lazy: build iterators (and worker processes) at the first fetch: a newcomer restores before that.
+
+    Raises:
+        Unsupported: for ``in_order=False``, where the order of batches depends on time.
+    """
+
+    _swift_loader: Any
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        mode: str = "refetch",
+        seed: int = 0,
+        rank: int = 0,
+        first_epoch: int = 0,
+        ahead: int = 1,
+        lazy: bool = False,
+    ) -> None:
+        own = self.__dict__
+        own["_swift_loader"] = loader
+        own["_swift_ahead"] = ahead
+        own["_swift_keep"] = ahead if lazy else 0
+        own["_swift_lazy"] = lazy
+        own["_swift_rank"] = rank
+        own["_swift_seed"] = seed
+        own["_swift_count"] = first_epoch
+        own["_swift_started"] = first_epoch
+        own["_swift_loaded"] = None
+        own["_swift_pool"] = []
+        own["_swift_last_inner"] = None
+        own["_swift_positions"] = []
+        own["_swift_in_process"] = True
+        own["_swift_stream"] = True
+        own["_swift_engine"] = loader
+        own["_swift_indices"] = None
+        own["_swift_seeded"] = False
+        if isinstance(loader, DataLoader):
+            if loader.num_workers > 0 and not loader.in_order:
+                raise Unsupported(
+                    "DataLoader(in_order=False) delivers batches in an order that depends on time, so a lost worker's data "
+                    "cannot be read again; use in_order=True"
+                )
+            own["_swift_in_process"] = loader.num_workers == 0
+            iterable = isinstance(loader.dataset, IterableDataset)
+            own["_swift_stream"] = iterable
+            known = _all_known(loader)
+            if mode == "seeded" and not iterable:
+                own["_swift_seeded"] = True
+                own["_swift_engine"], own["_swift_indices"] = engine_of(
+                    loader, known, lambda: (self._swift_seed, self._swift_rank, self._swift_started)
+                )
+            elif not iterable and not known:
+                own["_swift_engine"], own["_swift_indices"] = engine_of(loader, known, None)
+        own["_swift_owned"] = OwnedState({"loader": loader})
+
+    # -- what the wrapper looks like -----------------------------------------------------------------------------------
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance() sees the loader's class
+        return type(self._swift_loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_swift_loader":  # while unpickling
+            raise AttributeError(name)
+        if name == "_iterator":  # persistent workers hang on the loader that is really iterated
+            return getattr(self._swift_engine, name)
+        return getattr(self._swift_loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_swift_"):
+            self.__dict__[name] = value
+            return
+        setattr(self._swift_loader, name, value)
+        if self._swift_engine is not self._swift_loader:
+            self._swift_engine.__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._swift_loader, name)
+
+    def __len__(self) -> int:
+        return len(self._swift_loader)
+
+    def __bool__(self) -> bool:
+        return bool(self._swift_loader)
+
+    def __repr__(self) -> str:
+        return f"ResumableLoader({self._swift_loader!r})"
+
+    def __copy__(self) -> Any:
+        return copy.copy(self._swift_loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        record = _Iteration(epoch=self._swift_count)
+        self._swift_count += 1
+        record.loaded, self._swift_loaded = self._swift_loaded, None
+        position = Position(self, record)
+        self._swift_positions = [ref for ref in self._swift_positions if ref() is not None] + [weakref.ref(position)]
+        if not self._swift_lazy:
+            position._inner = self._swift_start(record)
+        return position
+
+    # -- position ------------------------------------------------------------------------------------------------------
+
+    @property
+    def wrapped(self) -> Any:
+        """The user's loader."""
+        return self._swift_loader
+
+    def fetches_ahead(self, ahead: int) -> None:
+        """Change how many items the caller fetches before it uses them (see the class)."""
+        self._swift_ahead = ahead
+
+    def state(self, position: Iterator[Any] | None = None) -> dict[str, Any]:
+        """Where the iteration ``position`` is (default: the oldest one alive), as plain data.
+
+        Cost: a few microseconds in the common case; some kilobytes where generators were drawn from.
+        """
+        found = position if type(position) is Position else self._swift_position()
+        iterations: list[dict[str, Any]] = []
+        recent: list[RandomParts] = []
+        pool: list[_Iteration] = self._swift_pool
+        if found is not None:
+            started = found._inner is not None
+            record = found._record
+            if self._swift_indices is not None and started and pool and pool[-1] is record:
+                record.draws = self._swift_indices.draws
+            records = pool if any(r is record for r in pool) and self._swift_continues() else [record]
+            iterations = [r.plain() for r in records]
+            recent = [raw.pack() for raw in found._recent] if self._swift_ahead else []
+        elif pool and self._swift_continues():
+            iterations = [r.plain() for r in pool]
+        return {
+            "count": self._swift_count,
+            "live": found is not None,
+            "iterations": iterations,
+            "recent": recent,
+            "owned": self._swift_owned.capture(),
+        }
+
+    def restore(self, state: Mapping[str, Any], position: Iterator[Any] | None = None) -> None:
+        """Put the wrapper, and the iteration ``position`` of this process, where :meth:`state` was taken.
+
+        Global generators are left in an undefined state: the caller restores its own afterwards.
+        """
+        found = position if type(position) is Position else self._swift_position()
+        own_iterator = isinstance(self._swift_loader, Iterator)
+        # A loader that is its own iterator cannot be started anew: what this process took while starting up counts.
+        taken = sum(record.delivered for record in self._swift_pool) if own_iterator else 0
+        items: deque[Any] = deque(found.last_items if own_iterator and found else (), maxlen=max(self._swift_ahead, 1))
+        self._swift_stop(found)
+        self._swift_lazy = False
+        records = [_Iteration(**values) for values in state["iterations"]]
+        if self._swift_seeded:
+            records = records[-1:]
+        self._swift_pool, self._swift_last_inner = [], None
+        inner: Iterator[Any] | None = None
+        for record in records:
+            already = min(taken, record.delivered)
+            taken -= already
+            inner = self._swift_replay(record, already, state["recent"] if record is records[-1] else [], items)
+        self._swift_count = state["count"]
+        self._swift_keep = 0
+        if found is not None and state["live"]:
+            found._inner, found._record = inner, records[-1]
+            found._log.notes = records[-1].fetches
+            found.last_items = list(items)
+        elif found is not None:
+            found._inner, found._record = iter(()), _Iteration(exhausted=True)
+        self._swift_owned.restore(state["owned"])
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _swift_position(self) -> Position | None:
+        for ref in self._swift_positions:
+            position: Position | None = ref()
+            if position is not None:
+                return position
+        return None
+
+    def _swift_continues(self) -> bool:
+        """Whether earlier iterations shape the next one: persistent workers, or a loader that is its own iterator."""
+        last = self._swift_last_inner() if self._swift_last_inner is not None else None
+        if last is None:
+            return False
+        return last is self._swift_loader or last is getattr(self._swift_engine, "_iterator", None)
+
+    def _swift_start(self, record: _Iteration) -> Iterator[Any]:
+        """``iter()`` of the loader, noting what it draws from."""
+        continues = self._swift_continues()
+        self._swift_owned = OwnedState({"loader": self._swift_loader})
+        record.owned = self._swift_owned.capture()
+        self._swift_started = record.epoch
+        before = RawRandom()
+        inner = iter(self._swift_engine)
+        if not self._swift_seeded:
+            record.before = before.pack(changed(before, RawRandom()))
+        if not (continues and inner is self._swift_last_inner()):
+            self._swift_pool = []
+        self._swift_pool = self._swift_pool + [record]
+        try:
+            self._swift_last_inner = weakref.ref(inner)
+        except TypeError:  # some built-in iterators have no weak references; only a loader that is its own matters
+            self._swift_last_inner = partial(getattr, self, "_swift_loader") if inner is self._swift_loader else None
+        return inner
+
+    def _swift_fetch(self, inner: Iterator[Any]) -> Any:
+        if not (self._swift_seeded and self._swift_in_process):
+            return next(inner)
+        outside = RawRandom()
+        try:
+            return next(inner)
+        finally:
+            restore_raw(outside)
+
+    def _swift_replay(
+        self, record: _Iteration, already: int, recent: list[RandomParts], items: deque[Any]
+    ) -> Iterator[Any]:
+        """Run one noted iteration again up to where it was; ``items`` receives the last ones delivered."""
+        delivered = record.delivered
+        self._swift_owned.restore(record.owned)
+        if record.loaded is not None:
+            self._swift_loader.load_state_dict(record.loaded)
+        write_random(record.before)
+        if self._swift_seeded:
+            already = delivered - min(delivered, self._swift_ahead)
+            self._swift_indices.skip = already
+        elif self._swift_indices is not None:
+            self._swift_indices.replay = record.draws
+        inner = self._swift_start(_Iteration(epoch=record.epoch))
+        for number in range(already, delivered):
+            if number == 0 and record.owned_first:
+                self._swift_owned.restore(record.owned_first)
+            write_random(record.fetches.get(number, {}))
+            if number >= delivered - len(recent):
+                write_random(recent[number - delivered])
+            items.append(self._swift_fetch(inner))
+        if record.exhausted:
+            next(inner, None)
+        self._swift_pool[-1] = record
+        return inner
+
+    def _swift_stop(self, position: Position | None) -> None:
+        """End the iterator (and its workers) that this process has started."""
+        attributes = getattr(self._swift_engine, "__dict__", {})
+        for iterator in (position._inner if position is not None else None, attributes.get("_iterator")):
+            shutdown = getattr(iterator, "_shutdown_workers", None)
+            if shutdown is not None:
+                shutdown()
+        if attributes.get("_iterator") is not None:
+            attributes["_iterator"] = None
+
+
+class _StatefulResumableLoader(ResumableLoader):
+    """For loaders with ``state_dict``: frameworks look for the two methods on the class."""
+
+    def state_dict(self) -> Any:
+        return self._swift_loader.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self._swift_loaded = copy.deepcopy(state_dict)
+        self._swift_loader.load_state_dict(state_dict)
+
+
+def wrap_loader(loader: Any, **options: Any) -> ResumableLoader:
+    """A :class:`ResumableLoader` around ``loader`` (the same object if it is one already); options as there."""
+    if type(loader) in (ResumableLoader, _StatefulResumableLoader):
+        wrapper: ResumableLoader = loader
+        return wrapper
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return (_StatefulResumableLoader if stateful else ResumableLoader)(loader, **options)
+
+
+def _all_known(loader: DataLoader[Any]) -> bool:
+    """Whether no sampler of the loader can draw global randomness after its first index."""
+    samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    return all(s is None or type(s) in _KNOWN_SAMPLERS or _is_distributed_wrapper(s) for s in samplers)
+
+
+def _is_distributed_wrapper(sampler: Any) -> bool:
+    # A subclass that does not draw by itself: its indices come from a list made once an epoch.
+    return isinstance(sampler, DistributedSampler) and type(sampler).__module__.startswith("lightning.")

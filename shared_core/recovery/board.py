@@ -1,0 +1,167 @@
+"""What a rank publishes in the agent's shared memory, and what its newcomer reads there.
+
+Files in ``rank{r}/`` of the job's private folder, each written whole and then renamed, so that a reader never sees half a file:
+
+- ``top.{n}``: a batch top with the rank-local state there; ``mid.{n}.{k}``: forward-mutated state again, before the first gradient bucket of the k-th backward;
+- ``end.{e}``: the state and result at the end of entry call e;
+- ``records``: results of start-up operations, appended; ``checks``: a ring of input checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared_core.consistency.frontier import Top
+from shared_core.errors import CorruptFile
+from shared_core.recovery.plain import dumps, loads
+
+_HEADER = struct.Struct("<III")  # length of the header, length of the payload, checksum of both
+_CHECK = struct.Struct("<IIQ")  # group, checksum, sequence number + 1
+_CHECKS = 8192
+
+
+def _write(path: Path, head: bytes, payload: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.writev(fd, [_HEADER.pack(len(head), len(payload), zlib.crc32(payload, zlib.crc32(head))), head, payload])
+    finally:
+        os.close(fd)
+    os.rename(temporary, path)
+
+
+def _read(path: Path, *, payload: bool = True) -> tuple[bytes, bytes]:
+    data = path.read_bytes()
+    head_len, payload_len, crc = _HEADER.unpack_from(data)
+    head = data[_HEADER.size : _HEADER.size + head_len]
+    body = data[_HEADER.size + head_len :]
+    if len(body) != payload_len or zlib.crc32(body, zlib.crc32(head)) != crc:
+        raise CorruptFile(f"{path} is damaged: its checksum does not match")
+    return head, body if payload else b""
+
+
+class Board:
+    """The publications of one rank.
+
+    Args:
+        folder: ``rank{r}/`` of the job's folder; made if absent, private to the user.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in folder.glob("top.*") if p.suffix != ".tmp")
+        self._mids: dict[int, int] = {}
+        self._count = 0
+        fd = os.open(folder / "checks", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(fd, _CHECKS * _CHECK.size)
+            self._checks = mmap.mmap(fd, _CHECKS * _CHECK.size)
+        finally:
+            os.close(fd)
+        self._records = os.open(folder / "records", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    # -- writing ----------------------------------------------------------------------------------------------------------
+
+    def publish_top(self, top: Top, parts: dict[str, Any]) -> int:
+        """Publish a batch top. Returns its size in bytes."""
+        payload = dumps(parts)
+        _write(self.folder / f"top.{top.index}", json.dumps(asdict(top)).encode(), payload)
+        if top.index in self._kept:  # a newcomer publishes its predecessor's top again
+            self._kept.remove(top.index)
+        self._kept.append(top.index)
+        return len(payload)
+
+    def publish_mid(self, top: int, number: int, parts: dict[str, Any]) -> None:
+        """Publish forward-mutated state before the first bucket of backward ``number`` of the batch after ``top``."""
+        _write(self.folder / f"mid.{top}.{number}", b"", dumps(parts))
+        self._mids[top] = max(self._mids.get(top, 0), number + 1)
+
+    def publish_end(self, entry: int, result: Any, parts: dict[str, Any]) -> None:
+        """Publish the end of an entry call; kept for the whole job."""
+        _write(self.folder / f"end.{entry}", b"", dumps({"result": result, "parts": parts}))
+
+    def drop_before(self, top: int) -> None:
+        """Remove batch tops below ``top``; the newest is always kept."""
+        while len(self._kept) > 1 and self._kept[0] < top:
+            index = self._kept.pop(0)
+            (self.folder / f"top.{index}").unlink(missing_ok=True)
+            for number in range(self._mids.pop(index, 0)):
+                (self.folder / f"mid.{index}.{number}").unlink(missing_ok=True)
+
+    def record(self, key: tuple[int, str, str, int], results: list[torch.Tensor]) -> None:
+        """Append the result of a start-up operation, or of DDP's agreement on its buckets."""
+        payload = dumps((key, results))
+        os.write(self._records, struct.pack("<II", len(payload), zlib.crc32(payload)) + payload)
+
+    def checksum(self, group: int, seq: int, checksum: int) -> None:
+        """Publish the checksum of an operation's input."""
+        _CHECK.pack_into(self._checks, (self._count % _CHECKS) * _CHECK.size, group, checksum, seq + 1)
+        self._count += 1
+
+    # -- reading ----------------------------------------------------------------------------------------------------------
+
+    def tops(self) -> list[Top]:
+        """Published batch tops, oldest first; damaged ones are left out."""
+        found = []
+        for path in self.folder.glob("top.*"):
+            if path.suffix == ".tmp":
+                continue
+            try:
+                found.append(Top(**json.loads(_read(path, payload=False)[0])))
+            except (CorruptFile, struct.error):
+                continue
+        return sorted(found, key=lambda top: top.index)
+
+    def read_top(self, index: int) -> dict[str, Any]:
+        """Rank-local state at a batch top.
+
+        Raises:
+            CorruptFile: if it is damaged.
+        """
+        return loads(_read(self.folder / f"top.{index}")[1])  # type: ignore[no-any-return]
+
+    def read_mid(self, top: int, number: int) -> dict[str, Any] | None:
+        """Forward-mutated state of a backward, or None if the predecessor did not get there."""
+        try:
+            return loads(_read(self.folder / f"mid.{top}.{number}")[1])  # type: ignore[no-any-return]
+        except FileNotFoundError:
+            return None
+
+    def read_end(self, entry: int) -> tuple[Any, dict[str, Any]]:
+        """(result, parts) of a finished entry call."""
+        stored = loads(_read(self.folder / f"end.{entry}")[1])
+        return stored["result"], stored["parts"]
+
+    def records(self) -> dict[tuple[int, str, str, int], list[torch.Tensor]]:
+        """Recorded results; a torn last one is left out."""
+        data = (self.folder / "records").read_bytes()
+        found: dict[tuple[int, str, str, int], list[torch.Tensor]] = {}
+        at = 0
+        while at + 8 <= len(data):
+            length, crc = struct.unpack_from("<II", data, at)
+            payload = data[at + 8 : at + 8 + length]
+            if len(payload) < length or zlib.crc32(payload) != crc:
+                break
+            key, results = loads(payload)
+            found[tuple(key)] = results  # type: ignore[index]
+            at += 8 + length
+        return found
+
+    def checksums(self) -> dict[tuple[int, int], int]:
+        """Published input checksums by (group, sequence number)."""
+        found: dict[tuple[int, int], int] = {}
+        for place in range(_CHECKS):
+            group, checksum, seq = _CHECK.unpack_from(self._checks, place * _CHECK.size)
+            if seq:
+                found[(group, seq - 1)] = checksum
+        return found

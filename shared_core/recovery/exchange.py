@@ -1,0 +1,482 @@
+"""The forming of a generation, seen from a worker (DESIGN section 6, steps 2 to 7).
+
+A watcher thread waits for the agent's announcement of a loss. Survivors cut their connections, post their frontier, and wait for the newcomer; all compute the
+same plan, connect, move what the plan says, and install it only after a barrier. If anybody is lost meanwhile, the generation is abandoned and the next one
+formed: nothing is ever half-installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shared_core.cluster.worker import WorkerEnv, connect_store, tell
+from shared_core.comm.gloo import InnerGroup, wait_for
+from shared_core.comm.log import Signature
+from shared_core.comm.runtime import GroupState, Runtime
+from shared_core.consistency import Frontier, GroupFrontier, Plan, Top, decide
+from shared_core.errors import GenerationAbandoned, RecoveryFailed, SwiftError
+from shared_core.events import EventLog
+from shared_core.recovery.board import Board
+from shared_core.recovery.state import pack, unpack
+from shared_core.testing import inject
+
+#: Exit code of a newcomer that prepared for a batch top which a further loss made useless; the agent starts another.
+EXIT_STALE = 75
+_TAG = 2**30
+_FOREVER = timedelta(days=365)
+_CHUNK = 32 << 20
+
+
+class StateProvider(Protocol):
+    """The job's replicated state, as the exchange needs it."""
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps the state contains."""
+
+    def frozen(self, min_version: int) -> AbstractContextManager[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """The state at a moment when no update runs and at least ``min_version`` steps are in it; no update begins inside."""
+
+
+@dataclass
+class Received:
+    """What a newcomer got, staged until the generation is agreed."""
+
+    top: Top | None = None
+    description: dict[str, Any] | None = None
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    generation: int = 0
+    nbytes: int = 0
+    replayed: int = 0
+
+
+class Recovery:
+    """Forms generations for one worker.
+
+    Args:
+        env: what the launcher told this worker.
+        runtime: the groups.
+        board: this rank's publications.
+        events: the job's event log.
+        state: the job's replicated state.
+    """
+
+    def __init__(self, env: WorkerEnv, runtime: Runtime, board: Board, events: EventLog, state: StateProvider) -> None:
+        self.env, self.runtime, self.board, self.events, self.state = env, runtime, board, events, state
+        self.newcomer = env.incarnation > 0
+        self.target: Top | None = None
+        self.prepared = False
+        self.on_recovered: Callable[[dict[str, Any]], None] = lambda fields: None
+        self._records: dict[int, dict[str, Any]] = {}
+        self._watcher: threading.Thread | None = None
+        self._tops: tuple[Top, ...] = ()
+        self._committed: int | None = None
+        self.verify_version: int | None = None
+        self._prepared_for = -1
+        self._recovering = threading.Lock()
+        self._forming: InnerGroup | None = None
+        self._for_later: dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]] = {}
+
+    # -- store ------------------------------------------------------------------------------------------------------------
+
+    def new_store(self, prefix: str) -> dist.Store:
+        """A new client of the agent's store below this attempt's prefix."""
+        return dist.PrefixStore((self.env.prefix + prefix).rstrip("/"), connect_store(self.runtime.wait_timeout_s, self.env))
+
+    def tell(self, name: str, value: Any) -> None:
+        """Set a key that the agent acts on."""
+        tell(connect_store(10.0, self.env), name, value, prefix=self.env.prefix)
+
+    # -- life -------------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Newcomer: decide where to start, before the user's code has done anything that depends on it. First workers: nothing."""
+        if self.prepared:
+            return
+        self.prepared = True
+        self.runtime.latest = self.env.generation
+        self._watcher = threading.Thread(target=self._watch, name="swift-watcher", daemon=True)
+        if not self.newcomer:
+            self._watcher.start()
+            return
+        self._tops = tuple(self.board.tops())
+        self._watcher.start()
+        store = self.new_store("")
+        while True:
+            generation = self.runtime.latest
+            try:
+                self._post_front(store, generation, self._newcomer_front())
+                plan = decide(self._fronts(store, generation))
+                break
+            except GenerationAbandoned:
+                continue
+            except RecoveryFailed as error:
+                self._fall_back(error)
+        self.target = plan.tops.get(self.env.rank)
+        self._committed = None if self.target is None else self.target.index
+        with self.runtime.lock:
+            self._prepared_for = generation
+            if self.target is not None:
+                self.runtime.starting = True
+                self.runtime.records = self.board.records()
+        if self.runtime.latest > generation:
+            self._post_front(store, self.runtime.latest, self._newcomer_front())
+
+    def first_group(self) -> None:
+        """The default group exists: form the first generation, or, in a newcomer with a batch top to reach, wait until it is there."""
+        self.prepare()
+        if self.runtime.starting:
+            return
+        self.join()
+
+    def join(self) -> Received:
+        """Form a generation on this thread and take over (newcomer) or begin (first workers). Returns what was received."""
+        store = self.new_store("")
+        while True:
+            generation = self.runtime.latest
+            try:
+                return self._form(store, generation)
+            except GenerationAbandoned:
+                with self.runtime.lock:
+                    self.runtime.changed.wait_for(lambda seen=generation: self.runtime.latest > seen, timeout=0.5)  # type: ignore[misc]
+            except RecoveryFailed as error:
+                self._fall_back(error)
+
+    def _watch(self) -> None:
+        """Thread: follow the announcements; a survivor recovers here."""
+        try:
+            store = self.new_store("")
+            while True:
+                key = f"gen/{self.runtime.latest + 1}"
+                store.wait([key], _FOREVER)
+                record = json.loads(store.get(key))
+                with self.runtime.lock:
+                    self._records[record["generation"]] = record
+                    self.runtime.latest = record["generation"]
+                    self.runtime.changed.notify_all()
+                    live = self.runtime.generation >= 0
+                    if self._forming is not None:
+                        self._forming.sever()
+                if live:
+                    threading.Thread(target=self._recover, args=(record,), name="swift-recovery", daemon=True).start()
+                elif self.newcomer and self._prepared_for >= 0:
+                    self._post_front(self.new_store(""), record["generation"], self._newcomer_front())
+        except RuntimeError:
+            os._exit(1)  # the store is gone: so is the agent
+        except Exception as error:  # noqa: BLE001 (a dead watcher would hang the job: end it with the reason)
+            self._fatal(error)
+
+    def _recover(self, record: dict[str, Any]) -> None:
+        generation = record["generation"]
+        with self._recovering:
+            try:
+                self._recover_once(generation, record)
+            except GenerationAbandoned:
+                return  # the thread of the next generation takes over
+            except RecoveryFailed as error:
+                self._fall_back(error)
+            except Exception as error:  # noqa: BLE001
+                self._fatal(error)
+
+    def _recover_once(self, generation: int, record: dict[str, Any]) -> None:
+        if self.runtime.latest > generation:
+            # Cut anyway: whoever waits for the lost rank must not wait for us.
+            self.runtime.break_off()
+            return
+        self.runtime.break_off()
+        inject.point("recovery.severed")
+        store = self.new_store("")
+        self._post_front(store, generation, self._survivor_front())
+        self.events.emit(
+            "survivor_ready",
+            rank=self.env.rank,
+            generation=generation,
+            detected=record["detected"],
+            ready_s=time.time() - record["detected"],
+        )
+        inject.point("recovery.frontier")
+        received = self._form(store, generation, posted=True)
+        fields = {
+            "lost": record["lost"],
+            "detected": record["detected"],
+            "bytes_moved": received.nbytes,
+            "resolution": "replica",
+        }
+        self.on_recovered({"generation": generation, **fields})
+
+    # -- forming ----------------------------------------------------------------------------------------------------------
+
+    def _abandoned(self, generation: int) -> bool:
+        return self.runtime.latest > generation
+
+    def _post_front(self, store: dist.Store, generation: int, front: Frontier) -> None:
+        store.set(f"gen/{generation}/front/{self.env.rank}", front.to_json())
+
+    def _fronts(self, store: dist.Store, generation: int) -> dict[int, Frontier]:
+        keys = [f"gen/{generation}/front/{rank}" for rank in range(self.env.world_size)]
+        wait_for(
+            store,
+            keys,
+            lambda: self._abandoned(generation),
+            self.runtime.wait_timeout_s,
+            f"the frontiers of all ranks in generation {generation} (rank {self.env.rank})",
+        )
+        fronts = [Frontier.from_json(bytes(raw).decode()) for raw in store.multi_get(keys)]
+        return {front.rank: front for front in fronts}
+
+    def _newcomer_front(self) -> Frontier:
+        return Frontier(
+            rank=self.env.rank,
+            incarnation=self.env.incarnation,
+            newcomer=True,
+            version=0,
+            tops=self._tops,
+            committed=self._committed,
+        )
+
+    def _survivor_front(self) -> Frontier:
+        with self.runtime.lock:
+            groups = {name: _group_front(group) for name, group in self.runtime.groups.items()}
+        return Frontier(
+            rank=self.env.rank,
+            incarnation=self.env.incarnation,
+            newcomer=False,
+            version=self.state.version,
+            tops=(),
+            groups=groups,
+        )
+
+    def _form(self, store: dist.Store, generation: int, *, posted: bool = False) -> Received:
+        """One attempt at a generation.
+
+        Raises:
+            GenerationAbandoned: if somebody was lost meanwhile; nothing is installed then.
+            RecoveryFailed: if nobody can serve a newcomer.
+        """
+        joining = self.newcomer and self.runtime.generation < 0
+        if not posted:
+            self._post_front(store, generation, self._newcomer_front() if joining else self._survivor_front())
+        store.set(f"gen/{generation}/ready/{self.env.rank}", "1")
+        fronts = self._fronts(store, generation)
+        plan = decide(fronts)
+        # Replicas are compared at the first batch top after everyone has made a step beyond what anybody has now.
+        self.verify_version = max(front.version for front in fronts.values()) + 1 if plan.tops else None
+        mine = plan.tops.get(self.env.rank)
+        if joining and (None if mine is None else mine.index) != self._committed:
+            self.events.emit("warning", rank=self.env.rank, generation=generation, message="batch top no longer reachable, starting over")
+            os._exit(EXIT_STALE)
+        wait_for(
+            store,
+            [f"gen/{generation}/ready/{rank}" for rank in range(self.env.world_size)],
+            lambda: self._abandoned(generation),
+            self.runtime.wait_timeout_s,
+            f"all ranks to be ready in generation {generation} (rank {self.env.rank})",
+        )
+        world = self.runtime.world
+        assert world is not None
+        inner = self.runtime.new_inner(world, generation)
+        received = Received(top=mine, generation=generation)
+        try:
+            with self.runtime.lock:
+                if self._abandoned(generation):
+                    raise GenerationAbandoned("connected too late")
+                self._forming = inner
+            inject.point("recovery.connected")
+            replay = self._move(inner, plan, received)
+            inject.point("recovery.exchanged")
+            inner.pg.barrier(dist.BarrierOptions()).wait()
+        except RuntimeError as error:
+            if isinstance(error, SwiftError):
+                raise
+            with self.runtime.lock:
+                self._forming = None
+            inner.sever()
+            self._await_next(generation)
+            raise GenerationAbandoned(str(error)) from error
+        with self.runtime.lock:
+            self._forming = None
+        self._install(plan, inner, generation, replay, joining)
+        inject.point("recovery.installed")
+        return received
+
+    def _await_next(self, generation: int) -> None:
+        """An exchange failed, so somebody is lost: his announcement must follow.
+
+        Raises:
+            RecoveryFailed: if it does not.
+        """
+        with self.runtime.lock:
+            if not self.runtime.changed.wait_for(lambda: self._abandoned(generation), timeout=30.0):
+                raise RecoveryFailed(f"rank {self.env.rank}: the exchange of generation {generation} broke off, but nobody was lost")
+
+    def _install(
+        self, plan: Plan, inner: InnerGroup, generation: int, replay: dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]], joining: bool
+    ) -> None:
+        runtime = self.runtime
+        with runtime.lock:
+            if joining:
+                runtime.starting = False
+                top = plan.tops[self.env.rank]
+                if top is not None:
+                    runtime.top = runtime.stable = top.index
+                    runtime.in_startup = False
+                    runtime.entry = top.entry
+                    for name, group in runtime.groups.items():
+                        group.next = top.groups.get(name, 0)
+                        group.done.upto = group.next
+                        group.channels.start_from(top.received.get(name, {}), top.sent.get(name, {}))
+                runtime.expected = self.board.checksums()
+            for name, entries in replay.items():
+                if name in runtime.groups:
+                    runtime.groups[name].replay.update(entries)
+                else:
+                    self._for_later.setdefault(name, {}).update(entries)
+        runtime.go_live(generation, inner, plan.redo, plan.received)
+
+    def adopt(self, group: GroupState) -> None:
+        """A group that a newcomer makes again while it replays: give it what was logged for it."""
+        group.replay.update(self._for_later.pop(group.name, {}))
+
+    # -- moving -----------------------------------------------------------------------------------------------------------
+
+    def _move(
+        self, inner: InnerGroup, plan: Plan, received: Received
+    ) -> dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]]:
+        """Logs and state, in an order all ranks share."""
+        rank = self.env.rank
+        replay: dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]] = {}
+        for transfer in plan.transfers:
+            if rank == transfer.source:
+                rows, tensors = self._logged(transfer.entries)
+                _send(inner, transfer.destination, {"rows": rows}, tensors)
+                received.nbytes += _nbytes(tensors)
+            elif rank == transfer.destination:
+                head, tensors = _receive(inner, transfer.source)
+                received.nbytes += _nbytes(tensors)
+                at = 0
+                for name, seq, sig, count in head["rows"]:
+                    replay.setdefault(name, {})[seq] = (_signature(sig), tensors[at : at + count])
+                    at += count
+                received.replayed += len(head["rows"])
+        for newcomer, donor in sorted(plan.donors.items()):
+            top = plan.tops[newcomer]
+            if top is None:
+                continue  # starts from the beginning: computes its state itself
+            if rank == donor:
+                with self.state.frozen(top.version) as (description, tensors):
+                    _send(inner, newcomer, description, tensors)
+                    received.nbytes += _nbytes(tensors)
+            elif rank == newcomer:
+                received.description, received.tensors = _receive(inner, donor)
+                received.nbytes += _nbytes(received.tensors)
+        return replay
+
+    def _logged(self, entries: dict[str, list[int]]) -> tuple[list[list[Any]], list[torch.Tensor]]:
+        rows: list[list[Any]] = []
+        tensors: list[torch.Tensor] = []
+        with self.runtime.lock:
+            for name, seqs in entries.items():
+                group = self.runtime.groups[name]
+                for seq in seqs:
+                    if seq in group.log.entries:
+                        sig, results = group.log.entries[seq].signature, group.log.results(seq)
+                    else:
+                        sig, results = group.replay[seq]
+                    rows.append([name, seq, sig, len(results)])
+                    tensors += results
+        return rows, tensors
+
+    # -- ends -------------------------------------------------------------------------------------------------------------
+
+    def _fall_back(self, error: RecoveryFailed) -> None:
+        """Nobody can serve a newcomer: the whole job goes back to its checkpoint. Does not return."""
+        self.tell("restart", str(error))
+        threading.Event().wait()
+
+    def _fatal(self, error: BaseException) -> None:
+        import traceback
+
+        traceback.print_exception(error)
+        self.tell("fail", {"rank": self.env.rank, "message": f"{type(error).__name__}: {error}"})
+        threading.Event().wait(60.0)
+        os._exit(1)
+
+
+def _group_front(group: GroupState) -> GroupFrontier:
+    received, sent = group.channels.watermarks()
+    entries = group.log.entries
+    return GroupFrontier(
+        ranks=group.ranks,
+        next=group.next,
+        done=group.done.to_json(),
+        log=sorted({*(seq for seq, entry in entries.items() if entry.redo is None), *group.replay}),
+        exclusive=[seq for seq, entry in entries.items() if entry.redo is not None],
+        received=received,
+        sent=sent,
+    )
+
+
+def _nbytes(tensors: list[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _signature(raw: list[Any]) -> Signature:
+    name, shapes, dtypes, detail = raw
+    return name, tuple(tuple(shape) for shape in shapes), tuple(dtypes), detail
+
+
+def _chunks(sizes: list[int]) -> list[list[int]]:
+    """Consecutive places whose sizes add up to at most one chunk (or a single larger one)."""
+    out: list[list[int]] = []
+    total = _CHUNK
+    for place, size in enumerate(sizes):
+        if total + size > _CHUNK or not out:
+            out.append([])
+            total = 0
+        out[-1].append(place)
+        total += size
+    return out
+
+
+def _send(inner: InnerGroup, destination: int, head: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+    layout = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
+    packed = pack({"head": head, "layout": layout})
+    inner.pg.send([torch.tensor([packed.numel()])], destination, _TAG).wait()
+    inner.pg.send([packed], destination, _TAG).wait()
+    views = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    for places in _chunks([v.numel() for v in views]):
+        chunk = torch.cat([views[p] for p in places]) if len(places) > 1 else views[places[0]]
+        if chunk.numel():
+            inner.pg.send([chunk], destination, _TAG).wait()
+
+
+def _receive(inner: InnerGroup, source: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    size = torch.zeros(1, dtype=torch.int64)
+    inner.pg.recv([size], source, _TAG).wait()
+    packed = torch.empty(int(size), dtype=torch.uint8)
+    inner.pg.recv([packed], source, _TAG).wait()
+    described = unpack(packed)
+    tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in described["layout"]]
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    for places in _chunks(sizes):
+        total = sum(sizes[p] for p in places)
+        if not total:
+            continue
+        chunk = torch.empty(total, dtype=torch.uint8)
+        inner.pg.recv([chunk], source, _TAG).wait()
+        at = 0
+        for place in places:
+            tensors[place].view(-1).view(torch.uint8).copy_(chunk[at : at + sizes[place]])
+            at += sizes[place]
+    return described["head"], tensors

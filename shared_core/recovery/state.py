@@ -1,0 +1,138 @@
+"""Replicated state: parameters and optimizer state, described as JSON and moved tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shared_core.errors import ReplicaMismatch, UnsupportedOptimizer
+
+
+class Replicated:
+    """Parameters of modules and state of optimizers, in an order that all replicas share.
+
+    Args:
+        modules: attached modules; a parameter that several share counts once.
+        optimizers: attached optimizers.
+
+    Raises:
+        UnsupportedOptimizer: if an optimizer cannot be moved (LBFGS keeps lists and runs its closure several times).
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        self.modules, self.optimizers = list(modules), list(optimizers)
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise UnsupportedOptimizer(
+                    "LBFGS evaluates its closure several times in a step, so a newcomer cannot take over in the middle; use another optimizer"
+                )
+        self.parameters: list[nn.Parameter] = []
+        self.names: list[str] = []
+        seen: set[int] = set()
+        named = [(name, p) for module in modules for name, p in module.named_parameters()]
+        named += [
+            (f"optimizer {i} parameter", p) for i, o in enumerate(optimizers) for group in o.param_groups for p in group["params"]
+        ]
+        for name, parameter in named:
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                self.parameters.append(parameter)
+                self.names.append(name)
+
+    def index_of(self, parameter: torch.Tensor) -> int:
+        """Place of a parameter in the shared order."""
+        if not hasattr(self, "_places"):
+            self._places = {id(p): i for i, p in enumerate(self.parameters)}
+        return self._places[id(parameter)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters."""
+        return sum(p.numel() * p.element_size() for p in self.parameters)
+
+    def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """(description, tensors): parameters first, then optimizer state. The tensors are live; the caller keeps updates away meanwhile.
+
+        Raises:
+            UnsupportedOptimizer: if optimizer state holds something that is neither a tensor nor a number.
+        """
+        tensors = [p.detach() for p in self.parameters]
+        states: list[list[Any]] = []
+        for number, optimizer in enumerate(self.optimizers):
+            for parameter, state in optimizer.state.items():
+                entries: list[list[Any]] = []
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        entries.append([key, "tensor", len(tensors)])
+                        tensors.append(value.detach())
+                    elif value is None or isinstance(value, (bool, int, float, str)):
+                        entries.append([key, "value", value])
+                    else:
+                        raise UnsupportedOptimizer(
+                            f"{type(optimizer).__name__} keeps {key!r} as {type(value).__name__}; only tensors and numbers can be moved to a newcomer"
+                        )
+                states.append([number, self.index_of(parameter), entries])
+        description = {
+            "parameters": len(self.parameters),
+            "states": states,
+            "tensors": [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors],
+        }
+        return description, tensors
+
+    def load(self, description: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Put exported state in place. Optimizer state is left alone when no optimizer is attached (between two entry calls).
+
+        Raises:
+            ReplicaMismatch: if the parameters here differ in number or shape from the donor's.
+        """
+        count = description["parameters"]
+        if self.optimizers and count != len(self.parameters):
+            raise ReplicaMismatch(f"the donor has {count} parameters, this rank {len(self.parameters)}: the models differ between ranks")
+        for name, own, theirs in zip(self.names, self.parameters, tensors[:count], strict=False):
+            if own.shape != theirs.shape:
+                raise ReplicaMismatch(f"parameter {name} has shape {tuple(own.shape)} here and {tuple(theirs.shape)} at the donor")
+            own.data.copy_(theirs)
+        if not self.optimizers:
+            return
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        for number, place, entries in description["states"]:
+            state = self.optimizers[number].state[self.parameters[place]]
+            for key, kind, value in entries:
+                state[key] = tensors[value].clone() if kind == "tensor" else value
+
+    def checksums(self) -> list[int]:
+        """64-bit checksum of each parameter together with its optimizer state."""
+        sums = [_checksum(p) for p in self.parameters]
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                place = self.index_of(parameter)
+                for key in sorted(state):
+                    value = state[key]
+                    part = _checksum(value) if isinstance(value, torch.Tensor) else zlib.crc32(repr(value).encode())
+                    sums[place] = (sums[place] * 1_000_003 + part) & 0xFFFF_FFFF_FFFF_FFFF
+        return sums
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().contiguous().reshape(-1)
+    if not flat.numel():
+        return 0
+    data = flat.view(torch.uint8).numpy()
+    return (zlib.crc32(data) << 32) | zlib.adler32(data)
+
+
+def pack(description: dict[str, Any]) -> torch.Tensor:
+    """A description as a tensor of bytes, for a send."""
+    return torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
+
+
+def unpack(data: torch.Tensor) -> Any:
+    """Inverse of :func:`pack`."""
+    return json.loads(data.numpy().tobytes())

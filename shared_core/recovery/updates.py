@@ -1,0 +1,239 @@
+"""Optimizer updates as the recovery sees them: counted, held off while a replica is copied, left out where the state already contains them.
+
+Steps are seen through torch's public global optimizer hooks. An update begins when the step's closure has returned (Lightning runs forward and backward inside it).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shared_core.errors import RecoveryFailed
+from shared_core.recovery.state import Replicated
+from shared_core.testing import inject
+
+#: (version before the update, parameters before it by place)
+PreImage = tuple[int, dict[int, torch.Tensor]]
+
+
+class Updates:
+    """Version of the replicated state and what happens around each update.
+
+    Args:
+        preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch has had several, so that a newcomer can compute
+            what lies between two updates exactly.
+    """
+
+    def __init__(self, preimages: str = "auto") -> None:
+        self._policy = preimages
+        self._condition = threading.Condition()
+        self._updating = False
+        self._installing = False
+        self._frozen = 0
+        self._skip = 0
+        self._applied = 0
+        self._in_batch = 0
+        self._several = False
+        self._images: list[PreImage] = []
+        self._newest: dict[int, torch.Tensor] = {}
+        self._versions_at_tops: list[int] = []
+        self._stash: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._clean: dict[int, list[tuple[int, int]]] = {}
+        self._window: AbstractContextManager[Any] | None = None
+        self.replicated: Replicated | None = None
+        self.after: Callable[[], None] = lambda: None
+        self._handles: list[Any] = []
+
+    # -- facts ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Updates the program has gone through."""
+        return self._applied
+
+    @property
+    def state_version(self) -> int:
+        """Updates the state contains: in a newcomer whose donor was ahead, more than the program has gone through."""
+        return self._applied + self._skip
+
+    @property
+    def keeps_images(self) -> bool:
+        """Whether parameters are kept before each update."""
+        return self._policy == "always" or (self._policy == "auto" and self._several)
+
+    @property
+    def exact(self) -> bool:
+        """False while a newcomer computes with parameters that are newer than its place in the program."""
+        return self._skip == 0 or bool(self._newest)
+
+    def attach(self, replicated: Replicated) -> None:
+        """Watch the optimizers of ``replicated`` from now on."""
+        with self._condition:
+            self.replicated = replicated
+            self._several = self._several or len(replicated.optimizers) > 1
+            self._clean.clear()
+            if not self._handles and replicated.optimizers:
+                self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+
+    def at_top(self) -> None:
+        """A batch top was published: images older than the one before it cannot be asked for any more."""
+        self._several = self._several or self._in_batch > 1
+        self._in_batch = 0
+        self._versions_at_tops.append(self._applied)
+        del self._versions_at_tops[:-2]
+        self._images = [image for image in self._images if image[0] >= self._versions_at_tops[0]]
+
+    def pending_gradients(self) -> bool:
+        """Whether gradients were accumulated since the last update of their optimizer."""
+        for optimizer in self.replicated.optimizers if self.replicated else ():
+            grads = _grads(optimizer)
+            if [(id(g), g._version) for g in grads] != self._clean.get(id(optimizer), []) and any(bool(g.any()) for g in grads):
+                return True
+        return False
+
+    # -- copying ----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def frozen(self, min_version: int, timeout_s: float) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """State with at least ``min_version`` updates in it, and no update running; see :meth:`Replicated.export`.
+
+        Raises:
+            RecoveryFailed: if the state does not get there in time.
+        """
+        with self._condition:
+            ready = self._condition.wait_for(
+                lambda: not self._updating and not self._installing and self.state_version >= min_version, timeout=timeout_s
+            )
+            if not ready:
+                raise RecoveryFailed(f"waited {timeout_s:.0f} s for the state to contain {min_version} updates; it has {self.state_version}")
+            self._frozen += 1
+        try:
+            assert self.replicated is not None
+            description, tensors = self.replicated.export()
+            description["version"] = self.state_version
+            images = [(version, params) for version, params in self._images if version >= min_version]
+            description["images"] = []
+            for version, params in images:
+                description["images"].append([version, list(params), len(tensors)])
+                tensors += params.values()
+            if self._newest:  # a newcomer that is itself still behind: its parameters are not the newest
+                for place, value in self._newest.items():
+                    tensors[place] = value
+            yield description, tensors
+        finally:
+            with self._condition:
+                self._frozen -= 1
+                self._condition.notify_all()
+
+    def begin_install(self) -> None:
+        """A newcomer is about to join: it is no donor until :meth:`load`."""
+        self._installing = True
+
+    def load(self, version: int, description: dict[str, Any] | None, tensors: Sequence[torch.Tensor]) -> None:
+        """Take over a donor's state at a batch top of ``version``; updates that the state already contains will do nothing."""
+        with self._condition:
+            self._applied = version
+            self._skip = 0
+            if description is not None and self.replicated is not None:
+                self.replicated.load(description, tensors)
+                self._skip = max(0, description["version"] - version)
+                self._images = [
+                    (v, dict(zip(places, (t.clone() for t in tensors[at : at + len(places)]), strict=True)))
+                    for v, places, at in description["images"]
+                ]
+                if self._skip and self._images:
+                    self._newest = {
+                        place: self.replicated.parameters[place].detach().clone() for _, params in self._images for place in params
+                    }
+                    for _, params in reversed(self._images):
+                        self._put(params)
+            self._versions_at_tops = [version]
+            self._installing = False
+            self._condition.notify_all()
+
+    def _put(self, params: dict[int, torch.Tensor]) -> None:
+        assert self.replicated is not None
+        for place, value in params.items():
+            self.replicated.parameters[place].data.copy_(value)
+
+    # -- hooks ------------------------------------------------------------------------------------------------------------
+
+    def _mine(self, optimizer: Optimizer) -> bool:
+        return self.replicated is not None and any(o is optimizer for o in self.replicated.optimizers)
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._mine(optimizer):
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._begin(optimizer)
+            return None
+
+        def then_begin() -> Any:
+            result = closure()
+            self._begin(optimizer)
+            return result
+
+        return (args[0],), {**kwargs, "closure": then_begin}
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        inject.point("update.before")
+        with self._condition:
+            self._condition.wait_for(lambda: self._frozen == 0)
+            self._updating = True
+        self._in_batch += 1
+        if self._in_batch > 1:
+            self._several = True
+        if self._skip:
+            # The state contains this update: without gradients, torch's optimizers leave every parameter alone.
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._stash.append((parameter, parameter.grad))
+                        parameter.grad = None
+        elif self.keeps_images:
+            assert self.replicated is not None
+            places = [self.replicated.index_of(p) for group in optimizer.param_groups for p in group["params"]]
+            self._images.append((self._applied, {i: self.replicated.parameters[i].detach().clone() for i in places}))
+        self._window = inject.update_window()
+        self._window.__enter__()
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._mine(optimizer):
+            return
+        if self._window is not None:
+            self._window.__exit__(None, None, None)
+            self._window = None
+        with self._condition:
+            if self._skip:
+                for parameter, grad in self._stash:
+                    parameter.grad = grad
+                self._stash.clear()
+                self._skip -= 1
+                if self._newest:
+                    self._forward_images()
+            self._applied += 1
+            self._updating = False
+            self._condition.notify_all()
+        self._clean[id(optimizer)] = [(id(g), g._version) for g in _grads(optimizer)]
+        inject.point("update.after")
+        self.after()
+
+    def _forward_images(self) -> None:
+        """An update was left out: put its parameters where they were after it."""
+        done = next((params for version, params in self._images if version == self._applied), {})
+        for place in done:
+            later = next((params[place] for version, params in self._images if version > self._applied and place in params), None)
+            self._put({place: later if later is not None else self._newest[place]})
+        if self._skip == 0:
+            self._newest = {}
+
+
+def _grads(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -1,0 +1,272 @@
+"""Recoveries of a job, grouped from its events: pure functions of plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from shared_core.events import Event
+
+#: Kinds that say something about one generation's recovery.
+_OF_A_RECOVERY = frozenset({"survivor_ready", "newcomer_start", "newcomer_ready", "recovered", "resumed"})
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A worker that was lost.
+
+    Attributes:
+        rank: its logical rank.
+        cause: how it ended, in words; empty if it was not said.
+        detected: when the agent noticed, in seconds since the epoch; ``None`` if it was not said.
+    """
+
+    rank: int
+    cause: str = ""
+    detected: float | None = None
+
+
+@dataclass
+class Recovery:
+    """One generation that was formed after a loss; durations are in seconds, from ``detected`` if not said otherwise.
+
+    Attributes:
+        generation: its number, from 1.
+        attempt: how often the whole job had been restarted before.
+        losses: workers whose loss made it necessary.
+        detected: when the first of them was noticed, in seconds since the epoch.
+        survivor_ready_s: by rank, until a survivor was out of its blocked call and ready to take part.
+        newcomer_start_s: by rank, until the newcomer's process was started.
+        newcomer_ready_s: by rank, from the newcomer's start until it asked to join: the user's code before the loop.
+        stall_s: by rank, until it went on with its batch.
+        bytes_moved: state and logs that crossed the network.
+        served_operations: finished operations handed from logs to whoever lacked them.
+        recomputed_steps: optimizer steps that a survivor computed again.
+        top: batch top the newcomer started from; ``None`` if it was not said.
+        resolution: how differing survivors were brought to the same state, in words.
+        superseded_by: number of the generation that took over because another worker was lost meanwhile.
+    """
+
+    generation: int
+    attempt: int = 0
+    losses: list[Loss] = field(default_factory=list)
+    detected: float = 0.0
+    survivor_ready_s: dict[int, float] = field(default_factory=dict)
+    newcomer_start_s: dict[int, float] = field(default_factory=dict)
+    newcomer_ready_s: dict[int, float] = field(default_factory=dict)
+    stall_s: dict[int, float] = field(default_factory=dict)
+    bytes_moved: int = 0
+    served_operations: int = 0
+    recomputed_steps: int = 0
+    top: int | None = None
+    resolution: str = ""
+    superseded_by: int | None = None
+
+    @property
+    def lost(self) -> list[int]:
+        """Ranks whose loss it answers, in order."""
+        return sorted({loss.rank for loss in self.losses})
+
+    @property
+    def complete(self) -> bool:
+        """Whether a worker went on in this generation; not so where it was abandoned or the job ended first."""
+        return bool(self.stall_s)
+
+    @property
+    def longest_stall_s(self) -> float | None:
+        """Stall of the worker that waited longest; ``None`` while nobody has gone on."""
+        return max(self.stall_s.values(), default=None)
+
+    @property
+    def slowest_survivor_ready_s(self) -> float | None:
+        """Time until the last survivor was ready; ``None`` if none has said so."""
+        return max(self.survivor_ready_s.values(), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a JSON file; ranks become text as JSON's keys do."""
+        plain = asdict(self)
+        for name, value in plain.items():
+            if isinstance(value, dict):
+                plain[name] = {str(rank): seconds for rank, seconds in sorted(value.items())}
+        return plain
+
+
+def recoveries(events: Iterable[Event]) -> list[Recovery]:
+    """Group events into recoveries, one for each generation formed after a loss, in the order in which they began.
+
+    Events of one job in the order of their file. Whatever a killed writer could not say is left at its default.
+    """
+    found: dict[tuple[int, int], Recovery] = {}
+    unplaced: list[tuple[int, Event]] = []
+    attempt = 0
+    for event in events:
+        key = (attempt, event.generation)
+        if event.kind == "restart":
+            attempt += 1
+        elif event.kind == "lost":
+            unplaced.append((attempt, event))
+        elif event.kind == "generation":
+            recovery = found.setdefault(key, Recovery(event.generation, attempt, detected=event.time))
+            for rank in event.fields.get("lost", []):
+                recovery.losses.append(_take_loss(unplaced, attempt, int(rank)))
+            times = [loss.detected for loss in recovery.losses if loss.detected is not None]
+            recovery.detected = min([recovery.detected, *times])
+        elif event.kind in _OF_A_RECOVERY and event.generation > 0:
+            _add(found.setdefault(key, Recovery(event.generation, attempt, detected=event.time)), event)
+    ordered = list(found.values())
+    for earlier, later in zip(ordered, ordered[1:], strict=False):
+        if not earlier.complete and earlier.attempt == later.attempt:
+            earlier.superseded_by = later.generation
+    return ordered
+
+
+def _take_loss(unplaced: list[tuple[int, Event]], attempt: int, rank: int) -> Loss:
+    """The oldest loss of ``rank`` that no generation has answered yet; a bare one if it was never reported."""
+    for at, (of_attempt, event) in enumerate(unplaced):
+        if of_attempt == attempt and event.rank == rank:
+            del unplaced[at]
+            return Loss(rank, str(event.fields.get("cause", "")), float(event.fields.get("detected", event.time)))
+    return Loss(rank)
+
+
+def _add(recovery: Recovery, event: Event) -> None:
+    said = event.fields
+    if event.kind == "survivor_ready":
+        recovery.survivor_ready_s[event.rank] = float(said.get("ready_s", event.time - recovery.detected))
+    elif event.kind == "newcomer_start":
+        recovery.newcomer_start_s[event.rank] = event.time - recovery.detected
+    elif event.kind == "newcomer_ready":
+        recovery.newcomer_ready_s[event.rank] = float(said.get("start_s", 0.0))
+    else:  # recovered, resumed
+        if "stall_s" in said:
+            # A rank may report both; the later one includes the earlier.
+            recovery.stall_s[event.rank] = max(float(said["stall_s"]), recovery.stall_s.get(event.rank, 0.0))
+        recovery.bytes_moved += int(said.get("bytes_moved", 0))
+        recovery.served_operations += int(said.get("served_operations", 0))
+        recovery.recomputed_steps = max(recovery.recomputed_steps, int(said.get("recomputed_steps", 0)))
+        if said.get("top") is not None:
+            recovery.top = int(said["top"])
+        recovery.resolution = str(said.get("resolution") or recovery.resolution)
+
+
+def format_recoveries(found: Sequence[Recovery], start: float) -> str:
+    """A table of recoveries, one row each; times relative to ``start`` (seconds since the epoch)."""
+    if not found:
+        return "no worker was lost"
+    header = (
+        "generation",
+        "lost",
+        "cause",
+        "detected",
+        "survivors ready",
+        "newcomer ready",
+        "stall",
+        "moved",
+        "redone",
+    )
+    rows = [header]
+    for one in found:
+        stall = _seconds(one.longest_stall_s)
+        if one.superseded_by is not None:
+            stall = f"see {one.superseded_by}"
+        entry = [one.newcomer_start_s.get(r, 0.0) + s for r, s in one.newcomer_ready_s.items()]
+        rows.append(
+            (
+                str(one.generation),
+                ", ".join(map(str, one.lost)),
+                "; ".join(dict.fromkeys(loss.cause or "unknown" for loss in one.losses)),
+                f"+{one.detected - start:.2f} s",
+                _seconds(one.slowest_survivor_ready_s),
+                _seconds(max(entry, default=None)),
+                stall,
+                _bytes(one.bytes_moved),
+                f"{one.recomputed_steps} steps",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def format_timeline(events: Sequence[Event], *, color: bool = False) -> str:
+    """All events, one line each, relative to the first; with ``color``, kinds are set off by terminal colours."""
+    if not events:
+        return "no events"
+    start = events[0].time
+    return "\n".join(_line(event, start, color) for event in events)
+
+
+_COLORS = {"lost": 31, "fault": 31, "restart": 31, "warning": 33, "recovered": 32, "resumed": 32, "generation": 36}
+
+
+def _line(event: Event, start: float, color: bool) -> str:
+    who = f"rank {event.rank}" if event.rank >= 0 else "job"
+    kind = f"{event.kind:<15}"
+    if color and event.kind in _COLORS:
+        kind = f"\x1b[{_COLORS[event.kind]}m{kind}\x1b[0m"
+    say = _WORDS.get(event.kind, _any_fields)
+    return f"{event.time - start:+10.3f} s  gen {event.generation:<3} {who:<8} {kind} {say(event.fields)}".rstrip()
+
+
+def _any_fields(said: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {_value(name, value)}" for name, value in said.items())
+
+
+def _lost(said: dict[str, Any]) -> str:
+    return str(said.get("cause", ""))
+
+
+def _generation(said: dict[str, Any]) -> str:
+    return f"replaces rank {', '.join(map(str, said.get('lost', [])))}"
+
+
+def _ready(said: dict[str, Any]) -> str:
+    return f"after {_seconds(said.get('ready_s'))}"
+
+
+def _recovered(said: dict[str, Any]) -> str:
+    parts = [str(said["resolution"])] if said.get("resolution") else []
+    if said.get("top") is not None:
+        parts.append(f"from batch top {said['top']}")
+    if "stall_s" in said:
+        parts.append(f"stalled {_seconds(said['stall_s'])}")
+    if said.get("bytes_moved"):
+        parts.append(f"{_bytes(said['bytes_moved'])} moved")
+    if said.get("served_operations"):
+        parts.append(f"{said['served_operations']} operations served")
+    if "recomputed_steps" in said:
+        parts.append(f"{said['recomputed_steps']} steps recomputed")
+    return ", ".join(parts)
+
+
+_WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "lost": _lost,
+    "generation": _generation,
+    "survivor_ready": _ready,
+    "recovered": _recovered,
+    "resumed": _recovered,
+}
+
+
+def _value(name: str, value: Any) -> str:
+    if isinstance(value, float):
+        return _seconds(value) if name.endswith("_s") else f"{value:g}"
+    if isinstance(value, int) and "bytes" in name:
+        return _bytes(value)
+    return str(value)
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

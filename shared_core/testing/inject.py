@@ -1,0 +1,244 @@
+"""The fault injector: the core calls :func:`point` at named places; an armed fault strikes there.
+
+Nothing is armed unless ``SWIFT_FAULTS`` (a JSON list) or ``SWIFT_FAULTS_FILE`` is set in a worker that has a ``RANK``;
+the first point reached reads them. Afterwards an unarmed point costs one test of a module-level flag.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from shared_core.errors import ConfigError
+from shared_core.events import EventLog
+from shared_core.testing.faults import ANY_STEP, EXIT_CODE, Fault, loads
+
+FAULTS = "SWIFT_FAULTS"
+FAULTS_FILE = "SWIFT_FAULTS_FILE"
+STRUCK = "SWIFT_FAULTS_STRUCK"
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class FaultInjected(RuntimeError):
+    """Raised by a fault of kind ``exception``."""
+
+
+class _Injector:
+    """Faults of one worker, with the counts that decide when they strike."""
+
+    def __init__(self, faults: Iterable[Fault], rank: int, incarnation: int) -> None:
+        self.pid = os.getpid()
+        self.rank = rank
+        self.incarnation = incarnation
+        self.tops = 0
+        self.counts: Counter[str] = Counter()
+        self.lock = threading.Lock()
+        self.pending = {
+            index: fault
+            for index, fault in enumerate(faults)
+            if fault.rank == rank and fault.incarnation == incarnation
+        }
+        for index in _struck_indices():
+            self.pending.pop(index, None)
+
+    def visit(self, name: str) -> None:
+        """Count one occurrence of a point and strike if a fault is due."""
+        if os.getpid() != self.pid:  # a child of the worker, such as a data loader's: not a rank
+            return
+        with self.lock:
+            if name == "batch_top":
+                self.tops += 1
+                self.counts.clear()
+            self.counts[name] += 1
+            due = self._take(name)
+        if due is not None:
+            strike(due[1], due[0], self.tops)
+
+    def _take(self, name: str) -> tuple[int, Fault] | None:
+        for index, fault in self.pending.items():
+            if fault.point == name and fault.nth == self.counts[name] and fault.step in (ANY_STEP, self.tops):
+                del self.pending[index]
+                return index, fault
+        return None
+
+    def awaits(self, name: str) -> bool:
+        """Whether a fault at this point is armed for the present step."""
+        return os.getpid() == self.pid and any(
+            fault.point == name and fault.step in (ANY_STEP, self.tops) for fault in self.pending.values()
+        )
+
+
+#: True while points must be looked at: before the environment was read, and while faults are armed.
+_active = True
+_injector: _Injector | None = None
+
+
+def point(name: str, **info: Any) -> None:
+    """A place where a fault may strike; does nothing unless one is armed for it.
+
+    Args:
+        name: one of :data:`shared_core.testing.faults.POINTS`.
+        info: facts for people who read the call; not evaluated.
+    """
+    if _active:
+        _visit(name)
+
+
+def _visit(name: str) -> None:
+    injector = _resolve()
+    if injector is not None:
+        injector.visit(name)
+
+
+def _resolve() -> _Injector | None:
+    """The armed injector, read from the environment the first time."""
+    global _active
+    if _injector is None and _active and not arm_from_env():
+        # A standby imports this before it has a rank; it keeps looking, all others are done.
+        _active = FAULTS in os.environ or FAULTS_FILE in os.environ
+    return _injector
+
+
+def arm(faults: Iterable[Fault], rank: int, incarnation: int = 0) -> None:
+    """Arm those of ``faults`` that concern this worker, in place of what was armed before.
+
+    Args:
+        faults: faults of the whole job; the place in the list identifies a fault in the record of struck ones.
+        rank: logical rank of this process.
+        incarnation: which worker of that rank it is.
+    """
+    global _active, _injector
+    _injector = _Injector(faults, rank, incarnation)
+    _active = bool(_injector.pending)
+
+
+def disarm() -> None:
+    """Forget all faults."""
+    global _active, _injector
+    _active, _injector = False, None
+
+
+def arm_from_env(env: Mapping[str, str] | None = None) -> bool:
+    """Arm from ``SWIFT_FAULTS`` or ``SWIFT_FAULTS_FILE``, ``RANK`` and ``SWIFT_RECOVERY_INCARNATION``.
+
+    Returns:
+        Whether the environment names faults and a rank.
+
+    Raises:
+        ConfigError: if the list of faults cannot be read.
+    """
+    env = os.environ if env is None else env
+    if "RANK" not in env or not (FAULTS in env or FAULTS_FILE in env):
+        return False
+    if FAULTS in env:
+        text = env[FAULTS]
+    else:
+        try:
+            text = Path(env[FAULTS_FILE]).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{FAULTS_FILE}: cannot read {env[FAULTS_FILE]}: {error}") from error
+    arm(loads(text), int(env["RANK"]), int(env.get("SWIFT_RECOVERY_INCARNATION", "0")))
+    return True
+
+
+def set_step(tops: int) -> None:
+    """Set the rank's batch tops, the one of the present batch included; called by a newcomer when it joins."""
+    injector = _resolve() if _active else _injector
+    if injector is not None:
+        with injector.lock:
+            injector.tops = tops
+            injector.counts.clear()
+
+
+def update_window() -> AbstractContextManager[Any]:
+    """Context of the optimizer update: strikes at its n-th tensor operation when a fault at ``update.during`` is due.
+
+    Operations are counted from the batch top, so those of a second optimizer follow those of the first.
+    """
+    if not _active:
+        return _NOTHING
+    injector = _resolve()
+    if injector is None or not injector.awaits("update.during"):
+        return _NOTHING
+    return _operations(lambda: injector.visit("update.during"))
+
+
+def _operations(each: Callable[[], None]) -> AbstractContextManager[Any]:
+    """A context that calls ``each`` before every tensor operation; torch is imported here, not by unarmed programs."""
+    from shared_core.testing._dispatch import BeforeEach
+
+    return BeforeEach(each)
+
+
+def strike(fault: Fault, index: int = -1, tops: int = 0) -> None:
+    """Record a fault and carry it out on this process.
+
+    Args:
+        fault: what to do.
+        index: its place in the job's list, -1 for none.
+        tops: batch tops passed, for the record.
+
+    Raises:
+        FaultInjected: for kind ``exception``.
+    """
+    if fault.delay_s:
+        timer = threading.Timer(fault.delay_s, _carry_out, (fault, index, tops))
+        timer.daemon = True
+        timer.start()
+    else:
+        _carry_out(fault, index, tops)
+
+
+def _carry_out(fault: Fault, index: int, tops: int) -> None:
+    _record(fault, index, tops)
+    if fault.kind == "exception":
+        raise FaultInjected(f"injected into rank {fault.rank} at {fault.point}, step {tops}")
+    if fault.kind == "os._exit":
+        os._exit(EXIT_CODE)
+    if fault.kind == "segfault":
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        ctypes.string_at(0)
+    os.kill(os.getpid(), getattr(signal, fault.kind))
+
+
+def _record(fault: Fault, index: int, tops: int) -> None:
+    """Write down a strike before it happens, with one appending write to the file named by ``SWIFT_FAULTS_STRUCK``."""
+    path = os.environ.get(STRUCK)
+    if path:
+        line = {"index": index, "fault": fault.to_dict(), "pid": os.getpid(), "time": time.time(), "tops": tops}
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(fd, (json.dumps(line) + "\n").encode())
+        finally:
+            os.close(fd)
+    events = os.environ.get("SWIFT_RECOVERY_EVENTS")
+    if events:
+        generation = int(os.environ.get("SWIFT_RECOVERY_GENERATION", "0"))
+        EventLog(events).emit("fault", rank=fault.rank, generation=generation, fault=fault.to_dict(), tops=tops)
+    print(f"[swift] fault injector: {fault}", file=sys.stderr, flush=True)
+
+
+def read_struck(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Records of the faults that struck, in order: ``index``, ``fault``, ``pid``, ``time``, ``tops``."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _struck_indices() -> set[int]:
+    path = os.environ.get(STRUCK)
+    return {record["index"] for record in read_struck(path)} if path else set()

@@ -1,0 +1,194 @@
+"""Runs a script on plain gloo without this product: the reference a run with failures is compared with.
+
+The server process imports torch and Lightning once and forks the workers of each job, with the environment that
+``torchrun`` would give them. ``python -m torch.distributed.run`` would import them anew in every worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELOAD = ("torch", "torch.distributed", "torch.utils.data", "lightning.pytorch", "torchmetrics")
+
+
+class PlainLauncher:
+    """Starts jobs of plain workers; a context manager that ends its server.
+
+    Args:
+        preload: modules the server imports before it forks workers; those not installed are left out.
+    """
+
+    def __init__(self, preload: tuple[str, ...] = PRELOAD) -> None:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_")}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+        env["OMP_NUM_THREADS"] = "1"
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "shared_core.testing.plain", *preload],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(
+        self,
+        script: str,
+        args: list[str],
+        *,
+        nproc: int,
+        env: dict[str, str],
+        cwd: str,
+        stdout: str,
+        stderr: str,
+        timeout_s: float,
+    ) -> int:
+        """Run ``script`` in ``nproc`` workers.
+
+        Returns:
+            0, or the first non-zero exit status (negative for a signal, 124 after ``timeout_s`` seconds).
+        """
+        request = {
+            "script": script,
+            "args": args,
+            "nproc": nproc,
+            "env": env,
+            "cwd": cwd,
+            "stdout": stdout,
+            "stderr": stderr,
+            "timeout_s": timeout_s,
+        }
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the server of plain workers ended with status {self._server.wait()}")
+        return int(json.loads(answer)["status"])
+
+    def close(self) -> None:
+        """End the server."""
+        for pipe in (self._server.stdin, self._server.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._server.wait()
+
+    def __enter__(self) -> PlainLauncher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _serve(requests: IO[str], answers: IO[str]) -> None:
+    for line in requests:
+        status = _run(json.loads(line))
+        if status is None:  # a worker: it has run the script and now ends as a program does
+            return
+        answers.write(json.dumps({"status": status}) + "\n")
+        answers.flush()
+
+
+def _run(request: dict[str, Any]) -> int | None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(request["nproc"]):
+        pid = os.fork()
+        if pid == 0:
+            _worker(request, rank, port)
+            return None
+        pids.append(pid)
+    return _wait(pids, request["timeout_s"])
+
+
+def _wait(pids: list[int], timeout_s: float) -> int:
+    """Wait for all workers; at the first failure, or when time is up, the others are killed."""
+    deadline, first, left = time.monotonic() + timeout_s, 0, set(pids)
+    while left:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            if time.monotonic() > deadline:
+                first = first or 124
+            time.sleep(0.005)
+        elif pid in left:
+            left.discard(pid)
+            first = first or os.waitstatus_to_exitcode(status)
+        if first:
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+            while left:
+                left.discard(os.waitpid(-1, 0)[0])
+    return first
+
+
+def _worker(request: dict[str, Any], rank: int, port: int) -> None:
+    """Become a worker: environment, files and arguments as ``torchrun`` gives them; run the script."""
+    os.setsid()
+    nproc = str(request["nproc"])
+    os.environ.update(request["env"])
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=nproc,
+        LOCAL_WORLD_SIZE=nproc,
+        GROUP_RANK="0",
+        GROUP_WORLD_SIZE="1",
+        ROLE_RANK=str(rank),
+        ROLE_WORLD_SIZE=nproc,
+        ROLE_NAME="default",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="plain",
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_MAX_RESTARTS="0",
+    )
+    for target, name in ((1, "stdout"), (2, "stderr")):
+        fd = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(fd, target)
+        os.close(fd)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(request["cwd"])
+    sys.argv = [request["script"], *request["args"]]
+    sys.path[0] = str(Path(request["script"]).parent)
+    if "lightning_utilities.core.rank_zero" in sys.modules:
+        # It took rank 0 when it was imported, before there was a rank.
+        sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = rank
+    try:
+        runpy.run_path(request["script"], run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+def _main() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    # Copies, so that a worker may redirect the originals.
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    _serve(requests, answers)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,76 @@
+"""What a worker of a test job reports: who it is, what it computed how often, and digests of its final state.
+
+A job writes into the folder named by ``SWIFT_TEST_OUT``: ``workers.jsonl`` has one line for each process that started,
+``rank{r}.json`` the final report of each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared_core.testing.digest import digest
+
+OUT = "SWIFT_TEST_OUT"
+
+
+def start_time(pid: int | str = "self") -> int:
+    """Start of a process in clock ticks since boot; with the pid it identifies a process for good."""
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return int(text.rpartition(")")[2].split()[19])  # field 22; the name, in parentheses, may hold blanks
+
+
+def generators_digest() -> str:
+    """Hash of the states of the generators of torch, NumPy and ``random``."""
+    numpy_state = np.random.get_state(legacy=False)
+    return digest([torch.get_rng_state(), numpy_state, random.getstate()])
+
+
+class Report:
+    """The report of one worker.
+
+    Args:
+        out: folder of the job; ``SWIFT_TEST_OUT`` by default.
+    """
+
+    def __init__(self, out: str | os.PathLike[str] | None = None) -> None:
+        self.out = Path(out if out is not None else os.environ[OUT])
+        self.counts: Counter[str] = Counter()
+        self.who = {
+            "rank": int(os.environ["RANK"]),
+            "pid": os.getpid(),
+            "start": start_time(),
+            "incarnation": int(os.environ.get("SWIFT_RECOVERY_INCARNATION", "0")),
+            "restart": int(os.environ.get("SWIFT_RECOVERY_RESTART", "0")),
+            "job_dir": os.environ.get("SWIFT_RECOVERY_JOB_DIR"),
+        }
+        fd = os.open(self.out / "workers.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(fd, (json.dumps(self.who) + "\n").encode())
+        finally:
+            os.close(fd)
+
+    def count(self, key: str) -> None:
+        """Count one forward pass of a batch; ``key`` names the entry, epoch and batch."""
+        self.counts[key] += 1
+
+    def finish(self, digests: Mapping[str, str], **extra: Any) -> None:
+        """Write the final report, whole or not at all.
+
+        Args:
+            digests: hash of each part of the state.
+            extra: more plain data for the test.
+        """
+        final = self.who | {"digests": dict(digests), "counts": dict(self.counts), "extra": extra}
+        path = self.out / f"rank{self.who['rank']}.json"
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(final))
+        partial.replace(path)

@@ -1,0 +1,234 @@
+"""Random faults until enough have struck: ``python -m shared_core.testing.soak --faults N --seed S``.
+
+Each run trains a small model with one to three faults drawn from the seed and is compared, on every rank and bit for
+bit, with the run of the same script under the stock strategy on plain gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared_core.testing.faults import KINDS, POINTS, Fault, random_faults
+from shared_core.testing.plain import PlainLauncher
+from shared_core.testing.runner import JobResult, Mismatch, check_clean, check_survivors, compare, run_job, unconfirmed
+
+JOB = Path(__file__).parent / "jobs" / "soak_job.py"
+MODELS = ("mlp", "gan", "bn")
+STEPS = 14
+#: Faults are drawn for these steps, so that the last ones end without.
+LAST_STRUCK = STEPS - 2
+#: A run of the job takes some seconds; one that takes so long hangs.
+TIMEOUT_S = 90.0
+
+_COMMON = (
+    "batch_top",
+    "forward",
+    "collective.before",
+    "collective.after",
+    "bucket",
+    "update.before",
+    "update.during",
+    "update.after",
+    "validation",
+    "join",
+    "recovery.severed",
+    "recovery.frontier",
+    "recovery.connected",
+    "recovery.exchanged",
+    "recovery.installed",
+)
+#: Highest occurrence of a point in one batch of each model, kept low enough that most draws are met.
+_NTH: dict[str, dict[str, int]] = {
+    "mlp": {"collective.before": 4, "collective.after": 4, "bucket": 3, "update.during": 40},
+    "bn": {"collective.before": 5, "collective.after": 5, "bucket": 3, "update.during": 40},
+    "gan": {
+        "collective.before": 6,
+        "collective.after": 6,
+        "bucket": 5,
+        "update.before": 2,
+        "update.during": 60,
+        "update.after": 2,
+    },
+}
+#: Batches after which the job validates.
+_VALIDATED = (3, 6, 10, 13)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the soak: which model, and the faults in it."""
+
+    number: int
+    model: str
+    faults: tuple[Fault, ...]
+
+
+def plan(
+    seed: int, number: int, models: Sequence[str], world_size: int, points: Sequence[str] | None, kinds: Sequence[str]
+) -> Run:
+    """Run ``number`` of a soak, a function of its arguments only."""
+    model = models[number % len(models)]
+    rng = random.Random(f"{seed}/{number}")
+    count = rng.choice([1, 1, 2, 2, 3])
+    chosen = tuple(points or ((*_COMMON, "clip") if model != "gan" else _COMMON))
+    count = count if world_size > 2 else 1
+    faults = random_faults(
+        f"{seed}/{number}/faults",
+        count,
+        world_size,
+        LAST_STRUCK,
+        chosen,
+        kinds,
+        max_nth=_NTH[model],
+        only={"validation": _VALIDATED},
+    )
+    return Run(number, model, tuple(faults))
+
+
+def judge(result: JobResult, reference: JobResult) -> tuple[str, str]:
+    """Verdict on a run: ``ok``, ``not counted`` (a fault was not met) or ``FAILED``, and the reason."""
+    try:
+        compare(result, reference)
+        check_clean(result)
+        check_survivors(result, reference)
+    except Mismatch as error:
+        return "FAILED", str(error)
+    missed = unconfirmed(result)
+    missed += [
+        f"{Fault.from_dict(record['fault'])}: struck in the last step"
+        for record in result.struck
+        if record["tops"] >= STEPS
+    ]
+    return ("not counted", "; ".join(missed)) if missed else ("ok", "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see ``--help``.
+
+    Returns:
+        0 if enough faults struck and every run ended as it should, else 1.
+    """
+    args = _parser().parse_args(argv)
+    models = MODELS if args.model == "all" else (args.model,)
+    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
+    print(f"soak: seed {seed}, {args.faults} faults, {args.world} ranks, models {', '.join(models)}", flush=True)
+    rows: list[dict[str, Any]] = []
+    struck = failed = 0
+    begin = time.monotonic()
+    with PlainLauncher() as plain, tempfile.TemporaryDirectory(prefix="swift-soak-") as folder:
+        references: dict[str, JobResult] = {}
+        number = args.only if args.only is not None else 0
+        while True:
+            run = plan(seed, number, models, args.world, args.points, args.kinds)
+            if run.model not in references:
+                references[run.model] = _reference(run.model, args.world, Path(folder), plain)
+            verdict, reason, result = _execute(run, args, Path(folder), references[run.model])
+            if verdict == "ok":
+                struck += len(run.faults)
+            failed += verdict == "FAILED"
+            rows.append(_row(run, verdict, reason, result))
+            print(_line(run, verdict, result, struck, args.faults), flush=True)
+            if verdict == "not counted":
+                print(f"    {reason}", flush=True)
+            elif verdict == "FAILED":
+                print(f"    {reason}\n    repeat: {_repeat(seed, run.number, args)}", flush=True)
+            number += 1
+            if args.only is not None or struck >= args.faults or (failed and args.stop):
+                break
+            if len(rows) >= 20 + 3 * args.faults:
+                print("soak: too few faults strike; giving up", flush=True)
+                break
+    enough = struck >= args.faults or (args.only is not None and not failed)
+    seconds = time.monotonic() - begin
+    print(f"soak: {struck} faults struck in {len(rows)} runs, {failed} runs failed, {seconds:.0f} s, seed {seed}")
+    if args.json:
+        summary = {"seed": seed, "struck": struck, "failed": failed, "seconds": seconds, "runs": rows}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(summary, indent=1))
+    return 0 if enough and not failed else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m shared_core.testing.soak", description=__doc__)
+    parser.add_argument("--faults", type=int, default=60, help="stop when so many have struck")
+    parser.add_argument("--seed", type=int, help="repeats a soak; drawn and printed when not given")
+    parser.add_argument("--world", type=int, default=4, help="ranks")
+    parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
+    parser.add_argument("--how", choices=["strategy", "callback"], default="strategy", help="how the product gets in")
+    parser.add_argument("--standbys", type=int, default=1)
+    parser.add_argument("--points", nargs="+", choices=POINTS, help="points to strike at; all by default")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--only", type=int, metavar="RUN", help="only this run of the seed")
+    parser.add_argument("--stop", action="store_true", help="stop at the first failure")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the folders of the runs here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the runs and verdicts")
+    return parser
+
+
+def _reference(model: str, world: int, folder: Path, plain: PlainLauncher) -> JobResult:
+    result = run_job(
+        JOB,
+        nproc=world,
+        out=folder / f"reference-{model}",
+        launcher="plain",
+        args=["--model", model],
+        plain=plain,
+        timeout_s=TIMEOUT_S,
+    )
+    if result.status != 0:
+        raise SystemExit(f"the reference run of {model} failed; is Lightning installed?\n{result.tail()}")
+    return result
+
+
+def _execute(run: Run, args: argparse.Namespace, folder: Path, reference: JobResult) -> tuple[str, str, JobResult]:
+    result = run_job(
+        JOB,
+        nproc=args.world,
+        out=(args.keep or folder) / f"run-{run.number:04d}",
+        faults=run.faults,
+        args=["--model", run.model, "--how", args.how],
+        standbys=args.standbys,
+        timeout_s=TIMEOUT_S,
+    )
+    verdict, reason = judge(result, reference)
+    return verdict, reason, result
+
+
+def _row(run: Run, verdict: str, reason: str, result: JobResult) -> dict[str, Any]:
+    return {
+        "run": run.number,
+        "model": run.model,
+        "faults": [fault.to_dict() for fault in run.faults],
+        "struck": len(result.struck),
+        "verdict": verdict,
+        "reason": reason,
+        "seconds": result.duration_s,
+    }
+
+
+def _line(run: Run, verdict: str, result: JobResult, struck: int, wanted: int) -> str:
+    faults = "; ".join(str(fault) for fault in run.faults)
+    return f"run {run.number} {run.model} {verdict} {result.duration_s:.1f} s [{struck}/{wanted}] {faults}"
+
+
+def _repeat(seed: int, number: int, args: argparse.Namespace) -> str:
+    words = [sys.executable, "-m", "shared_core.testing.soak", f"--seed {seed} --only {number} --world {args.world}"]
+    words += [f"--model {args.model} --how {args.how} --standbys {args.standbys}"]
+    if args.points:
+        words.append(f"--points {' '.join(args.points)}")
+    if list(args.kinds) != list(KINDS):
+        words.append(f"--kinds {' '.join(args.kinds)}")
+    return " ".join(words)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,305 @@
+"""Checkpoints are complete or absent: kills, damage and full devices, with real files and processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shared_core.checkpoint import Checkpoint, commit, newest_valid, prune, read_part, write_part
+from shared_core.errors import CorruptFile, StorageFull
+
+WORLD = 2
+
+
+def save(root: Path, step: int, size: int = 1000) -> Checkpoint:
+    """A checkpoint of ``WORLD`` parts whose bytes depend on step and rank."""
+    parts = {}
+    for rank in range(WORLD):
+        parts[f"rank{rank}.bin"] = write_part(root, step, f"rank{rank}.bin", bytes([step % 256, rank]) * size)
+    return commit(root, step, parts, {"world_size": WORLD, "epoch": 3})
+
+
+def temporaries(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if ".tmp-" in path.name]
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    written = save(tmp_path, 5)
+    found = newest_valid(tmp_path, WORLD)
+    assert found == written
+    assert found.step == 5 and found.meta == {"world_size": WORLD, "epoch": 3}
+    assert read_part(found, "rank1.bin") == bytes([5, 1]) * 1000
+    assert found.parts["rank1.bin"] == hashlib.sha256(bytes([5, 1]) * 1000).hexdigest()
+    assert temporaries(tmp_path) == []
+
+
+def test_an_empty_part_and_an_absent_folder(tmp_path: Path) -> None:
+    assert newest_valid(tmp_path / "nothing", WORLD) is None
+    digest = write_part(tmp_path / "new" / "deeper", 0, "empty", b"")
+    made = commit(tmp_path / "new" / "deeper", 0, {"empty": digest}, {"world_size": WORLD})
+    assert read_part(made, "empty") == b""
+
+
+def test_the_newest_by_step_is_taken_not_the_last_written(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    save(tmp_path, 20)
+    found = newest_valid(tmp_path, WORLD)
+    assert found is not None and found.step == 100
+
+
+def test_a_checkpoint_may_be_written_again(tmp_path: Path) -> None:
+    save(tmp_path, 5, size=10)
+    save(tmp_path, 5, size=20)
+    found = newest_valid(tmp_path, WORLD)
+    assert found is not None and len(read_part(found, "rank0.bin")) == 40
+
+
+def test_another_world_size_is_passed_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 5)
+    assert newest_valid(tmp_path, 4) is None
+    assert "it is of 2 ranks, this job has 4" in capfd.readouterr().err
+
+
+def truncate(root: Path) -> None:
+    path = root / "step-0000000020" / "rank1.bin"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(root: Path) -> None:
+    os.truncate(root / "step-0000000020" / "rank0.bin", 0)
+
+
+def flip_part(root: Path) -> None:
+    flip(root / "step-0000000020" / "rank0.bin", 777)
+
+
+def flip_manifest_digest(root: Path) -> None:
+    path = root / "step-0000000020" / "manifest.json"
+    flip(path, path.read_bytes().index(b"rank1.bin") + 20)
+
+
+def flip_manifest_meta(root: Path) -> None:
+    path = root / "step-0000000020" / "manifest.json"
+    at = path.read_bytes().index(b"epoch") + 9
+    assert path.read_bytes()[at : at + 1] == b"3"
+    flip(path, at)
+
+
+def cut_manifest(root: Path) -> None:
+    os.truncate(root / "step-0000000020" / "manifest.json", 30)
+
+
+def strange_manifest(root: Path) -> None:
+    (root / "step-0000000020" / "manifest.json").write_text("[1, 2]")
+
+
+def no_manifest(root: Path) -> None:
+    (root / "step-0000000020" / "manifest.json").unlink()
+
+
+def no_part(root: Path) -> None:
+    (root / "step-0000000020" / "rank1.bin").unlink()
+
+
+def renamed(root: Path) -> None:
+    (root / "step-0000000020").rename(root / "step-0000000021")
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncate,
+        empty,
+        flip_part,
+        flip_manifest_digest,
+        flip_manifest_meta,
+        cut_manifest,
+        strange_manifest,
+        no_manifest,
+        no_part,
+        renamed,
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over(
+    damage: Callable[[Path], None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    damage(tmp_path)
+    found = newest_valid(tmp_path, WORLD)
+    assert found is not None and found.step == 10
+    lines = [line for line in capfd.readouterr().err.splitlines() if "passed over" in line]
+    assert len(lines) == 1 and "step-000000002" in lines[0]
+
+
+def test_a_part_is_verified_when_it_is_read(tmp_path: Path) -> None:
+    made = save(tmp_path, 20)
+    flip_part(tmp_path)
+    with pytest.raises(CorruptFile, match="fails its checksum"):
+        read_part(made, "rank0.bin")
+    with pytest.raises(CorruptFile, match="has no part 'rank7.bin'; it has rank0.bin, rank1.bin"):
+        read_part(made, "rank7.bin")
+    no_part(tmp_path)
+    with pytest.raises(CorruptFile, match="cannot be read"):
+        read_part(made, "rank1.bin")
+
+
+def test_commit_refuses_a_part_that_was_never_written(tmp_path: Path) -> None:
+    digest = write_part(tmp_path, 3, "rank0.bin", b"x")
+    with pytest.raises(CorruptFile, match="rank1.bin was never written"):
+        commit(tmp_path, 3, {"rank0.bin": digest, "rank1.bin": digest}, {"world_size": WORLD})
+    assert newest_valid(tmp_path, WORLD) is None
+
+
+@pytest.mark.parametrize("name", ["../escape", "a/b", "", ".hidden", "manifest.json"])
+def test_names_that_are_no_plain_file_names(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="part name"):
+        write_part(tmp_path, 1, name, b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_negative_steps_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="negative"):
+        write_part(tmp_path, -1, "a", b"x")
+
+
+def test_prune_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    write_part(tmp_path, 35, "rank0.bin", b"its writer was killed")
+    write_part(tmp_path, 50, "rank0.bin", b"being written now")
+    (tmp_path / "unrelated").mkdir()
+    removed = prune(tmp_path, keep=2)
+    assert sorted(path.name for path in removed) == ["step-0000000010", "step-0000000020", "step-0000000035"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-0000000030",
+        "step-0000000040",
+        "step-0000000050",
+        "unrelated",
+    ]
+    assert prune(tmp_path, keep=2) == []
+    with pytest.raises(ValueError, match="at least 1"):
+        prune(tmp_path, keep=0)
+
+
+def test_prune_removes_nothing_before_the_first_commit(tmp_path: Path) -> None:
+    write_part(tmp_path, 1, "rank0.bin", b"x")
+    assert prune(tmp_path) == []
+    assert (tmp_path / "step-0000000001").is_dir()
+
+
+WRITER = """
+import sys
+from shared_core.checkpoint import commit, write_part
+root, size = sys.argv[1], int(sys.argv[2])
+step = 20
+while True:
+    digest = write_part(root, step, "rank0.bin", bytes(size))
+    commit(root, step, {"rank0.bin": digest, "rank1.bin": write_part(root, step, "rank1.bin", b"b")}, {"world_size": 2})
+    step += 10
+"""
+
+
+@pytest.mark.parametrize("moment", ["part", "between"])
+def test_kill_while_a_checkpoint_is_written(moment: str, tmp_path: Path) -> None:
+    """SIGKILL during the first part's write, or between the parts: the checkpoint before it is found, whole."""
+    save(tmp_path, 10)
+    size = 16 << 20 if moment == "part" else 1 << 20
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(size)])
+
+    def in_the_act(folder: Path) -> bool:
+        names = os.listdir(folder) if folder.is_dir() else []
+        if moment == "part":
+            return any(name.startswith(".tmp-rank0.bin") for name in names)
+        return "rank0.bin" in names and "manifest.json" not in names
+
+    step = 20
+    try:
+        while True:
+            folder = tmp_path / f"step-{step:010d}"
+            if in_the_act(folder):
+                # Stopped first, so that what is seen next is what the kill finds.
+                os.kill(writer.pid, signal.SIGSTOP)
+                os.waitpid(writer.pid, os.WUNTRACED)
+                if in_the_act(folder):
+                    break
+                os.kill(writer.pid, signal.SIGCONT)
+            step += 10 * (folder / "manifest.json").exists()
+            assert writer.poll() is None
+    finally:
+        writer.kill()
+    assert writer.wait() == -signal.SIGKILL
+    found = newest_valid(tmp_path, WORLD)
+    assert found is not None and found.step == step - 10
+    assert read_part(found, "rank1.bin") == (bytes([10, 1]) * 1000 if found.step == 10 else b"b")
+    save(tmp_path, step + 10)
+    prune(tmp_path, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == [f"step-{step + 10:010d}"]
+    assert temporaries(tmp_path) == []
+
+
+@pytest.fixture
+def small_device(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB; skipped where mounting is not allowed."""
+    root = tmp_path / "small"
+    root.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(root)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a file system is not allowed here; the limit on file size is tested instead")
+    yield root
+    subprocess.run(["umount", str(root)], check=True)
+
+
+def test_full_device(small_device: Path) -> None:
+    before = save(small_device, 10)
+    with pytest.raises(
+        StorageFull, match="no room to write 1000000 bytes.*earlier checkpoints are as they were"
+    ) as info:
+        write_part(small_device, 20, "rank0.bin", bytes(1_000_000))
+    assert isinstance(info.value.__cause__, OSError)
+    assert temporaries(small_device) == []
+    assert not (small_device / "step-0000000020").exists()
+    assert newest_valid(small_device, WORLD) == before
+    save(small_device, 30)  # what was begun is gone, so a smaller one fits
+
+
+FULL = """
+import resource, sys
+from shared_core.checkpoint import commit, write_part
+from shared_core.errors import StorageFull
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    write_part(sys.argv[1], 20, "rank0.bin", bytes(1_000_000))
+except StorageFull as error:
+    print(error)
+"""
+
+
+def test_limit_on_file_size(tmp_path: Path) -> None:
+    before = save(tmp_path, 10)
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 0
+    result = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert "no room to write 1000000 bytes" in result.stdout
+    assert temporaries(tmp_path) == []
+    assert newest_valid(tmp_path, WORLD) == before
+
+
+def test_the_manifest_is_json_that_a_person_can_read(tmp_path: Path) -> None:
+    made = save(tmp_path, 7)
+    sealed = json.loads((made.path / "manifest.json").read_text())
+    assert json.loads(sealed["manifest"])["parts"] == dict(made.parts)

@@ -1,0 +1,120 @@
+"""Checks after every test that it left nothing running, listening or lying about."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from shared_core.testing.processes import MARK, describe, kill_marked, wait_gone
+
+if TYPE_CHECKING:
+    from harness import Jobs
+
+SHM = Path("/dev/shm")
+#: Seconds that what a test started has to be gone in.
+GRACE_S = 3.0
+#: Threads that libraries start once and keep for the life of the process.
+LASTING_THREADS = ("pytest_timeout", "asyncio", "tqdm", "IPythonHistory", "ThreadPoolExecutor")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes more than half a minute")
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every process that a test starts inherits a mark; after it none may live, and no thread, socket or file stay."""
+    request.getfixturevalue("tmp_path_factory").getbasetemp()  # before the folder for temporary files changes
+    mark = uuid.uuid4().hex
+    tmp = Path(tempfile.mkdtemp(prefix="st-"))  # short: some libraries put sockets there
+    monkeypatch.setenv(MARK, mark)
+    monkeypatch.setenv("TMPDIR", str(tmp))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    threads, listening = set(threading.enumerate()), _listening()
+    shared = set(SHM.glob("swift*"))
+    yield
+    left = [f"process {text}" for text in map(describe, wait_gone(mark, GRACE_S))]
+    kill_marked(mark)
+    left += [f"thread {thread.name}" for thread in _leaked_threads(threads)]
+    left += [f"listening socket {inode}" for inode in sorted(_listening() - listening)]
+    left += [f"file {path}" for path in sorted(set(SHM.glob("swift*")) - shared) if not _in_use(path)]
+    left += [f"file {path}" for path in sorted(tmp.glob("swift*"))]
+    shutil.rmtree(tmp, ignore_errors=True)
+    if left:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+def _leaked_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    deadline = time.monotonic() + GRACE_S
+    new = [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and not thread.name.startswith(LASTING_THREADS)
+    ]
+    for thread in new:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [thread for thread in new if thread.is_alive()]
+
+
+def _listening() -> set[str]:
+    """Inodes of the listening sockets of this process."""
+    inodes: set[str] = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A":
+                inodes.add(columns[9])
+    own = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(fd)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            own.add(target[8:-1])
+    return inodes & own
+
+
+def _in_use(path: Path) -> bool:
+    """Whether a living process uses a file below ``path``: then it belongs to another run on this machine."""
+    needle = str(path)
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            if needle in (entry / "maps").read_text():
+                return True
+            if any(os.readlink(fd).startswith(needle) for fd in (entry / "fd").iterdir()):
+                return True
+            if needle.encode() in (entry / "environ").read_bytes():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def jobs() -> Iterator[Jobs]:
+    """Runs jobs; reference runs are kept for the session."""
+    from harness import session_jobs
+
+    with session_jobs() as running:
+        yield running

@@ -1,0 +1,126 @@
+"""Run jobs in tests and compare them with reference runs, which are run once in a session."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from shared_core.testing import Fault
+from shared_core.testing.plain import PlainLauncher
+from shared_core.testing.runner import JobResult, check_clean, check_survivors, compare, unconfirmed
+from shared_core.testing.runner import run_job as _run_job
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+class Jobs:
+    """Runs jobs for the tests of one session.
+
+    Args:
+        folder: where each job gets a folder of its own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+        self._plain: PlainLauncher | None = None
+        self._references: dict[str, JobResult] = {}
+
+    def run(
+        self,
+        script: str,
+        *,
+        nproc: int = 2,
+        faults: Sequence[Fault] = (),
+        launcher: str = "swiftrun",
+        env: Mapping[str, str] | None = None,
+        args: Sequence[str] = (),
+        launcher_args: Sequence[str] = (),
+        standbys: int = 1,
+        timeout_s: float = 60.0,
+    ) -> JobResult:
+        """Run a script of ``tests/scripts`` as ``runner.run_job`` does, and check that nothing is left."""
+        if launcher == "plain" and self._plain is None:
+            self._plain = PlainLauncher()
+        self._count += 1
+        result = _run_job(
+            SCRIPTS / script,
+            nproc=nproc,
+            out=self._folder / f"{self._count:03d}-{Path(script).stem}-{launcher}",
+            faults=faults,
+            launcher=launcher,
+            env=env,
+            args=args,
+            launcher_args=launcher_args,
+            standbys=standbys,
+            timeout_s=timeout_s,
+            plain=self._plain,
+        )
+        check_clean(result)
+        return result
+
+    def reference(
+        self,
+        script: str,
+        *,
+        nproc: int = 2,
+        env: Mapping[str, str] | None = None,
+        args: Sequence[str] = (),
+        launcher: str = "plain",
+        timeout_s: float = 60.0,
+    ) -> JobResult:
+        """The run without faults and without this product; the same script, arguments and environment are run once."""
+        key = json.dumps([script, nproc, sorted((env or {}).items()), list(args), launcher])
+        name = hashlib.sha256(key.encode()).hexdigest()
+        if name not in self._references:
+            self._references[name] = self.run(
+                script, nproc=nproc, env=env, args=args, launcher=launcher, timeout_s=timeout_s
+            )
+        return self._references[name]
+
+    def check(
+        self,
+        script: str,
+        *,
+        faults: Sequence[Fault],
+        nproc: int = 2,
+        env: Mapping[str, str] | None = None,
+        args: Sequence[str] = (),
+        standbys: int = 1,
+        timeout_s: float = 60.0,
+        reference_launcher: str = "plain",
+        parts: Sequence[str] | None = None,
+    ) -> JobResult:
+        """Run a script with faults and check that all struck, that survivors were untouched and the result is the same.
+
+        Raises:
+            Mismatch: saying what is not.
+        """
+        reference = self.reference(script, nproc=nproc, env=env, args=args, launcher=reference_launcher)
+        result = self.run(
+            script, nproc=nproc, faults=faults, env=env, args=args, standbys=standbys, timeout_s=timeout_s
+        )
+        compare(result, reference, parts)
+        assert not unconfirmed(result), "\n".join([*unconfirmed(result), result.tail()])
+        check_survivors(result, reference)
+        return result
+
+    def close(self) -> None:
+        """End the server of plain workers."""
+        if self._plain is not None:
+            self._plain.close()
+
+
+@contextmanager
+def session_jobs() -> Iterator[Jobs]:
+    """Jobs in a folder of their own, removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="swift-tests-") as folder:
+        jobs = Jobs(Path(folder))
+        try:
+            yield jobs
+        finally:
+            jobs.close()

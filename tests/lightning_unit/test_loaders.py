@@ -1,0 +1,302 @@
+"""A loader is put back, in fresh objects, to the middle of an epoch, and goes on bit for bit."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from shared_core.errors import Unsupported
+from shared_core.loaders import ResumableLoader, read_random, wrap_loader, write_random
+
+Batch = torch.Tensor
+
+
+class Augmented(Dataset[Batch]):
+    """Items with noise from all three global generators, and a counter in the data set itself."""
+
+    def __init__(self, size: int = 22) -> None:
+        self.size, self.reads = size, 0
+        self.own = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Batch:
+        self.reads += 1
+        noise = [float(torch.rand(())), random.random(), float(np.random.rand())]
+        return torch.tensor([float(index), *noise, float(self.own.random())], dtype=torch.float64)
+
+
+class Streamed(IterableDataset[Batch]):
+    """A shuffle buffer on Python's global generator: what was drawn earlier shapes what comes later."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.passes += 1
+        buffer: list[int] = []
+        for value in range(30):
+            buffer.append(value + 100 * self.passes)
+            if len(buffer) > 8:
+                taken = buffer.pop(random.randrange(len(buffer)))
+                yield torch.tensor([float(taken), float(torch.rand(()))], dtype=torch.float64)
+
+
+class Restless(Sampler[int]):
+    """Draws from a global generator with every index."""
+
+    def __iter__(self) -> Iterator[int]:
+        pool = list(range(22))
+        while pool:
+            yield pool.pop(int(torch.randint(len(pool), (1,))))
+
+    def __len__(self) -> int:
+        return 22
+
+
+class Endless:
+    """A loader that is its own iterator."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self) -> Endless:
+        return self
+
+    def __next__(self) -> Batch:
+        self.count += 1
+        return torch.rand(3, dtype=torch.float64) + self.count
+
+
+def generator_loader() -> Iterator[Batch]:
+    return (torch.rand(2, dtype=torch.float64) + i for i in range(1000))
+
+
+def own_generator() -> DataLoader[Batch]:
+    generator = torch.Generator().manual_seed(11)
+    return DataLoader(Augmented(), batch_size=3, shuffle=True, generator=generator)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "sequential": lambda: DataLoader(Augmented(), batch_size=4),
+    "shuffled": lambda: DataLoader(Augmented(), batch_size=4, shuffle=True),
+    "own_generator": own_generator,
+    "distributed": lambda: DataLoader(
+        d := Augmented(), batch_size=3, sampler=DistributedSampler(d, num_replicas=2, rank=1, seed=4)
+    ),
+    "weighted": lambda: DataLoader(Augmented(), batch_size=4, sampler=WeightedRandomSampler([1.0 + i for i in range(22)], 22)),
+    "replacement": lambda: DataLoader(d := Augmented(), batch_size=4, sampler=RandomSampler(d, replacement=True)),
+    "restless": lambda: DataLoader(Augmented(), batch_size=4, sampler=Restless()),
+    "unbatched": lambda: DataLoader(Augmented(), batch_size=None, shuffle=True),
+    "workers": lambda: DataLoader(Augmented(), batch_size=2, shuffle=True, num_workers=2),
+    "restless_workers": lambda: DataLoader(Augmented(), batch_size=2, sampler=Restless(), num_workers=2),
+    "persistent": lambda: DataLoader(Augmented(), batch_size=2, shuffle=True, num_workers=2, persistent_workers=True),
+    "iterable": lambda: DataLoader(Streamed(), batch_size=2),
+    "iterable_workers": lambda: DataLoader(Streamed(), batch_size=2, num_workers=2),
+    "endless": Endless,
+    "generator": generator_loader,
+    "list": lambda: [torch.full((2,), float(i), dtype=torch.float64) for i in range(9)],
+}
+#: Loaders whose batches go on over epochs or have no state in common with a fresh data set.
+EPOCH_LIMIT = 5
+
+
+def consume() -> None:
+    """What a training step does to the generators."""
+    torch.rand(3)
+    np.random.rand(2)
+
+
+def run(
+    make: Callable[[], Any], epochs: int, stop: tuple[int, int] | None, *, ahead: int, resume: bytes | None, **options: Any
+) -> tuple[list[Any], bytes]:
+    """Iterate for ``epochs``; returns the batches from ``stop`` on and the state pickled there."""
+    torch.manual_seed(5), random.seed(6), np.random.seed(7)
+    loader = wrap_loader(make(), ahead=ahead, lazy=resume is not None, **options)
+    seen: list[Any] = []
+    state = b""
+    first = 0
+    iterator = iter(loader)
+    start = 0
+    if resume is not None:
+        assert stop is not None
+        if ahead:
+            next(iterator)  # a framework that looks ahead fetches before the newcomer joins
+        loader.restore(pickle.loads(resume)["loader"])
+        write_random(pickle.loads(resume)["random"])
+        first, start = stop
+    for epoch in range(first, epochs):
+        if epoch > first:
+            iterator = iter(loader)
+        sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, DistributedSampler):
+            sampler.set_epoch(epoch)
+        if resume is not None and epoch == first:
+            waiting = pickle.loads(resume)["pending"]
+            pending = list(iterator.last_items)[-waiting:] if waiting else []
+        else:
+            pending = [next(iterator)] if ahead else []
+        number = start if epoch == first else 0
+        while True:
+            if (epoch, number) == stop and resume is None:
+                state = pickle.dumps({"loader": loader.state(iterator), "random": read_random(), "pending": len(pending)})
+                seen = []
+            try:
+                if ahead:
+                    if not pending:
+                        break
+                    batch = pending.pop(0)
+                    try:
+                        pending.append(next(iterator))
+                    except StopIteration:
+                        pass
+                else:
+                    batch = next(iterator)
+            except StopIteration:
+                break
+            consume()
+            seen.append(batch)
+            number += 1
+            if number == EPOCH_LIMIT:
+                break
+    return seen, state
+
+
+def assert_same(left: list[Any], right: list[Any]) -> None:
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a, b), (a, b)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("stop", [(0, 0), (0, 3), (2, 0), (2, 4)])
+@pytest.mark.parametrize("name", LOADERS)
+def test_refetch_goes_on_bit_for_bit(name: str, stop: tuple[int, int], ahead: int) -> None:
+    make = LOADERS[name]
+    expected, state = run(make, 4, stop, ahead=ahead, resume=None)
+    random_after = read_random()
+    resumed, _ = run(make, 4, stop, ahead=ahead, resume=state)
+    assert_same(expected, resumed)
+    assert read_random() == random_after
+
+
+SEEDED = ["sequential", "shuffled", "distributed", "restless", "unbatched", "workers", "restless_workers", "persistent"]
+
+
+class Pure(Augmented):
+    """Items that depend on nothing but the global generators."""
+
+    def __getitem__(self, index: int) -> Batch:
+        self.reads += 1
+        return torch.tensor([float(index), float(torch.rand(())), random.random(), float(np.random.rand())])
+
+
+@pytest.mark.parametrize("stop", [(0, 0), (0, 3), (2, 0), (2, 4)])
+@pytest.mark.parametrize("name", SEEDED)
+def test_seeded_goes_on_without_reading(name: str, stop: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "Augmented", Pure)
+    datasets: list[Pure] = []
+
+    def make() -> Any:
+        loader = LOADERS[name]()
+        datasets.append(loader.dataset)
+        return loader
+
+    options = {"mode": "seeded", "seed": 9, "rank": 1}
+    expected, state = run(make, 4, stop, ahead=0, resume=None, **options)
+    resumed, _ = run(make, 4, stop, ahead=0, resume=state, **options)
+    assert_same(expected, resumed)
+    if "workers" not in name and name != "persistent":
+        rows = sum(1 if batch.dim() == 1 else len(batch) for batch in resumed)
+        assert datasets[1].reads == rows, "skipped items were read"
+
+
+def test_seeded_items_do_not_depend_on_the_model() -> None:
+    def batches(draws: int) -> list[Batch]:
+        torch.manual_seed(1), random.seed(1), np.random.seed(1)
+        out = []
+        for batch in wrap_loader(DataLoader(Pure(), batch_size=4, shuffle=True), mode="seeded"):
+            torch.rand(draws)
+            out.append(batch)
+        return out
+
+    assert_same(batches(1), batches(7))
+
+
+def test_seeded_leaves_the_global_generators_alone() -> None:
+    loader = wrap_loader(DataLoader(Pure(), batch_size=4), mode="seeded")
+    iterator = iter(loader)
+    before = read_random()
+    next(iterator)
+    assert read_random() == before
+
+
+def test_wrapper_looks_like_the_loader() -> None:
+    raw = DataLoader(Augmented(), batch_size=4, shuffle=True)
+    loader = wrap_loader(raw)
+    assert isinstance(loader, DataLoader) and isinstance(loader, ResumableLoader) and len(loader) == len(raw)
+    assert loader.dataset is raw.dataset and loader.batch_size == 4 and loader.wrapped is raw
+    loader.worker_init_fn = print
+    assert raw.worker_init_fn is print
+    assert not hasattr(loader, "state_dict")
+    assert wrap_loader(loader) is loader
+    with pytest.raises(TypeError):
+        len(wrap_loader(generator_loader()))
+
+
+class Stateful:
+    """The protocol of resumable loaders: ``state_dict`` and ``load_state_dict``."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self.at < 10:
+            self.at += 1
+            yield torch.tensor([float(self.at)])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_stateful_loader_resumed_from_a_checkpoint() -> None:
+    def start() -> tuple[Any, Any]:
+        loader = wrap_loader(Stateful())
+        loader.load_state_dict({"at": 4})
+        return loader, iter(loader)
+
+    loader, iterator = start()
+    assert loader.state_dict() == {"at": 4}
+    assert float(next(iterator)) == 5
+    state = pickle.loads(pickle.dumps(loader.state()))
+    newcomer, again = start()
+    newcomer.restore(state)
+    assert [float(x) for x in again] == [float(x) for x in iterator] == [6, 7, 8, 9, 10]
+
+
+def test_order_that_depends_on_time_is_refused() -> None:
+    with pytest.raises(Unsupported, match="in_order=True"):
+        wrap_loader(DataLoader(Augmented(), num_workers=1, in_order=False))
+
+
+def test_state_of_an_ordinary_loader_is_small() -> None:
+    loader = wrap_loader(DataLoader(d := Pure(200), batch_size=2, sampler=DistributedSampler(d, 2, 0)), ahead=0)
+    iterator = iter(loader)
+    next(iterator)
+    early = len(pickle.dumps(loader.state()))
+    for _ in range(40):
+        next(iterator)
+    assert len(pickle.dumps(loader.state())) <= early + 8 < 20_000

@@ -1,0 +1,269 @@
+"""The features of Lightning that a failure must not disturb, as small jobs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lit_parts import OUT, DigestOf, Digits, Net, checkpoints, loader
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
+
+
+def _fit(trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]) -> Any:
+    trainer.fit(module, **data)
+    return digests(trainer, module)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One job: factories of its parts, and what is done with them."""
+
+    module: Callable[[], pl.LightningModule] = Net
+    data: Callable[[], dict[str, Any]] = lambda: {"train_dataloaders": loader()}
+    trainer: Callable[[], dict[str, Any]] = lambda: {"max_epochs": 2}
+    callbacks: Callable[[], list[pl.Callback]] = list
+    strategy: dict[str, Any] = field(default_factory=dict)
+    run: Callable[..., dict[str, str]] = _fit
+
+
+def _with_validation(**train: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {
+        "train_dataloaders": loader(**train),
+        "val_dataloaders": loader(48, shuffle=False, first=1000),
+    }
+
+
+class Sums(Net):
+    """Everything that can be logged: per step and epoch, sums, torchmetrics, synchronised or not."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.1)
+        self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=10)
+        self.val_accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=10)
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        out = self(x)
+        loss = F.cross_entropy(out, y)
+        self.accuracy(out, y)
+        self.mean.update(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("synced", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("largest", out.max(), on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", self.mean.compute())
+        self.mean.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        out = self(x)
+        self.val_accuracy.update(out, y)
+        self.log("val_loss", F.cross_entropy(out, y), sync_dist=True)
+        self.log("val_accuracy", self.val_accuracy, on_epoch=True)
+
+
+class Gan(pl.LightningModule):
+    """Two optimizers by hand; the second half of a batch uses a tensor from before the first optimizer's step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 64))
+        self.critic = nn.Sequential(nn.Linear(64, 32), nn.LeakyReLU(), nn.Dropout(0.1), nn.Linear(32, 1))
+
+    def forward(self, z: torch.Tensor, real: torch.Tensor | None = None) -> Any:
+        made = self.generator(z)
+        return made, self.critic(made), None if real is None else self.critic(real)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, _ = batch
+        optimizers: Any = self.optimizers()
+        opt_g, opt_c = optimizers
+        z = torch.randn(len(real), 8)
+        made = self.generator(z)
+        stale = made.detach().clone()  # of the generator before its step
+        self.toggle_optimizer(opt_g)
+        loss_g = F.softplus(-self.critic(made)).mean()
+        opt_g.zero_grad()
+        self.manual_backward(loss_g)
+        opt_g.step()
+        self.untoggle_optimizer(opt_g)
+        self.toggle_optimizer(opt_c)
+        loss_c = F.softplus(self.critic(stale)).mean() + F.softplus(-self.critic(real)).mean()
+        opt_c.zero_grad()
+        self.manual_backward(loss_c)
+        self.clip_gradients(opt_c, 0.5, "norm")
+        opt_c.step()
+        self.untoggle_optimizer(opt_c)
+        self.log_dict({"loss_g": loss_g, "loss_c": loss_c}, on_epoch=True)
+        if self.trainer.is_last_batch:
+            schedulers: Any = self.lr_schedulers()
+            for scheduler in schedulers:
+                scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        opt_g = torch.optim.Adam(self.generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
+        opt_c = torch.optim.RMSprop(self.critic.parameters(), lr=1e-3)
+        return [opt_g, opt_c], [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (opt_g, opt_c)]
+
+
+class Unused(Net):
+    """A branch that is used every other batch only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(64, 10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        out = self(x) + (self.side(x) if batch_idx % 2 else 0)
+        loss = F.cross_entropy(out, y)
+        self.log("loss", loss)
+        return loss
+
+
+class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Every rank reads its own part of the digits."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        data = Digits(96, augment=True)
+        for index in range(rank, len(data), world):
+            yield data[index]
+
+
+def _fit_test_fit(
+    trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
+) -> dict[str, str]:
+    """Train, test, train on: the results of every entry count."""
+    trainer.fit(module, **data)
+    first = digests(trainer, module)
+    tested = trainer.test(module, loader(48, shuffle=False, first=1200), verbose=False)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, **data)
+    extra["tested"] = tested
+    return {f"first {k}": v for k, v in first.items()} | digests(trainer, module) | {"tested": repr(tested)}
+
+
+def _validate_fit_predict(
+    trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
+) -> dict[str, str]:
+    before = trainer.validate(module, data["val_dataloaders"], verbose=False)
+    trainer.fit(module, **data)
+    return digests(trainer, module) | {"validated": repr(before)}
+
+
+def _fit_with_checkpoints(
+    trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
+) -> dict[str, str]:
+    trainer.fit(module, **data)
+    result = digests(trainer, module)
+    trainer.strategy.barrier()
+    extra["checkpoints"] = checkpoints()
+    return result | {f"checkpoint {name}": value for name, value in extra["checkpoints"].items()}
+
+
+def _resume(
+    trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
+) -> dict[str, str]:
+    """Continue from a checkpoint file that the run itself wrote first."""
+    trainer.fit(module, **data)
+    path = f"{OUT}/resume.ckpt"
+    trainer.save_checkpoint(path)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, **data, ckpt_path=path)
+    return digests(trainer, module)
+
+
+def _loggers() -> dict[str, Any]:
+    return {"max_epochs": 3, "logger": [CSVLogger(OUT, "csv"), TensorBoardLogger(OUT, "board")]}
+
+
+FEATURES: dict[str, Feature] = {
+    "epochs": Feature(trainer=lambda: {"max_epochs": 3}),
+    "workers": Feature(data=lambda: {"train_dataloaders": loader(64, num_workers=1, augment=True)}),
+    "persistent_workers": Feature(
+        data=lambda: {"train_dataloaders": loader(64, num_workers=1, augment=True, persistent_workers=True)}
+    ),
+    "uneven": Feature(data=lambda: {"train_dataloaders": loader(75)}),
+    "accumulate": Feature(
+        module=lambda: Net(norm=True, dropout=0.1),
+        data=lambda: {"train_dataloaders": loader(112)},
+        trainer=lambda: {"max_epochs": 2, "accumulate_grad_batches": 3},
+    ),
+    "clip_norm": Feature(trainer=lambda: {"max_epochs": 2, "gradient_clip_val": 0.1}),
+    "clip_value": Feature(
+        trainer=lambda: {"max_epochs": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    ),
+    "bf16": Feature(trainer=lambda: {"max_epochs": 2, "precision": "bf16-mixed"}),
+    "scheduler_step": Feature(module=lambda: Net(scheduler="step")),
+    "scheduler_epoch": Feature(module=lambda: Net(scheduler="epoch"), trainer=lambda: {"max_epochs": 3}),
+    "scheduler_plateau": Feature(
+        module=lambda: Net(scheduler="plateau"), data=_with_validation(), trainer=lambda: {"max_epochs": 3}
+    ),
+    "validation": Feature(
+        module=Sums, data=_with_validation(), trainer=lambda: {"max_epochs": 2, "val_check_interval": 0.5}
+    ),
+    "checkpoint": Feature(
+        data=_with_validation(),
+        trainer=lambda: {"max_epochs": 3, "enable_checkpointing": True},
+        callbacks=lambda: [
+            ModelCheckpoint(f"{OUT}/best", monitor="val_loss", save_top_k=2, save_last=True),
+            ModelCheckpoint(f"{OUT}/steps", every_n_train_steps=4, save_top_k=-1),
+        ],
+        run=_fit_with_checkpoints,
+    ),
+    "early_stopping": Feature(
+        module=lambda: Net(lr=0.5, optimizer="SGD"),
+        data=_with_validation(),
+        trainer=lambda: {"max_epochs": 6},
+        callbacks=lambda: [EarlyStopping("val_loss", patience=1, min_delta=0.3)],
+    ),
+    "batchnorm": Feature(module=lambda: Net(norm=True), data=_with_validation()),
+    "metrics": Feature(module=Sums),
+    "dropout": Feature(module=lambda: Net(dropout=0.3)),
+    "augment": Feature(data=lambda: {"train_dataloaders": loader(augment=True)}),
+    "gan": Feature(module=Gan, strategy={"find_unused_parameters": True}),
+    "fit_test_fit": Feature(
+        module=lambda: Net(norm=True, dropout=0.1, scheduler="epoch"),
+        data=_with_validation(),
+        run=_fit_test_fit,
+    ),
+    "validate_fit": Feature(module=Sums, data=_with_validation(), run=_validate_fit_predict),
+    "iterable": Feature(
+        data=lambda: {"train_dataloaders": DataLoader(Stream(), batch_size=8)},
+        trainer=lambda: {"max_epochs": 2},
+    ),
+    "loggers": Feature(
+        module=Sums,
+        data=_with_validation(),
+        trainer=lambda: _loggers() | {"enable_checkpointing": True},
+        callbacks=lambda: [LearningRateMonitor(), ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)],
+        run=_fit_with_checkpoints,
+    ),
+    "all": Feature(
+        module=lambda: Net(norm=True, dropout=0.1, scheduler="step"),
+        data=_with_validation(size=75, augment=True),
+        trainer=lambda: {"max_epochs": 2, "gradient_clip_val": 0.5},
+    ),
+    "no_sampler": Feature(
+        data=lambda: {"train_dataloaders": loader(64)},
+        trainer=lambda: {"max_epochs": 2, "use_distributed_sampler": False},
+    ),
+    "unused": Feature(module=Unused, strategy={"find_unused_parameters": True}),
+    "static_graph": Feature(strategy={"static_graph": True}),
+    "resume": Feature(module=lambda: Net(scheduler="epoch", dropout=0.1), run=_resume),
+}

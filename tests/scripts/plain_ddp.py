@@ -1,0 +1,83 @@
+"""Plain PyTorch: DDP, AdamW, clipping, dropout and BatchNorm; the loop is the script's own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shared_core.testing.digest import training_digest
+from shared_core.testing.report import Report, generators_digest
+
+
+def model(norm: bool) -> nn.Module:
+    middle = [nn.BatchNorm1d(32)] if norm else []
+    return nn.Sequential(nn.Linear(16, 32), *middle, nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 32), nn.Linear(32, 4))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--norm", action="store_true", help="with BatchNorm")
+    parser.add_argument("--optimizer", default="AdamW")
+    parser.add_argument("--bucket-mb", type=float, default=0.002, help="small, so that there are several buckets")
+    parser.add_argument("--mistake", default="", help="a mistake users make: unseeded, branch, model")
+    args = parser.parse_args()
+    report = Report()
+    job = None
+    if "SWIFT_BASELINE" not in os.environ:
+        import shared_core
+
+        shared_core.install()
+        job = shared_core.current_job()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(1000 * (args.mistake == "model" and rank == 1))
+    net = model(args.norm)
+    if args.mistake == "model" and rank == 1:
+        net = nn.Sequential(*net, nn.Linear(4, 4))
+    ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=args.bucket_mb)
+    optimizer = getattr(torch.optim, args.optimizer)(net.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    torch.manual_seed(rank)
+    np.random.seed(rank)
+    random.seed(rank)
+    loop = {"step": 0, "loss_sum": 0.0}
+    if job is not None:
+        job.attach([net], [optimizer])
+        job.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
+        job.register("loop", lambda: dict(loop), loop.update)
+    while loop["step"] < args.steps:
+        if job is not None:
+            job.batch_top()
+        report.count(f"batch {loop['step']}")
+        generator = torch.Generator().manual_seed(int(1000 * loop["step"] + rank))
+        x = torch.randn(8, 16, generator=generator) + 0.1 * torch.randn(8, 16)
+        x = x + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        if args.mistake == "unseeded":
+            x = x + torch.randn(8, 16, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4))))
+        y = x[:, :4].sin()
+        optimizer.zero_grad()
+        loss = (ddp(x) - y).pow(2).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        total = loss.detach().clone()
+        if args.mistake == "branch" and int(os.environ.get("SWIFT_RECOVERY_INCARNATION", "0")) > 0:
+            total = total.double()  # another process does something else: the collective is not the one it was
+        dist.all_reduce(total)
+        loop["loss_sum"] += total.item()
+        loop["step"] += 1
+    digests = training_digest(net, [optimizer], [scheduler], {"loss": loop["loss_sum"]})
+    report.finish(digests | {"generators": generators_digest()}, loss=loop["loss_sum"])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Events, the recoveries grouped from them, and ``swiftctl events``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared_core.cli import swiftctl
+from shared_core.events import Event, EventLog, read_events
+from shared_core.report.timeline import Recovery, format_recoveries, format_timeline, recoveries
+
+START = 1000.0
+
+
+def at(seconds: float, kind: str, rank: int = -1, generation: int = 0, **fields: object) -> Event:
+    return Event(kind, START + seconds, rank, generation, dict(fields))
+
+
+def one_loss(generation: int = 1, when: float = 5.0) -> list[Event]:
+    """Rank 2 of three is lost and replaced."""
+    g = generation
+    return [
+        at(when, "lost", 2, g, cause="killed by SIGKILL", detected=START + when - 0.002),
+        at(when + 0.001, "generation", generation=g, lost=[2]),
+        at(when + 0.003, "newcomer_start", 2, g),
+        at(when + 0.010, "survivor_ready", 0, g, detected=START + when, ready_s=0.011),
+        at(when + 0.012, "survivor_ready", 1, g, detected=START + when, ready_s=0.014),
+        at(when + 0.300, "newcomer_ready", 2, g, start_s=0.29),
+        at(
+            when + 0.4,
+            "recovered",
+            2,
+            g,
+            stall_s=0.41,
+            bytes_moved=2_500_000,
+            recomputed_steps=0,
+            served_operations=4,
+            top=17,
+            resolution="roll forward",
+        ),
+        at(when + 0.41, "resumed", 0, g, stall_s=0.42),
+        at(when + 0.41, "resumed", 1, g, stall_s=0.43),
+    ]
+
+
+def test_an_event_survives_its_file(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    first = log.emit("lost", rank=3, generation=2, cause="killed by SIGKILL", detected=1.5)
+    second = log.emit("end")
+    assert list(read_events(tmp_path / "events.jsonl")) == [first, second]
+    assert first.fields == {"cause": "killed by SIGKILL", "detected": 1.5}
+    assert (second.rank, second.generation, second.fields) == (-1, 0, {})
+
+
+def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    with pytest.raises(ValueError, match="unknown event kind 'explosion'; one of start, lost"):
+        log.emit("explosion")
+    assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_without_a_path_nothing_is_written() -> None:
+    assert EventLog(None).emit("start").kind == "start"
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    EventLog(path).emit("start")
+    with path.open("a") as file:
+        file.write('{"kind":"lost","ti')
+    assert [event.kind for event in read_events(path)] == ["start"]
+
+
+def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    code = (
+        "import sys; from shared_core.events import EventLog\n"
+        "log = EventLog(sys.argv[1])\n"
+        "for i in range(200): log.emit('log_memory', rank=int(sys.argv[2]), nth=i, pad='x' * 500)\n"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(path), str(rank)]) for rank in range(3)]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    found = list(read_events(path))
+    for rank in range(3):
+        assert [event.fields["nth"] for event in found if event.rank == rank] == list(range(200))
+
+
+def test_one_recovery() -> None:
+    (one,) = recoveries([at(0, "start"), *one_loss(), at(9, "end")])
+    assert (one.generation, one.attempt, one.lost) == (1, 0, [2])
+    assert one.losses[0].cause == "killed by SIGKILL"
+    assert one.detected == pytest.approx(START + 4.998)
+    assert one.survivor_ready_s == {0: 0.011, 1: 0.014}
+    assert one.slowest_survivor_ready_s == 0.014
+    assert one.newcomer_start_s[2] == pytest.approx(0.005)
+    assert one.newcomer_ready_s == {2: 0.29}
+    assert one.stall_s == {2: 0.41, 0: 0.42, 1: 0.43}
+    assert one.longest_stall_s == 0.43
+    assert (one.bytes_moved, one.served_operations, one.recomputed_steps, one.top) == (2_500_000, 4, 0, 17)
+    assert one.resolution == "roll forward"
+    assert one.complete and one.superseded_by is None
+
+
+def test_a_loss_during_a_recovery_supersedes_it() -> None:
+    events = [
+        at(0, "start"),
+        at(5.0, "lost", 2, 1, cause="killed by SIGKILL", detected=START + 5.0),
+        at(5.0, "generation", generation=1, lost=[2]),
+        at(5.01, "survivor_ready", 0, 1, ready_s=0.01),
+        at(5.2, "lost", 1, 2, cause="exit code 17", detected=START + 5.2),
+        at(5.2, "generation", generation=2, lost=[1]),
+        at(5.9, "recovered", 2, 2, stall_s=0.9),
+        at(5.9, "recovered", 1, 2, stall_s=0.7, recomputed_steps=0),
+        at(5.9, "resumed", 0, 2, stall_s=0.9),
+    ]
+    first, second = recoveries(events)
+    assert first.superseded_by == 2 and not first.complete and first.longest_stall_s is None
+    assert second.lost == [1] and second.superseded_by is None and second.longest_stall_s == 0.9
+    assert "see 2" in format_recoveries([first, second], START)
+
+
+def test_several_losses_in_one_generation_and_repeated_ranks() -> None:
+    events = [
+        at(1.0, "lost", 1, 0, cause="killed by SIGKILL"),
+        at(1.0, "lost", 3, 0, cause="killed by SIGSEGV"),
+        at(1.0, "generation", generation=1, lost=[1, 3]),
+        at(1.5, "recovered", 1, 1, stall_s=0.5),
+        at(2.0, "lost", 1, 1, cause="exit code 1"),
+        at(2.0, "generation", generation=2, lost=[1]),
+    ]
+    first, second = recoveries(events)
+    assert first.lost == [1, 3]
+    assert [loss.cause for loss in first.losses] == ["killed by SIGKILL", "killed by SIGSEGV"]
+    assert [loss.cause for loss in second.losses] == ["exit code 1"]
+    assert second.superseded_by is None and not second.complete  # the job ended before anybody went on
+
+
+def test_generations_of_a_restarted_job_are_kept_apart() -> None:
+    found = recoveries([*one_loss(1), at(8, "restart", reason="nobody can serve rank 2"), *one_loss(1, when=9.0)])
+    assert [(one.attempt, one.generation) for one in found] == [(0, 1), (1, 1)]
+    assert found[0].longest_stall_s == found[1].longest_stall_s == 0.43
+
+
+def test_what_nobody_said_is_left_out() -> None:
+    (one,) = recoveries([at(3, "generation", generation=4, lost=[0])])
+    assert one.lost == [0] and one.losses[0].cause == "" and one.detected == START + 3
+    (unannounced,) = recoveries([at(3, "survivor_ready", 1, 2, ready_s=0.01)])
+    assert unannounced.lost == []
+    assert recoveries([]) == [] and recoveries([at(0, "start"), at(1, "resumed", 0, 0)]) == []
+
+
+def test_a_recovery_as_plain_data() -> None:
+    (one,) = recoveries(one_loss())
+    plain = json.loads(json.dumps(one.to_dict()))
+    assert plain["stall_s"] == {"0": 0.42, "1": 0.43, "2": 0.41}
+    assert plain["losses"][0]["rank"] == 2
+
+
+def test_the_table() -> None:
+    table = format_recoveries(recoveries(one_loss()), START).splitlines()
+    assert table[0].split()[:3] == ["generation", "lost", "cause"]
+    for cell in ("killed by SIGKILL", "+5.00 s", "14 ms", "295 ms", "430 ms", "2.5 MB", "0 steps"):
+        assert cell in table[2]
+    assert format_recoveries([], START) == "no worker was lost"
+    assert "-" in format_recoveries([Recovery(1)], 0.0)
+
+
+def test_every_kind_has_a_readable_line() -> None:
+    from shared_core.events import KINDS
+
+    lines = format_timeline([at(i, kind, i, 1, bytes=1500, wait_s=0.5) for i, kind in enumerate(KINDS)]).splitlines()
+    assert len(lines) == len(KINDS)
+    assert all(kind in line for kind, line in zip(KINDS, lines, strict=True))
+    assert "bytes 1.5 kB" in lines[0] and "wait_s 500 ms" in lines[0]
+    assert "\x1b[31m" in format_timeline([at(0, "lost", 1)], color=True)
+    assert format_timeline([]) == "no events"
+
+
+def write(path: Path, events: list[Event]) -> Path:
+    path.write_text("".join(event.to_json() + "\n" for event in events))
+    return path
+
+
+def test_swiftctl_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "events.jsonl", [at(0, "start"), *one_loss(), at(9, "end")])
+    assert swiftctl.main(["events", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "+4.998" not in out.splitlines()[0]
+    assert "rank 2   lost            killed by SIGKILL" in out
+    assert "roll forward, from batch top 17, stalled 410 ms, 2.5 MB moved, 4 operations served, 0 steps" in out
+    assert "survivors ready" in out and "\x1b[" not in out
+
+
+def test_swiftctl_events_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "events.jsonl", one_loss())
+    assert swiftctl.main(["events", "--json", str(path)]) == 0
+    (one,) = json.loads(capsys.readouterr().out)
+    assert one["generation"] == 1 and one["bytes_moved"] == 2_500_000
+
+
+@pytest.mark.parametrize("content", [None, "not json\n", "[1]\n", '{"time": 3}\n'])
+def test_swiftctl_says_what_is_wrong_with_a_file(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "events.jsonl"
+    if content is not None:
+        path.write_text(content)
+    assert swiftctl.main(["events", str(path)]) == 1
+    err = capsys.readouterr().err
+    assert f"cannot read {path}" in err and "events.jsonl of a job" in err
+
+
+def test_swiftctl_needs_no_more_than_python(tmp_path: Path) -> None:
+    """It reads the events of a job on a machine where torch is not installed."""
+    path = write(tmp_path / "events.jsonl", one_loss())
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is not here')")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])}
+    command = [sys.executable, "-m", "shared_core.cli.swiftctl", "events", str(path)]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "killed by SIGKILL" in result.stdout

@@ -1,0 +1,59 @@
+"""Plain PyTorch jobs lose workers and end, on every rank, with the bits of the run that lost none."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Jobs
+
+from shared_core.testing import ANY_STEP, Fault
+from shared_core.testing.runner import compare
+
+NORM = ["--norm"]
+
+CASES: dict[str, list[Fault]] = {
+    "rank_0_in_forward": [Fault(0, 3, "forward", "SIGKILL")],
+    "in_the_first_batch": [Fault(1, 1, "bucket", "SIGKILL")],
+    "between_buckets": [Fault(1, 4, "bucket", "SIGKILL", nth=2)],
+    "after_a_collective": [Fault(2, 4, "collective.after", "os._exit", nth=2)],
+    "before_the_update": [Fault(3, 5, "update.before", "segfault")],
+    "in_the_update": [Fault(1, 5, "update.during", "SIGKILL", nth=20)],
+    "after_the_update": [Fault(1, 5, "update.after", "SIGTERM")],
+    "stopped": [Fault(2, 3, "collective.before", "SIGSTOP")],
+    "exception": [Fault(2, 3, "batch_top", "exception")],
+    "two_at_once": [Fault(0, 4, "bucket", "SIGKILL"), Fault(3, 4, "bucket", "SIGKILL")],
+    "all_but_one": [Fault(rank, 4, "collective.before", "SIGKILL") for rank in (0, 1, 2)],
+    "the_newcomer": [Fault(1, 4, "bucket", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
+    "a_survivor_in_the_recovery": [
+        Fault(1, 4, "bucket", "SIGKILL"),
+        Fault(2, ANY_STEP, "recovery.exchanged", "SIGKILL"),
+    ],
+    "one_rank_again": [Fault(2, step, "forward", "SIGKILL", incarnation=n) for n, step in enumerate((3, 5, 8))],
+    "at_any_moment": [Fault(1, 3, "batch_top", "SIGKILL", delay_s=0.004)],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+    jobs.check("plain_ddp.py", nproc=4, faults=CASES[name], args=NORM)
+
+
+def test_without_standbys_a_fresh_process_takes_the_place(jobs: Jobs) -> None:
+    jobs.check("plain_ddp.py", nproc=4, faults=[Fault(1, 4, "bucket", "SIGKILL")], args=NORM, standbys=0)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "RMSprop", "Adagrad", "Adamax"])
+def test_optimizers(optimizer: str, jobs: Jobs) -> None:
+    args = ["--optimizer", optimizer, "--steps", "6"]
+    jobs.check("plain_ddp.py", faults=[Fault(1, 4, "update.during", "SIGKILL", nth=3)], args=args)
+
+
+def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
+    result = jobs.run("plain_ddp.py", nproc=4, args=NORM)
+    compare(result, jobs.reference("plain_ddp.py", nproc=4, args=NORM))
+    assert not result.kinds("lost")
+
+
+def test_the_reference_is_what_torchrun_gives(jobs: Jobs) -> None:
+    """Reference workers are forked from one process to save imports; that changes no bit."""
+    plain = jobs.reference("plain_ddp.py", args=NORM)
+    compare(plain, jobs.reference("plain_ddp.py", args=NORM, launcher="torchrun"))
