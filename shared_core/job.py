@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shared_core.cluster import worker
 from shared_core.comm import Runtime
@@ -40,6 +41,7 @@ from shared_core.recovery.updates import Updates
 from shared_core.testing import inject
 
 Capture = Callable[[], Any]
+Records = Sequence[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
 Restore = Callable[[Any], None]
 
 #: Tops without a recovery point until pending gradients are published along with the top.
@@ -47,6 +49,7 @@ _MAX_DEFERRED = 16
 #: Tops in which DDP may settle its buckets without a recovery point.
 _BUCKET_TOPS = 3
 _BUCKETS = "ddp buckets"
+_OUTPUTS = "swift.outputs"
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,9 @@ class Job:
         self._backwards = 0
         self._graph = -1
         self._mutations = -1
+        self._outputs: list[list[Any]] = []
+        self._handles: list[Any] = []
+        self._buffers: list[torch.Tensor] = []
         self._recovered: deque[dict[str, Any]] = deque()
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._stalled_since: float | None = None
@@ -164,6 +170,9 @@ class Job:
                     "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which a newcomer does not run: "
                     "leave static_graph off, or use find_unused_parameters=True"
                 )
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [ddp.register_forward_hook(self._after_forward) for ddp in self._ddps]
         self._settled.clear()
         self._eligible_tops = 0
         replicated = Replicated(modules, optimizers)
@@ -175,7 +184,7 @@ class Job:
         self.register("swift.buffers", lambda: list(buffers), lambda values: _restore_buffers(buffers, values), forward_mutated=True)
         self.register("swift.hyperparameters", lambda: _hyperparameters(optimizers), lambda values: _set_hyperparameters(optimizers, values))
         if optimizers and os.environ.get("SWIFT_FAULTS") and modules:
-            modules[0].register_forward_hook(lambda *_: inject.point("forward"))
+            self._handles.append(modules[0].register_forward_hook(lambda *_: inject.point("forward")))
 
     def register(self, name: str, capture: Capture, restore: Restore, *, forward_mutated: bool = False) -> None:
         """Register rank-local state.
@@ -208,6 +217,7 @@ class Job:
             return True
         self.tops += 1
         self._progress.top(self.tops)
+        self._updates.next_batch()
         if accumulating or self._unsettled():
             return False
         grads = None
@@ -307,6 +317,8 @@ class Job:
 
     def _publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
         parts = self._capture(lambda part: True)
+        parts["swift.eligible"] = self._eligible_tops
+        parts["swift.images"] = self._updates.keeps_images
         if grads is not None:
             parts["swift.gradients"] = grads
         runtime = self._runtime
@@ -329,7 +341,7 @@ class Job:
             stable = runtime.stable
         self._board.drop_before(stable)
         self._updates.at_top()
-        self._backwards, self._graph = 0, -1
+        self._backwards, self._graph, self._outputs = 0, -1, []
         self._compare_replicas()
         if kind == "batch" and self._checkpoints.due(self.tops):
             self._checkpoints.write(top, parts, self._updates, self._board)
@@ -352,12 +364,13 @@ class Job:
         if number is None:
             return
         self._settled.add(number)
-        entry = self._entry
-        op.future.add_done_callback(lambda _: self._board.record((entry, _BUCKETS, str(number), len(op.results[0])), op.results))
+        key = (self._entry, _BUCKETS, str(number))
+        tops = self.tops
+        op.future.add_done_callback(lambda _: self._board.record((*key, tops), op.results))
 
     def _before_bucket(self) -> None:
-        """DDP hands over a gradient bucket: forward is done. Publish what forward changed, or, in a newcomer that computed with newer parameters, put back
-        what its predecessor had."""
+        """DDP hands over a gradient bucket: forward is done. Publish what forward changed and returned, or, in a newcomer that computed with newer
+        parameters, put back what its predecessor had."""
         inject.point("bucket")
         if self.joining or self._updates.keeps_images:
             return
@@ -370,13 +383,40 @@ class Job:
         self._graph, self._mutations = graph, mutations
         number = self._backwards - 1
         if self._updates.exact:
-            self._board.publish_mid(self._runtime.top, number, self._capture(lambda part: part.forward_mutated))
-            return
-        parts = self._board.read_mid(self._runtime.top, number)
-        if parts is not None:
-            self._restore(parts)
+            parts = self._capture(lambda part: part.forward_mutated)
+            parts[_OUTPUTS] = self._outputs
+            self._board.publish_mid(self._runtime.top, number, parts)
+        else:
+            recorded = self._board.read_mid(self._runtime.top, number)
+            if recorded is not None:
+                self._restore(recorded)
+        self._outputs = []
 
-    _buffers: list[torch.Tensor] = []
+    def _after_forward(self, ddp: nn.Module, args: Any, output: Any) -> Any:
+        """Forward of a DDP module is done. Its output is all that flows from the parameters to the user's code; it is published with the next bucket, so
+        that a newcomer whose parameters are already newer can go on with what its predecessor saw."""
+        if not torch.is_grad_enabled() or self.joining or self._updates.keeps_images:
+            return None
+        leaves, layout = tree_flatten(output)
+        if self._updates.exact:
+            self._outputs.append([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf if _plain(leaf) else None for leaf in leaves])
+            size = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
+            # Judged by the first batch only, because all ranks must come to the same answer.
+            if self.tops <= 1 and self._updates.replicated is not None and 2 * size > max(self._updates.replicated.nbytes, 1 << 20):
+                self._updates.keep_images()  # outputs are larger than the parameters: from the next batch on, keep those instead
+            return None
+        recorded = self._board.read_mid(self._runtime.top, self._backwards)
+        outputs = recorded[_OUTPUTS] if recorded is not None else []
+        place = len(self._outputs)
+        self._outputs.append([])
+        if place >= len(outputs):
+            return None
+        for index, (leaf, value) in enumerate(zip(leaves, outputs[place], strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                leaf.data.copy_(value)
+            elif value is not None:
+                leaves[index] = value
+        return tree_unflatten(leaves, layout)
 
     # -- joining ----------------------------------------------------------------------------------------------------------
 
@@ -415,7 +455,7 @@ class Job:
         assert top is not None
         self._updates.load(top.version, received.description, received.tensors)
         parts = self._board.read_top(top.index)
-        self._settle_buckets(self._board.records())
+        self._settle_buckets(self._board.records(), top)
         self._take_place(top, parts)
         self._announce(received, joined_s=time.time() - started)
 
@@ -423,7 +463,7 @@ class Job:
         restored = self._restored
         assert restored is not None
         self._updates.load(restored.top.version, restored.description, restored.tensors)
-        self._settle_buckets(restored.records)
+        self._settle_buckets(restored.records, restored.top)
         self._take_place(restored.top, restored.parts)
         self._restored = None
         console(f"rank {self.rank}: continues from the checkpoint at batch top {restored.top.index}")
@@ -436,6 +476,8 @@ class Job:
         for index, grad in parts.get("swift.gradients", {}).items():
             assert self._updates.replicated is not None
             self._updates.replicated.parameters[index].grad = grad
+        self._eligible_tops = parts.get("swift.eligible", 0)
+        self._updates.resume_images(parts.get("swift.images", False))
         inject.set_step(self.tops)
         self._progress.top(self.tops)
 
@@ -446,14 +488,10 @@ class Job:
         if "swift.random" in parts:
             _set_random_state(parts["swift.random"])
 
-    def _settle_buckets(self, records: dict[tuple[int, str, str, int], list[torch.Tensor]]) -> None:
-        """Give DDP the buckets that were agreed on, without a backward: the broadcasts of that agreement are served from the record."""
+    def _settle_buckets(self, records: Records, top: Top) -> None:
+        """Give DDP the buckets that were agreed on before ``top``, without a backward: the broadcasts of that agreement are served from the record."""
         for number, ddp in enumerate(self._ddps):
-            agreed = [
-                results
-                for key, results in records.items()
-                if key[0] == self._entry and key[1] == _BUCKETS and key[2] == str(number)
-            ]
+            agreed = [results for (entry, kind, which, tops), results in records if (entry, kind, which) == (top.entry, _BUCKETS, str(number)) and tops < top.index]
             if not agreed:
                 continue
             self._runtime.scripted.extend(agreed)
@@ -568,6 +606,10 @@ def minority(sums: Sequence[Sequence[int]]) -> tuple[list[int], int] | None:
     if 2 * len(votes[best]) > len(sums):
         return sorted(rank for each, ranks in votes.items() if each != best for rank in ranks), place
     return [], place
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _hyperparameters(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:

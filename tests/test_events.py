@@ -30,19 +30,18 @@ def one_loss(generation: int = 1, when: float = 5.0) -> list[Event]:
         at(when + 0.003, "newcomer_start", 2, g),
         at(when + 0.010, "survivor_ready", 0, g, detected=START + when, ready_s=0.011),
         at(when + 0.012, "survivor_ready", 1, g, detected=START + when, ready_s=0.014),
-        at(when + 0.300, "newcomer_ready", 2, g, start_s=0.29),
         at(
-            when + 0.4,
+            when + 0.300,
             "recovered",
-            2,
+            0,
             g,
-            stall_s=0.41,
-            bytes_moved=2_500_000,
+            stall_s=0.302,
             recomputed_steps=0,
-            served_operations=4,
-            top=17,
-            resolution="roll forward",
+            resolution="replica",
+            bytes_moved=500_000,
         ),
+        at(when + 0.310, "newcomer_ready", 2, g, joined_s=0.1, bytes_moved=2_000_000, served_operations=4, top=17),
+        at(when + 0.310, "recovered", 1, g, stall_s=0.304, recomputed_steps=0, resolution="replica", bytes_moved=0),
         at(when + 0.41, "resumed", 0, g, stall_s=0.42),
         at(when + 0.41, "resumed", 1, g, stall_s=0.43),
     ]
@@ -98,11 +97,12 @@ def test_one_recovery() -> None:
     assert one.survivor_ready_s == {0: 0.011, 1: 0.014}
     assert one.slowest_survivor_ready_s == 0.014
     assert one.newcomer_start_s[2] == pytest.approx(0.005)
-    assert one.newcomer_ready_s == {2: 0.29}
-    assert one.stall_s == {2: 0.41, 0: 0.42, 1: 0.43}
+    assert one.newcomer_ready_s == {2: pytest.approx(0.312)}
+    assert one.user_start_s == {2: pytest.approx(0.207)}
+    assert one.stall_s == {0: 0.42, 1: 0.43}
     assert one.longest_stall_s == 0.43
     assert (one.bytes_moved, one.served_operations, one.recomputed_steps, one.top) == (2_500_000, 4, 0, 17)
-    assert one.resolution == "roll forward"
+    assert one.resolution == "replica"
     assert one.complete and one.superseded_by is None
 
 
@@ -157,14 +157,14 @@ def test_what_nobody_said_is_left_out() -> None:
 def test_a_recovery_as_plain_data() -> None:
     (one,) = recoveries(one_loss())
     plain = json.loads(json.dumps(one.to_dict()))
-    assert plain["stall_s"] == {"0": 0.42, "1": 0.43, "2": 0.41}
+    assert plain["stall_s"] == {"0": 0.42, "1": 0.43}
     assert plain["losses"][0]["rank"] == 2
 
 
 def test_the_table() -> None:
     table = format_recoveries(recoveries(one_loss()), START).splitlines()
     assert table[0].split()[:3] == ["generation", "lost", "cause"]
-    for cell in ("killed by SIGKILL", "+5.00 s", "14 ms", "295 ms", "430 ms", "2.5 MB", "0 steps"):
+    for cell in ("killed by SIGKILL", "+5.00 s", "14 ms", "312 ms", "430 ms", "2.5 MB", "0 steps"):
         assert cell in table[2]
     assert format_recoveries([], START) == "no worker was lost"
     assert "-" in format_recoveries([Recovery(1)], 0.0)
@@ -192,7 +192,8 @@ def test_swiftctl_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     out = capsys.readouterr().out
     assert "+4.998" not in out.splitlines()[0]
     assert "rank 2   lost            killed by SIGKILL" in out
-    assert "roll forward, from batch top 17, stalled 410 ms, 2.5 MB moved, 4 operations served, 0 steps" in out
+    assert "replica, stalled 302 ms, 500.0 kB moved, 0 steps recomputed" in out
+    assert "from batch top 17, 2.0 MB moved, 4 operations served\n" in out
     assert "survivors ready" in out and "\x1b[" not in out
 
 

@@ -125,7 +125,7 @@ def execute(run: Run, launcher: Sequence[str], strategy: str, steps: int, env: M
 
 
 class Progress:
-    """One line that is kept up to date on a terminal, and written now and then elsewhere; losses and recoveries between."""
+    """Losses and recoveries as they come, and a line kept up to date on a terminal, written now and then elsewhere."""
 
     def __init__(self, run: Run, steps: int, begin: float) -> None:
         self.run, self.steps, self.begin = run, steps, begin
@@ -255,12 +255,11 @@ def main() -> int:
     env = {
         FAULTS: dumps([fault for strike in strikes for fault in strike.faults]),
         STRUCK: str(faulty.out / "struck.jsonl"),
-        "SWIFT_RECOVERY_EVENTS": str(faulty.out / "events.jsonl"),
     }
-    swift = ["shared_core.cli.swiftrun", f"--nproc-per-node={WORKERS}", "--standbys=1"]
+    path = faulty.out / "events.jsonl"
+    swift = ["shared_core.cli.swiftrun", f"--nproc-per-node={WORKERS}", f"--events={path}"]
     execute(faulty, swift, "swift_ddp", options.steps, env)
 
-    path = faulty.out / "events.jsonl"
     events = list(read_events(path)) if path.exists() else []
     found = recoveries(events)
     outages = chains(found)

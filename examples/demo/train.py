@@ -14,10 +14,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from model import CONTEXT, byte_gpt2
 from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel
-
-CONTEXT = 128
 
 
 class Windows(Dataset[torch.Tensor]):
@@ -50,21 +48,7 @@ class ByteGPT(pl.LightningModule):
     def __init__(self, steps: int) -> None:
         super().__init__()
         self.steps = steps
-        self.model = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=256,
-                n_positions=CONTEXT,
-                n_embd=128,
-                n_layer=6,
-                n_head=4,
-                resid_pdrop=0.1,
-                embd_pdrop=0.1,
-                attn_pdrop=0.1,
-                bos_token_id=0,
-                eos_token_id=0,
-                use_cache=False,
-            )
-        )
+        self.model = byte_gpt2()
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = self.model(input_ids=batch, labels=batch).loss
@@ -127,6 +111,7 @@ def main() -> None:
     trainer.fit(model, train, val)
     report = {"rank": trainer.global_rank, "steps": trainer.global_step, "hash": fingerprint(model, trainer.optimizers)}
     (options.out / f"rank{trainer.global_rank}.json").write_text(json.dumps(report))
+    trainer.strategy.barrier()  # nobody leaves while another still needs it
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shared_core.cluster import preload
-from shared_core.cluster.standby import Standby, clean_env
+from shared_core.cluster.standby import Preload, Standby, clean_env
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, SwiftError
 
@@ -290,7 +290,7 @@ def _start_early(argv: Sequence[str]) -> Standby | None:
     if os.environ.get("PET_STANDBYS") == "0":
         return None
     standby = Standby(clean_env(os.environ))
-    standby.preload(preload.ALWAYS, more=True)
+    standby.preload(Preload(preload.ALWAYS), more=True)
     return standby
 
 

@@ -7,6 +7,7 @@ program, and both look like ``python script.py`` started by torchrun.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import io
 import os
 import runpy
@@ -46,7 +47,13 @@ def enter(request: StartRequest, *, forked: bool) -> None:
         _freshen(request)
     # First registered, so last to run: everything else that ends a worker still has its peers.
     atexit.register(worker.say_done_and_wait)
-    _run(request)
+    try:
+        _run(request)
+    except SystemExit as end:
+        if end.code in (None, 0):
+            worker.get_ready_to_say_done()
+        raise
+    worker.get_ready_to_say_done()
 
 
 def _detach(request: StartRequest) -> None:
@@ -86,9 +93,10 @@ def _freshen(request: StartRequest) -> None:
         random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
-    # torch's default generator has a fixed seed in a fresh process and the zygote drew nothing from it: left as it is.
-    if (torch := sys.modules.get("torch")) is not None and request.threads > 1:
-        torch.set_num_threads(request.threads)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()  # of the processor only: those of devices begin with a fixed seed
+        if request.threads > 1:
+            torch.set_num_threads(request.threads)
     rank = int(request.env["RANK"])
     for name in (
         "lightning_utilities.core.rank_zero",
@@ -109,10 +117,7 @@ def _run(request: StartRequest) -> None:
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    handler = get_error_handler()
-    handler.initialize()
+    faulthandler.enable(all_threads=True)
     try:
         if request.mode == "module":
             _set_first_path(os.getcwd())
@@ -132,8 +137,12 @@ def _run(request: StartRequest) -> None:
         raise
     except Exception as error:
         worker.mark_failed()
-        handler.record_exception(error)
-        _print_exception(error, target)
+        error.__traceback__ = _user_frames(error.__traceback__)
+        # as torchelastic's @record does
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+        _print_exception(error)
         raise SystemExit(1) from None
 
 
@@ -153,14 +162,18 @@ def _exec_script(path: str, main: types.ModuleType) -> None:
     exec(code, main.__dict__)
 
 
-def _print_exception(error: Exception, target: str) -> None:
-    """What the interpreter prints for an uncaught exception, without the launcher's own frames."""
-    trace = error.__traceback__
+def _user_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback without the launcher's own frames at its outer end."""
     while trace is not None and trace.tb_next is not None and _ours(trace):
         trace = trace.tb_next
-    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    return trace
+
+
+def _print_exception(error: Exception) -> None:
+    """What the interpreter does about an uncaught exception."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     try:
-        sys.excepthook(type(error), error, trace)
+        sys.excepthook(type(error), error, error.__traceback__)
     except Exception:
         traceback.print_exception(error)
 

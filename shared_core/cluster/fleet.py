@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 
 from shared_core.cluster import process
 from shared_core.cluster.request import StartRequest
-from shared_core.cluster.standby import Standby, start_fresh
+from shared_core.cluster.standby import Preload, Standby, start_fresh
 
 #: A standby that does not answer a request for so long is replaced, in seconds.
 ANSWER_TIMEOUT_S = 10.0
 #: Standbys that die before they are ready, in a row, until they are given up.
 GIVE_UP_AFTER = 2
+#: Cause of death of a worker that is no longer wanted.
+CANCELLED = "cancelled"
 
 
 @dataclass
@@ -56,7 +58,7 @@ class Fleet:
         selector: the agent's; pidfds and standbys are registered there with data ``None`` (being woken is all that counts).
         standbys: how many zygotes to keep; 0 starts every worker in a fresh interpreter.
         standby_env: environment of a zygote.
-        modules: what a zygote imports.
+        preload: what a zygote is told.
         say: prints a line for the user.
         early: a zygote that was started before, to save time; it is told the modules here.
     """
@@ -66,7 +68,7 @@ class Fleet:
         selector: selectors.BaseSelector,
         standbys: int,
         standby_env: dict[str, str],
-        modules: list[str],
+        preload: Preload,
         say: Callable[[str], None],
         early: Standby | None = None,
     ) -> None:
@@ -74,7 +76,7 @@ class Fleet:
         self._selector = selector
         self._wanted_standbys = standbys
         self._standby_env = standby_env
-        self._modules = modules
+        self._preload = preload
         self._say = say
         self._standbys: list[Standby] = []
         self._starting: dict[int, LiveWorker] = {}
@@ -99,7 +101,7 @@ class Fleet:
             self._register(standby.fileno())
             if standby.pidfd is not None:
                 self._register(standby.pidfd)
-            standby.preload(self._modules)
+            standby.preload(self._preload)
 
     def start(self, worker: LiveWorker) -> None:
         """Start a worker now: from a standby, once one is ready, or fresh where there is none. :meth:`started` yields it."""
@@ -149,7 +151,7 @@ class Fleet:
         """Forget workers that have no process yet; one that a zygote is just forking is killed when it is heard of."""
         self._waiting.clear()
         for worker in self._starting.values():
-            worker.cause = "cancelled"
+            worker.cause = CANCELLED
 
     @property
     def starting(self) -> bool:

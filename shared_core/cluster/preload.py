@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import io
 import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-ALWAYS = (
-    "torch",
-    "torch.distributed",
-    "torch.distributed.elastic.multiprocessing.errors",
-    "torch._dynamo",  # the first optimizer imports it, which takes about a second
-    "shared_core",
-    "shared_core.cluster.entry",
-)
-#: Module to import -> names whose mention in a script says that the job imports it.
+#: Every worker needs these.
+ALWAYS = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors", "shared_core")
+_LIGHTNING = ("lightning", "lightning_swift")
+#: Module to import -> names whose mention in a script says that the job will import it.
 HEAVY: dict[str, tuple[str, ...]] = {
-    "lightning.pytorch": ("lightning", "lightning_swift"),
-    "lightning.fabric": ("lightning", "lightning_swift"),
+    # the first optimizer imports it, which takes about a second
+    "torch._dynamo": ("torch", "lightning", "pytorch_lightning", "transformers", "accelerate"),
+    "torch.distributed.algorithms.ddp_comm_hooks": (
+        *_LIGHTNING,
+        "pytorch_lightning",
+        "accelerate",
+        "DistributedDataParallel",
+    ),
+    "lightning.pytorch": _LIGHTNING,
+    "fsspec.implementations.chained": (*_LIGHTNING, "pytorch_lightning"),
     "pytorch_lightning": ("pytorch_lightning",),
-    "torchmetrics": ("torchmetrics", "lightning", "lightning_swift", "pytorch_lightning"),
+    "torchmetrics": ("torchmetrics", *_LIGHTNING, "pytorch_lightning"),
     "lightning_swift": ("lightning_swift",),
     "accelerate": ("accelerate", "accelerate_swift"),
     "accelerate_swift": ("accelerate_swift",),
-    "transformers": ("transformers",),
-    "torchvision": ("torchvision",),
-    "torchaudio": ("torchaudio",),
-    "datasets": ("datasets",),
-    "numpy": ("numpy", "lightning", "transformers"),
-    "pandas": ("pandas",),
-    "scipy": ("scipy",),
-    "sklearn": ("sklearn",),
-    "timm": ("timm",),
     "torch.utils.tensorboard": ("tensorboard", "TensorBoardLogger"),
 }
+#: Packages of which a zygote imports exactly what the script names; others may do at import what only a worker should.
+KNOWN = frozenset(
+    "torch numpy scipy pandas sklearn timm datasets tokenizers transformers diffusers peft torchvision torchaudio torchmetrics "
+    "lightning pytorch_lightning accelerate".split()
+)
+
+
+@dataclass
+class _Mentions:
+    words: set[str] = field(default_factory=set)
+    imports: dict[str, None] = field(default_factory=dict)
 
 
 def find_script(target: str, *, module: bool) -> Path | None:
@@ -51,7 +59,7 @@ def find_script(target: str, *, module: bool) -> Path | None:
 
 
 def modules_for(script: Path | None, extra: Iterable[str] = ()) -> list[str]:
-    """Modules that a zygote for ``script`` imports, in order and without repeats.
+    """What a zygote for ``script`` imports, in order and without repeats: ``module`` or ``module:attribute``.
 
     Args:
         script: the user's source file, if there is one.
@@ -59,44 +67,65 @@ def modules_for(script: Path | None, extra: Iterable[str] = ()) -> list[str]:
     """
     chosen = list(ALWAYS)
     if script is not None:
-        words = _words_around(script)
-        chosen += [module for module, names in HEAVY.items() if words.intersection(names)]
+        found = _look_around(script)
+        chosen += [module for module, names in HEAVY.items() if found.words.intersection(names)]
+        chosen += found.imports
     chosen += extra
     return list(dict.fromkeys(chosen))
 
 
-def _words_around(script: Path, limit: int = 30) -> set[str]:
-    """Names in the script and in the modules beside it that it mentions."""
-    words: set[str] = set()
+def installed(modules: Sequence[str]) -> list[str]:
+    """Those whose outermost package can be found; nothing is imported."""
+    found = []
+    for name in modules:
+        try:
+            if importlib.util.find_spec(name.partition(":")[0].partition(".")[0]) is not None:
+                found.append(name)
+        except (ImportError, ValueError):
+            continue
+    return found
+
+
+def load(name: str) -> None:
+    """Import ``module``, or ``module:attribute`` (which packages with lazy attributes then import)."""
+    module, _, attribute = name.partition(":")
+    loaded = importlib.import_module(module)
+    if attribute and not hasattr(loaded, attribute):
+        importlib.import_module(f"{module}.{attribute}")
+
+
+def _look_around(script: Path, limit: int = 30) -> _Mentions:
+    """Mentions in the script and in the modules beside it that it mentions."""
+    found = _Mentions()
     todo, seen = [script], {script}
     while todo and len(seen) <= limit:
-        found = _words(todo.pop())
-        words |= found
-        for name in found:
+        words, imports = _mentions(todo.pop())
+        found.words |= words
+        found.imports |= dict.fromkeys(imports)
+        for name in sorted(words):
             for near in (script.parent / f"{name}.py", script.parent / name / "__init__.py"):
                 if near not in seen and near.is_file():
                     seen.add(near)
                     todo.append(near)
-    return words
+    return found
 
 
-def _words(script: Path) -> set[str]:
-    """Names in a source file; comments and strings do not count."""
+def _mentions(script: Path) -> tuple[set[str], list[str]]:
+    """Names in a source file, not in comments or strings, and what it imports of :data:`KNOWN`."""
     try:
         source = script.read_bytes()
-        return {token.string for token in tokenize.tokenize(io.BytesIO(source).readline) if token.type == tokenize.NAME}
-    except (OSError, SyntaxError, tokenize.TokenError, UnicodeDecodeError):
-        return set()
+        tokens = tokenize.tokenize(io.BytesIO(source).readline)
+        words = {token.string for token in tokens if token.type == tokenize.NAME}
+        tree = ast.parse(source)
+    except (OSError, SyntaxError, ValueError, tokenize.TokenError):
+        return set(), []
+    return words, list(_imports(tree))
 
 
-def installed(modules: Sequence[str]) -> list[str]:
-    """Those that can be found without importing more than their parent packages' specs."""
-    found = []
-    for name in modules:
-        try:
-            root = importlib.util.find_spec(name.partition(".")[0])
-        except (ImportError, ValueError):
-            root = None
-        if root is not None:
-            found.append(name)
-    return found
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] in KNOWN)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            if node.module.partition(".")[0] in KNOWN:
+                yield from (node.module if alias.name == "*" else f"{node.module}:{alias.name}" for alias in node.names)

@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from shared_core.cluster import entry, process
@@ -34,6 +35,19 @@ def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
         env["PYTHONHASHSEED"] = "0"
     env.pop("TORCHELASTIC_ERROR_FILE", None)
     return env
+
+
+@dataclass(frozen=True)
+class Preload:
+    """What a zygote is told.
+
+    Attributes:
+        modules: to import.
+        job_dir: folder to remove if the agent is killed.
+    """
+
+    modules: tuple[str, ...]
+    job_dir: str = ""
 
 
 class Standby:
@@ -70,9 +84,9 @@ class Standby:
         """Readable when the zygote has answered."""
         return self._channel.fileno()
 
-    def preload(self, modules: Sequence[str], *, more: bool = False) -> None:
+    def preload(self, what: Preload, *, more: bool = False) -> None:
         """Tell it what to import; with ``more`` it is not ready afterwards, because another call follows."""
-        self._send(json.dumps({"preload": list(modules), "more": more}))
+        self._send(json.dumps({"preload": what.modules, "job_dir": what.job_dir, "more": more}))
 
     def start(self, request: StartRequest) -> None:
         """Ask for a worker; the pid comes with :meth:`answers`."""

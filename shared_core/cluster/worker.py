@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, WaitTimeout
+from shared_core.events import console
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
 STORE = "SWIFT_RECOVERY_STORE"
@@ -122,7 +123,7 @@ def connect_store(timeout_s: float = 60.0, where: WorkerEnv | None = None) -> TC
     Raises:
         WaitTimeout: if the agent cannot be reached.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     here = env() if where is None else where
     try:
@@ -206,6 +207,11 @@ def mark_failed() -> None:
     _failed = True
 
 
+def get_ready_to_say_done() -> None:
+    """Import what a goodbye needs while that is possible: at exit, Python lets no module register its own exit handlers."""
+    import torch.distributed  # noqa: F401
+
+
 def say_done_and_wait() -> None:
     """Say goodbye, then wait for the agent's ``release``: until then this process' other threads go on serving its peers.
 
@@ -219,8 +225,9 @@ def say_done_and_wait() -> None:
     try:
         store = connect_store(where=here)
         tell(store, f"done/{here.rank}", {"pid": os.getpid(), "time": time.time()}, prefix=here.prefix)
-    except (RuntimeError, WaitTimeout):
-        return  # the agent is gone, and with it this process in an instant
+    except (RuntimeError, WaitTimeout) as error:
+        console(f"rank {here.rank} could not say goodbye: {error}")
+        return
     with suppress(RuntimeError):
         store.wait([here.prefix + "release"], timedelta(seconds=FOREVER_S))
         if store.check([here.prefix + "stop"]):

@@ -10,17 +10,18 @@ the zygote exits.
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
 import time
 import warnings
+from contextlib import suppress
 from typing import Any
 
-from shared_core.cluster import entry, process
+from shared_core.cluster import entry, preload, process
 from shared_core.cluster.request import StartRequest
 
 #: Read when a library is loaded: with more than one thread, it starts them there and then, and a fork would lose them.
@@ -34,15 +35,38 @@ SINGLE_THREADED = {
 }
 
 
+class _Orphan:
+    """What is left to do for an agent that was killed: its end closes the channel, and the kernel sends SIGTERM."""
+
+    pid = 0
+    agent = 0
+    job_dir = ""
+
+    @classmethod
+    def end(cls) -> None:
+        if cls.job_dir:
+            shutil.rmtree(cls.job_dir, ignore_errors=True)
+        os._exit(0)  # exit handlers of imported modules belong to the workers
+
+    @classmethod
+    def on_sigterm(cls, _number: int, _frame: object) -> None:
+        if os.getpid() == cls.pid:  # not in a worker that was forked an instant ago
+            if os.getppid() != cls.agent:
+                cls.end()
+            os._exit(1)
+
+
 def serve(channel: socket.socket) -> StartRequest | None:
     """Answer the agent until it closes the channel; returns only in a process that is to become a worker, and at the end (None)."""
     stream = channel.makefile("rb")
+    report: dict[str, Any] = {"ready": True, "seconds": 0.0, "failed": {}}
     for line in stream:
         message = json.loads(line)
         if "preload" in message:
-            report = _preload(message["preload"])
+            _Orphan.job_dir = message["job_dir"]
+            _preload(message["preload"], report)
             if not message.get("more"):
-                _answer(channel, report)
+                _answer(channel, _settle(report))
             continue
         request = StartRequest.from_json(line)
         if _fork_worker(channel, request):
@@ -55,19 +79,25 @@ def _answer(channel: socket.socket, message: dict[str, Any]) -> None:
     channel.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _preload(modules: list[str]) -> dict[str, Any]:
+def _preload(modules: list[str], report: dict[str, Any]) -> None:
     started = time.monotonic()
-    failed: dict[str, str] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the worker's own import statements are the place to warn
         for name in modules:
             try:
-                importlib.import_module(name)
+                preload.load(name)
             except Exception as error:
-                failed[name] = f"{type(error).__name__}: {error}"
+                report["failed"][name] = f"{type(error).__name__}: {error}"
+    report["seconds"] += time.monotonic() - started
+
+
+def _settle(report: dict[str, Any]) -> dict[str, Any]:
+    """Make the memory cheap to fork and to free."""
     gc.collect()
-    gc.freeze()  # the collector would touch, and so copy, every page it shares with the workers
-    return {"ready": True, "threads": process.thread_count(), "seconds": time.monotonic() - started, "failed": failed}
+    gc.freeze()  # the collector would touch, and so copy, every page that is shared with the workers
+    with suppress(OSError, ValueError):
+        process.collapse_memory()
+    return report | {"threads": process.thread_count()}
 
 
 def _fork_worker(channel: socket.socket, request: StartRequest) -> bool:
@@ -105,14 +135,17 @@ def main() -> None:
     """Serve, or become a worker; the worker leaves through the interpreter's normal end."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     agent = int(sys.argv[2])
-    if not process.die_with_parent(agent):
+    _Orphan.pid, _Orphan.agent = os.getpid(), agent
+    signal.signal(signal.SIGTERM, _Orphan.on_sigterm)
+    if not process.die_with_parent(agent, signal.SIGTERM):
         os._exit(1)
     # A Ctrl-C in the terminal is the agent's to handle.
     for sig in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(sig, signal.SIG_IGN)
     request = serve(channel)
     if request is None:
-        os._exit(0)  # exit handlers of imported modules belong to the workers
+        _Orphan.end()  # also when the agent ends in good order: the folder is no longer needed then
+        return
     entry.enter(request, forked=True)
 
 

@@ -336,7 +336,8 @@ class ResumableLoader:
     ) -> Iterator[Any]:
         """Run one noted iteration again up to where it was; ``items`` receives the last ones delivered."""
         delivered = record.delivered
-        self._swift_owned.restore(record.owned)
+        if not already:
+            self._swift_owned.restore(record.owned)
         if record.loaded is not None:
             self._swift_loader.load_state_dict(record.loaded)
         write_random(record.before)

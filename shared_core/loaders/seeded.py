@@ -67,13 +67,14 @@ class Indices:
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self.skip = self.skip, 0
-        return self._watched() if self._place is None else self._seeded(self._place(), skip)
-
-    def _watched(self) -> Iterator[Any]:
-        replay, self.replay = self.replay, {}
         log = DrawLog()
         self.draws = log.notes
+        return self._watched(log) if self._place is None else self._seeded(self._place())
+
+    # ``replay`` and ``skip`` are taken with the first draw: a loader with workers calls iter() twice before it.
+
+    def _watched(self, log: DrawLog) -> Iterator[Any]:
+        replay, self.replay = self.replay, {}
         iterator, number = iter(self.inner), 0
         while True:
             if number in replay:
@@ -87,7 +88,8 @@ class Indices:
             yield drawn
             number += 1
 
-    def _seeded(self, place: tuple[int, int, int], skip: int) -> Iterator[Any]:
+    def _seeded(self, place: tuple[int, int, int]) -> Iterator[Any]:
+        skip, self.skip = self.skip, 0
         seed, rank, epoch = place
         number = 0
         # The sampler's draws are a stream of their own, swapped in where they can happen. It starts the same on every rank,

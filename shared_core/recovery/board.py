@@ -142,18 +142,17 @@ class Board:
         stored = loads(_read(self.folder / f"end.{entry}")[1])
         return stored["result"], stored["parts"]
 
-    def records(self) -> dict[tuple[int, str, str, int], list[torch.Tensor]]:
-        """Recorded results; a torn last one is left out."""
+    def records(self) -> list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]:
+        """Recorded results in order; a torn last one is left out."""
         data = (self.folder / "records").read_bytes()
-        found: dict[tuple[int, str, str, int], list[torch.Tensor]] = {}
+        found: list[tuple[tuple[int, str, str, int], list[torch.Tensor]]] = []
         at = 0
         while at + 8 <= len(data):
             length, crc = struct.unpack_from("<II", data, at)
             payload = data[at + 8 : at + 8 + length]
             if len(payload) < length or zlib.crc32(payload) != crc:
                 break
-            key, results = loads(payload)
-            found[tuple(key)] = results  # type: ignore[index]
+            found.append(loads(payload))
             at += 8 + length
         return found
 

@@ -29,7 +29,7 @@ class Restored:
     top: Top
     parts: dict[str, Any]
     ends: dict[int, tuple[Any, dict[str, Any]]]
-    records: dict[tuple[int, str, str, int], list[torch.Tensor]]
+    records: list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
     description: dict[str, Any]
     tensors: list[torch.Tensor] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class Checkpoints:
         generation = self._recovery.runtime.generation
         client = self._recovery.new_store("")
         try:
-            mine = {"top": asdict(top), "parts": parts, "ends": _ends(board, top.entry), "records": list(board.records().items())}
+            mine = {"top": asdict(top), "parts": parts, "ends": _ends(board, top.entry), "records": board.records()}
             digest = store.write_part(self._dir, top.index, f"rank{rank}", dumps(mine))
             if rank == 0:
                 with updates.frozen(top.version, 60.0) as (description, tensors):
@@ -88,7 +88,7 @@ class Checkpoints:
             return None
         mine = loads(store.read_part(found, f"rank{self._env.rank}"))
         description, tensors = loads(store.read_part(found, "replicated"))
-        return Restored(Top(**mine["top"]), mine["parts"], mine["ends"], {tuple(k): v for k, v in mine["records"]}, description, tensors)
+        return Restored(Top(**mine["top"]), mine["parts"], mine["ends"], mine["records"], description, tensors)
 
 
 def _ends(board: Board, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:

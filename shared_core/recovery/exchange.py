@@ -129,7 +129,7 @@ class Recovery:
             self._prepared_for = generation
             if self.target is not None:
                 self.runtime.starting = True
-                self.runtime.records = self.board.records()
+                self.runtime.records = dict(self.board.records())
         if self.runtime.latest > generation:
             self._post_front(store, self.runtime.latest, self._newcomer_front())
 

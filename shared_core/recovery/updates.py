@@ -40,6 +40,7 @@ class Updates:
         self._applied = 0
         self._in_batch = 0
         self._several = False
+        self._wants_images = False
         self._images: list[PreImage] = []
         self._newest: dict[int, torch.Tensor] = {}
         self._versions_at_tops: list[int] = []
@@ -67,6 +68,10 @@ class Updates:
         """Whether parameters are kept before each update."""
         return self._policy == "always" or (self._policy == "auto" and self._several)
 
+    def keep_images(self) -> None:
+        """Keep parameters before each update from the next batch top on (where the policy is ``auto``)."""
+        self._wants_images = True
+
     @property
     def exact(self) -> bool:
         """False while a newcomer computes with parameters that are newer than its place in the program."""
@@ -81,10 +86,18 @@ class Updates:
             if not self._handles and replicated.optimizers:
                 self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
 
+    def resume_images(self, keeps: bool) -> None:
+        """Newcomer: keep images if the predecessor did; all ranks must agree."""
+        self._several = keeps
+
+    def next_batch(self) -> None:
+        """A batch begins, at a recovery point or not."""
+        self._wants_images = self._wants_images or self._in_batch > 1
+        self._in_batch = 0
+
     def at_top(self) -> None:
         """A batch top was published: images older than the one before it cannot be asked for any more."""
-        self._several = self._several or self._in_batch > 1
-        self._in_batch = 0
+        self._several = self._several or self._wants_images
         self._versions_at_tops.append(self._applied)
         del self._versions_at_tops[:-2]
         self._images = [image for image in self._images if image[0] >= self._versions_at_tops[0]]
@@ -188,8 +201,6 @@ class Updates:
             self._condition.wait_for(lambda: self._frozen == 0)
             self._updating = True
         self._in_batch += 1
-        if self._in_batch > 1:
-            self._several = True
         if self._skip:
             # The state contains this update: without gradients, torch's optimizers leave every parameter alone.
             for group in optimizer.param_groups:

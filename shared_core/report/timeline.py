@@ -38,7 +38,8 @@ class Recovery:
         detected: when the first of them was noticed, in seconds since the epoch.
         survivor_ready_s: by rank, until a survivor was out of its blocked call and ready to take part.
         newcomer_start_s: by rank, until the newcomer's process was started.
-        newcomer_ready_s: by rank, from the newcomer's start until it asked to join: the user's code before the loop.
+        newcomer_ready_s: by rank, until the newcomer had joined.
+        user_start_s: by rank, how much of that was the newcomer's start and the user's code before the training loop.
         stall_s: by rank, until it went on with its batch.
         bytes_moved: state and logs that crossed the network.
         served_operations: finished operations handed from logs to whoever lacked them.
@@ -55,6 +56,7 @@ class Recovery:
     survivor_ready_s: dict[int, float] = field(default_factory=dict)
     newcomer_start_s: dict[int, float] = field(default_factory=dict)
     newcomer_ready_s: dict[int, float] = field(default_factory=dict)
+    user_start_s: dict[int, float] = field(default_factory=dict)
     stall_s: dict[int, float] = field(default_factory=dict)
     bytes_moved: int = 0
     served_operations: int = 0
@@ -137,17 +139,19 @@ def _add(recovery: Recovery, event: Event) -> None:
     elif event.kind == "newcomer_start":
         recovery.newcomer_start_s[event.rank] = event.time - recovery.detected
     elif event.kind == "newcomer_ready":
-        recovery.newcomer_ready_s[event.rank] = float(said.get("start_s", 0.0))
-    else:  # recovered, resumed
-        if "stall_s" in said:
-            # A rank may report both; the later one includes the earlier.
-            recovery.stall_s[event.rank] = max(float(said["stall_s"]), recovery.stall_s.get(event.rank, 0.0))
-        recovery.bytes_moved += int(said.get("bytes_moved", 0))
-        recovery.served_operations += int(said.get("served_operations", 0))
-        recovery.recomputed_steps = max(recovery.recomputed_steps, int(said.get("recomputed_steps", 0)))
-        if said.get("top") is not None:
-            recovery.top = int(said["top"])
-        recovery.resolution = str(said.get("resolution") or recovery.resolution)
+        ready = event.time - recovery.detected
+        recovery.newcomer_ready_s[event.rank] = ready
+        started = recovery.newcomer_start_s.get(event.rank, 0.0)
+        recovery.user_start_s[event.rank] = float(said.get("start_s", ready - started - said.get("joined_s", 0.0)))
+    elif event.kind in ("recovered", "resumed") and "stall_s" in said:
+        # A survivor may report both: ready to go on, and past its next optimizer step.
+        recovery.stall_s[event.rank] = max(float(said["stall_s"]), recovery.stall_s.get(event.rank, 0.0))
+    recovery.bytes_moved += int(said.get("bytes_moved", 0))
+    recovery.served_operations += int(said.get("served_operations", 0))
+    recovery.recomputed_steps = max(recovery.recomputed_steps, int(said.get("recomputed_steps", 0)))
+    if said.get("top") is not None:
+        recovery.top = int(said["top"])
+    recovery.resolution = str(said.get("resolution") or recovery.resolution)
 
 
 def format_recoveries(found: Sequence[Recovery], start: float) -> str:
@@ -170,7 +174,6 @@ def format_recoveries(found: Sequence[Recovery], start: float) -> str:
         stall = _seconds(one.longest_stall_s)
         if one.superseded_by is not None:
             stall = f"see {one.superseded_by}"
-        entry = [one.newcomer_start_s.get(r, 0.0) + s for r, s in one.newcomer_ready_s.items()]
         rows.append(
             (
                 str(one.generation),
@@ -178,7 +181,7 @@ def format_recoveries(found: Sequence[Recovery], start: float) -> str:
                 "; ".join(dict.fromkeys(loss.cause or "unknown" for loss in one.losses)),
                 f"+{one.detected - start:.2f} s",
                 _seconds(one.slowest_survivor_ready_s),
-                _seconds(max(entry, default=None)),
+                _seconds(max(one.newcomer_ready_s.values(), default=None)),
                 stall,
                 _bytes(one.bytes_moved),
                 f"{one.recomputed_steps} steps",
@@ -241,10 +244,15 @@ def _recovered(said: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def _joined(said: dict[str, Any]) -> str:
+    return _recovered({name: value for name, value in said.items() if name != "recomputed_steps"})
+
+
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "lost": _lost,
     "generation": _generation,
     "survivor_ready": _ready,
+    "newcomer_ready": _joined,
     "recovered": _recovered,
     "resumed": _recovered,
 }

@@ -7,9 +7,11 @@ The server process imports torch and Lightning once and forks the workers of eac
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
+import resource
 import runpy
 import signal
 import socket
@@ -129,6 +131,10 @@ def _wait(pids: list[int], timeout_s: float) -> int:
         elif pid in left:
             left.discard(pid)
             first = first or os.waitstatus_to_exitcode(status)
+        if first == 124:
+            for other in left:
+                os.kill(other, signal.SIGABRT)  # prints where each thread is
+            time.sleep(0.5)
         if first:
             for other in left:
                 os.kill(other, signal.SIGKILL)
@@ -140,6 +146,7 @@ def _wait(pids: list[int], timeout_s: float) -> int:
 def _worker(request: dict[str, Any], rank: int, port: int) -> None:
     """Become a worker: environment, files and arguments as ``torchrun`` gives them; run the script."""
     os.setsid()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     nproc = str(request["nproc"])
     os.environ.update(request["env"])
     os.environ.update(
@@ -163,6 +170,7 @@ def _worker(request: dict[str, Any], rank: int, port: int) -> None:
         os.dup2(fd, target)
         os.close(fd)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    faulthandler.enable()
     os.chdir(request["cwd"])
     sys.argv = [request["script"], *request["args"]]
     sys.path[0] = str(Path(request["script"]).parent)

@@ -49,7 +49,7 @@ def main() -> None:
     random.seed(rank)
     loop = {"step": 0, "loss_sum": 0.0}
     if job is not None:
-        job.attach([net], [optimizer])
+        job.attach([ddp], [optimizer])
         job.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
         job.register("loop", lambda: dict(loop), loop.update)
     while loop["step"] < args.steps:
@@ -76,6 +76,9 @@ def main() -> None:
         loop["step"] += 1
     digests = training_digest(net, [optimizer], [scheduler], {"loss": loop["loss_sum"]})
     report.finish(digests | {"generators": generators_digest()}, loss=loop["loss_sum"])
+    # gloo's thread may still hold the last operation's tensor. To let go of it takes the GIL, which DDP's reducer keeps
+    # while it waits for that thread if it is the last to hold the group; a barrier has no tensor.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -1,0 +1,259 @@
+"""What the benchmarks share: rows, tables, progress, and the processes of a job."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKERS = 4
+#: Options of torchft's lighthouse: its own defaults, and the shortest heartbeat time-out that held on two cores.
+TORCHFT_HEARTBEAT_MS = 5000
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured value.
+
+    Attributes:
+        case: what was measured.
+        metric: which property of it.
+        value: the measurement; ``None`` where it could not be taken.
+        unit: unit of ``value``.
+        target: what was aimed at; ``None`` where there is none.
+        holds: whether the target is met; ``None`` where there is none.
+    """
+
+    case: str
+    metric: str
+    value: float | None
+    unit: str
+    target: float | None = None
+    holds: bool | None = None
+
+
+def at_most(case: str, metric: str, value: float | None, unit: str, target: float) -> Row:
+    """A row whose value must not exceed ``target``."""
+    return Row(case, metric, value, unit, target, value is not None and value <= target)
+
+
+def at_least(case: str, metric: str, value: float | None, unit: str, target: float) -> Row:
+    """A row whose value must reach ``target``."""
+    return Row(case, metric, value, unit, target, value is not None and value >= target)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text, one line each under a header."""
+    lines = [("case", "metric", "value", "unit", "target", "holds")]
+    for row in rows:
+        target = "" if row.target is None else f"{row.target:g}"
+        holds = "" if row.holds is None else ("yes" if row.holds else "NO")
+        value = "-" if row.value is None else f"{row.value:.4g}"
+        lines.append((row.case, row.metric, value, row.unit, target, holds))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(text)
+
+
+def arguments(name: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark takes: ``json`` (a path or ``None``) and ``quick``."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions and cases: under a minute")
+    return parser
+
+
+def finish(rows: Sequence[Row], path: Path | None) -> int:
+    """Print the table, write ``path`` if given; the exit status is 0 unless a target was missed."""
+    print()
+    print(table(rows), flush=True)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        print(f"\nwritten to {path}")
+    missed = [row for row in rows if row.holds is False]
+    for row in missed:
+        print(f"target missed: {row.case}, {row.metric}")
+    return 1 if missed else 0
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def has_torchft() -> bool:
+    """Whether torchft is installed; says so in one line where it is not."""
+    if importlib.util.find_spec("torchft") is not None:
+        return True
+    say("torchft is not installed, its rows are left out; to have them: pip install 'swift-recovery[torchft]'")
+    return False
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder that is removed afterwards, with a path short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def lighthouse(min_replicas: int, heartbeat_timeout_ms: int = TORCHFT_HEARTBEAT_MS) -> Iterator[str]:
+    """torchft's coordinator, in a process of its own; yields its address."""
+    code = (
+        "import sys, torchft.coordination as c\n"
+        "server = c.LighthouseServer('127.0.0.1:0', int(sys.argv[1]), heartbeat_timeout_ms=int(sys.argv[2]))\n"
+        "print(server.address(), flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(min_replicas), str(heartbeat_timeout_ms)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        assert process.stdout is not None
+        port = process.stdout.readline().decode().strip().rpartition(":")[2]
+        if not port:
+            raise RuntimeError("torchft's lighthouse did not start")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class Workers:
+    """The processes of one job under one system; a context manager that leaves none of them.
+
+    Args:
+        system: ``swift``, ``torchrun`` or ``torchft``.
+        script: path of the worker script.
+        args: its arguments.
+        out: folder for the log.
+        standbys: standbys of ``swift``.
+        env: more environment.
+    """
+
+    def __init__(
+        self,
+        system: str,
+        script: Path,
+        args: Sequence[str],
+        out: Path,
+        *,
+        standbys: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.system, self.script, self.args = system, script, list(args)
+        self.log = out / f"{system}.log"
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith("SWIFT_")}
+        self.env["OMP_NUM_THREADS"] = "1"
+        self.env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # without it torchrun cannot restart gloo jobs
+        self.env |= dict(env or {})
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        if system == "swift":
+            command = ["-m", "shared_core.cli.swiftrun", f"--nproc-per-node={WORKERS}", f"--standbys={standbys}"]
+            self._launch(-1, [*command, f"--events={out / 'events.jsonl'}", str(script), *self.args], {})
+        elif system == "torchrun":
+            command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
+            self._launch(-1, [*command, "--max-restarts=1000", str(script), *self.args], {})
+        else:
+            for rank in range(WORKERS):
+                self.start_replica(rank)
+
+    def start_replica(self, rank: int) -> None:
+        """Start (again) the one process of a torchft replica group."""
+        self._launch(rank, [str(self.script), *self.args], {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)})
+
+    def _launch(self, key: int, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+        with self.log.open("ab") as log:
+            self.processes[key] = subprocess.Popen(
+                [sys.executable, *arguments],
+                env=self.env | dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def check(self) -> None:
+        """Make sure that the job is running.
+
+        Raises:
+            RuntimeError: it has ended, with the end of its log.
+        """
+        if self.system == "torchft":
+            return
+        status = self.processes[-1].poll()
+        if status is not None:
+            raise RuntimeError(f"the {self.system} job has ended with status {status}\n{self.tail()}")
+
+    def tail(self, lines: int = 30) -> str:
+        """The last lines of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for a normal end; the first status that is not 0, or 0.
+
+        Raises:
+            subprocess.TimeoutExpired: it is still running.
+        """
+        deadline = time.monotonic() + timeout_s
+        statuses = [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes.values()]
+        return next((status for status in statuses if status), 0)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+class Line:
+    """JSON messages over a Unix socket, one a line; both ends block without using the processor while they wait."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.file = connection.makefile("rwb")
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send one message."""
+        self.file.write(json.dumps(message).encode() + b"\n")
+        self.file.flush()
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for one message.
+
+        Raises:
+            EOFError: the other side has gone.
+        """
+        line = self.file.readline()
+        if not line:
+            raise EOFError("the other side has gone")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.file.close()
+        self.connection.close()

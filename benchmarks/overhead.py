@@ -1,0 +1,198 @@
+"""What fault tolerance costs while nothing fails: step time and memory of DDP on backend swift against plain gloo.
+
+The jobs of all systems are started once and take turns: while one runs a block of steps, the workers of the others are
+blocked on a socket. Ratios are taken within one round of turns, so that whatever else the machine does hits all alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import (
+    WORKERS,
+    Line,
+    Row,
+    Workers,
+    arguments,
+    at_most,
+    finish,
+    has_torchft,
+    lighthouse,
+    say,
+    scratch,
+)
+
+SCRIPT = Path(__file__).with_name("overhead_worker.py")
+#: Steps in a block, rounds, and rounds with --quick; None leaves the case out there.
+CASES: dict[str, tuple[int, int, int | None]] = {
+    "gpt2": (4, 30, 5),
+    "mlp": (30, 40, 8),
+    "1M": (30, 20, None),
+    "10M": (4, 16, 3),
+    "50M": (1, 12, None),
+}
+NAMES = {
+    "gpt2": "demo GPT-2, 1.2 M parameters",
+    "mlp": "worst case: 6-layer MLP, width 512, batch 32",
+    "1M": "MLP, 1 M parameters",
+    "10M": "MLP, 10 M parameters",
+    "50M": "MLP, 50 M parameters",
+}
+TARGETS = {"gpt2": 1.03, "mlp": 1.10}
+#: Memory is judged where a gradient is larger than what interpreter and allocator vary by.
+MEMORY_JUDGED = ("10M", "50M")
+PATIENCE_S = 300.0
+
+
+class Side:
+    """The workers of one system, which do what they are told and report."""
+
+    def __init__(self, system: str, workers: Workers, lines: list[Line]) -> None:
+        self.system, self.workers, self.lines = system, workers, lines
+
+    def ask(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Tell all workers something; their answers, in the order of ranks.
+
+        Raises:
+            RuntimeError: a worker has ended, with the end of the log.
+        """
+        try:
+            for line in self.lines:
+                line.send(message)
+            return [line.receive() for line in self.lines]
+        except (OSError, EOFError) as error:
+            raise RuntimeError(f"the {self.system} job does not answer ({error})\n{self.workers.tail()}") from error
+
+    def step_time(self, steps: int) -> float:
+        """Seconds a step, over a block of ``steps`` steps, of the slowest worker."""
+        return float(max(answer["seconds"] for answer in self.ask({"run": steps})) / steps)
+
+    def peak(self) -> float:
+        """Most bytes that a worker had over what it had before the model was built, mapped files apart."""
+        growth = []
+        for answer in self.ask({"memory": True}):
+            before, after = answer["before"], answer["after"]
+            growth.append(after["VmHWM"] - after["RssFile"] - before["RssAnon"] - before["RssShmem"])
+        return float(max(growth))
+
+    def published(self) -> float:
+        """Bytes in the job's shared memory for one worker."""
+        return float(max(answer["after"]["published"] for answer in self.ask({"memory": True})))
+
+    def stop(self) -> None:
+        """Let the workers end."""
+        for line in self.lines:
+            line.send({"stop": True})
+            line.close()
+
+
+@contextlib.contextmanager
+def sides(systems: Sequence[str]) -> Any:
+    """Start one job for each system; yields them by name once all workers have called."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(scratch())
+        listener = stack.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX)))
+        address = str(folder / "bench")
+        listener.bind(address)
+        listener.listen(len(systems) * WORKERS)
+        listener.settimeout(PATIENCE_S)
+        jobs: dict[str, Workers] = {}
+        for system in systems:
+            env = {}
+            if system == "torchft":
+                env["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(WORKERS))
+            args = ["--system", system, "--socket", address]
+            launcher = "torchrun" if system == "gloo" else system
+            jobs[system] = stack.enter_context(Workers(launcher, SCRIPT, args, folder, env=env))
+        called: dict[tuple[str, int], Line] = {}
+        try:
+            while len(called) < len(systems) * WORKERS:
+                connection, _ = listener.accept()
+                connection.settimeout(PATIENCE_S)
+                line = Line(connection)
+                hello = line.receive()
+                called[hello["system"], hello["rank"]] = line
+        except TimeoutError as error:
+            logs = "\n".join(f"--- {system}\n{job.tail()}" for system, job in jobs.items())
+            raise RuntimeError(f"only {sorted(called)} have started\n{logs}") from error
+        ready = {s: Side(s, jobs[s], [called[s, rank] for rank in range(WORKERS)]) for s in systems}
+        yield ready
+        for side in ready.values():
+            side.stop()
+        for system, job in jobs.items():
+            status = job.wait(60)
+            if status:
+                raise RuntimeError(f"the {system} job has ended with status {status}\n{job.tail()}")
+
+
+def measure(case: str, ready: Mapping[str, Side], steps: int, rounds: int) -> list[Row]:
+    """Rows of one case: take turns for ``rounds`` rounds of ``steps`` steps."""
+    name = NAMES[case]
+    parameters = 0
+    for side in ready.values():
+        parameters = side.ask({"build": case})[0]["parameters"]
+    for side in ready.values():
+        side.step_time(max(3, steps))  # DDP settles its buckets, allocators warm up
+    times: dict[str, list[float]] = {system: [] for system in ready}
+    order = list(ready)
+    for _ in range(rounds):
+        for system in order:
+            times[system].append(ready[system].step_time(steps))
+        order.reverse()
+    rows = [Row(name, f"step time on {system}", 1e3 * statistics.median(times[system]), "ms") for system in ready]
+    for system in ready:
+        if system == "gloo":
+            continue
+        pairs = zip(times[system], times["gloo"], strict=True)
+        ratio = statistics.median(ours / plain for ours, plain in pairs)
+        metric = f"step time, {system} / gloo"
+        judged = system == "swift" and case in TARGETS
+        rows.append(
+            at_most(name, metric, ratio, "ratio", TARGETS[case]) if judged else Row(name, metric, ratio, "ratio")
+        )
+    gradient = 4.0 * parameters
+    plain = ready["gloo"].peak()
+    for system in ready:
+        if system == "gloo":
+            continue
+        extra = (ready[system].peak() - plain) / gradient
+        metric = f"peak memory of a worker, {system} - gloo"
+        judged = system == "swift" and case in MEMORY_JUDGED
+        unit = "gradients"
+        rows.append(at_most(name, metric, extra, unit, 2.0) if judged else Row(name, metric, extra, unit))
+    rows.append(Row(name, "published by a worker in shared memory", ready["swift"].published() / 1e6, "MB"))
+    for row in rows:
+        if row.unit == "ratio":
+            say(f"{row.case}: {row.metric} {row.value:.3f}")
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns 1 if a target is missed."""
+    parser = arguments("overhead", "Step time and memory of DDP on backend swift against plain gloo.")
+    parser.add_argument("--only", choices=list(CASES), action="append", help="only this case; may be repeated")
+    options = parser.parse_args(argv)
+    systems = ["gloo", "swift"]
+    if has_torchft() and not options.quick:
+        systems.append("torchft")
+    rounds = {case: quick if options.quick else full for case, (_, full, quick) in CASES.items()}
+    chosen = [case for case in options.only or CASES if rounds[case]]
+    rows: list[Row] = []
+    # Together with --quick, because starting takes longest; apart otherwise, so that no case sees another's memory.
+    for batch in [chosen] if options.quick else [[case] for case in chosen]:
+        say(f"starting {' and '.join(systems)} for {', '.join(batch)}")
+        with sides(systems) as ready:
+            for case in batch:
+                say(f"{NAMES[case]}: {rounds[case]} rounds of {CASES[case][0]} steps on each")
+                rows += measure(case, ready, CASES[case][0], rounds[case] or 0)
+    return finish(rows, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

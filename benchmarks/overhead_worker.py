@@ -1,0 +1,164 @@
+"""Worker of the overhead benchmark: builds a model when told to, and runs blocks of steps when told to."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.common import Line
+
+Loss = Callable[[nn.Module], torch.Tensor]
+
+
+def perceptron(layers: int, width: int, batch: int) -> tuple[nn.Module, Loss]:
+    """Linear layers of one width with ReLU between, and the loss of a new random batch of ``batch`` rows."""
+    net = nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())])
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        x = torch.randn(batch, width)
+        result: torch.Tensor = (model(x) - x.sin()).pow(2).mean()
+        return result
+
+    return net, loss
+
+
+def gpt2() -> tuple[nn.Module, Loss]:
+    """The demo's model on random bytes, in the demo's shape."""
+    from examples.demo.model import CONTEXT, byte_gpt2
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        tokens = torch.randint(256, (6, CONTEXT))
+        result: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        return result
+
+    return byte_gpt2(), loss
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, Loss]]] = {
+    "gpt2": gpt2,
+    "mlp": lambda: perceptron(6, 512, 32),
+    "1M": lambda: perceptron(4, 512, 32),
+    "10M": lambda: perceptron(10, 1024, 32),
+    "50M": lambda: perceptron(12, 2048, 32),
+}
+
+
+class Trainer:
+    """One model in training under one system."""
+
+    def __init__(self, system: str, case: str) -> None:
+        self.system = system
+        self.job: Any = None
+        self.manager: Any = None
+        torch.manual_seed(1)
+        net, self.loss = CASES[case]()
+        self.parameters = sum(p.numel() for p in net.parameters())
+        torch.manual_seed(100 + int(os.environ["RANK"]))
+        optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-4)
+        if system == "torchft":
+            from benchmarks import torchft_side
+
+            self.manager, self.model, self.optimizer = torchft_side.wrap(net, optimizer, case, min_replicas=4)
+            return
+        self.model = nn.parallel.DistributedDataParallel(net)
+        self.optimizer = optimizer
+        if system == "swift":
+            import shared_core
+
+            self.job = shared_core.current_job()
+            assert self.job is not None, "not started by swiftrun"
+            self.job.attach([self.model], [optimizer])
+
+    def run(self, steps: int) -> float:
+        """Seconds for ``steps`` steps."""
+        begin = time.perf_counter()
+        for _ in range(steps):
+            if self.job is not None:
+                self.job.batch_top()
+            self.optimizer.zero_grad()
+            self.loss(self.model).backward()
+            self.optimizer.step()
+        return time.perf_counter() - begin
+
+    def close(self) -> None:
+        """Stop what torchft has started."""
+        if self.manager is not None:
+            self.manager.shutdown(wait=False)
+
+
+def memory() -> dict[str, int]:
+    """Fields of /proc/self/status in bytes: peak and present size, and what of the latter is not mapped files."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    value = {name: int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")}
+    job_dir = os.environ.get("SWIFT_RECOVERY_JOB_DIR")
+    own = Path(job_dir) / f"rank{os.environ['RANK']}" if job_dir else None
+    value["published"] = sum(p.stat().st_size for p in own.rglob("*") if p.is_file()) if own and own.is_dir() else 0
+    return value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--system", required=True)
+    parser.add_argument("--socket", required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.system == "swift":
+        import shared_core
+
+        job = shared_core.install()
+        assert job is not None, "not started by swiftrun"
+        job.entry("fit")
+    if options.system != "torchft":
+        dist.init_process_group("gloo")
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(options.socket)
+    line = Line(connection)
+    line.send({"system": options.system, "rank": int(os.environ["RANK"])})
+    trainer: Trainer | None = None
+    before: dict[str, int] = {}
+    while True:
+        message = line.receive()
+        if "build" in message:
+            if trainer is not None:
+                trainer.close()
+            trainer = None
+            if message["build"] == "gpt2":
+                importlib.import_module("examples.demo.model")  # modules are not the model's memory
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            before = memory()
+            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+            trainer = Trainer(options.system, message["build"])
+            line.send({"parameters": trainer.parameters})
+        elif "run" in message:
+            assert trainer is not None
+            line.send({"seconds": trainer.run(message["run"])})
+        elif "memory" in message:
+            line.send({"before": before, "after": memory()})
+        else:
+            break
+    line.close()
+    if trainer is not None:
+        trainer.close()
+    if options.system == "torchft":
+        os._exit(0)  # its threads do not end by themselves
+    if options.system == "swift":
+        job.entry_done(None)
+    dist.barrier()  # gloo may hang when its last operation was DDP's own, and the group goes with the model
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

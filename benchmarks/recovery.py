@@ -1,0 +1,335 @@
+"""What a lost worker costs: under each system one is killed (SIGKILL) again and again, and all ranks' traces are read.
+
+Systems: this one with a standby, and without (``--standbys 0``); torchrun with a checkpoint every 1, 5 and 20 steps;
+torchft where it is installed. The job is plain DDP on a 6-layer MLP of width 512 with four workers. For each kill:
+
+- stall: from the kill until ``optimizer.step`` has next returned on all ranks, and on the survivors alone (torchft's go
+  on without the lost one, and its samples);
+- regained: until all ranks are beyond the furthest step that any had made before the kill;
+- recomputed: steps that a worker other than the killed one made again;
+- lost: samples of the whole run whose gradients are in no update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import (
+    WORKERS,
+    Row,
+    Workers,
+    arguments,
+    at_least,
+    at_most,
+    finish,
+    has_torchft,
+    lighthouse,
+    say,
+    scratch,
+)
+from shared_core.events import read_events
+from shared_core.report import recoveries
+
+SCRIPT = Path(__file__).with_name("recovery_worker.py")
+BATCH = 32
+#: Seconds that a system gets to recover; none of those measured comes near.
+PATIENCE_S = 120.0
+STALL_TARGET_S = 0.6
+FACTOR_TARGET = 8.0
+READY_TARGET_MS = 60.0
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to run the job."""
+
+    name: str
+    system: str
+    kills: int
+    quick_kills: int
+    standbys: int = 1
+    every: int = 0
+    heartbeat_ms: int = 5000
+    timeout_s: int = 60
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is this product."""
+        return self.system == "swift"
+
+
+SYSTEMS = [
+    System("swift, standby", "swift", 10, 3),
+    System("swift, respawn (no standby)", "swift", 5, 1, standbys=0),
+    System("torchrun, checkpoint every step", "torchrun", 4, 0, every=1),
+    System("torchrun, checkpoint every 5 steps", "torchrun", 4, 0, every=5),
+    System("torchrun, checkpoint every 20 steps", "torchrun", 4, 1, every=20),
+    System("torchft, defaults", "torchft", 3, 0),
+    System("torchft, heartbeat time-out 1 s", "torchft", 3, 1, heartbeat_ms=1000, timeout_s=5),
+]
+
+
+class Traces:
+    """What the ranks have noted so far."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = [folder / f"trace{rank}.jsonl" for rank in range(WORKERS)]
+        self.read_to = [0] * WORKERS
+        self.lines: list[list[dict[str, Any]]] = [[] for _ in range(WORKERS)]
+
+    def refresh(self) -> None:
+        """Read what is new; a line that is being written is read next time."""
+        for rank, path in enumerate(self.paths):
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self.read_to[rank])
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self.read_to[rank] += len(whole) + 1
+                self.lines[rank] += [json.loads(line) for line in whole.split(b"\n")]
+
+    def steps(self, rank: int, after: float = 0.0) -> list[dict[str, Any]]:
+        """Steps that a rank has made after a time, in order."""
+        return [line for line in self.lines[rank] if line["kind"] == "step" and line["time"] > after]
+
+    def furthest(self, before: float = float("inf")) -> int:
+        """The highest step that any rank had made before a time."""
+        return max((x["step"] for rank in range(WORKERS) for x in self.steps(rank) if x["time"] <= before), default=0)
+
+
+@dataclass
+class Kill:
+    """One kill and what followed; times in seconds from the kill."""
+
+    rank: int
+    at: float
+    stall_s: float
+    survivors_s: float
+    regained_s: float
+    recomputed: int
+    user_s: float
+    ready_s: float | None = None
+
+
+@dataclass
+class Outcome:
+    """All kills under one system."""
+
+    system: System
+    kills: list[Kill] = field(default_factory=list)
+    step_s: float = 0.0
+    lost_samples: int = 0
+
+
+def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome:
+    """Run the job under ``system`` and kill a worker ``kills`` times."""
+    out = folder / system.name.replace(" ", "-").replace(",", "")
+    out.mkdir()
+    traces = Traces(out)
+    args = ["--system", system.system, "--out", str(out), "--every", str(system.every)]
+    env = {"BENCH_TORCHFT_TIMEOUT_S": str(system.timeout_s)}
+    outcome = Outcome(system)
+    with contextlib.ExitStack() as stack:
+        if system.system == "torchft":
+            env["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(1, system.heartbeat_ms))
+        workers = stack.enter_context(Workers(system.system, SCRIPT, args, out, standbys=system.standbys, env=env))
+        wait(traces, workers, lambda: settled(traces, 25))
+        outcome.step_s = step_time(traces)
+        for number in range(kills):
+            rank = (WORKERS - 1 + number) % WORKERS
+            kill = strike(rank, workers, traces, rng, outcome.step_s)
+            outcome.kills.append(kill)
+            say(
+                f"{system.name}: kill {number + 1}/{kills} of rank {rank}: stalled {kill.stall_s:.2f} s, "
+                f"regained after {kill.regained_s:.2f} s, {kill.recomputed} steps recomputed"
+            )
+        last = traces.furthest() + 60
+        (out / "stop").write_text(str(last))
+        try:
+            status = workers.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            status = -1
+        if status and system.system != "torchft":
+            raise RuntimeError(f"{system.name} ended with status {status}\n{workers.tail()}")
+    traces.refresh()
+    outcome.lost_samples = lost_samples(traces)
+    if system.ours:
+        add_readiness(outcome, out / "events.jsonl")
+    return outcome
+
+
+def strike(rank: int, workers: Workers, traces: Traces, rng: random.Random, step_s: float) -> Kill:
+    """Kill ``rank`` somewhere in a step, wait until all is as before, and read the traces."""
+    # Up to 20 steps later, so that kills fall anywhere between two checkpoints.
+    target = traces.furthest() + rng.randint(5, 25)
+    wait(traces, workers, lambda: traces.furthest() >= target)
+    time.sleep(rng.random() * step_s)
+    traces.refresh()
+    at = time.time()
+    pid = traces.lines[rank][-1]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    if workers.system == "torchft":
+        workers.processes[rank].wait()
+        workers.start_replica(rank)
+    traces.refresh()
+    furthest = traces.furthest(before=at)
+
+    def beyond(one: int) -> float | None:
+        return next((line["time"] for line in traces.steps(one, at) if line["step"] > furthest), None)
+
+    wait(traces, workers, lambda: all(beyond(one) is not None for one in range(WORKERS)))
+    others = [one for one in range(WORKERS) if one != rank]
+    stalled = {one: stalled_until(traces, one, at, step_s) - at for one in range(WORKERS)}
+    loops = [line for line in traces.lines[rank] if line["kind"] == "loop" and line["time"] > at]
+    return Kill(
+        rank,
+        at,
+        stall_s=max(stalled.values()),
+        survivors_s=max(stalled[one] for one in others),
+        regained_s=max(beyond(one) or at for one in range(WORKERS)) - at,
+        recomputed=max(repeated(traces, one, at) for one in others),
+        user_s=loops[0]["user_s"] if loops else 0.0,
+    )
+
+
+def stalled_until(traces: Traces, rank: int, at: float, step_s: float) -> float:
+    """When a rank's next step after the kill had returned.
+
+    A step that was past its last collective when the worker was killed still returns at once; the stall is then what
+    follows it. So the longest gap between two returns that begins near the kill counts.
+    """
+    times = [line["time"] for line in traces.steps(rank) if line["time"] <= at][-1:]
+    times += [line["time"] for line in traces.steps(rank, at)]
+    early = [i for i, t in enumerate(times[:-1]) if t - at <= 2 * step_s]
+    longest = max(early, key=lambda i: times[i + 1] - times[i])
+    return float(times[longest + 1])
+
+
+def repeated(traces: Traces, rank: int, at: float) -> int:
+    """How many steps a rank made again after a kill."""
+    before = {line["step"] for line in traces.steps(rank) if line["time"] <= at}
+    return sum(line["step"] in before for line in traces.steps(rank, at))
+
+
+def lost_samples(traces: Traces) -> int:
+    """Samples of steps that a rank took no part in, and of steps whose gradients were thrown away."""
+    made = [{line["step"] for line in traces.steps(rank)} for rank in range(WORKERS)]
+    first, last = max(min(one) for one in made), min(max(one) for one in made)
+    missing = sum(step not in one for one in made for step in range(first, last + 1))
+    discarded = sum(line["kind"] == "discarded" for lines in traces.lines for line in lines)
+    return (missing + discarded) * BATCH
+
+
+def settled(traces: Traces, count: int) -> bool:
+    """Whether every rank has made ``count`` steps."""
+    return all(len(traces.steps(rank)) >= count for rank in range(WORKERS))
+
+
+def step_time(traces: Traces) -> float:
+    """Median seconds between two steps of rank 0 so far."""
+    times = [line["time"] for line in traces.steps(0)][5:]
+    return statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+
+
+def wait(traces: Traces, workers: Workers, done: Any) -> None:
+    """Read the traces until ``done()``.
+
+    Raises:
+        RuntimeError: the job has ended, or nothing happened for too long.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        workers.check()
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{workers.system} did not go on within {PATIENCE_S:.0f} s\n{workers.tail()}")
+        time.sleep(0.005)
+        traces.refresh()
+
+
+def add_readiness(outcome: Outcome, path: Path) -> None:
+    """Add from the events, for each kill, how long it took until the last survivor was ready."""
+    found = recoveries(read_events(path))
+    for kill in outcome.kills:
+        for one in found:
+            ready = one.slowest_survivor_ready_s
+            if ready is not None and 0 <= one.detected - kill.at < kill.regained_s:
+                kill.ready_s = one.detected - kill.at + ready
+                break
+
+
+def rows_of(outcome: Outcome, best_other: float | None) -> list[Row]:
+    """Rows of one system."""
+    name, kills, ours = outcome.system.name, outcome.kills, outcome.system.ours
+    standby = ours and outcome.system.standbys > 0
+    stalls = [kill.stall_s for kill in kills]
+    median = statistics.median(stalls)
+    rows = [Row(name, "kills", len(kills), "")]
+    if standby:
+        rows.append(at_most(name, "stall, median", median, "s", STALL_TARGET_S))
+    else:
+        rows.append(Row(name, "stall, median", median, "s"))
+    rows.append(Row(name, "stall, maximum", max(stalls), "s"))
+    rows.append(Row(name, "stall of survivors alone, median", statistics.median(k.survivors_s for k in kills), "s"))
+    if standby:
+        factor = None if best_other is None else best_other / median
+        metric = "stall, how many times shorter than the best other"
+        rows.append(
+            Row(name, metric, None, "times") if factor is None else at_least(name, metric, factor, "times", 8.0)
+        )
+    rows.append(Row(name, "step regained, median", statistics.median(kill.regained_s for kill in kills), "s"))
+    rows.append(Row(name, "step regained, maximum", max(kill.regained_s for kill in kills), "s"))
+    rows.append(Row(name, "user's start-up code", statistics.median(kill.user_s for kill in kills), "s"))
+    if ours:
+        ready = [1e3 * kill.ready_s for kill in kills if kill.ready_s is not None]
+        slowest = max(ready) if len(ready) == len(kills) else None
+        rows.append(Row(name, "survivors ready, median", statistics.median(ready) if ready else None, "ms"))
+        rows.append(at_most(name, "survivors ready, maximum", slowest, "ms", READY_TARGET_MS))
+    recomputed = max(kill.recomputed for kill in kills)
+    mean = statistics.mean(kill.recomputed for kill in kills)
+    if ours:
+        rows.append(at_most(name, "steps recomputed, maximum", recomputed, "steps", 0))
+        rows.append(at_most(name, "samples lost", outcome.lost_samples, "samples", 0))
+    else:
+        rows.append(Row(name, "steps recomputed, mean", mean, "steps"))
+        rows.append(Row(name, "samples lost", outcome.lost_samples, "samples"))
+    rows.append(Row(name, "step time without failures, median", 1e3 * outcome.step_s, "ms"))
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns 1 if a target is missed."""
+    parser = arguments("recovery", "Stall and lost work after SIGKILL of a worker, under this and other systems.")
+    parser.add_argument("--only", metavar="TEXT", help="only systems whose name contains this")
+    parser.add_argument("--seed", type=int, default=1, help="of the moments of the kills")
+    options = parser.parse_args(argv)
+    torchft = has_torchft()
+    outcomes = []
+    with scratch() as folder:
+        for system in SYSTEMS:
+            kills = system.quick_kills if options.quick else system.kills
+            if not kills or (options.only and options.only not in system.name):
+                continue
+            if system.system == "torchft" and not torchft:
+                continue
+            say(f"{system.name}: starting, {kills} kills")
+            outcomes.append(run(system, kills, folder, random.Random(options.seed)))
+    others = [statistics.median(k.stall_s for k in o.kills) for o in outcomes if not o.system.ours]
+    best_other = min(others, default=None)
+    return finish([row for outcome in outcomes for row in rows_of(outcome, best_other)], options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

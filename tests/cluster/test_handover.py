@@ -1,0 +1,74 @@
+"""``python train.py`` becomes ``swiftrun``; where it cannot, it says so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from util import start_command
+
+from shared_core.cluster import handover
+from shared_core.errors import SwiftError
+
+SCRIPT = """
+import json, os, sys
+from shared_core.cluster import handover
+print("before", end=" ")
+if not handover.launched_by_swiftrun():
+    handover.hand_over(2, standbys=0, extra=["--events", "events.jsonl"])
+from shared_core.cluster import worker
+print(json.dumps({"rank": worker.env().rank, "args": sys.argv[1:], "argv0": sys.argv[0], "dev": sys.flags.dev_mode}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [["script.py"], ["-X", "dev", "-m", "script"]], ids=["script", "module"])
+def test_script_arguments_and_flags_are_handed_over(tmp_path: Path, how: list[str]) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    job = start_command(tmp_path, [sys.executable, "-W", "ignore", *how, "--lr", "0.1", "a b"]).finish()
+    assert job.code == 0, job.stderr
+    assert job.stdout.startswith("before ")  # what was printed before is not lost
+    seen = [json.loads(line[line.index("{") :]) for line in job.stdout.splitlines() if "{" in line]
+    assert sorted(one["rank"] for one in seen) == [0, 1]
+    assert all(one["args"] == ["--lr", "0.1", "a b"] and one["argv0"].endswith("script.py") for one in seen)
+    assert all(one["dev"] == ("dev" in how) for one in seen)
+    job.check_nothing_left()
+
+
+def test_no_script_no_hand_over() -> None:
+    code = "from shared_core.cluster.handover import hand_over; hand_over(2)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "notebook or an interactive session" in done.stderr and "swiftrun --nproc-per-node N SCRIPT" in done.stderr
+
+
+def test_a_process_group_is_too_late() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(SwiftError, match="a process group exists already"):
+            handover.hand_over(2)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_other_launchers_are_not_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not handover.under_plain_torchrun()
+    handover.warn_plain_torchrun_once()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert handover.under_plain_torchrun()
+    handover.warn_plain_torchrun_once()
+    handover.warn_plain_torchrun_once()
+    assert capsys.readouterr().err.count("survivors cannot be kept alive") == 1
+    with pytest.raises(SwiftError, match="another launcher has started this process"):
+        handover.hand_over(2)
+    monkeypatch.setenv("SWIFT_RECOVERY_JOB_DIR", "/x")
+    assert handover.launched_by_swiftrun() and not handover.under_plain_torchrun()
+    with pytest.raises(SwiftError, match="already one of its workers"):
+        handover.hand_over(2)
+    with pytest.raises(SwiftError, match="at least 1"):
+        handover.hand_over(0)

@@ -1,0 +1,57 @@
+"""What a standby imports for a script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shared_core.cluster import preload
+
+
+def test_what_the_script_and_its_neighbours_import_is_found(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "from model import Net\nimport os, my_private_package\n# import accelerate\n'transformers'\n"
+    )
+    (tmp_path / "model.py").write_text(
+        "import torch.nn as nn\nfrom transformers import GPT2Config\nfrom torchvision import *\nfrom .x import y\n"
+    )
+    chosen = preload.modules_for(tmp_path / "train.py", extra=["wave"])
+    assert chosen[: len(preload.ALWAYS)] == list(preload.ALWAYS)
+    assert {"torch._dynamo", "torch.nn", "transformers:GPT2Config", "torchvision", "wave"} <= set(chosen)
+    assert not {"accelerate", "os", "my_private_package", "lightning.pytorch"} & set(chosen)
+
+
+def test_lightning_is_recognised(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    for line in (
+        "import lightning as L",
+        "from lightning_swift import SwiftCallback",
+        "import lightning.pytorch as pl",
+    ):
+        script.write_text(line)
+        assert {"lightning.pytorch", "torchmetrics"} <= set(preload.modules_for(script))
+    script.write_text("import pytorch_lightning as pl")
+    assert "pytorch_lightning" in preload.modules_for(script)
+
+
+def test_a_script_that_cannot_be_read_or_parsed_costs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("def (:\n")
+    for script in (tmp_path / "bad.py", tmp_path / "missing.py", None):
+        assert preload.modules_for(script) == list(preload.ALWAYS)
+
+
+def test_only_installed_packages_are_kept() -> None:
+    assert preload.installed(["json", "no_such_package.sub", "json:loads"]) == ["json", "json:loads"]
+
+
+def test_load_follows_attributes_and_submodules() -> None:
+    preload.load("json:loads")
+    preload.load("xml:dom")
+    import sys
+
+    assert "xml.dom" in sys.modules
+
+
+def test_modules_are_found_by_name(tmp_path: Path) -> None:
+    assert preload.find_script("json.tool", module=True) is not None
+    assert preload.find_script("no.such.module", module=True) is None
+    assert preload.find_script(str(tmp_path), module=False) == tmp_path / "__main__.py"

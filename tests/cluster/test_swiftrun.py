@@ -1,0 +1,451 @@
+"""``swiftrun`` with real processes: normal ends, losses, crash loops, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from util import Job, run, start, start_command, tagged
+
+from shared_core.cli.swiftrun import build_config, parse_args
+from shared_core.errors import ConfigError
+
+#: Ranks meet at keys of the store, so that a script knows when the others have come to a place.
+PRELUDE = """
+import json, os, signal, sys, time
+from datetime import timedelta
+from shared_core.cluster import worker
+me = worker.env()
+store = worker.connect_store()
+def reach(name, rank=None):
+    store.set(f"test/{name}/{me.rank if rank is None else rank}", str(os.getpid()))
+def await_(name, rank):
+    store.wait([f"test/{name}/{rank}"], timedelta(seconds=40))
+    return int(store.get(f"test/{name}/{rank}"))
+def generation(g):
+    store.wait([me.prefix + f"gen/{g}"], timedelta(seconds=40))
+    return json.loads(store.get(me.prefix + f"gen/{g}"))
+def show(**fields):
+    print(json.dumps(fields), flush=True)
+"""
+
+
+def shown(job: Job) -> list[dict]:
+    """What the script printed with ``show``."""
+    return [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
+
+
+def test_normal_end_looks_like_torchrun(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+import atexit, random
+import torch
+atexit.register(lambda: print("exit handler of rank", me.rank, flush=True))
+show(rank=me.rank, argv=sys.argv[1:], path=sys.path[0], file=__file__, world=me.world_size, pgid=os.getpgid(0) == os.getpid(),
+     restart=os.environ["TORCHELASTIC_RESTART_COUNT"], agent=os.environ["TORCHELASTIC_USE_AGENT_STORE"], draw=random.random(),
+     threads=torch.get_num_threads(), seed=torch.initial_seed(), first=torch.rand(1).item(), name=__name__,
+     main=sys.modules["__main__"].__dict__ is globals(), tag=bool(os.environ["SWIFT_TEST_TAG"]), hash=hash("x"))
+print("to stderr", me.rank, file=sys.stderr)
+"""
+    )
+    job = run(tmp_path, script, "--epochs", "3", options=["-t", "3", "--log-dir", str(tmp_path / "logs")])
+    assert job.code == 0, job.stderr
+    lines = sorted(line for line in job.stdout.splitlines() if "exit handler" in line)
+    assert lines == ["[default0]:exit handler of rank 0", "[default1]:exit handler of rank 1"]
+    assert "[default1]:to stderr 1" in job.stderr.splitlines()
+    seen = [json.loads(line.partition(":")[2]) for line in job.stdout.splitlines() if "argv" in line]
+    assert sorted(one["rank"] for one in seen) == [0, 1]
+    for one in seen:
+        assert one["argv"] == ["--epochs", "3"]
+        assert (one["path"], one["file"]) == (str(tmp_path), str(tmp_path / "script.py"))
+        assert one["world"] == 2 and one["pgid"] and one["main"] and one["tag"] and one["name"] == "__main__"
+        assert (one["restart"], one["agent"]) == ("0", "True")
+        assert one["threads"] == 1
+    for name in ("draw", "seed", "first"):  # generators are seeded as in fresh interpreters: at random
+        assert seen[0][name] != seen[1][name]
+    assert seen[0]["hash"] == seen[1]["hash"]
+    assert len(list(tmp_path.glob("logs/*/attempt_0/[01]/std*.log"))) == 4
+    assert [event.kind for event in job.events] == ["start", "end"]
+
+
+def test_a_lost_worker_is_replaced_and_its_siblings_stay(tmp_path: Path) -> None:
+    """Three kinds of loss in one job; rank 0 lives through all of them."""
+    script = (
+        PRELUDE
+        + """
+reach(f"up{me.incarnation}")
+if me.rank == 0:
+    show(pid=os.getpid(), started=open("/proc/self/stat").read().split()[21])
+    os.kill(await_("up0", 1), signal.SIGKILL)
+    show(gen=generation(1))
+    await_("up1", 1)
+    reach("exit")
+    show(gen=generation(2))
+    await_("up2", 1)
+    os.kill(await_("up0", 2), signal.SIGSTOP)
+    show(gen=generation(3))
+    os.kill(await_("up1", 2), signal.SIGTERM)
+    show(gen=generation(4))
+    await_("up2", 2)
+    show(pid=os.getpid(), started=open("/proc/self/stat").read().split()[21])
+elif me.rank == 1 and me.incarnation < 2:
+    if me.incarnation == 1:
+        await_("exit", 0)
+        os._exit(0)
+    signal.pause()
+elif me.rank == 2 and me.incarnation < 2:
+    signal.pause()
+show(rank=me.rank, incarnation=me.incarnation, generation=me.generation)
+"""
+    )
+    job = run(tmp_path, script, nproc=3)
+    assert job.code == 0, job.stderr
+    said = shown(job)
+    own = [one for one in said if "pid" in one]
+    assert len(own) == 2 and own[0] == own[1]
+    gens = [one["gen"] for one in said if "gen" in one]
+    assert [gen["generation"] for gen in gens] == [1, 2, 3, 4]
+    assert [gen["lost"] for gen in gens] == [[1], [1], [2], [2]]
+    assert gens[-1]["incarnations"] == [0, 2, 2]
+    assert [next(iter(gen["cause"].values())) for gen in gens] == [
+        "killed by SIGKILL",
+        "exited with code 0 without saying goodbye",
+        "stopped (SIGSTOP), killed by the agent",
+        "killed by SIGTERM",
+    ]
+    ends = sorted((one["rank"], one["incarnation"], one["generation"]) for one in said if "incarnation" in one)
+    assert ends == [(0, 0, 0), (1, 2, 2), (2, 2, 4)]
+    assert [event.rank for event in job.of("lost")] == [1, 1, 2, 2]
+    assert [event.generation for event in job.of("generation")] == [1, 2, 3, 4]
+    newcomers = job.of("newcomer_start")
+    assert [event.fields["incarnation"] for event in newcomers] == [1, 2, 1, 2]
+    assert all(event.fields["how"] == "standby" for event in newcomers)
+    assert job.of("end")[0].fields == {"result": "succeeded", "replaced": 4}
+    assert "rank 1 lost" in job.stderr and "newcomer started" in job.stderr
+
+
+def test_losses_are_noticed_fast_and_reach_the_worker_group(
+    tmp_path: Path, record_property: pytest.RecordProperty
+) -> None:
+    """Latencies are recorded, not asserted. The child of a lost worker, in its group, dies too; one in its own session at the end."""
+    script = (
+        PRELUDE
+        + """
+import subprocess
+reach(f"up{me.incarnation}")
+if me.rank == 1:
+    if me.incarnation == 0:
+        child = subprocess.Popen(["sleep", "600"])
+        away = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        reach("child", child.pid)
+        store.set("test/child", str(child.pid))
+        signal.pause()
+else:
+    pid = await_("up0", 1)
+    child = int(store.get("test/child"))
+    killed = time.time()
+    os.kill(pid, signal.SIGKILL)
+    generation(1)
+    show(told_s=time.time() - killed)
+    await_("up1", 1)
+    show(newcomer_s=time.time() - killed)
+    while os.path.exists(f"/proc/{child}"):
+        os.sched_yield()
+"""
+    )
+    job = run(tmp_path, script)
+    assert job.code == 0, job.stderr
+    for one in shown(job):
+        for name, value in one.items():
+            record_property(name, value)
+            print(f"{name}: {1e3 * value:.1f} ms")
+
+
+def test_without_standbys_workers_are_fresh_interpreters(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+reach(f"up{me.incarnation}")
+if me.rank == 0:
+    os.kill(await_("up0", 1), signal.SIGKILL)
+    await_("up1", 1)
+elif me.incarnation == 0:
+    signal.pause()
+show(rank=me.rank, name=__name__, path=sys.path[0], group=os.getpgid(0) == os.getpid(), argv=sys.argv[1:])
+"""
+    )
+    job = run(tmp_path, script, "a b", options=["--standbys", "0", "-r", "3", "--log-dir", str(tmp_path / "logs")])
+    assert job.code == 0, job.stderr
+    assert [event.fields["how"] for event in job.of("newcomer_start")] == ["respawn"]
+    for rank in (0, 1):
+        (file,) = tmp_path.glob(f"logs/*/attempt_0/{rank}/stdout.log")
+        expected = {"rank": rank, "name": "__main__", "path": str(tmp_path), "group": True, "argv": ["a b"]}
+        assert json.loads(file.read_text()) == expected
+
+
+def test_the_same_exception_twice_ends_the_job(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+def deep():
+    raise ValueError("bad record 17")
+if me.rank == 1:
+    deep()
+await_("never", 1)
+"""
+    )
+    job = run(tmp_path, script)
+    assert job.code == 1
+    assert "raised the same exception at the same place twice" in job.stderr
+    assert "ValueError: bad record 17" in job.stderr
+    assert "rank      : 1 (local_rank: 1)" in job.stderr
+    assert "in deep" in job.stderr
+    assert len(job.of("lost")) == 2
+    assert job.of("end")[0].fields["result"] == "failed"
+    # the worker's own traceback starts at the user's frame
+    own = job.stderr[job.stderr.index("Traceback") :].splitlines()[:2]
+    assert own[1].startswith(f'  File "{tmp_path / "script.py"}"')
+
+
+def test_a_crash_loop_ends_with_the_first_death(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+if me.rank == 0:
+    os._exit(9)
+await_("never", 1)
+"""
+    )
+    job = run(tmp_path, script)
+    assert job.code == 1
+    assert "died 3 times in a row without progress" in job.stderr
+    assert "rank      : 0 (local_rank: 0)" in job.stderr and "exitcode  : 9" in job.stderr
+    lost = job.of("lost")
+    assert len(lost) == 3
+    # back-off: at once, then after half a second
+    assert lost[2].time - lost[1].time >= 0.5
+
+
+def test_progress_breaks_a_crash_loop_and_the_budget_ends_it(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+if me.rank == 0:
+    worker.ProgressFile().top(me.incarnation + 1)
+    os._exit(9)
+await_("never", 1)
+"""
+    )
+    job = run(tmp_path, script, options=["--max-restarts", "4"])
+    assert job.code == 1
+    assert "no replacements are left (--max-restarts)" in job.stderr
+    assert [event.fields["tops"] for event in job.of("lost")] == [1, 2, 3, 4, 5]
+
+
+def test_a_worker_without_progress_is_replaced(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+if me.incarnation == 0:
+    progress = worker.ProgressFile()
+    progress.top(1)
+    if me.rank == 0:
+        progress.waiting(True)  # in a collective: does not count
+        generation(1)
+    else:
+        signal.pause()
+"""
+    )
+    job = run(tmp_path, script, env={"SWIFT_RECOVERY_PROGRESS_TIMEOUT_S": "0.5"})
+    assert job.code == 0, job.stderr
+    (lost,) = job.of("lost")
+    assert lost.rank == 1 and "no progress for 0.5 s" in lost.fields["cause"]
+
+
+def test_all_workers_lost_restarts_the_job(tmp_path: Path) -> None:
+    """The second attempt has its own store, and nothing of what the first one published."""
+    script = (
+        PRELUDE
+        + """
+if me.restart == 0:
+    (me.rank_dir).mkdir(exist_ok=True)
+    reach("up")
+    if me.rank == 0:
+        pids = [await_("up", 0), await_("up", 1)]
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os.system(f"(kill -9 {pids[1]} {pids[0]}; sleep 0.2; kill -CONT {os.getppid()}) & ")
+    signal.pause()
+assert not store.check(["test/up/0"]) and not me.rank_dir.exists()
+show(rank=me.rank, restart=me.restart, generation=me.generation, incarnation=me.incarnation)
+"""
+    )
+    job = run(tmp_path, script)
+    assert job.code == 0, job.stderr
+    assert sorted(one["rank"] for one in shown(job)) == [0, 1]
+    assert all((one["restart"], one["generation"], one["incarnation"]) == (1, 0, 0) for one in shown(job))
+    assert job.of("restart")[0].fields["reason"] == "all workers are lost"
+    assert len(job.of("start")) == 2
+
+
+def test_what_workers_say_is_done(tmp_path: Path) -> None:
+    """``divergent`` replaces, ``restart`` restarts all, ``fail`` ends the job with the worker's message."""
+    script = (
+        PRELUDE
+        + """
+reach(f"up{me.incarnation}")
+if me.rank == 0:
+    if me.restart == 0:
+        await_("up0", 1)
+        worker.tell(store, "divergent", [1])
+        show(gen=generation(1))
+        await_("up1", 1)
+        worker.tell(store, "restart", {"reason": "nobody can serve rank 1"})
+    else:
+        store.set(me.prefix + "fail", json.dumps({"rank": 1, "message": "ReplayDivergence: rank 1 differs"}))
+signal.pause()
+"""
+    )
+    job = run(tmp_path, script)
+    assert job.code == 1
+    (said,) = shown(job)
+    assert said["gen"]["cause"] == {"1": "its state differs from its replicas'"}
+    assert job.of("restart")[0].fields["reason"] == "nobody can serve rank 1"
+    assert "rank 1 ends the job: ReplayDivergence: rank 1 differs" in job.stderr
+    assert "rank      : 1" in job.stderr
+    assert job.of("end")[0].fields["reason"] == "ReplayDivergence: rank 1 differs"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_everything(tmp_path: Path, number: signal.Signals) -> None:
+    """Workers that will not end by themselves are killed after the grace; exit code 1 is torchrun's."""
+    script = (
+        PRELUDE
+        + """
+import subprocess
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+if me.rank == 1:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+reach("up")
+if me.rank == 0:
+    await_("up", 1)
+    show(agent=os.getppid())
+while True:
+    signal.pause()
+"""
+    )
+    job = start(tmp_path, script, options=["--shutdown-timeout", "1"])
+    assert job.process.stdout is not None
+    agent = json.loads(job.process.stdout.readline())["agent"]
+    assert agent == job.process.pid
+    os.kill(agent, number)
+    job.finish(20)
+    job.check_nothing_left()
+    assert job.code == 1
+    assert f"received {number.name}" in job.stderr
+
+
+def test_a_dead_agent_takes_everything_with_it(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+reach("up")
+if me.rank == 0:
+    await_("up", 1)
+    os.kill(os.getppid(), signal.SIGKILL)
+while True:
+    signal.pause()
+"""
+    )
+    job = start(tmp_path, script)
+    job.finish(20)
+    assert job.code == -signal.SIGKILL
+    while tagged(job.tag):  # the kernel ends them; the test's time-out is the limit
+        os.sched_yield()
+
+
+def test_a_killed_standby_is_replaced(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+reach(f"up{me.incarnation}")
+if me.rank == 0:
+    await_("up0", 1)
+    agent = os.getppid()
+    mine = {os.getpid(), await_("up0", 1)}
+    tasks = open(f"/proc/{agent}/task/{agent}/children").read().split()
+    for pid in set(map(int, tasks)) - mine:
+        os.kill(pid, signal.SIGKILL)
+    os.kill(await_("up0", 1), signal.SIGKILL)
+    await_("up1", 1)
+elif me.incarnation == 0:
+    signal.pause()
+"""
+    )
+    job = run(tmp_path, script)
+    assert job.code == 0, job.stderr
+    assert "a standby died" in job.stderr
+    assert [event.fields["how"] for event in job.of("newcomer_start")] == ["standby"]
+
+
+def test_modules_programs_and_exit_codes(tmp_path: Path) -> None:
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "go.py").write_text(
+        "import sys\nprint('module', __spec__.name, sys.argv[1:], flush=True)\nsys.exit(3)\n"
+    )
+    base = [sys.executable, "-m", "shared_core.cli.swiftrun", "--events", "events.jsonl", "--standbys", "0"]
+    job = start_command(tmp_path, [*base, "--max-restarts", "0", "-m", "pack.go", "x"]).finish()
+    assert job.code == 1
+    assert "module pack.go ['x']" in job.stdout
+    assert "exitcode  : 3" in job.stderr
+    job.check_nothing_left()
+    job = start_command(tmp_path, [*base, "--max-restarts", "0", "--no-python", "sh", "-c", "exit 4"]).finish()
+    assert job.code == 1 and "exitcode  : 4" in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--nnodes", "2", "x.py"], "several machines: not in this version"),
+        (["--nnodes", "1:2", "x.py"], "several machines: not in this version"),
+        (["--standbys", "-1", "x.py"], "--standbys must not be negative"),
+        (["--numa-binding", "node", "x.py"], "--numa-binding: not in this version"),
+        (["-m", "--no-python", "x.py"], "exclude each other"),
+        (["--swift-config", "c.json", "x.py"], "did you mean 'on_failure'"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.json").write_text('{"on_failur": "replace"}')
+    with pytest.raises(ConfigError, match=words):
+        build_config(parse_args(options))
+
+
+def test_options_come_from_file_environment_and_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c.json").write_text('{"seed": 1, "wait_timeout_s": 1, "on_failure": "restart"}')
+    monkeypatch.setenv("SWIFT_RECOVERY_WAIT_TIMEOUT_S", "2")
+    monkeypatch.setenv("PET_CHECKPOINT_DIR", str(tmp_path))
+    args = parse_args(
+        ["--swift-config", str(tmp_path / "c.json"), "--on-failure", "replace", "x.py", "--standbys", "3"]
+    )
+    config = build_config(args)
+    assert (config.seed, config.wait_timeout_s, config.on_failure) == (1, 2.0, "replace")
+    assert config.checkpoint_dir == str(tmp_path)
+    assert (args.max_restarts, args.standbys, args.training_script_args) == (100, 1, ["--standbys", "3"])
+    assert parse_args(["--max-restarts", "0", "x.py"]).max_restarts == 0
+
+
+def test_a_refusal_is_one_line(tmp_path: Path) -> None:
+    job = start_command(tmp_path, [sys.executable, "-m", "shared_core.cli.swiftrun", "--standbys", "0", "missing.py"])
+    job.finish()
+    assert job.code == 2
+    assert job.stderr.splitlines() == ["swiftrun: ConfigError: the training script 'missing.py' does not exist"]

@@ -1,0 +1,83 @@
+"""Helpers inside workers, without a launcher."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from shared_core.cluster import worker
+from shared_core.cluster.watch import KeyWatcher
+from shared_core.config import SwiftConfig
+from shared_core.errors import ConfigError, WaitTimeout
+
+
+def environment(folder: Path, port: int = 1) -> dict[str, str]:
+    return {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "SWIFT_RECOVERY_JOB_DIR": str(folder),
+        "SWIFT_RECOVERY_STORE": f"localhost:{port}",
+        "SWIFT_RECOVERY_GENERATION": "3",
+        "SWIFT_RECOVERY_INCARNATION": "1",
+        "SWIFT_RECOVERY_EVENTS": str(folder / "events.jsonl"),
+        "SWIFT_RECOVERY_CONFIG": SwiftConfig(seed=7).to_json(),
+        "SWIFT_RECOVERY_RESTART": "5",
+    }
+
+
+def test_env_is_parsed(tmp_path: Path) -> None:
+    me = worker.env(environment(tmp_path))
+    assert (me.rank, me.world_size, me.generation, me.incarnation, me.restart) == (2, 4, 3, 1, 5)
+    assert (me.store_host, me.store_port, me.config.seed) == ("localhost", 1, 7)
+    assert (me.prefix, me.rank_dir) == ("swift/5/", tmp_path / "rank2")
+    assert not worker.launched({})
+    with pytest.raises(ConfigError, match="not started by swiftrun"):
+        worker.env({})
+
+
+def test_progress_is_read_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "rank0" / "progress"
+    assert worker.read_progress(path) is None
+    progress = worker.ProgressFile(path)
+    assert worker.read_progress(path) is None
+    assert path.stat().st_size == worker.PROGRESS_BYTES
+    progress.top(4)
+    first = worker.read_progress(path)
+    progress.waiting(True)
+    second = worker.read_progress(path)
+    assert first is not None and second is not None
+    assert (first[:2], second[:2]) == ((4, False), (4, True))
+    assert second[2] >= first[2]
+    progress.close()
+
+
+def test_a_missing_agent_is_named(tmp_path: Path, free_port: int) -> None:
+    me = worker.env(environment(tmp_path, free_port))
+    with pytest.raises(WaitTimeout, match=f"rank 2: no answer from the agent's store at localhost:{free_port}"):
+        worker.connect_store(timeout_s=0.2, where=me)
+
+
+def test_what_workers_tell_reaches_the_watcher(tmp_path: Path) -> None:
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    me = worker.env(environment(tmp_path, server.port))
+    woken: list[None] = []
+    watcher = KeyWatcher(lambda: worker.connect_store(where=me), me.prefix, 2, lambda: woken.append(None))
+    store = worker.connect_store(where=me)
+    assert watcher.look() == []
+    worker.tell(store, "divergent", [1], prefix=me.prefix)
+    assert watcher.look() == [("divergent", [1])]
+    assert watcher.look() == []
+    store.set(me.prefix + "fail", "plain words")
+    assert watcher.look() == [("fail", "plain words")]
+    for rank in (0, 1):
+        worker.tell(store, f"done/{rank}", {}, prefix=me.prefix)
+    assert watcher.look() == [("done", None)]
+    store.delete_key(me.prefix + "done/1")
+    watcher.forget_done()
+    assert watcher.look() == []
+    watcher.close()
+    assert woken
+    store.wait([me.prefix + "notified"], timedelta(seconds=1))

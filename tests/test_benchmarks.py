@@ -1,0 +1,155 @@
+"""The benchmarks: form of their rows, what they read from traces, and one short real run of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from benchmarks import common, overhead, recovery
+from benchmarks.common import WORKERS, Line, Row, at_least, at_most, finish, table
+
+FORM = {"case", "metric", "value", "unit", "target", "holds"}
+
+
+def test_rows_and_targets() -> None:
+    assert Row("a", "m", 1.0, "s") == Row("a", "m", 1.0, "s", None, None)
+    assert at_most("a", "m", 1.0, "s", 1.0).holds is True
+    assert at_most("a", "m", 1.01, "s", 1.0).holds is False
+    assert at_least("a", "m", 8.0, "times", 8.0).holds is True
+    assert at_least("a", "m", 7.9, "times", 8.0).holds is False
+    assert at_most("a", "m", None, "s", 1.0).holds is False, "what could not be measured does not hold"
+
+
+def test_the_table_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [Row("case one", "time", 0.12345, "s"), at_most("two", "ratio", 1.2, "", 1.1), Row("two", "x", None, "ms")]
+    assert table(rows).splitlines()[2].split() == ["case", "one", "time", "0.1234", "s"]
+    assert finish(rows, tmp_path / "deep" / "rows.json") == 1
+    assert "target missed: two, ratio" in capsys.readouterr().out
+    written = json.loads((tmp_path / "deep" / "rows.json").read_text())
+    assert isinstance(written, list) and all(set(row) == FORM for row in written)
+    assert [row["holds"] for row in written] == [None, False, None]
+    assert finish(rows[:1], None) == 0
+
+
+def test_messages_cross_a_socket() -> None:
+    left, right = socket.socketpair()
+    one, other = Line(left), Line(right)
+    one.send({"run": 3})
+    assert other.receive() == {"run": 3}
+    one.close()
+    with pytest.raises(EOFError):
+        other.receive()
+    other.close()
+
+
+def test_every_benchmark_has_the_common_options() -> None:
+    for module in ("overhead", "recovery"):
+        command = [sys.executable, "-m", f"benchmarks.{module}", "--help"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "--json FILE" in text and "--quick" in text
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert common.has_torchft() is False
+    assert "pip install 'swift-recovery[torchft]'" in capsys.readouterr().out
+
+
+def write_traces(folder: Path, steps: dict[int, list[tuple[int, float]]], discarded: int = 0) -> recovery.Traces:
+    for rank in range(WORKERS):
+        lines = [{"kind": "step", "step": step, "time": at, "pid": 1} for step, at in steps[rank]]
+        lines += [{"kind": "discarded", "step": 1, "time": 0.0, "pid": 1}] * (discarded if rank == 0 else 0)
+        (folder / f"trace{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    traces = recovery.Traces(folder)
+    traces.refresh()
+    return traces
+
+
+def test_a_trace_is_read_as_it_grows(tmp_path: Path) -> None:
+    traces = recovery.Traces(tmp_path)
+    traces.refresh()
+    assert traces.furthest() == 0
+    path = tmp_path / "trace2.jsonl"
+    path.write_text('{"kind": "step", "step": 1, "time": 5.0, "pid": 9}\n{"kind": "st')
+    traces.refresh()
+    assert [line["step"] for line in traces.steps(2)] == [1]
+    with path.open("a") as file:
+        file.write('ep", "step": 2, "time": 6.0, "pid": 9}\n')
+    traces.refresh()
+    assert [line["step"] for line in traces.steps(2)] == [1, 2]
+    assert traces.furthest() == 2 and traces.furthest(before=5.5) == 1 and traces.steps(2, after=5.5)[0]["step"] == 2
+
+
+def test_a_stall_is_the_gap_that_begins_near_the_kill(tmp_path: Path) -> None:
+    # Killed at 10.0. Ranks 0 and 1 were in a collective; rank 2's step was past its last one and returned at 10.01.
+    steps = {
+        0: [(1, 9.8), (2, 9.9), (3, 10.5), (4, 10.6)],
+        1: [(1, 9.8), (2, 9.9), (3, 10.5), (4, 10.6)],
+        2: [(1, 9.8), (2, 9.9), (3, 10.01), (4, 10.6)],
+        3: [(1, 9.8), (2, 9.9), (3, 10.45), (4, 10.6), (5, 20.0)],
+    }
+    traces = write_traces(tmp_path, steps)
+    found = [recovery.stalled_until(traces, rank, 10.0, 0.1) for rank in range(WORKERS)]
+    assert found == [10.5, 10.5, 10.6, 10.45]
+
+
+def test_steps_made_again_and_samples_lost(tmp_path: Path) -> None:
+    again = [(1, 1.0), (2, 2.0), (3, 3.0), (2, 11.0), (3, 12.0), (4, 13.0)]
+    traces = write_traces(tmp_path, dict.fromkeys(range(WORKERS), again))
+    assert recovery.repeated(traces, 0, at=10.0) == 2
+    assert recovery.lost_samples(traces) == 0
+    left_out = {0: [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]} | dict.fromkeys(
+        (1, 2), [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    )
+    traces = write_traces(tmp_path / ".", left_out | {3: [(1, 1.0), (4, 4.0)]}, discarded=1)
+    assert recovery.lost_samples(traces) == (2 + 1) * recovery.BATCH
+
+
+def test_a_short_real_run_of_recovery(tmp_path: Path) -> None:
+    system = recovery.System("swift, standby", "swift", 1, 1)
+    outcome = recovery.run(system, 2, tmp_path, random.Random(3))
+    assert [kill.rank for kill in outcome.kills] == [3, 0]
+    assert outcome.lost_samples == 0
+    for kill in outcome.kills:
+        assert kill.recomputed == 0
+        assert 0 < kill.survivors_s <= kill.stall_s <= kill.regained_s + 1e-6 and kill.user_s > 0
+        assert kill.ready_s is not None and 0 < kill.ready_s < kill.stall_s
+    rows = recovery.rows_of(outcome, best_other=5.0)
+    named = {row.metric: row for row in rows}
+    assert named["steps recomputed, maximum"].holds and named["samples lost"].holds
+    assert named["stall, how many times shorter than the best other"].value == pytest.approx(
+        5.0 / (named["stall, median"].value or 0)
+    )
+
+
+def test_a_short_real_run_of_overhead() -> None:
+    with overhead.sides(["gloo", "swift"]) as ready:
+        rows = overhead.measure("mlp", ready, steps=2, rounds=3)
+    named = {row.metric: row for row in rows}
+    ratio = named["step time, swift / gloo"]
+    assert ratio.target == 1.10 and ratio.value is not None and 0.2 < ratio.value < 5
+    assert (named["step time on gloo"].value or 0) > 0
+    assert "peak memory of a worker, swift - gloo" in named
+
+
+def test_the_end_of_a_job_is_told_with_its_log(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("raise SystemExit('this job is broken')\n")
+    with common.Workers("torchrun", script, [], tmp_path) as workers:
+        waiting = threading.Thread(target=workers.processes[-1].wait)
+        waiting.start()
+        waiting.join()
+        with pytest.raises(RuntimeError, match="the torchrun job has ended with status 1"):
+            workers.check()
+        assert "this job is broken" in workers.tail(200)
+    assert not any(os.path.exists(f"/proc/{process.pid}") for process in workers.processes.values())
