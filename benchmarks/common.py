@@ -141,6 +141,7 @@ class Workers:
         args: its arguments.
         out: folder for the log.
         standbys: standbys of ``swift``.
+        restarts: how often torchrun may start all workers again.
         env: more environment.
     """
 
@@ -152,6 +153,7 @@ class Workers:
         out: Path,
         *,
         standbys: int = 1,
+        restarts: int = 0,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.system, self.script, self.args = system, script, list(args)
@@ -167,7 +169,7 @@ class Workers:
             self._launch(-1, [*command, f"--events={out / 'events.jsonl'}", str(script), *self.args], {})
         elif system == "torchrun":
             command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
-            self._launch(-1, [*command, "--max-restarts=1000", str(script), *self.args], {})
+            self._launch(-1, [*command, f"--max-restarts={restarts}", str(script), *self.args], {})
         else:
             for rank in range(WORKERS):
                 self.start_replica(rank)

@@ -145,7 +145,9 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
     with contextlib.ExitStack() as stack:
         if system.system == "torchft":
             env["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(1, system.heartbeat_ms))
-        workers = stack.enter_context(Workers(system.system, SCRIPT, args, out, standbys=system.standbys, env=env))
+        workers = stack.enter_context(
+            Workers(system.system, SCRIPT, args, out, standbys=system.standbys, restarts=1000, env=env)
+        )
         wait(traces, workers, lambda: settled(traces, 25))
         outcome.step_s = step_time(traces)
         for number in range(kills):

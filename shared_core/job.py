@@ -107,6 +107,7 @@ class Job:
         self._unclaimed: dict[str, Any] = {}
         self._ddps: list[DistributedDataParallel] = []
         self._settled: set[int] = set()
+        self._agreed: dict[int, int] = {}
         self._eligible_tops = 0
         self._deferred = 0
         self._backwards = 0
@@ -174,6 +175,7 @@ class Job:
             handle.remove()
         self._handles = [ddp.register_forward_hook(self._after_forward) for ddp in self._ddps]
         self._settled.clear()
+        self._agreed.clear()
         self._eligible_tops = 0
         replicated = Replicated(modules, optimizers)
         self._updates.attach(replicated)
@@ -362,11 +364,13 @@ class Job:
     def _bucket_order(self, ddp: DistributedDataParallel, op: Op) -> None:
         number = next((i for i, known in enumerate(self._ddps) if known is ddp), None)
         if number is None:
-            return
+            raise SwiftError(
+                f"rank {self.rank}: a DistributedDataParallel module is trained that job.attach() was not given: pass it the wrapper, not only the module inside"
+            )
         self._settled.add(number)
-        key = (self._entry, _BUCKETS, str(number))
-        tops = self.tops
-        op.future.add_done_callback(lambda _: self._board.record((*key, tops), op.results))
+        ordinal = self._agreed[number] = self._agreed.get(number, -1) + 1
+        key = (self._entry, _BUCKETS, f"{number}.{ordinal}", self.tops)
+        op.future.add_done_callback(lambda _: self._board.record(key, op.results))
 
     def _before_bucket(self) -> None:
         """DDP hands over a gradient bucket: forward is done. Publish what forward changed and returned, or, in a newcomer that computed with newer
@@ -491,10 +495,14 @@ class Job:
     def _settle_buckets(self, records: Records, top: Top) -> None:
         """Give DDP the buckets that were agreed on before ``top``, without a backward: the broadcasts of that agreement are served from the record."""
         for number, ddp in enumerate(self._ddps):
-            agreed = [results for (entry, kind, which, tops), results in records if (entry, kind, which) == (top.entry, _BUCKETS, str(number)) and tops < top.index]
+            agreed = {
+                which: results
+                for (entry, kind, which, tops), results in records
+                if entry == top.entry and kind == _BUCKETS and which.startswith(f"{number}.") and tops < top.index
+            }
             if not agreed:
                 continue
-            self._runtime.scripted.extend(agreed)
+            self._runtime.scripted.extend(agreed[f"{number}.{ordinal}"] for ordinal in range(len(agreed)))
             ddp.reducer._push_all_rebuilt_params()
             ddp.reducer._rebuild_buckets()
             self._runtime.scripted.clear()

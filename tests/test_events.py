@@ -166,6 +166,8 @@ def test_the_table() -> None:
     assert table[0].split()[:3] == ["generation", "lost", "cause"]
     for cell in ("killed by SIGKILL", "+5.00 s", "14 ms", "312 ms", "430 ms", "2.5 MB", "0 steps"):
         assert cell in table[2]
+    long = [at(1, "lost", 0, 1, cause="x" * 200), at(1, "generation", generation=1, lost=[0])]
+    assert "xxx..." in format_recoveries(recoveries(long), START)
     assert format_recoveries([], START) == "no worker was lost"
     assert "-" in format_recoveries([Recovery(1)], 0.0)
 

@@ -29,12 +29,15 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = torchrun_parser()
     parser.prog = "swiftrun"
     parser.description = (
-        "Starts a distributed training job with torchrun's flags. A worker that is lost is replaced by a newcomer, which takes "
-        "its place bit for bit; the other workers go on."
+        "Starts a distributed training job with torchrun's flags. A worker that is lost is replaced by a newcomer, "
+        "which takes its place bit for bit; the other workers go on."
     )
     for action in parser._actions:
         if action.dest == "max_restarts":
-            action.help = f"How many lost workers may be replaced in the whole job (a restart of all counts once). Default: {DEFAULT_BUDGET}."
+            action.help = (
+                "How many lost workers may be replaced in the whole job (a restart of all counts once). "
+                f"Default: {DEFAULT_BUDGET}."
+            )
             if "PET_MAX_RESTARTS" not in os.environ:
                 action.default = DEFAULT_BUDGET
         elif action.dest == "nnodes":
@@ -54,7 +57,8 @@ def get_args_parser() -> argparse.ArgumentParser:
         action=env,
         choices=("replace", "restart"),
         default=None,
-        help="replace (default): a newcomer takes the lost worker's place. restart: all workers start again from the newest checkpoint.",
+        help="replace (default): a newcomer takes the lost worker's place. restart: all workers start again from the "
+        "newest checkpoint.",
     )
     ours.add_argument(
         "--swift-config", "--swift_config", action=env, default=None, help="YAML or JSON file of options (SwiftConfig)."
@@ -162,8 +166,11 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         SwiftError: for options that cannot be honoured.
     """
     import torch
-    from torch.distributed.elastic import events, metrics
+    from torch.distributed.elastic import events
     from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.metrics import initialize_metrics
+    from torch.distributed.elastic.metrics.api import MetricsConfig
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
     from torch.distributed.run import config_from_args
@@ -220,10 +227,12 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         store_port=args.store_port,
     )
 
+    logs_specs = torchrun.logs_specs or DefaultLogsSpecs()
+
     def make_logs(ranks: list[int]) -> WorkerLogs:
         return WorkerLogs(
             torchrun.role,
-            torchrun.logs_specs,
+            logs_specs,
             torchrun.nproc_per_node,
             torchrun.run_id,
             prefix=torchrun.log_line_prefix_template,
@@ -232,7 +241,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
             stderr_filters=torchrun.duplicate_stderr_filters or (),
         )
 
-    metrics.initialize_metrics(metrics.MetricsConfig(torchrun.metrics_cfg))
+    initialize_metrics(MetricsConfig(torchrun.metrics_cfg))
     agent = SwiftAgent(spec, program, options, make_logs, early)
     failed = True
     try:
@@ -248,19 +257,15 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         raise
     finally:
         spec.rdzv_handler.shutdown()
-        if (
-            not failed
-            and args.log_dir is None
-            and not agent.logs_used
-            and torchrun.logs_specs.root_log_dir != os.devnull
-        ):
-            shutil.rmtree(
-                torchrun.logs_specs.root_log_dir, ignore_errors=True
-            )  # made by torchelastic for error files alone
+        if not failed and args.log_dir is None and not agent.logs_used and logs_specs.root_log_dir != os.devnull:
+            shutil.rmtree(logs_specs.root_log_dir, ignore_errors=True)  # made by torchelastic for error files alone
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Console script. Exit codes are torchrun's: 0, 1 if the job failed or was ended by a signal, 2 for a wrong command line."""
+    """Console script.
+
+    Exit codes are torchrun's: 0, 1 if the job failed or was ended by a signal, 2 for a wrong command line.
+    """
     early = _start_early(sys.argv[1:] if argv is None else argv)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import record

@@ -1,9 +1,11 @@
 """The launcher: an agent that replaces one worker without touching its siblings, standbys, detection, generations.
 
-Modules, from the agent to the worker:
+From the agent to the worker:
 
-- ``agent``: the event loop, on torchelastic's agent; ``losses``: pure decisions about a loss; ``watch``: keys that workers set;
-- ``logs``: log files and console prefixes; ``standby``: the agent's side of the zygotes; ``zygote``: the zygote process;
-- ``entry``: how a started process becomes a worker; ``worker``: helpers inside workers; ``handover``: from ``python train.py`` to ``swiftrun``;
-- ``request``: what is asked of a zygote; ``process``: Linux primitives; ``preload``: what a zygote imports.
+- ``agent``: the event loop, on torchelastic's agent. ``losses``: pure decisions about a loss. ``wakeup``: signals.
+- ``attempt``: the store and the agent's keys. ``watch``: keys that workers set. ``jobdir``: the private folder.
+- ``fleet``: worker processes. ``standby``: the agent's side of the zygotes. ``process``: Linux primitives.
+- ``environment`` and ``logs``: what a worker finds and where it writes. ``request``: what is asked of a zygote.
+- ``zygote``: the zygote process. ``preload``: what it imports. ``entry``: how a process becomes a worker.
+- ``worker``: helpers inside workers. ``handover``: from ``python train.py`` to ``swiftrun``.
 """

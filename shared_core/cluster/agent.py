@@ -1,8 +1,9 @@
 """The agent of one machine: it starts the workers, notices within milliseconds when one is lost, and replaces that one.
 
-Built on torchelastic's ``SimpleElasticAgent`` (worker specification, rendezvous, rank assignment, events); the run loop is
-its own. It waits on descriptors (pidfds, standbys, signals, workers' words) and never sleeps; a tick of
-``monitor_interval`` looks for workers that are stopped or make no progress. The store is hosted here: any worker may die.
+Built on torchelastic's ``SimpleElasticAgent`` (worker specification, rendezvous, rank assignment, events); the run loop
+is its own. It waits on descriptors (pidfds, standbys, signals, workers' words) and never sleeps; a tick of
+``monitor_interval`` looks for workers that are stopped or make no progress. The store is hosted here, so any worker may
+die, rank 0 too.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class SwiftAgent(SimpleElasticAgent):
         raise NotImplementedError("this agent waits for events instead of asking")
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """End everything: ``death_sig`` to the workers, SIGKILL after the grace or at a second signal; no process is left."""
+        """End everything: ``death_sig`` to the workers, SIGKILL after the grace or at a second signal."""
         try:
             self._fleet.cancel_starts()
             self._fleet.started()

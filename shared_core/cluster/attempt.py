@@ -14,7 +14,7 @@ from shared_core.cluster.watch import KeyWatcher
 
 
 class Attempt:
-    """Hosts a fresh store, so that nothing of the attempt before (gloo's addresses, for instance) can be read by mistake.
+    """Hosts a fresh store, so that nothing of the attempt before (gloo's addresses, say) can be read by mistake.
 
     Attributes:
         number: whole-job restarts before this attempt.

@@ -1,7 +1,7 @@
 """How a started process becomes a worker: its own session, the asked environment and files, then the user's program.
 
-A forked zygote and a fresh interpreter (``--standbys 0``) go through the same code, so that both look alike to the user's
-program, and both look like ``python script.py`` started by torchrun.
+A forked zygote and a fresh interpreter (``--standbys 0``) go through the same code, so that both look alike to the
+user's program, and both look like ``python script.py`` started by torchrun.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def enter(request: StartRequest, *, forked: bool) -> None:
 
     Args:
         request: what to become.
-        forked: this process was forked from a zygote, whose imports carry state that a fresh interpreter would not have.
+        forked: from a zygote, whose imports carry state that a fresh interpreter would not have.
 
     Raises:
-        SystemExit: as the program asked, or code 1 after an uncaught exception (written to the error file, traceback printed).
+        SystemExit: as the program asked, or with code 1 after an uncaught exception, which is then in the error file
+            and printed.
     """
     _detach(request)
     _redirect(request)
@@ -88,7 +89,7 @@ def _exec(request: StartRequest) -> NoReturn:
 
 
 def _freshen(request: StartRequest) -> None:
-    """Undo what differs between a process forked from a zygote and a fresh interpreter that imported the same modules."""
+    """Undo what differs between a forked zygote and a fresh interpreter that imported the same modules."""
     if (random := sys.modules.get("random")) is not None:
         random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
@@ -152,7 +153,7 @@ def _set_first_path(entry: str) -> None:
 
 
 def _exec_script(path: str, main: types.ModuleType) -> None:
-    """Run a script in ``main`` as the interpreter does (``runpy.run_path`` would take ``__main__`` away again before atexit)."""
+    """Run a script in ``main`` as the interpreter does; ``runpy.run_path`` would take ``__main__`` away too early."""
     absolute = os.path.abspath(path)
     main.__dict__.update(
         __file__=absolute, __cached__=None, __spec__=None, __loader__=SourceFileLoader("__main__", absolute)
@@ -184,7 +185,7 @@ def _ours(trace: types.TracebackType) -> bool:
 
 
 def main() -> None:
-    """A fresh interpreter: the request comes on the descriptor named on the command line, before anything is imported for it."""
+    """A fresh interpreter: the request comes on the descriptor named on the command line."""
     fd = int(sys.argv[1])
     with open(fd, "rb") as pipe:
         request = StartRequest.from_json(pipe.read())

@@ -55,7 +55,7 @@ class Fleet:
     """Starts workers and reaps every child of the agent.
 
     Args:
-        selector: the agent's; pidfds and standbys are registered there with data ``None`` (being woken is all that counts).
+        selector: the agent's; pidfds and standbys are registered there, to wake it.
         standbys: how many zygotes to keep; 0 starts every worker in a fresh interpreter.
         standby_env: environment of a zygote.
         preload: what a zygote is told.
@@ -91,7 +91,7 @@ class Fleet:
             {early.pid} if early else set()
         )  # of whoever became the agent with exec: not ours to end
 
-    # -- starting ---------------------------------------------------------------------------------------------------------
+    # -- starting -----------------------------------------------------------------------------------------------------
 
     def fill_standbys(self) -> None:
         """Start zygotes until there are as many as wanted."""
@@ -104,7 +104,7 @@ class Fleet:
             standby.preload(self._preload)
 
     def start(self, worker: LiveWorker) -> None:
-        """Start a worker now: from a standby, once one is ready, or fresh where there is none. :meth:`started` yields it."""
+        """Start a worker: from a standby, once one is ready, or fresh where there is none. See :meth:`started`."""
         if worker.request.mode == "exec" or self._wanted_standbys == 0:
             worker.how = "respawn"
             worker.pid = start_fresh(worker.request)
@@ -170,10 +170,10 @@ class Fleet:
         for module, error in standby.report.get("failed", {}).items():
             self._say(f"the standby could not import {module} ({error}); newcomers import it themselves")
 
-    # -- deaths -----------------------------------------------------------------------------------------------------------
+    # -- deaths -------------------------------------------------------------------------------------------------------
 
     def reap(self) -> list[tuple[LiveWorker, int]]:
-        """``(worker, exit code)`` of workers that died; their whole process groups are killed, and every orphan is reaped."""
+        """``(worker, exit code)`` of those that died; their process groups are killed, and every orphan is reaped."""
         dead: list[tuple[LiveWorker, int]] = []
         while (pid := process.peek_dead()) is not None:
             worker = self.live.pop(pid, None)
@@ -238,7 +238,7 @@ class Fleet:
         with suppress(KeyError, ValueError):
             self._selector.unregister(fd)
 
-    # -- the end ----------------------------------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     def signal_all(self, sig: signal.Signals) -> None:
         """Send ``sig`` to every worker's process group."""

@@ -1,4 +1,4 @@
-"""From ``python train.py`` to ``swiftrun``: the process becomes the launcher of the same script with the same arguments."""
+"""From ``python train.py`` to ``swiftrun``: the process becomes the launcher of the same script and arguments."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def warn_plain_torchrun_once() -> None:
     _warned = True
     if os.environ.get("RANK", "0") == "0":
         console(
-            "started by plain torchrun, whose agent kills all workers when one is lost: survivors cannot be kept alive, only checkpoints "
-            "help. Start the same command with swiftrun instead of torchrun."
+            "started by plain torchrun, whose agent kills all workers when one is lost: survivors cannot be kept "
+            "alive, only checkpoints help. Start the same command with swiftrun instead of torchrun."
         )
 
 
 def hand_over(nproc: int, standbys: int = 1, extra: Sequence[str] = ()) -> NoReturn:
-    """Become ``swiftrun`` for the running script; does not return. Nothing that was done so far in this process is kept.
+    """Become ``swiftrun`` for the running script; does not return, and keeps nothing of this process.
 
     Args:
         nproc: workers to start.
@@ -47,7 +47,8 @@ def hand_over(nproc: int, standbys: int = 1, extra: Sequence[str] = ()) -> NoRet
         extra: further options of ``swiftrun``.
 
     Raises:
-        SwiftError: where it cannot be: in a notebook or interactive session, after a process group was created, under another launcher.
+        SwiftError: where it cannot be: in a notebook or interactive session, after a process group was created, or
+            under another launcher.
     """
     if nproc < 1:
         raise SwiftError(f"cannot hand over to swiftrun with {nproc} workers: at least 1 is needed")
@@ -62,17 +63,18 @@ def hand_over(nproc: int, standbys: int = 1, extra: Sequence[str] = ()) -> NoRet
 def _command() -> list[str]:
     """Script and arguments of this process, as ``swiftrun`` wants them."""
     how = "Start it from a shell with: swiftrun --nproc-per-node N SCRIPT ..."
-    main = sys.modules.get("__main__")
+    main = sys.modules["__main__"]
     if getattr(sys, "ps1", None) or sys.flags.interactive or getattr(main, "__file__", None) is None:
         raise SwiftError(
-            f"cannot hand over to swiftrun: this is a notebook or an interactive session, there is no script to run again. {how}"
+            "cannot hand over to swiftrun: this is a notebook or an interactive session, there is no script to run "
+            f"again. {how}"
         )
     if worker.launched():
         raise SwiftError("cannot hand over to swiftrun: this process is already one of its workers")
     if under_plain_torchrun() or int(os.environ.get("WORLD_SIZE", "1") or "1") > 1:
         raise SwiftError(
-            f"cannot hand over to swiftrun: another launcher has started this process already (WORLD_SIZE={os.environ.get('WORLD_SIZE')}). "
-            "Use swiftrun in its place."
+            "cannot hand over to swiftrun: another launcher has started this process already "
+            f"(WORLD_SIZE={os.environ.get('WORLD_SIZE')}). Use swiftrun in its place."
         )
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

@@ -1,4 +1,4 @@
-"""The private folder of a job, in memory where there is such a file system, and gone afterwards even if the agent was killed."""
+"""The private folder of a job, in memory where possible, and gone afterwards even if the agent was killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log files and console prefixes of the workers, as torchrun lays them out; newcomers append to their predecessors' files."""
+"""Log files and console prefixes of the workers, laid out as torchrun's; newcomers append to the files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class WorkerLogs:
         specs: torchelastic's log specification (redirects, tee, filter of ranks).
         workers: local world size.
         run_id: id of the rendezvous, part of the folder's name.
-        prefix: template of a line's prefix with ``${role_name}``, ``${rank}``, ``${local_rank}``; torchrun's default when None.
+        prefix: template of a line's prefix with ``${role_name}``, ``${rank}`` and ``${local_rank}``; torchrun's default
+            when None.
         ranks: global rank of each local rank.
         stdout_filters: lines of standard output that hold one of these are copied to ``filtered_stdout.log``.
         stderr_filters: the same for standard error.
@@ -82,7 +83,7 @@ class WorkerLogs:
         return self._dest.stderrs[local_rank]
 
     def error_file(self, local_rank: int, start: int) -> str:
-        """Where the ``start``-th worker of a rank writes its exception: ``error.json``, later ones ``error.{start}.json``; may be empty."""
+        """Where the ``start``-th worker of a rank writes its exception; later ones to ``error.{start}.json``."""
         path = self._error_files[local_rank]
         return str(Path(path).with_suffix(f".{start}.json")) if path and start else path
 

@@ -35,8 +35,8 @@ HEAVY: dict[str, tuple[str, ...]] = {
 }
 #: Packages of which a zygote imports exactly what the script names; others may do at import what only a worker should.
 KNOWN = frozenset(
-    "torch numpy scipy pandas sklearn timm datasets tokenizers transformers diffusers peft torchvision torchaudio torchmetrics "
-    "lightning pytorch_lightning accelerate".split()
+    "torch torchvision torchaudio torchmetrics numpy scipy pandas sklearn timm datasets tokenizers transformers "
+    "diffusers peft lightning pytorch_lightning accelerate".split()
 )
 
 

@@ -38,7 +38,7 @@ def become_subreaper() -> None:
 
 
 def die_with_parent(parent: int, sig: signal.Signals = signal.SIGKILL) -> bool:
-    """Have the kernel send ``sig`` to this process when its parent dies; False if ``parent`` is not (or no longer) the parent."""
+    """Have the kernel send ``sig`` to this process when its parent dies; False if ``parent`` is not the parent."""
     _prctl(_PR_SET_PDEATHSIG, sig)
     return os.getppid() == parent
 
@@ -57,8 +57,8 @@ def state_of(pid: int) -> str | None:
 def collapse_memory() -> int:
     """Gather this process' anonymous memory in huge pages, and return how many bytes were.
 
-    A fork copies, and an exit frees, one entry for each page: with an imported torch and Lightning a fork takes 3 ms instead
-    of 9, and the end of a killed worker is noticed after 4 ms instead of 14. Does nothing before Linux 6.1.
+    A fork copies, and an exit frees, one entry for each page: with an imported torch and Lightning a fork takes 3 ms
+    instead of 9, and the end of a killed worker is noticed after 4 ms instead of 14. Does nothing before Linux 6.1.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     gathered = 0
@@ -88,7 +88,7 @@ def children() -> list[int]:
 
 
 def kill_group(pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
-    """Send ``sig`` to the process group that ``pid`` leads and to ``pid`` itself; what is gone already is passed over."""
+    """Send ``sig`` to the process group that ``pid`` leads and to ``pid`` itself; what is gone is passed over."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, sig)
     # a process that was forked an instant ago leads its group only after its setsid
@@ -97,7 +97,7 @@ def kill_group(pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
 
 
 def peek_dead() -> int | None:
-    """A child that has exited and was not reaped yet, or None. It is left a zombie, so that its pid and group stay its own."""
+    """A child that has exited and was not reaped, or None. It is left a zombie: its pid and group stay its own."""
     try:
         info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -106,7 +106,7 @@ def peek_dead() -> int | None:
 
 
 def reap(pid: int) -> int | None:
-    """Wait status of a dead child as an exit code (negative: the signal that killed it); None if it cannot be waited for."""
+    """Exit code of a dead child (negative: the signal that killed it); None if it cannot be waited for."""
     try:
         _, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -125,7 +125,7 @@ def describe_exit(code: int) -> str:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when ``pid`` dies; None where the kernel has none (SIGCHLD alone tells then)."""
+    """A descriptor that becomes readable when ``pid`` dies; None where the kernel has none (SIGCHLD tells then)."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):

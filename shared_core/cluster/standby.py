@@ -17,7 +17,7 @@ from shared_core.cluster import entry, process
 from shared_core.cluster.request import StartRequest
 from shared_core.config import ENV_PREFIX
 
-_BOOTSTRAP = "import sys; sys.path.append({root!r}); from shared_core.cluster.{module} import main; main()"  # -c: sys.path[0] is ''
+_BOOTSTRAP = "import sys; sys.path.append({root!r}); from shared_core.cluster.{module} import main; main()"
 
 
 def _python(module: str, *args: str) -> list[str]:
@@ -28,7 +28,7 @@ def _python(module: str, *args: str) -> list[str]:
 
 
 def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment for a worker, without the options it read itself and without what other launchers left."""
+    """The launcher's environment without the options that it has read, which travel as one value."""
     env = {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
     # Strings must hash alike in a worker and its newcomer, or iterating over a set differs between them.
     if env.get("PYTHONHASHSEED", "random") == "random":

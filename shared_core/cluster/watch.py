@@ -1,8 +1,8 @@
 """Notices the keys that workers set for the agent.
 
-A thread with its own store client blocks until a worker calls ``worker.tell`` and then wakes the agent's loop; the loop looks at the
-keys, which never blocks, and does so at each tick anyway, for keys that were set without ``tell``. The thread's wait has no
-time-out that could run out: torch prints two warnings for each.
+A thread with its own store client blocks until a worker calls ``worker.tell`` and then wakes the agent's loop; the loop
+looks at the keys, which never blocks, and does so at each tick anyway, for keys that were set without ``tell``. The
+thread's wait has no time-out that could run out: torch prints two warnings for each.
 """
 
 from __future__ import annotations

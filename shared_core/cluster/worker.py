@@ -36,7 +36,7 @@ RESTART = "SWIFT_RECOVERY_RESTART"
 #: Layout of a progress file: batch tops passed, 1 inside a wait for a collective, ``time.time()`` of the last change.
 PROGRESS = struct.Struct("<QQd")
 PROGRESS_BYTES = 64
-#: A wait that is meant to last: torch prints warnings for every store wait that times out, and keeps milliseconds in 32 bits.
+#: A wait that is meant to last, in seconds: torch warns of each store wait that times out, and counts in 32 bits of ms.
 FOREVER_S = 20 * 86400.0
 
 _failed = False
@@ -136,12 +136,13 @@ def connect_store(timeout_s: float = 60.0, where: WorkerEnv | None = None) -> TC
         )
     except RuntimeError as error:
         raise WaitTimeout(
-            f"rank {here.rank}: no answer from the agent's store at {here.store_host}:{here.store_port} ({error}); is swiftrun alive?"
+            f"rank {here.rank}: no answer from the agent's store at {here.store_host}:{here.store_port} ({error}); "
+            "is swiftrun alive?"
         ) from error
 
 
 def tell(store: TCPStore, name: str, value: Any, *, prefix: str | None = None) -> None:
-    """Set a key of this attempt that the agent acts on (``fail``, ``divergent``, ``restart``, ``done/{rank}``) and wake the agent.
+    """Set a key that the agent acts on (``fail``, ``divergent``, ``restart``, ``done/{rank}``) and wake the agent.
 
     Setting the key alone works too; the agent then notices it at its next tick (``--monitor-interval``).
 
@@ -208,12 +209,12 @@ def mark_failed() -> None:
 
 
 def get_ready_to_say_done() -> None:
-    """Import what a goodbye needs while that is possible: at exit, Python lets no module register its own exit handlers."""
+    """Import what a goodbye needs while that is possible: at exit, a module cannot register its own exit handlers."""
     import torch.distributed  # noqa: F401
 
 
 def say_done_and_wait() -> None:
-    """Say goodbye, then wait for the agent's ``release``: until then this process' other threads go on serving its peers.
+    """Say goodbye, then wait for the agent's ``release``; this process' other threads go on serving its peers.
 
     Registered with ``atexit``; later calls, and calls after an error or outside ``swiftrun``, do nothing.
     """

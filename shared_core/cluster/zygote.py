@@ -1,10 +1,9 @@
-"""The zygote: a process that has imported what the job imports, runs no user code and holds one thread; it forks into workers.
+"""The zygote: it has imported what the job imports, runs no user code, holds one thread, and forks into workers.
 
 ``main()`` runs with two arguments, the descriptor of a stream socket to the agent and the agent's pid, and with
-:data:`SINGLE_THREADED` in the environment. Lines of JSON come in: first
-``{"preload": [modules]}``, answered by ``{"ready": ...}``; then start requests, each answered by ``{"token": n, "pid": p}``.
-A worker is forked twice, so that the agent (a subreaper) becomes its parent and can wait for it. At the end of the stream
-the zygote exits.
+:data:`SINGLE_THREADED` in the environment. Lines of JSON come in: first what to import, answered by ``{"ready": ...}``;
+then start requests, each answered by ``{"token": n, "pid": p}``. A worker is forked twice, so that the agent (a
+subreaper) becomes its parent and can wait for it. At the end of the stream the zygote exits.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -39,8 +39,8 @@ class _Orphan:
     """What is left to do for an agent that was killed: its end closes the channel, and the kernel sends SIGTERM."""
 
     pid = 0
-    agent = 0
     job_dir = ""
+    channel: socket.socket
 
     @classmethod
     def end(cls) -> None:
@@ -50,14 +50,17 @@ class _Orphan:
 
     @classmethod
     def on_sigterm(cls, _number: int, _frame: object) -> None:
-        if os.getpid() == cls.pid:  # not in a worker that was forked an instant ago
-            if os.getppid() != cls.agent:
-                cls.end()
-            os._exit(1)
+        if os.getpid() != cls.pid:
+            return  # a worker that was forked an instant ago
+        # Somebody else may have sent it. A dying agent's channel closes in an instant.
+        ended, _, _ = select.select([cls.channel], [], [], 1.0)
+        if ended and not cls.channel.recv(1, socket.MSG_PEEK):
+            cls.end()
+        os._exit(1)
 
 
 def serve(channel: socket.socket) -> StartRequest | None:
-    """Answer the agent until it closes the channel; returns only in a process that is to become a worker, and at the end (None)."""
+    """Answer the agent until it closes the channel (None); returns a request in a process that is to be a worker."""
     stream = channel.makefile("rb")
     report: dict[str, Any] = {"ready": True, "seconds": 0.0, "failed": {}}
     for line in stream:
@@ -135,7 +138,7 @@ def main() -> None:
     """Serve, or become a worker; the worker leaves through the interpreter's normal end."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     agent = int(sys.argv[2])
-    _Orphan.pid, _Orphan.agent = os.getpid(), agent
+    _Orphan.pid, _Orphan.channel = os.getpid(), channel
     signal.signal(signal.SIGTERM, _Orphan.on_sigterm)
     if not process.die_with_parent(agent, signal.SIGTERM):
         os._exit(1)

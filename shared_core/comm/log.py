@@ -42,24 +42,35 @@ class Entry:
 
 
 class BufferPool:
-    """Flat buffers for results, used again when the log drops them: in steady state nothing is allocated."""
+    """Flat buffers for results, used again when the log drops them: in steady state nothing is allocated, and sizes no longer asked for are let go."""
+
+    #: Sizes not asked for during so many batch tops are let go.
+    KEEP_TOPS = 3
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self.allocated = 0
+        self._asked: dict[tuple[int, torch.dtype], int] = {}
+        self._tops = 0
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """A contiguous buffer with the shape and dtype of ``like``, contents undefined."""
-        free = self._free.get((like.numel(), like.dtype))
+        key = (like.numel(), like.dtype)
+        self._asked[key] = self._tops
+        free = self._free.get(key)
         if free:
             return free.pop().view(like.shape)
-        self.allocated += like.numel() * like.element_size()
         return torch.empty(like.shape, dtype=like.dtype)
 
     def give(self, tensors: Iterable[torch.Tensor]) -> None:
         """Return buffers."""
         for tensor in tensors:
             self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+
+    def next_top(self) -> None:
+        """A batch top is behind: let go of sizes that are no longer asked for."""
+        self._tops += 1
+        for key in [key for key in self._free if self._tops - self._asked.get(key, 0) > self.KEEP_TOPS]:
+            del self._free[key]
 
 
 class GroupLog:

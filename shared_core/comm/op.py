@@ -35,6 +35,7 @@ class Op:
     """
 
     __slots__ = (
+        "attempt",
         "checksum",
         "copy_results",
         "full",
@@ -70,6 +71,7 @@ class Op:
     ) -> None:
         self.seq = -1
         self.top = 0
+        self.attempt = 0
         self.signature = signature
         self.start = start
         self.results = results

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class P2PWork(dist.Work):  # type: ignore[misc]
-    """A send or receive. Gloo gives no future for these: whoever waits, waits on gloo and, after a failure, for its repetition."""
+    """A send, done when posted, or a receive. Gloo gives no future for receives: whoever waits, waits on gloo and, after a failure, for its repetition."""
 
-    def __init__(self, channels: Channels, channel: Channel, index: int, tensor: torch.Tensor, *, receives: bool) -> None:
+    def __init__(self, channels: Channels, channel: Channel, index: int, tensor: torch.Tensor) -> None:
         super().__init__()
-        self.channels, self.channel, self.index, self.tensor, self.receives = channels, channel, index, tensor, receives
+        self.channels, self.channel, self.index, self.tensor = channels, channel, index, tensor
         self.inner_work: Any = None
         self.done = False
 
@@ -57,7 +57,8 @@ class Channels:
         self._log: dict[Channel, deque[tuple[int, int, torch.Tensor]]] = {}
         self._works: dict[Channel, list[P2PWork]] = {}
         self._has: dict[str, int] = {}  # what receivers had when this generation began
-        self._again: list[Any] = []  # repeated sends and receives nobody waits for
+        self._again: list[Any] = []  # repeated receives nobody waits for
+        self._sending: deque[Any] = deque(maxlen=4096)  # gloo needs the works of sends to stay alive
         self.nbytes = 0
 
     # -- use --------------------------------------------------------------------------------------------------------------
@@ -68,23 +69,22 @@ class Channels:
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         with self._runtime.lock:
             if self._runtime.starting:
-                return self._finished(P2PWork(self, channel, -1, copy, receives=False))
+                return self._finished(P2PWork(self, channel, -1, copy))
             index = self._sent.get(channel, 0)
             self._sent[channel] = index + 1
             self._log.setdefault(channel, deque()).append((index, self._runtime.top, copy))
             self.nbytes += copy.numel() * copy.element_size()
-            work = P2PWork(self, channel, index, copy, receives=False)
-            if index < self._has.get(channel_key(channel), 0):
-                return self._finished(work)  # the receiver got it from the predecessor
-            self._works.setdefault(channel, []).append(work)
-            self._post(work)
+            # The copy is ours, so the caller need not wait: a send is done when it is posted.
+            work = self._finished(P2PWork(self, channel, index, copy))
+            if self._group.inner is not None and index >= self._has.get(channel_key(channel), 0):
+                self._sending.append(self._inner().send([copy], dst, tag))
         return work
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> P2PWork:
         """Receive into ``tensor``."""
         channel = (src, self._group.rank, tag)
         with self._runtime.lock:
-            work = P2PWork(self, channel, self._posted.get(channel, 0), tensor, receives=True)
+            work = P2PWork(self, channel, self._posted.get(channel, 0), tensor)
             if self._runtime.starting:
                 return self._finished(work)
             self._posted[channel] = work.index + 1
@@ -142,20 +142,12 @@ class Channels:
         """Start over on a fresh inner group: ``has`` is what each receiver has. Callers hold the lock."""
         self._has = dict(has)
         self._again.clear()
+        self._sending.clear()
         for channel, log in self._log.items():
-            mine = {work.index: work for work in self._works.get(channel, ())}
             for index, _, tensor in log:
-                work = mine.get(index)
-                if index < has.get(channel_key(channel), 0):
-                    if work is not None:
-                        self._complete(work)
-                elif work is not None:
-                    self._post(work)
-                else:
-                    self._again.append(self._inner().send([tensor], channel[1], channel[2]))
+                if index >= has.get(channel_key(channel), 0):
+                    self._sending.append(self._inner().send([tensor], channel[1], channel[2]))
         for channel, works in list(self._works.items()):
-            if channel[1] != self._group.rank:
-                continue
             done = self._received.setdefault(channel, Done())
             by_index = {work.index: work for work in works}
             for index in range(done.upto, self._posted.get(channel, 0)):
@@ -187,11 +179,8 @@ class Channels:
     def _post(self, work: P2PWork) -> None:
         if self._group.inner is None:
             return  # posted when the next generation is there
-        source, destination, tag = work.channel
-        if work.receives:
-            work.inner_work = self._inner().recv([work.tensor], source, tag)
-        else:
-            work.inner_work = self._inner().send([work.tensor], destination, tag)
+        source, _, tag = work.channel
+        work.inner_work = self._inner().recv([work.tensor], source, tag)
         self._runtime.changed.notify_all()
 
     def _complete(self, work: P2PWork) -> None:
@@ -200,8 +189,7 @@ class Channels:
         works = self._works.get(work.channel, [])
         if work in works:
             works.remove(work)
-        if work.receives:
-            self._received.setdefault(work.channel, Done()).add(work.index)
+        self._received.setdefault(work.channel, Done()).add(work.index)
         self._finished(work)
 
     def _finished(self, work: P2PWork) -> P2PWork:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: How long an operation may have failed before the loss that explains it is announced.
 _SUSPECT_S = 15.0
+#: How long gloo may take to give operations back once their sockets are shut down. Usually it takes 2 ms.
+_STUCK_S = 0.25
 #: Results up to so many bytes are recorded in the start-up phase for later newcomers.
 _STARTUP_BYTES = 64 * 1024
 
@@ -242,10 +244,17 @@ class Runtime:
         inner = group.inner
         assert inner is not None
         op.inner_work = op.start(inner.pg)
+        op.attempt = attempt = op.attempt + 1
         group.inflight += 1
-        op.inner_work.get_future().add_done_callback(lambda future: self._finished(group, op, future))
+        try:
+            future = op.inner_work.get_future()
+        except RuntimeError:  # gloo's reduce-scatter has none
+            waiter = _Waited(op.inner_work, lambda waited: self._finished(group, op, attempt, waited))
+            threading.Thread(target=waiter.run, name="swift-wait", daemon=True).start()
+        else:
+            future.add_done_callback(lambda done: self._finished(group, op, attempt, done))
 
-    def _finished(self, group: GroupState, op: Op, future: Any) -> None:
+    def _finished(self, group: GroupState, op: Op, attempt: int, future: Any) -> None:
         """Runs on gloo's thread."""
         error: Exception | None = None
         try:
@@ -253,6 +262,8 @@ class Runtime:
         except Exception as caught:  # noqa: BLE001 (gloo raises plain RuntimeError)
             error = caught
         with self.lock:
+            if op.attempt != attempt:
+                return  # given up
             group.inflight -= 1
             op.inner_work = None
             if error is None:
@@ -281,6 +292,7 @@ class Runtime:
         if op.full and group is self.world and op.top > self.stable:
             # Every rank has contributed, so every rank has published this top: nothing older can be asked for.
             self.stable = op.top
+            self.pool.next_top()
             for each in self.groups.values():
                 each.log.drop_before(op.top)
                 each.channels.drop_before(op.top - 1)
@@ -343,11 +355,7 @@ class Runtime:
     # -- failures ---------------------------------------------------------------------------------------------------------
 
     def break_off(self) -> None:
-        """A rank is lost: cut every connection, and wait until gloo has given everything back.
-
-        Raises:
-            SwiftError: if an operation stays blocked although its sockets are gone.
-        """
+        """A rank is lost: cut every connection, and wait until gloo has given everything back."""
         with self.lock:
             self.broken = True
             inners = [group.inner for group in self.groups.values() if group.inner is not None]
@@ -355,17 +363,27 @@ class Runtime:
                 group.inner = None
             for inner in inners:
                 inner.sever()
-            end = time.monotonic() + _SUSPECT_S
+            end = time.monotonic() + _STUCK_S
             while any(group.inflight for group in self.groups.values()):
-                if not self.changed.wait(0.2):
+                if not self.changed.wait(0.05):
                     for inner in inners:  # a connection that was being set up while we cut
                         inner.sever()
                 if time.monotonic() > end:
-                    raise SwiftError(f"rank {self.rank}: operations stay blocked in gloo although their sockets are shut down")
+                    self._abandon()
             for group in self.groups.values():
                 group.channels.cut()
         # Destroying a gloo group joins its threads; nobody has to wait for that.
         threading.Thread(target=inners.clear, name="swift-drop", daemon=True).start()
+
+    def _abandon(self) -> None:
+        """Give up on operations that gloo does not give back. (When a connection is cut while a message waits for room in the socket's buffer, gloo forgets
+        to wake the sender.) They only read from their buffers any more; their end, if it ever comes, is ignored."""
+        for group in self.groups.values():
+            for op in group.pending.values():
+                if op.inner_work is not None:
+                    op.attempt += 1
+                    op.inner_work = None
+            group.inflight = 0
 
     def go_live(self, generation: int, world_inner: InnerGroup, redo: dict[str, int], received: dict[str, dict[str, int]]) -> None:
         """Install a generation: serve what others had finished, issue the rest again in order, let new operations through."""
@@ -463,6 +481,27 @@ class Runtime:
     def log_bytes(self) -> int:
         """Bytes of memory the logs hold now."""
         return sum(group.log.nbytes + group.channels.nbytes for group in self.groups.values())
+
+
+class _Waited:
+    """Stands in for the future of an inner work that has none: waits on a thread of its own."""
+
+    def __init__(self, work: Any, done: Callable[[_Waited], None]) -> None:
+        self._work, self._done = work, done
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Wait, then report."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._done(self)
+
+    def value(self) -> None:
+        """Raises what the work raised."""
+        if self._error is not None:
+            raise self._error
 
 
 def _describe(logged: Signature) -> str:

@@ -178,7 +178,7 @@ def format_recoveries(found: Sequence[Recovery], start: float) -> str:
             (
                 str(one.generation),
                 ", ".join(map(str, one.lost)),
-                "; ".join(dict.fromkeys(loss.cause or "unknown" for loss in one.losses)),
+                _short("; ".join(dict.fromkeys(loss.cause or "unknown" for loss in one.losses))),
                 f"+{one.detected - start:.2f} s",
                 _seconds(one.slowest_survivor_ready_s),
                 _seconds(max(one.newcomer_ready_s.values(), default=None)),
@@ -264,6 +264,10 @@ def _value(name: str, value: Any) -> str:
     if isinstance(value, int) and "bytes" in name:
         return _bytes(value)
     return str(value)
+
+
+def _short(text: str, width: int = 48) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def _seconds(value: float | None) -> str:

@@ -110,7 +110,7 @@ def run_job(
         faults: faults to inject.
         launcher: ``swiftrun``, ``plain`` (plain gloo, no launcher program) or ``torchrun`` (plain gloo too); the last
             two set ``SWIFT_BASELINE=1``, by which scripts choose the stock strategy.
-        env: more environment.
+        env: more environment; ``SWIFT_BASELINE`` set to nothing has the product used under ``torchrun``.
         args: arguments of the script.
         launcher_args: more arguments of the launcher.
         standbys: standbys that ``swiftrun`` keeps.
@@ -143,7 +143,7 @@ def run_job(
         full_env = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_")} | job_env
         full_env[MARK] = mark
         if launcher == "torchrun":
-            full_env[BASELINE] = "1"
+            full_env.setdefault(BASELINE, "1")
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
         else:
             full_env[FAULTS] = dumps(faults)

@@ -21,8 +21,8 @@ from shared_core.testing.faults import KINDS, POINTS, Fault, random_faults
 from shared_core.testing.plain import PlainLauncher
 from shared_core.testing.runner import JobResult, Mismatch, check_clean, check_survivors, compare, run_job, unconfirmed
 
-JOB = Path(__file__).parent / "jobs" / "soak_job.py"
-MODELS = ("mlp", "gan", "bn")
+JOBS = Path(__file__).parent / "jobs"
+MODELS = ("mlp", "gan", "bn", "plain")
 STEPS = 14
 #: Faults are drawn for these steps, so that the last ones end without.
 LAST_STRUCK = STEPS - 2
@@ -49,6 +49,7 @@ _COMMON = (
 #: Highest occurrence of a point in one batch of each model, kept low enough that most draws are met.
 _NTH: dict[str, dict[str, int]] = {
     "mlp": {"collective.before": 4, "collective.after": 4, "bucket": 3, "update.during": 40},
+    "plain": {"collective.before": 5, "collective.after": 5, "bucket": 3, "update.during": 40},
     "bn": {"collective.before": 5, "collective.after": 5, "bucket": 3, "update.during": 40},
     "gan": {
         "collective.before": 6,
@@ -79,7 +80,7 @@ def plan(
     model = models[number % len(models)]
     rng = random.Random(f"{seed}/{number}")
     count = rng.choice([1, 1, 2, 2, 3])
-    chosen = tuple(points or ((*_COMMON, "clip") if model != "gan" else _COMMON))
+    chosen = tuple(points or _points(model))
     count = count if world_size > 2 else 1
     faults = random_faults(
         f"{seed}/{number}/faults",
@@ -92,6 +93,20 @@ def plan(
         only={"validation": _VALIDATED},
     )
     return Run(number, model, tuple(faults))
+
+
+def _points(model: str) -> tuple[str, ...]:
+    """Points that the job of a model meets."""
+    if model == "plain":  # plain loops have neither
+        return tuple(name for name in _COMMON if name != "validation")
+    return _COMMON if model == "gan" else (*_COMMON, "clip")
+
+
+def _job(model: str, how: str) -> tuple[Path, list[str]]:
+    """Script of a model and its arguments."""
+    if model == "plain":
+        return JOBS / "plain_job.py", []
+    return JOBS / "soak_job.py", ["--model", model, "--how", how]
 
 
 def judge(result: JobResult, reference: JobResult) -> tuple[str, str]:
@@ -175,12 +190,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _reference(model: str, world: int, folder: Path, plain: PlainLauncher) -> JobResult:
+    script, words = _job(model, "strategy")
     result = run_job(
-        JOB,
+        script,
         nproc=world,
         out=folder / f"reference-{model}",
         launcher="plain",
-        args=["--model", model],
+        args=words,
         plain=plain,
         timeout_s=TIMEOUT_S,
     )
@@ -190,12 +206,13 @@ def _reference(model: str, world: int, folder: Path, plain: PlainLauncher) -> Jo
 
 
 def _execute(run: Run, args: argparse.Namespace, folder: Path, reference: JobResult) -> tuple[str, str, JobResult]:
+    script, words = _job(run.model, args.how)
     result = run_job(
-        JOB,
+        script,
         nproc=args.world,
         out=(args.keep or folder) / f"run-{run.number:04d}",
         faults=run.faults,
-        args=["--model", run.model, "--how", args.how],
+        args=words,
         standbys=args.standbys,
         timeout_s=TIMEOUT_S,
     )

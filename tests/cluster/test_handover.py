@@ -20,7 +20,8 @@ print("before", end=" ")
 if not handover.launched_by_swiftrun():
     handover.hand_over(2, standbys=0, extra=["--events", "events.jsonl"])
 from shared_core.cluster import worker
-print(json.dumps({"rank": worker.env().rank, "args": sys.argv[1:], "argv0": sys.argv[0], "dev": sys.flags.dev_mode}), flush=True)
+said = {"rank": worker.env().rank, "args": sys.argv[1:], "argv0": sys.argv[0], "dev": sys.flags.dev_mode}
+print(json.dumps(said), flush=True)
 """
 
 

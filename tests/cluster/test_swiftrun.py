@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from util import Job, run, start, start_command, tagged
+from util import ROOT, Job, run, start, start_command, tagged
 
 from shared_core.cli.swiftrun import build_config, parse_args
 from shared_core.errors import ConfigError
@@ -46,8 +46,9 @@ def test_normal_end_looks_like_torchrun(tmp_path: Path) -> None:
 import atexit, random
 import torch
 atexit.register(lambda: print("exit handler of rank", me.rank, flush=True))
-show(rank=me.rank, argv=sys.argv[1:], path=sys.path[0], file=__file__, world=me.world_size, pgid=os.getpgid(0) == os.getpid(),
-     restart=os.environ["TORCHELASTIC_RESTART_COUNT"], agent=os.environ["TORCHELASTIC_USE_AGENT_STORE"], draw=random.random(),
+show(rank=me.rank, argv=sys.argv[1:], path=sys.path[0], file=__file__, world=me.world_size, draw=random.random(),
+     pgid=os.getpgid(0) == os.getpid(), restart=os.environ["TORCHELASTIC_RESTART_COUNT"],
+     agent=os.environ["TORCHELASTIC_USE_AGENT_STORE"],
      threads=torch.get_num_threads(), seed=torch.initial_seed(), first=torch.rand(1).item(), name=__name__,
      main=sys.modules["__main__"].__dict__ is globals(), tag=bool(os.environ["SWIFT_TEST_TAG"]), hash=hash("x"))
 print("to stderr", me.rank, file=sys.stderr)
@@ -132,7 +133,7 @@ show(rank=me.rank, incarnation=me.incarnation, generation=me.generation)
 def test_losses_are_noticed_fast_and_reach_the_worker_group(
     tmp_path: Path, record_property: pytest.RecordProperty
 ) -> None:
-    """Latencies are recorded, not asserted. The child of a lost worker, in its group, dies too; one in its own session at the end."""
+    """Latencies are recorded, not asserted. A child in the lost worker's group dies with it, others at the end."""
     script = (
         PRELUDE
         + """
@@ -164,6 +165,59 @@ else:
         for name, value in one.items():
             record_property(name, value)
             print(f"{name}: {1e3 * value:.1f} ms")
+
+
+def test_a_forked_worker_is_as_a_fresh_interpreter(tmp_path: Path) -> None:
+    """What modules fixed at their import in the standby is set right; a standby that holds threads is told of once."""
+    (tmp_path / "early.py").write_text(
+        "import threading, random, numpy, torch\n"
+        "from lightning_utilities.core.rank_zero import rank_zero_only\n"
+        "rank_zero_only.rank = 0\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "here = threading.get_ident()\n"
+    )
+    script = (
+        PRELUDE
+        + """
+import early, numpy, random, signal, threading, torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+kept = sorted(name for name in os.environ if name.endswith("_NUM_THREADS"))
+show(rank=me.rank, zero=rank_zero_only.rank, draws=[random.random(), numpy.random.rand(), torch.rand(1).item()],
+     threads=torch.get_num_threads(), kept=kept, live=threading.active_count(), main=threading.main_thread().is_alive(),
+     int=signal.getsignal(signal.SIGINT) is signal.default_int_handler, term=signal.getsignal(signal.SIGTERM) == 0,
+     stdin=sys.stdin.read(), main_module=sys.modules["__main__"].__name__, cwd=os.getcwd())
+"""
+    )
+    paths = f"{ROOT}{os.pathsep}{tmp_path}"
+    env = {"OMP_NUM_THREADS": "2", "PYTHONPATH": paths}
+    job = run(tmp_path, script, options=["--preload", "early,no_such_module"], env=env)
+    assert job.code == 0, job.stderr
+    seen = sorted(shown(job), key=lambda one: one["rank"])
+    assert [one["zero"] for one in seen] == [0, 1]
+    assert all(mine != theirs for mine, theirs in zip(seen[0]["draws"], seen[1]["draws"], strict=True))
+    for one in seen:
+        assert (one["threads"], one["kept"], one["live"]) == (2, ["OMP_NUM_THREADS"], 1)
+        assert one["main"] and one["int"] and one["term"] and one["stdin"] == "" and one["cwd"] == str(tmp_path)
+    assert job.stderr.count("the standby holds 2 threads") == 1
+
+
+def test_goodbye_is_not_final_before_all_have_said_it(tmp_path: Path) -> None:
+    """A worker that is lost while it waits for its peers is replaced, and says goodbye again."""
+    script = (
+        PRELUDE
+        + """
+reach(f"up{me.incarnation}")
+if me.rank == 0:
+    pid = await_("up0", 1)
+    store.wait([me.prefix + "done/1"], timedelta(seconds=40))
+    os.kill(pid, signal.SIGKILL)
+    generation(1)
+    await_("up1", 1)
+"""
+    )
+    job = run(tmp_path, script)
+    assert job.code == 0, job.stderr
+    assert [event.rank for event in job.of("lost")] == [1]
 
 
 def test_without_standbys_workers_are_fresh_interpreters(tmp_path: Path) -> None:
@@ -290,6 +344,24 @@ show(rank=me.rank, restart=me.restart, generation=me.generation, incarnation=me.
     assert all((one["restart"], one["generation"], one["incarnation"]) == (1, 0, 0) for one in shown(job))
     assert job.of("restart")[0].fields["reason"] == "all workers are lost"
     assert len(job.of("start")) == 2
+
+
+def test_on_failure_restart_restarts_all(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+if me.restart == 0:
+    reach("up")
+    if me.rank == 0:
+        os.kill(await_("up", 1), signal.SIGKILL)
+    signal.pause()
+show(rank=me.rank, restart=me.restart)
+"""
+    )
+    job = run(tmp_path, script, options=["--on-failure", "restart", "--checkpoint-dir", "saved", "--max-restarts", "1"])
+    assert job.code == 0, job.stderr
+    assert sorted((one["rank"], one["restart"]) for one in shown(job)) == [(0, 1), (1, 1)]
+    assert f"restarting all workers from the newest checkpoint in {tmp_path / 'saved'}" in job.stderr
 
 
 def test_what_workers_say_is_done(tmp_path: Path) -> None:

@@ -182,6 +182,8 @@ def assert_same(left: list[Any], right: list[Any]) -> None:
 @pytest.mark.parametrize("name", LOADERS)
 def test_refetch_goes_on_bit_for_bit(name: str, stop: tuple[int, int], ahead: int) -> None:
     make = LOADERS[name]
+    if "workers" in name and stop in ((0, 0), (2, 0)):
+        pytest.skip("covered without workers, which are slow to start")
     expected, state = run(make, 4, stop, ahead=ahead, resume=None)
     random_after = read_random()
     resumed, _ = run(make, 4, stop, ahead=ahead, resume=state)
@@ -195,8 +197,12 @@ SEEDED = ["sequential", "shuffled", "distributed", "restless", "unbatched", "wor
 class Pure(Augmented):
     """Items that depend on nothing but the global generators."""
 
+    def __init__(self, size: int = 22) -> None:
+        super().__init__(size)
+        self.indices: list[int] = []
+
     def __getitem__(self, index: int) -> Batch:
-        self.reads += 1
+        self.indices.append(index)
         return torch.tensor([float(index), float(torch.rand(())), random.random(), float(np.random.rand())])
 
 
@@ -217,7 +223,7 @@ def test_seeded_goes_on_without_reading(name: str, stop: tuple[int, int], monkey
     assert_same(expected, resumed)
     if "workers" not in name and name != "persistent":
         rows = sum(1 if batch.dim() == 1 else len(batch) for batch in resumed)
-        assert datasets[1].reads == rows, "skipped items were read"
+        assert len(datasets[1].indices) == rows, "skipped items were read"
 
 
 def test_seeded_items_do_not_depend_on_the_model() -> None:

@@ -26,11 +26,11 @@ def main() -> None:
     parser.add_argument("--norm", action="store_true", help="with BatchNorm")
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--bucket-mb", type=float, default=0.002, help="small, so that there are several buckets")
-    parser.add_argument("--mistake", default="", help="a mistake users make: unseeded, branch, model")
+    parser.add_argument("--mistake", default="", help="a mistake users make: unseeded, branch, model, raise")
     args = parser.parse_args()
     report = Report()
     job = None
-    if "SWIFT_BASELINE" not in os.environ:
+    if not os.environ.get("SWIFT_BASELINE"):
         import shared_core
 
         shared_core.install()
@@ -62,6 +62,8 @@ def main() -> None:
         if args.mistake == "unseeded":
             x = x + torch.randn(8, 16, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4))))
         y = x[:, :4].sin()
+        if args.mistake == "raise" and rank == 1 and loop["step"] == 3:
+            raise ZeroDivisionError("a mistake of the user's")
         optimizer.zero_grad()
         loss = (ddp(x) - y).pow(2).mean()
         loss.backward()

@@ -50,7 +50,7 @@ def strategy_and_callbacks(how: str, options: dict[str, Any]) -> tuple[Any, list
     from lightning.pytorch.strategies import DDPStrategy
 
     stock: Any = DDPStrategy(**options) if options else "ddp"
-    if BASELINE in os.environ or how == "env":
+    if os.environ.get(BASELINE) or how == "env":
         return stock, []
     import lightning_swift
 

@@ -1,0 +1,65 @@
+"""The job of the soak test without Lightning: DDP, AdamW, BatchNorm, dropout, clipping, a scheduler."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shared_core.testing.digest import training_digest
+from shared_core.testing.report import Report, generators_digest
+from shared_core.testing.runner import BASELINE
+
+STEPS = 14
+
+
+def main() -> None:
+    report = Report()
+    job = None
+    if not os.environ.get(BASELINE):
+        import shared_core
+
+        shared_core.install()
+        job = shared_core.current_job()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 32), nn.Linear(32, 4)
+    )
+    ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.004)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    torch.manual_seed(rank)
+    loop = {"step": 0, "loss_sum": 0.0}
+    if job is not None:
+        job.attach([ddp], [optimizer])
+        job.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
+        job.register("loop", lambda: dict(loop), loop.update)
+    while loop["step"] < STEPS:
+        if job is not None:
+            job.batch_top()
+        report.count(f"batch {loop['step']}")
+        x = torch.randn(8, 16)
+        optimizer.zero_grad()
+        loss = (ddp(x) - x[:, :4].sin()).pow(2).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        loop["loss_sum"] += total.item()
+        loop["step"] += 1
+    digests = training_digest(net, [optimizer], [scheduler], {"loss": loop["loss_sum"]})
+    report.finish(digests | {"generators": generators_digest()}, steps=STEPS)
+    # gloo's thread may still hold the last operation's tensor. To let go of it takes the GIL, which DDP's reducer keeps
+    # while it waits for that thread if it is the last to hold the group; a barrier has no tensor.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Every feature of Lightning with a fault in it ends, on every rank, with the bits of the run without one."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Jobs
+
+from shared_core.testing import ANY_STEP, Fault
+from shared_core.testing.runner import check_survivors, compare, unconfirmed
+
+#: Feature, faults. An epoch has six batches on two ranks unless the feature says otherwise.
+CASES: dict[str, tuple[str, list[Fault]]] = {
+    "epochs": ("epochs", [Fault(1, 8, "forward", "SIGKILL")]),
+    "epochs_rank_0": ("epochs", [Fault(0, 13, "bucket", "SIGKILL")]),
+    "first_batch_of_an_epoch": ("epochs", [Fault(1, 7, "batch_top", "os._exit")]),
+    "last_batch_of_an_epoch": ("epochs", [Fault(0, 6, "update.after", "SIGKILL")]),
+    "first_batch": ("epochs", [Fault(1, 1, "forward", "SIGKILL")]),
+    "startup": ("epochs", [Fault(1, 0, "startup", "SIGKILL")]),
+    "newcomer": ("epochs", [Fault(0, 8, "bucket", "SIGKILL"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
+    "workers": ("workers", [Fault(1, 3, "bucket", "SIGKILL")]),
+    "persistent_workers": ("persistent_workers", [Fault(0, 6, "collective.before", "SIGKILL")]),
+    "uneven": ("uneven", [Fault(0, 5, "update.before", "segfault")]),
+    "accumulate": ("accumulate", [Fault(1, 5, "forward", "os._exit")]),
+    "accumulate_last": ("accumulate", [Fault(0, 7, "bucket", "SIGKILL")]),
+    "clip_norm": ("clip_norm", [Fault(0, 4, "clip", "SIGKILL")]),
+    "clip_value": ("clip_value", [Fault(1, 4, "clip", "exception")]),
+    "bf16": ("bf16", [Fault(1, 5, "update.during", "SIGKILL", nth=5)]),
+    "scheduler_step": ("scheduler_step", [Fault(0, 5, "update.after", "SIGTERM")]),
+    "scheduler_epoch": ("scheduler_epoch", [Fault(1, 7, "batch_top", "SIGKILL")]),
+    "scheduler_plateau": ("scheduler_plateau", [Fault(0, 9, "forward", "SIGKILL")]),
+    "validation": ("validation", [Fault(1, 3, "validation", "SIGKILL")]),
+    "validation_rank_0": ("validation", [Fault(0, 6, "validation", "os._exit")]),
+    "checkpoint": ("checkpoint", [Fault(0, 5, "forward", "SIGKILL")]),
+    "checkpoint_validation": ("checkpoint", [Fault(0, 12, "validation", "SIGKILL")]),
+    "early_stopping": ("early_stopping", [Fault(1, 8, "collective.after", "SIGKILL")]),
+    "batchnorm": ("batchnorm", [Fault(0, 4, "forward", "SIGKILL")]),
+    "batchnorm_bucket": ("batchnorm", [Fault(1, 4, "bucket", "SIGKILL")]),
+    "metrics": ("metrics", [Fault(1, 6, "update.after", "SIGKILL")]),
+    "metrics_rank_0": ("metrics", [Fault(0, 4, "collective.before", "SIGKILL")]),
+    "dropout": ("dropout", [Fault(0, 4, "collective.before", "SIGKILL")]),
+    "augment": ("augment", [Fault(1, 8, "bucket", "SIGSTOP")]),
+    "gan_between_optimizers": ("gan", [Fault(1, 4, "update.after", "SIGKILL")]),
+    "gan_second_update": ("gan", [Fault(0, 9, "update.before", "SIGKILL", nth=2)]),
+    "gan_in_the_second_update": ("gan", [Fault(1, 5, "update.during", "SIGKILL", nth=45)]),
+    "first_fit_of_two": ("fit_test_fit", [Fault(1, 4, "bucket", "SIGKILL")]),
+    "second_fit": ("fit_test_fit", [Fault(0, 15, "bucket", "SIGKILL")]),
+    "validate_fit": ("validate_fit", [Fault(0, 3, "bucket", "SIGKILL")]),
+    "iterable": ("iterable", [Fault(1, 4, "forward", "SIGKILL")]),
+    "two_losses": ("all", [Fault(0, 3, "update.during", "SIGKILL", nth=7), Fault(1, 8, "forward", "os._exit")]),
+    "no_sampler": ("no_sampler", [Fault(1, 5, "forward", "SIGKILL")]),
+    "unused": ("unused", [Fault(0, 6, "bucket", "SIGKILL")]),
+    "resume": ("resume", [Fault(1, 14, "forward", "SIGKILL")]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_feature_with_a_loss(name: str, jobs: Jobs) -> None:
+    feature, faults = CASES[name]
+    jobs.check("lit.py", faults=faults, args=["--feature", feature])
+
+
+@pytest.mark.parametrize("how", ["callback", "env"])
+def test_other_ways_in(how: str, jobs: Jobs) -> None:
+    env = {"SWIFT_RECOVERY": "1"} if how == "env" else {}
+    args = ["--feature", "all", "--how", how]
+    reference = jobs.reference("lit.py", args=["--feature", "all"])
+    faults = [Fault(0, 4, "bucket", "SIGKILL")]
+    result = jobs.run("lit.py", faults=faults, args=args, env=env)
+    compare(result, reference)
+    assert not unconfirmed(result), result.tail()
+    check_survivors(result, reference)
+
+
+@pytest.mark.parametrize("feature", ["augment", "workers"])
+def test_seeded_data(feature: str, jobs: Jobs) -> None:
+    """An item's randomness is then another, so the reference is the same strategy without a loss."""
+    args = ["--feature", feature, "--how", "seeded"]
+    reference = jobs.run("lit.py", args=args)
+    result = jobs.run("lit.py", faults=[Fault(1, 6, "forward", "SIGKILL")], args=args)
+    compare(result, reference)
+    assert not unconfirmed(result), result.tail()
+    check_survivors(result, reference)
+
+
+def test_seeded_data_without_random_items_is_the_stock_run(jobs: Jobs) -> None:
+    reference = jobs.reference("lit.py", args=["--feature", "dropout"])
+    result = jobs.run(
+        "lit.py", faults=[Fault(0, 5, "forward", "SIGKILL")], args=["--feature", "dropout", "--how", "seeded"]
+    )
+    compare(result, reference)
+
+
+def test_four_ranks_lose_two_at_once(jobs: Jobs) -> None:
+    faults = [Fault(0, 4, "bucket", "SIGKILL"), Fault(2, 4, "update.during", "SIGKILL", nth=9)]
+    jobs.check("lit.py", nproc=4, faults=faults, args=["--feature", "all"])
+
+
+def test_without_a_loss_the_run_is_the_stock_run(jobs: Jobs) -> None:
+    args = ["--feature", "all"]
+    compare(jobs.run("lit.py", args=args), jobs.reference("lit.py", args=args))
+
+
+def test_static_graph_is_refused_with_a_way_out(jobs: Jobs) -> None:
+    result = jobs.run("lit.py", args=["--feature", "static_graph"])
+    assert result.status == 1
+    assert "static_graph" in result.stderr and "find_unused_parameters=True" in result.stderr, result.tail()

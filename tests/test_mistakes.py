@@ -1,0 +1,114 @@
+"""What users do wrong, and what they are told."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from harness import Jobs
+
+from shared_core.errors import ConfigError
+from shared_core.testing import Fault
+from shared_core.testing.runner import ROOT
+
+LOSS = [Fault(1, 5, "bucket", "SIGKILL", nth=2)]
+
+
+def _python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_unseeded_random_numbers_are_found_when_they_matter(jobs: Jobs) -> None:
+    result = jobs.run("plain_ddp.py", faults=LOSS, args=["--mistake", "unseeded"])
+    assert result.status == 1
+    assert "ReplayDivergence: rank 1" in result.stderr, result.tail()
+    assert re.search(r"input to operation \d+ of group .* has checksum \w+, its predecessor's had \w+", result.stderr)
+    assert "unseeded or unregistered random number" in result.stderr
+
+
+def test_another_collective_than_the_predecessors_is_found(jobs: Jobs) -> None:
+    result = jobs.run("plain_ddp.py", faults=[Fault(1, 6, "batch_top", "SIGKILL")], args=["--mistake", "branch"])
+    assert result.status == 1
+    assert "ReplayDivergence" in result.stderr, result.tail()
+    assert "float64" in result.stderr and "float32" in result.stderr, result.tail()
+
+
+def test_a_model_that_differs_between_ranks_is_named(jobs: Jobs) -> None:
+    result = jobs.run("plain_ddp.py", args=["--mistake", "model"])
+    assert result.status == 1
+    assert re.search(r"(?i)same (model|param)|params", result.stderr), result.tail()
+    assert re.search(r"(?i)rank \[?[01]", result.stderr), result.tail()
+
+
+def test_an_exception_that_comes_again_ends_the_job_with_it(jobs: Jobs) -> None:
+    result = jobs.run("plain_ddp.py", args=["--mistake", "raise"])
+    assert result.status == 1
+    assert "ZeroDivisionError: a mistake of the user's" in result.stderr
+    assert "rank 1 raised the same exception at the same place twice" in result.stderr, result.tail()
+    assert len(result.kinds("lost")) == 2
+
+
+def test_torchrun_is_told_once_that_survivors_cannot_be_kept_alive(jobs: Jobs) -> None:
+    args = ["--feature", "epochs"]
+    result = jobs.run("lit.py", launcher="torchrun", env={"SWIFT_BASELINE": ""}, args=args)
+    assert result.status == 0, result.tail()
+    warnings = [line for line in result.stderr.splitlines() if "swiftrun" in line]
+    assert len(warnings) == 1, result.tail()
+    assert "survivors" in warnings[0] and "torchrun" in warnings[0]
+
+
+def test_an_unknown_option_in_the_environment(jobs: Jobs) -> None:
+    result = jobs.run("plain_ddp.py", env={"SWIFT_RECOVERY_ON_FAILUR": "replace"})
+    assert result.status != 0
+    assert "unknown option 'on_failur'; did you mean 'on_failure'?" in result.stderr, result.tail()
+    assert not result.workers
+
+
+def test_a_value_out_of_range(jobs: Jobs) -> None:
+    result = jobs.run("plain_ddp.py", env={"SWIFT_RECOVERY_ON_FAILURE": "giveup"})
+    assert result.status != 0
+    assert "on_failure='giveup' is not one of 'replace', 'restart'" in result.stderr, result.tail()
+
+
+def test_an_unknown_option_of_the_strategy() -> None:
+    strategy = pytest.importorskip("lightning_swift").SwiftDDPStrategy
+    with pytest.raises((TypeError, ConfigError), match="on_failur"):
+        strategy(on_failur="replace")
+    with pytest.raises(ConfigError, match="data='seedy' is not one of"):
+        strategy(data="seedy")
+
+
+def test_a_missing_extra_is_named() -> None:
+    block = "import sys\nfor name in ('lightning', 'pytorch_lightning'): sys.modules[name] = None\n"
+    done = _python(block + "import lightning_swift")
+    assert done.returncode == 1
+    assert "pip install 'swift-recovery[lightning]'" in done.stderr, done.stderr
+
+
+def test_a_yaml_file_without_pyyaml(tmp_path: os.PathLike[str]) -> None:
+    path = os.path.join(tmp_path, "swift.yaml")
+    with open(path, "w") as file:
+        file.write("on_failure: replace\n")
+    code = "import sys\nsys.modules['yaml'] = None\nfrom shared_core.config import SwiftConfig\n"
+    done = _python(code + f"SwiftConfig.from_file({path!r})")
+    assert done.returncode == 1
+    assert "needs PyYAML: pip install" in done.stderr, done.stderr
+
+
+def test_faults_that_cannot_be_read_say_why(jobs: Jobs) -> None:
+    done = _python(
+        "from shared_core.testing import inject; inject.point('startup')",
+        RANK="0",
+        SWIFT_FAULTS='[{"rank": 0, "step": 1, "point": "buckets", "kind": "SIGKILL"}]',
+    )
+    assert done.returncode == 1
+    assert "unknown point 'buckets'; did you mean 'bucket'?" in done.stderr

@@ -1,0 +1,91 @@
+"""The soak test: small in every run of the tests, whole at night; and the checks it relies on find what they should."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from harness import Jobs
+
+from shared_core.testing import Fault, soak
+from shared_core.testing.faults import KINDS
+from shared_core.testing.runner import Mismatch, check_clean, check_survivors, compare, unconfirmed
+
+
+def test_a_run_is_a_function_of_its_seed_and_number() -> None:
+    plans = [soak.plan(3, number, soak.MODELS, 4, None, KINDS) for number in range(60)]
+    assert plans == [soak.plan(3, number, soak.MODELS, 4, None, KINDS) for number in range(60)]
+    assert {len(plan.faults) for plan in plans} == {1, 2, 3}
+    points = {fault.point for plan in plans for fault in plan.faults}
+    assert {"update.during", "update.after", "validation", "bucket", "forward", "join"} <= points
+    assert any(fault.rank == 0 for plan in plans for fault in plan.faults)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_some_random_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "soak.json"
+    status = soak.main(["--faults", "4", "--seed", "1", "--world", "3", "--json", str(report)])
+    out = capsys.readouterr().out
+    assert status == 0, out
+    assert "seed 1" in out
+    summary = json.loads(report.read_text())
+    assert summary["struck"] >= 4 and not summary["failed"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("how", ["strategy", "callback"])
+def test_many_random_faults(how: str) -> None:
+    assert soak.main(["--faults", "60", "--how", how]) == 0
+
+
+def test_a_difference_is_found_and_named(jobs: Jobs) -> None:
+    short = jobs.reference("plain_ddp.py", args=["--norm", "--steps", "3"])
+    long = jobs.reference("plain_ddp.py", args=["--norm", "--steps", "4"])
+    compare(short, short)
+    with pytest.raises(Mismatch, match=r"rank 1: buffers is \w{16}, expected \w{16}"):
+        compare(long, short)
+    missing = copy.copy(short)
+    missing.reports = {0: short.reports[0]}
+    with pytest.raises(Mismatch, match=r"ranks \[0\] reported, expected \[0, 1\]"):
+        compare(missing, short)
+
+
+def test_a_batch_run_twice_and_a_new_process_are_found(jobs: Jobs) -> None:
+    reference = jobs.reference("plain_ddp.py", args=["--norm", "--steps", "3"])
+    check_survivors(reference)
+    check_survivors(reference, reference)
+    twice = copy.deepcopy(reference)
+    twice.reports[1]["counts"]["batch 2"] = 2
+    with pytest.raises(Mismatch, match="rank 1 survived but ran batch 2 2 times instead of 1"):
+        check_survivors(twice, reference)
+    replaced = copy.deepcopy(reference)
+    replaced.workers.append(replaced.workers[0] | {"pid": 1})
+    with pytest.raises(Mismatch, match=r"rank \d survived but 2 processes ran it"):
+        check_survivors(replaced, reference)
+    other = copy.deepcopy(reference)
+    other.reports[0]["start"] += 1
+    with pytest.raises(Mismatch, match="rank 0 survived but its process changed"):
+        check_survivors(other, reference)
+
+
+def test_a_fault_that_did_not_strike_does_not_count(jobs: Jobs) -> None:
+    result = copy.copy(jobs.reference("plain_ddp.py", args=["--norm", "--steps", "3"]))
+    fault = Fault(1, 2, "bucket", "SIGKILL")
+    result.faults = [fault]
+    assert unconfirmed(result) == [f"{fault}: did not strike"]
+    result.struck = [{"index": 0, "fault": fault.to_dict(), "pid": 1, "time": 0.0, "tops": 2}]
+    assert unconfirmed(result) == [f"{fault}: struck, but the loss was reported as nothing"]
+
+
+def test_what_a_job_leaves_is_found(jobs: Jobs, tmp_path: Path) -> None:
+    result = copy.deepcopy(jobs.reference("plain_ddp.py", args=["--norm", "--steps", "3"]))
+    result.workers[0]["job_dir"] = str(tmp_path)
+    with pytest.raises(Mismatch, match=f"left behind:\n  folder {tmp_path}"):
+        check_clean(result)
+    result.workers[0]["job_dir"], result.status = None, 124
+    with pytest.raises(Mismatch, match="hung and was killed"):
+        check_clean(result)
