@@ -1,7 +1,9 @@
 """The one face adapters use: attach what is trained, mark the batch tops, register what only this rank has.
 
-A newcomer runs the user's script from the start like its predecessor did; in its first :meth:`Job.batch_top` of the right entry call it joins: it gets the
-replicated state from a survivor and the rank-local state that its predecessor had published, and from there on it runs the predecessor's batch again with
+A newcomer runs the user's script from the start like its predecessor did; in its first :meth:`Job.batch_top` of the
+right entry call it joins: it gets the
+replicated state from a survivor and the rank-local state that its predecessor had published, and from there on it
+runs the predecessor's batch again with
 logged results until it is level with the others.
 """
 
@@ -85,7 +87,12 @@ class Job:
     """
 
     def __init__(self, env: worker.WorkerEnv) -> None:
-        self.rank, self.world_size, self.incarnation, self.config = env.rank, env.world_size, env.incarnation, env.config
+        self.rank, self.world_size, self.incarnation, self.config = (
+            env.rank,
+            env.world_size,
+            env.incarnation,
+            env.config,
+        )
         self._env = env
         self.tops = 0
         self._entry = -1
@@ -138,7 +145,7 @@ class Job:
         self._recovery.on_recovered = self._note_recovery
         self._updates.after = self._after_update
 
-    # -- what adapters call -----------------------------------------------------------------------------------------------
+    # -- what adapters call ------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -146,7 +153,8 @@ class Job:
         return self._updates.state_version
 
     def attach(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Say what is trained. Parameters of ``modules`` and the state of ``optimizers`` are replicated state; buffers, hyper-parameters of
+        """Say what is trained. Parameters of ``modules`` and the state of ``optimizers`` are replicated state;
+        buffers, hyper-parameters of
         the optimizers and random generators are published at each batch top. A later call replaces an earlier one.
 
         Args:
@@ -161,14 +169,16 @@ class Job:
             for name, parameter in module.named_parameters():
                 if parameter.device.type not in ("cpu", "meta"):
                     raise Unsupported(
-                        f"rank {self.rank}: parameter {name} is on {parameter.device}; swift recovery supports CPU training in this version. "
+                        f"rank {self.rank}: parameter {name} is on {parameter.device}; swift recovery supports CPU "
+                        "training in this version. "
                         "Choose accelerator='cpu', or train without this plugin."
                     )
         self._ddps = [m for module in modules for m in module.modules() if isinstance(m, DistributedDataParallel)]
         for ddp in self._ddps:
             if getattr(ddp, "static_graph", False):
                 raise Unsupported(
-                    "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which a newcomer does not run: "
+                    "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which a "
+                    "newcomer does not run: "
                     "leave static_graph off, or use find_unused_parameters=True"
                 )
         for handle in self._handles:
@@ -183,8 +193,17 @@ class Job:
             self._runtime.max_log_bytes = max(2 * replicated.nbytes, 4 << 20)
         buffers = [b for module in modules for b in module.buffers()]
         self._buffers = buffers
-        self.register("swift.buffers", lambda: list(buffers), lambda values: _restore_buffers(buffers, values), forward_mutated=True)
-        self.register("swift.hyperparameters", lambda: _hyperparameters(optimizers), lambda values: _set_hyperparameters(optimizers, values))
+        self.register(
+            "swift.buffers",
+            lambda: list(buffers),
+            lambda values: _restore_buffers(buffers, values),
+            forward_mutated=True,
+        )
+        self.register(
+            "swift.hyperparameters",
+            lambda: _hyperparameters(optimizers),
+            lambda values: _set_hyperparameters(optimizers, values),
+        )
         if optimizers and os.environ.get("SWIFT_FAULTS") and modules:
             self._handles.append(modules[0].register_forward_hook(lambda *_: inject.point("forward")))
 
@@ -193,7 +212,8 @@ class Job:
 
         Args:
             name: unique; registering it again replaces it.
-            capture: returns plain data (numbers, text, containers, tensors, numpy arrays); it is serialised at once, so live objects may be returned.
+            capture: returns plain data (numbers, text, containers, tensors, numpy arrays); it is serialised at
+                once, so live objects may be returned.
             restore: puts it back in a newcomer, on the main thread, in the order of registration.
             forward_mutated: changed by forward; captured again before the first gradient bucket of each backward.
         """
@@ -210,7 +230,8 @@ class Job:
             accumulating: gradients of earlier micro-batches are pending, so this is no recovery point.
 
         Returns:
-            Whether this process has just joined; then everything registered was restored to the predecessor's batch top.
+            Whether this process has just joined; then everything registered was restored to the predecessor's batch
+            top.
         """
         inject.point("batch_top")
         self._deliver()
@@ -247,7 +268,8 @@ class Job:
         """Call at the start of each entry call (fit, validate, test, predict); they are numbered.
 
         Returns:
-            Whether the predecessor had finished it, and its result. Then the registered parts are restored to what they were at its end.
+            Whether the predecessor had finished it, and its result. Then the registered parts are restored to what
+            they were at its end.
         """
         self._recovery.prepare()
         self._entry += 1
@@ -261,7 +283,11 @@ class Job:
                 return EntryDecision(True, result)
             return EntryDecision(False)
         target = self._recovery.target
-        if self.joining and target is not None and (target.entry > self._entry or (target.entry == self._entry and target.kind == "end")):
+        if (
+            self.joining
+            and target is not None
+            and (target.entry > self._entry or (target.entry == self._entry and target.kind == "end"))
+        ):
             result, parts = self._board.read_end(self._entry)
             self._restore(parts)
             return EntryDecision(True, result)
@@ -284,7 +310,9 @@ class Job:
             self._runtime.in_startup = True
 
     def peek(self, name: str) -> Any:
-        """The predecessor's newest published value of a registered name, or None; for what must be known before the join (log file names)."""
+        """The predecessor's newest published value of a registered name, or None; for what must be known before the
+        join (log file names).
+        """
         if not self.joining:
             return None
         if self._peeked is None:
@@ -301,7 +329,9 @@ class Job:
         self._events.emit(kind, rank=self.rank, generation=self._runtime.generation, **fields)
 
     def on_recovered(self, listener: Callable[[dict[str, Any]], None]) -> None:
-        """Have ``listener`` called with the fields of each recovery, on the main thread, at the next batch top after it."""
+        """Have ``listener`` called with the fields of each recovery, on the main thread, at the next batch top
+        after it.
+        """
         self._listeners.append(listener)
 
     @contextmanager
@@ -310,7 +340,7 @@ class Job:
         with self._updates.frozen(min_version, self.config.wait_timeout_s) as exported:
             yield exported
 
-    # -- publishing -------------------------------------------------------------------------------------------------------
+    # -- publishing --------------------------------------------------------------------------------
 
     def _capture(self, wanted: Callable[[_Part], bool]) -> dict[str, Any]:
         parts = {name: part.capture() for name, part in self._parts.items() if wanted(part)}
@@ -353,7 +383,8 @@ class Job:
         return {i: p.grad for i, p in enumerate(self._updates.replicated.parameters) if p.grad is not None}
 
     def _unsettled(self) -> bool:
-        """DDP orders its buckets anew after the first backward. A newcomer learns the order by running that backward, or, later, from the record of
+        """DDP orders its buckets anew after the first backward. A newcomer learns the order by running that
+        backward, or, later, from the record of
         what was agreed; in between there is no recovery point."""
         waiting = [i for i, ddp in enumerate(self._ddps) if i not in self._settled and not ddp.find_unused_parameters]
         if not waiting:
@@ -365,7 +396,8 @@ class Job:
         number = next((i for i, known in enumerate(self._ddps) if known is ddp), None)
         if number is None:
             raise SwiftError(
-                f"rank {self.rank}: a DistributedDataParallel module is trained that job.attach() was not given: pass it the wrapper, not only the module inside"
+                f"rank {self.rank}: a DistributedDataParallel module is trained that job.attach() was not given: "
+                "pass it the wrapper, not only the module inside"
             )
         self._settled.add(number)
         ordinal = self._agreed[number] = self._agreed.get(number, -1) + 1
@@ -373,7 +405,8 @@ class Job:
         op.future.add_done_callback(lambda _: self._board.record(key, op.results))
 
     def _before_bucket(self) -> None:
-        """DDP hands over a gradient bucket: forward is done. Publish what forward changed and returned, or, in a newcomer that computed with newer
+        """DDP hands over a gradient bucket: forward is done. Publish what forward changed and returned, or, in a
+        newcomer that computed with newer
         parameters, put back what its predecessor had."""
         inject.point("bucket")
         if self.joining or self._updates.keeps_images:
@@ -397,17 +430,24 @@ class Job:
         self._outputs = []
 
     def _after_forward(self, ddp: nn.Module, args: Any, output: Any) -> Any:
-        """Forward of a DDP module is done. Its output is all that flows from the parameters to the user's code; it is published with the next bucket, so
+        """Forward of a DDP module is done. Its output is all that flows from the parameters to the user's code; it
+        is published with the next bucket, so
         that a newcomer whose parameters are already newer can go on with what its predecessor saw."""
         if not torch.is_grad_enabled() or self.joining or self._updates.keeps_images:
             return None
         leaves, layout = tree_flatten(output)
         if self._updates.exact:
-            self._outputs.append([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf if _plain(leaf) else None for leaf in leaves])
+            self._outputs.append(
+                [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf if _plain(leaf) else None for leaf in leaves]
+            )
             size = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
             # Judged by the first batch only, because all ranks must come to the same answer.
-            if self.tops <= 1 and self._updates.replicated is not None and 2 * size > max(self._updates.replicated.nbytes, 1 << 20):
-                self._updates.keep_images()  # outputs are larger than the parameters: from the next batch on, keep those instead
+            if (
+                self.tops <= 1
+                and self._updates.replicated is not None
+                and 2 * size > max(self._updates.replicated.nbytes, 1 << 20)
+            ):
+                self._updates.keep_images()  # outputs are larger than the parameters: keep those instead
             return None
         recorded = self._board.read_mid(self._runtime.top, self._backwards)
         outputs = recorded[_OUTPUTS] if recorded is not None else []
@@ -422,7 +462,7 @@ class Job:
                 leaves[index] = value
         return tree_unflatten(leaves, layout)
 
-    # -- joining ----------------------------------------------------------------------------------------------------------
+    # -- joining -----------------------------------------------------------------------------------
 
     def _first_group(self) -> None:
         recovery = self._recovery
@@ -493,7 +533,9 @@ class Job:
             _set_random_state(parts["swift.random"])
 
     def _settle_buckets(self, records: Records, top: Top) -> None:
-        """Give DDP the buckets that were agreed on before ``top``, without a backward: the broadcasts of that agreement are served from the record."""
+        """Give DDP the buckets that were agreed on before ``top``, without a backward: the broadcasts of that
+        agreement are served from the record.
+        """
         for number, ddp in enumerate(self._ddps):
             agreed = {
                 which: results
@@ -517,11 +559,11 @@ class Job:
             bytes_moved=received.nbytes if received else 0,
             served_operations=received.replayed if received else 0,
             top=received.top.index if received and received.top else 0,
-            recomputed_steps=0,
+            recomputed_steps=self._updates.recomputed,
             **fields,
         )
 
-    # -- after a recovery -------------------------------------------------------------------------------------------------
+    # -- after a recovery --------------------------------------------------------------------------
 
     def _note_recovery(self, fields: dict[str, Any]) -> None:
         """Recovery thread of a survivor."""
@@ -529,7 +571,7 @@ class Job:
             "recovered",
             rank=self.rank,
             stall_s=time.time() - fields["detected"],
-            recomputed_steps=0,
+            recomputed_steps=self._updates.recomputed,
             log_bytes=self._runtime.log_bytes(),
             spilled_bytes=self._runtime.spilled_bytes,
             **fields,
@@ -540,7 +582,13 @@ class Job:
     def _after_update(self) -> None:
         if self._stalled_since is not None:
             since, self._stalled_since = self._stalled_since, None
-            self._events.emit("resumed", rank=self.rank, generation=self._runtime.generation, stall_s=time.time() - since)
+            self._events.emit(
+                "resumed",
+                rank=self.rank,
+                generation=self._runtime.generation,
+                stall_s=time.time() - since,
+                recomputed_steps=self._updates.recomputed,
+            )
 
     def _deliver(self) -> None:
         while self._recovered:
@@ -549,10 +597,17 @@ class Job:
                 listener(fields)
 
     def _compare_replicas(self) -> None:
-        """At the first top after all have stepped beyond a recovery, compare a checksum of the replicated state over all ranks."""
+        """At the first top after all have stepped beyond a recovery, compare a checksum of the replicated state
+        over all ranks.
+        """
         due = self._recovery.verify_version
         generation = self._runtime.generation
-        if due is None or not self.config.verify_checksums or generation <= self._verified or self._updates.version < due:
+        if (
+            due is None
+            or not self.config.verify_checksums
+            or generation <= self._verified
+            or self._updates.version < due
+        ):
             return
         self._verified = generation
         replicated = self._updates.replicated
@@ -589,17 +644,29 @@ class Job:
         else:
             self._failed(
                 ReplicaMismatch(
-                    f"after the recovery in generation {generation} the replicas differ in parameter {names[place]}, and there is no majority to tell "
+                    f"after the recovery in generation {generation} the replicas differ in parameter {names[place]}, "
+                    "and there is no majority to tell "
                     "which is right. Restart from a checkpoint; if it happens again, memory may be faulty."
                 )
             )
+
+    def report_memory(self) -> None:
+        """Log how much memory the logs took at most; called when the process ends."""
+        replicated = self._updates.replicated
+        self.event(
+            "log_memory",
+            peak_bytes=self._runtime.peak_log_bytes,
+            spilled_bytes=self._runtime.spilled_bytes,
+            parameter_bytes=replicated.nbytes if replicated is not None else 0,
+        )
 
     def _failed(self, error: SwiftError) -> None:
         self._recovery.tell("fail", {"rank": self.rank, "message": f"{type(error).__name__}: {error}"})
 
 
 def minority(sums: Sequence[Sequence[int]]) -> tuple[list[int], int] | None:
-    """Ranks whose checksums differ from those of more than half, and the first place that differs; None if all are equal.
+    """Ranks whose checksums differ from those of more than half, and the first place that differs; None if all are
+    equal.
 
     Without a majority the list of ranks is empty.
     """
@@ -660,12 +727,14 @@ def current_job() -> Job | None:
     global _job
     if _job is None and worker.launched():
         _job = Job(worker.env())
-        atexit.register(worker.say_done_and_wait)
+        atexit.register(_job.report_memory)
     return _job
 
 
 def install() -> Job | None:
-    """Make every gloo group created from now on one that survives failures. Outside ``swiftrun`` this does nothing and returns None."""
+    """Make every gloo group created from now on one that survives failures. Outside ``swiftrun`` this does nothing
+    and returns None.
+    """
     job = current_job()
     if job is not None:
         install_backend(job._runtime)

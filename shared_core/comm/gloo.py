@@ -1,6 +1,7 @@
 """One inner gloo group of one generation: connect with a way out, and cut it in milliseconds.
 
-Gloo has no abort: a blocked operation ignores ``abort()`` and ``shutdown()`` and ends only when its sockets do. So the listening port of
+Gloo has no abort: a blocked operation ignores ``abort()`` and ``shutdown()`` and ends only when its sockets do. So
+    the listening port of
 every member is noted when the group connects, and cutting means shutting down the connections that use one of them.
 """
 
@@ -12,25 +13,28 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo
+from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import Store
 
 from shared_core.errors import GenerationAbandoned, WaitTimeout
 
+#: Untyped, because torch's stubs leave out most of it.
+_Store: Any = Store
+ProcessGroupGloo: Any = _distributed_c10d.ProcessGroupGloo
 _device_lock = threading.Lock()
 
 
-def wait_for(
-    store: dist.Store, keys: list[str], abandoned: Callable[[], bool], timeout_s: float, what: str
-) -> None:
+def wait_for(store: Store, keys: list[str], abandoned: Callable[[], bool], timeout_s: float, what: str) -> None:
     """Wait until all ``keys`` are in ``store``.
 
     Raises:
         GenerationAbandoned: as soon as ``abandoned()`` holds.
         WaitTimeout: after ``timeout_s`` seconds; the message names ``what``.
     """
-    # Polled, because a store's own wait can neither be given up nor time out without a warning on the console; a look takes some 50 microseconds.
+    # Polled, because a store's own wait can neither be given up nor time out without a warning on the console; a look
+    # takes some 50 microseconds.
     end = time.monotonic() + timeout_s
     pause = 0.0002
     while not store.check(keys):
@@ -39,17 +43,18 @@ def wait_for(
         if time.monotonic() > end:
             missing = [key for key in keys if not store.check([key])]
             raise WaitTimeout(
-                f"waited {timeout_s:.0f} s for {what}, still missing: {', '.join(missing)}. A worker may hang in its start-up; "
+                f"waited {timeout_s:.0f} s for {what}, still missing: {', '.join(missing)}. A worker may hang in its "
+                "start-up; "
                 "raise wait_timeout_s if it is merely slow."
             )
         time.sleep(pause)
         pause = min(pause * 1.5, 0.01)
 
 
-class _AbortableStore(dist.Store):  # type: ignore[misc]
+class _AbortableStore(_Store):  # type: ignore[misc]
     """Store given to gloo's rendezvous whose waits end when the generation is abandoned."""
 
-    def __init__(self, inner: dist.Store, abandoned: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def __init__(self, inner: Any, abandoned: Callable[[], bool], timeout_s: float, what: str) -> None:
         super().__init__()
         self._inner, self._abandoned, self._timeout_s, self._what = inner, abandoned, timeout_s, what
 
@@ -104,7 +109,7 @@ class InnerGroup:
         pg: gloo's process group; the operations of the generation run on it.
     """
 
-    def __init__(self, pg: ProcessGroupGloo, port: int, peer_ports: frozenset[int]) -> None:
+    def __init__(self, pg: Any, port: int, peer_ports: frozenset[int]) -> None:
         self.pg = pg
         self._port = port
         self._peer_ports = peer_ports
@@ -112,7 +117,7 @@ class InnerGroup:
     @classmethod
     def connect(
         cls,
-        store: dist.Store,
+        store: Store,
         rank: int,
         size: int,
         *,
@@ -149,7 +154,8 @@ class InnerGroup:
         return cls(pg, port, peers)
 
     def sever(self) -> int:
-        """Shut down every connection of the group, from any thread; blocked operations fail at once. Returns how many were cut.
+        """Shut down every connection of the group, from any thread; blocked operations fail at once. Returns how
+        many were cut.
 
         The listening socket is left alone: gloo aborts the process when it is touched.
         """

@@ -1,6 +1,7 @@
 """The process group of backend ``swift``: every operation that DDP, Lightning, Accelerate and DeepSpeed use.
 
-Each method describes its operation as an :class:`~shared_core.comm.op.Op` (how to start it on gloo, where its result lies, what the log must keep) and
+Each method describes its operation as an :class:`~shared_core.comm.op.Op` (how to start it on gloo, where its
+result lies, what the log must keep) and
 hands it to the runtime; nothing here knows about failures. ``docs/operations.md`` lists what keeps each operation.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.autograd.graph
-import torch.distributed as dist
+import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.comm.op import Op, SwiftWork, input_checksum, signature
@@ -23,8 +24,12 @@ from shared_core.errors import Unsupported
 
 Tensors = list[torch.Tensor]
 
+#: Untyped, because torch's stubs leave out options and declare overloads that C++ resolves.
+dist: Any = torch.distributed
+_Base: Any = dist.ProcessGroup
+
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
-_DDP_FORWARD = DistributedDataParallel._pre_forward.__code__  # type: ignore[attr-defined]
+_DDP_FORWARD = DistributedDataParallel._pre_forward.__code__
 
 
 def _root_detail(opts: Any) -> int:
@@ -35,10 +40,12 @@ def _reduce_detail(opts: Any) -> int:
     return int(getattr(opts.reduceOp, "op", opts.reduceOp).value) if hasattr(opts, "reduceOp") else 0
 
 
-class SwiftProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+class SwiftProcessGroup(_Base):  # type: ignore[misc]
     """A process group whose communicator is replaced when a rank is lost, while every user keeps this object."""
 
-    def __init__(self, runtime: Runtime, name: str, rank: int, size: int, ranks: Sequence[int], timeout: timedelta) -> None:
+    def __init__(
+        self, runtime: Runtime, name: str, rank: int, size: int, ranks: Sequence[int], timeout: timedelta
+    ) -> None:
         super().__init__(rank, size)
         self._runtime = runtime
         self._state = GroupState(name, rank, size, tuple(ranks), timeout, runtime.pool)
@@ -47,7 +54,7 @@ class SwiftProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._channels = Channels(runtime, self._state)
         self._state.channels = self._channels
 
-    # -- identity ---------------------------------------------------------------------------------------------------------
+    # -- identity ----------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802 (name given by torch)
         return "swift"
@@ -107,7 +114,9 @@ class SwiftProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> Any:
         """The inner gloo backend, for questions about its capabilities."""
         if device.type != "cpu":
-            raise Unsupported(f"backend swift has no communicator for {device.type}: only CPU tensors are supported in this version")
+            raise Unsupported(
+                f"backend swift has no communicator for {device.type}: only CPU tensors are supported in this version"
+            )
         return self._runtime.inner_backend(self._state)
 
     def _set_default_backend(self, backend: Any) -> None:
@@ -134,7 +143,7 @@ class SwiftProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Nothing to do, as :meth:`abort`."""
 
-    # -- helpers ----------------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     def _run(self, op: Op, tensors: Sequence[torch.Tensor] = ()) -> SwiftWork:
         self._runtime.submit(self._state, op, tensors)
@@ -143,7 +152,7 @@ class SwiftProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _inputs_checksum(self, inputs: Sequence[torch.Tensor]) -> int:
         return input_checksum(inputs) if self._runtime.checksums else 0
 
-    # -- operations with a replicated result ------------------------------------------------------------------------------
+    # -- operations with a replicated result -------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None) -> SwiftWork:
         opts = opts or dist.AllreduceOptions()
@@ -223,7 +232,8 @@ class SwiftProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         )
         frame = sys._getframe(1)
         if frame is not None and frame.f_code is _DDP_FORWARD:
-            # DDP agrees on the order of its buckets once, after the first backward; a newcomer needs this whenever it joins.
+            # DDP agrees on the order of its buckets once, after the first backward; a newcomer needs this whenever it
+            # joins.
             self._runtime.bucket_order(frame.f_locals["self"], op)
         return self._run(op, tensors if root else ())
 
@@ -277,12 +287,14 @@ class SwiftProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self.barrier().wait(timeout)
 
-    # -- operations whose result differs by rank: inputs are kept, everyone takes part again ------------------------------
+    # -- operations whose result differs by rank: inputs are kept, everyone takes part again -------
 
     def _exclusive(
         self, name: str, inputs: Tensors, outputs: Tensors, value: Any, detail: int, call: Any, *, full: bool = True
     ) -> SwiftWork:
-        """``call(inner, inputs, outputs)`` runs the operation; inputs are copied, so that the caller may overwrite its own."""
+        """``call(inner, inputs, outputs)`` runs the operation; inputs are copied, so that the caller may overwrite
+        its own.
+        """
         kept = [t.detach().clone() for t in inputs]
 
         def redo(inner: Any) -> Any:
@@ -360,7 +372,12 @@ class SwiftProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None  # noqa: A002
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Any,
+        input_splits: Any,
+        opts: Any = None,  # noqa: A002
     ) -> SwiftWork:
         opts = opts or dist.AllToAllOptions()
 
@@ -379,7 +396,7 @@ class SwiftProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         return self._exclusive("all_to_all", list(inputs), list(outputs), list(outputs), 0, call)
 
-    # -- point to point ---------------------------------------------------------------------------------------------------
+    # -- point to point ----------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         return self._channels.send(_single(tensors), dst, tag)
@@ -388,7 +405,9 @@ class SwiftProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._channels.recv(_single(tensors), src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        raise Unsupported("recv from any source cannot be replayed, because its order is not determined: name the source rank")
+        raise Unsupported(
+            "recv from any source cannot be replayed, because its order is not determined: name the source rank"
+        )
 
 
 class _Together(SwiftWork):

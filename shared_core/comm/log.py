@@ -22,7 +22,8 @@ class Entry:
         signature: what was called.
         top: index of the batch top before it.
         results: the result, the same on every member; None while spilled and for rank-specific operations.
-        redo: for rank-specific operations: starts the operation again on an inner group, from inputs kept here, into scratch outputs.
+        redo: for rank-specific operations: starts the operation again on an inner group, from inputs kept here,
+            into scratch outputs.
         pooled: whether ``results`` came from the buffer pool.
         spilled: place of the results in the spill file.
     """
@@ -42,7 +43,9 @@ class Entry:
 
 
 class BufferPool:
-    """Flat buffers for results, used again when the log drops them: in steady state nothing is allocated, and sizes no longer asked for are let go."""
+    """Flat buffers for results, used again when the log drops them: in steady state nothing is allocated, and sizes
+    no longer asked for are let go.
+    """
 
     #: Sizes not asked for during so many batch tops are let go.
     KEEP_TOPS = 3
@@ -108,7 +111,9 @@ class GroupLog:
             self._spill_file = None
 
     def spill(self, keep_bytes: int) -> int:
-        """Move the oldest results to an unlinked temporary file until at most ``keep_bytes`` stay in memory. Returns bytes moved."""
+        """Move the oldest results to an unlinked temporary file until at most ``keep_bytes`` stay in memory.
+        Returns bytes moved.
+        """
         moved = 0
         for entry in self.entries.values():
             if self.nbytes <= keep_bytes:

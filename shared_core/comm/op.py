@@ -25,10 +25,12 @@ class Op:
         signature: what must match when it is replayed.
         start: starts it on an inner group and returns the inner work; called again after a failure.
         results: tensors that hold the result once the inner work is done; what the log keeps.
-        install: puts a result (from the inner work or from a log) where the caller expects it; None if it is there already.
+        install: puts a result (from the inner work or from a log) where the caller expects it; None if it is there
+            already.
         value: what the future delivers.
         copy_results: the log must copy ``results``, because they are the caller's own tensors.
-        lazy: ``install`` may wait until somebody calls ``wait()``: DDP's reducer takes the future's value and needs no copy.
+        lazy: ``install`` may wait until somebody calls ``wait()``: DDP's reducer takes the future's value and needs
+            no copy.
         redo: for rank-specific operations: as ``start``, but into scratch outputs.
         kept: inputs kept for ``redo``.
         full: every member contributes, so its end proves that all have come so far.
@@ -101,7 +103,7 @@ class Op:
         self.future.set_result(self.value)
 
 
-class SwiftWork(dist.Work):  # type: ignore[misc]
+class SwiftWork(dist.Work):
     """The ``Work`` of a collective; it survives failures of other ranks without an exception."""
 
     def __init__(self, op: Op) -> None:
@@ -164,5 +166,6 @@ def input_checksum(tensors: Sequence[torch.Tensor]) -> int:
         if flat.numel() > _SAMPLE:
             flat = flat[:: flat.numel() // _SAMPLE]
         if flat.numel():
-            crc = zlib.crc32(flat.contiguous().view(torch.uint8).numpy(), crc)
+            data: Any = flat.contiguous().view(torch.uint8).numpy()
+            crc = zlib.crc32(data, crc)
     return crc

@@ -1,4 +1,6 @@
-"""Point-to-point messages: one numbered sequence per (source, destination, tag), kept at the sender until the receiver cannot need it again."""
+"""Point-to-point messages: one numbered sequence per (source, destination, tag), kept at the sender until the
+receiver cannot need it again.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ if TYPE_CHECKING:
     from shared_core.comm.runtime import GroupState, Runtime
 
 
-class P2PWork(dist.Work):  # type: ignore[misc]
-    """A send, done when posted, or a receive. Gloo gives no future for receives: whoever waits, waits on gloo and, after a failure, for its repetition."""
+class P2PWork(dist.Work):
+    """A send, done when posted, or a receive. Gloo gives no future for receives: whoever waits, waits on gloo and,
+    after a failure, for its repetition.
+    """
 
     def __init__(self, channels: Channels, channel: Channel, index: int, tensor: torch.Tensor) -> None:
         super().__init__()
@@ -61,7 +65,7 @@ class Channels:
         self._sending: deque[Any] = deque(maxlen=4096)  # gloo needs the works of sends to stay alive
         self.nbytes = 0
 
-    # -- use --------------------------------------------------------------------------------------------------------------
+    # -- use ---------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> P2PWork:
         """Send ``tensor``; a copy stays here for a receiver that has to start over."""
@@ -122,7 +126,7 @@ class Channels:
                 return
             runtime.suspect(error)
 
-    # -- failures ---------------------------------------------------------------------------------------------------------
+    # -- failures ----------------------------------------------------------------------------------
 
     def watermarks(self) -> tuple[dict[str, int], dict[str, int]]:
         """(received, sent) counts per channel."""
@@ -170,7 +174,7 @@ class Channels:
                 tensor = log.popleft()[2]
                 self.nbytes -= tensor.numel() * tensor.element_size()
 
-    # -- inner ------------------------------------------------------------------------------------------------------------
+    # -- inner -------------------------------------------------------------------------------------
 
     def _inner(self) -> Any:
         assert self._group.inner is not None

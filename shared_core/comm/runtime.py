@@ -1,7 +1,9 @@
 """The state that all groups of a process share: which generation is live, what is in flight, what is logged.
 
-Operations are issued to gloo where they are called, and completed on gloo's own threads; there is no executor between, so operations overlap as they do
-without this product. When a rank is lost the inner groups are cut; what was in flight stays pending, and is served or issued again in the next generation.
+Operations are issued to gloo where they are called, and completed on gloo's own threads; there is no executor
+between, so operations overlap as they do
+without this product. When a rank is lost the inner groups are cut; what was in flight stays pending, and is served
+or issued again in the next generation.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from shared_core.comm.gloo import InnerGroup
 from shared_core.comm.log import BufferPool, Entry, GroupLog, Signature
@@ -49,7 +51,9 @@ class GroupState:
         inflight: operations that gloo has not yet finished or failed.
     """
 
-    def __init__(self, name: str, rank: int, size: int, ranks: tuple[int, ...], timeout: timedelta, pool: BufferPool) -> None:
+    def __init__(
+        self, name: str, rank: int, size: int, ranks: tuple[int, ...], timeout: timedelta, pool: BufferPool
+    ) -> None:
         self.name, self.rank, self.size, self.ranks, self.timeout = name, rank, size, ranks, timeout
         self.id = zlib.crc32(name.encode())
         self.next = 0
@@ -81,7 +85,7 @@ class Runtime:
         rank: int,
         world_size: int,
         *,
-        new_store: Callable[[str], dist.Store],
+        new_store: Callable[[str], Store],
         connect_timeout_s: float,
         wait_timeout_s: float,
         checksums: bool,
@@ -123,10 +127,11 @@ class Runtime:
         self.adopt: Callable[[GroupState], None] = lambda group: None
         self.exact: Callable[[], bool] = lambda: True
         self._waiting = 0
-        #: Results to serve to the next operations, whatever their place: DDP's agreement on buckets is repeated from records.
+        #: Results to serve to the next operations, whatever their place: DDP's agreement on buckets is repeated from
+        #: records.
         self.scripted: deque[list[torch.Tensor]] = deque()
 
-    # -- groups -----------------------------------------------------------------------------------------------------------
+    # -- groups ------------------------------------------------------------------------------------
 
     def add_group(self, group: GroupState) -> None:
         """Register a group and, when a generation is live, connect it."""
@@ -140,7 +145,8 @@ class Runtime:
             if first:
                 if group.size != self.world_size:
                     raise SwiftError(
-                        f"the first process group has {group.size} ranks, but the job has {self.world_size}; create the default group first"
+                        f"the first process group has {group.size} ranks, but the job has {self.world_size}; create "
+                        "the default group first"
                     )
                 self.world = group
         if first:
@@ -186,12 +192,14 @@ class Runtime:
                 self.changed.wait(1.0)
             return group.inner.pg
 
-    # -- operations -------------------------------------------------------------------------------------------------------
+    # -- operations --------------------------------------------------------------------------------
 
     def pool_take(self, like: torch.Tensor) -> torch.Tensor:
         """A pooled buffer like ``like``."""
         if like.device.type != "cpu":
-            raise SwiftError(f"backend swift got a tensor on {like.device}: only CPU tensors are supported in this version")
+            raise SwiftError(
+                f"backend swift got a tensor on {like.device}: only CPU tensors are supported in this version"
+            )
         with self.lock:
             return self.pool.take(like)
 
@@ -304,8 +312,10 @@ class Runtime:
         if logged != op.signature:
             raise self._end(
                 ReplayDivergence(
-                    f"rank {self.rank} takes over from a lost worker and calls {_describe(op.signature)} as operation {op.seq} of group "
-                    f"{group.name!r}, but its predecessor had called {_describe(logged)} there. The training code must do the same when it is run "
+                    f"rank {self.rank} takes over from a lost worker and calls {_describe(op.signature)} as "
+                    f"operation {op.seq} of group "
+                    f"{group.name!r}, but its predecessor had called {_describe(logged)} there. The training code "
+                    "must do the same when it is run "
                     "again: seed every random number, and do not branch on time or on files the run itself writes."
                 )
             )
@@ -321,15 +331,20 @@ class Runtime:
         if expected is not None and expected != op.checksum and self.exact():
             raise self._end(
                 ReplayDivergence(
-                    f"rank {self.rank} takes over from a lost worker, and its input to operation {op.seq} of group {group.name!r} "
-                    f"({_describe(op.signature)}) has checksum {op.checksum:08x}, its predecessor's had {expected:08x}. The training code computed "
-                    "something else when it was run again: an unseeded or unregistered random number, or state that was not registered "
+                    f"rank {self.rank} takes over from a lost worker, and its input to operation {op.seq} of group "
+                    f"{group.name!r} "
+                    f"({_describe(op.signature)}) has checksum {op.checksum:08x}, its predecessor's had "
+                    f"{expected:08x}. The training code computed "
+                    "something else when it was run again: an unseeded or unregistered random number, or state that "
+                    "was not registered "
                     "(job.register)."
                 )
             )
         self.publish_checksum(group.id, op.seq, op.checksum)
 
-    def _answer(self, group: GroupState, op: Op, inputs: Sequence[torch.Tensor], recorded: list[torch.Tensor] | None) -> None:
+    def _answer(
+        self, group: GroupState, op: Op, inputs: Sequence[torch.Tensor], recorded: list[torch.Tensor] | None
+    ) -> None:
         """A newcomer's start-up: what the predecessor got, else something neutral; real state is loaded at the join."""
         fits = recorded is not None and [t.shape for t in recorded] == [t.shape for t in op.results]
         if fits and recorded is not None:
@@ -344,7 +359,9 @@ class Runtime:
                 if out.numel() == inputs[0].numel():
                     out.copy_(inputs[0].view(out.shape))
                 elif inputs[0].numel():
-                    out.view(-1, inputs[0].numel()).copy_(inputs[0].reshape(1, -1).expand(out.numel() // inputs[0].numel(), -1))
+                    out.view(-1, inputs[0].numel()).copy_(
+                        inputs[0].reshape(1, -1).expand(out.numel() // inputs[0].numel(), -1)
+                    )
         op.put()
         op.future.set_result(op.value)
 
@@ -352,7 +369,7 @@ class Runtime:
         if sum(t.numel() * t.element_size() for t in op.results) <= _STARTUP_BYTES:
             op.future.add_done_callback(lambda _: self.record(key, op.results))
 
-    # -- failures ---------------------------------------------------------------------------------------------------------
+    # -- failures ----------------------------------------------------------------------------------
 
     def break_off(self) -> None:
         """A rank is lost: cut every connection, and wait until gloo has given everything back."""
@@ -376,7 +393,8 @@ class Runtime:
         threading.Thread(target=inners.clear, name="swift-drop", daemon=True).start()
 
     def _abandon(self) -> None:
-        """Give up on operations that gloo does not give back. (When a connection is cut while a message waits for room in the socket's buffer, gloo forgets
+        """Give up on operations that gloo does not give back. (When a connection is cut while a message waits for
+        room in the socket's buffer, gloo forgets
         to wake the sender.) They only read from their buffers any more; their end, if it ever comes, is ignored."""
         for group in self.groups.values():
             for op in group.pending.values():
@@ -385,8 +403,12 @@ class Runtime:
                     op.inner_work = None
             group.inflight = 0
 
-    def go_live(self, generation: int, world_inner: InnerGroup, redo: dict[str, int], received: dict[str, dict[str, int]]) -> None:
-        """Install a generation: serve what others had finished, issue the rest again in order, let new operations through."""
+    def go_live(
+        self, generation: int, world_inner: InnerGroup, redo: dict[str, int], received: dict[str, dict[str, int]]
+    ) -> None:
+        """Install a generation: serve what others had finished, issue the rest again in order, let new operations
+        through.
+        """
         with self.lock:
             self.generation = generation
             self._redo_from = redo
@@ -409,7 +431,9 @@ class Runtime:
             others = [group for group in self.groups.values() if group is not self.world]
             self.changed.notify_all()
         for group in others:
-            threading.Thread(target=self._connect_later, args=(group, generation), name=f"swift-connect-{group.name}", daemon=True).start()
+            threading.Thread(
+                target=self._connect_later, args=(group, generation), name=f"swift-connect-{group.name}", daemon=True
+            ).start()
 
     def _connect_later(self, group: GroupState, generation: int) -> None:
         try:
@@ -447,7 +471,9 @@ class Runtime:
 
     def _await_explanation(self, error: Exception, seen: int) -> None:
         with self.lock:
-            self.changed.wait_for(lambda: self.broken or self.latest > seen or self.ended is not None, timeout=_SUSPECT_S)
+            self.changed.wait_for(
+                lambda: self.broken or self.latest > seen or self.ended is not None, timeout=_SUSPECT_S
+            )
             if self.broken or self.latest > seen or self.ended is not None:
                 return
             stuck = [op for group in self.groups.values() for op in group.pending.values() if op.inner_work is None]
@@ -473,7 +499,9 @@ class Runtime:
             raise self.ended
 
     def note_waiting(self, change: int) -> None:
-        """Count operations in flight; while there are any, the progress time-out does not run. Callers hold the lock."""
+        """Count operations in flight; while there are any, the progress time-out does not run. Callers hold the
+        lock.
+        """
         before, self._waiting = self._waiting, self._waiting + change
         if (before > 0) != (self._waiting > 0):
             self.waiting_changed(self._waiting > 0)
@@ -508,5 +536,3 @@ def _describe(logged: Signature) -> str:
     name, shapes, dtypes, _ = logged
     tensors = (dtype.removeprefix("torch.") + str(list(shape)) for shape, dtype in zip(shapes, dtypes, strict=True))
     return f"{name}({', '.join(tensors)})"
-
-

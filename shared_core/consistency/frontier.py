@@ -91,7 +91,8 @@ class GroupFrontier:
         next: sequence number the next collective will get.
         done: finished collectives, as :meth:`Done.to_json`.
         log: sequence numbers whose result this rank can hand to others.
-        exclusive: sequence numbers, still held, of collectives whose result differs by rank; all members take part in them again.
+        exclusive: sequence numbers, still held, of collectives whose result differs by rank; all members take part
+            in them again.
         received: per channel, number of messages received.
         sent: per channel, number of messages sent.
     """

@@ -47,7 +47,8 @@ class Plan:
 def choose_top(newcomer: Frontier, survivors: Mapping[int, Frontier]) -> tuple[Top | None, int | None]:
     """The newest top from which ``newcomer`` can start, and the survivor that can serve it.
 
-    A top is good if one survivor has finished every collective before it: then nothing before the top is owed to anybody, and that survivor
+    A top is good if one survivor has finished every collective before it: then nothing before the top is owed to
+        anybody, and that survivor
     reaches the top's version by itself. Without any top the newcomer starts from the beginning.
 
     Raises:
@@ -58,10 +59,13 @@ def choose_top(newcomer: Frontier, survivors: Mapping[int, Frontier]) -> tuple[T
     for top in reversed(newcomer.tops):
         for rank in sorted(survivors):
             groups = survivors[rank].groups
-            if all(name not in groups or Done.from_json(groups[name].done).covers(seq) for name, seq in top.groups.items()):
+            if all(
+                name not in groups or Done.from_json(groups[name].done).covers(seq) for name, seq in top.groups.items()
+            ):
                 return top, rank
     raise RecoveryFailed(
-        f"rank {newcomer.rank} cannot be rebuilt: no survivor has finished what was before any of its {len(newcomer.tops)} "
+        f"rank {newcomer.rank} cannot be rebuilt: no survivor has finished what was before any of its "
+        f"{len(newcomer.tops)} "
         "published batch tops. The job goes back to its newest checkpoint."
     )
 
@@ -90,7 +94,9 @@ def decide(frontiers: Mapping[int, Frontier]) -> Plan:
     finished: dict[str, set[int]] = {}
     redo: dict[str, int] = {}
     for name, ranks in members.items():
-        here = {rank: survivors[rank].groups[name] for rank in ranks if rank in survivors and name in survivors[rank].groups}
+        here = {
+            rank: survivors[rank].groups[name] for rank in ranks if rank in survivors and name in survivors[rank].groups
+        }
         bases = [_base(tops[rank], name) for rank in ranks if rank in tops]
         floor = min([*bases, *(Done.from_json(g.done).upto for g in here.values())], default=0)
         exclusive = {seq for g in here.values() for seq in g.exclusive}
@@ -98,14 +104,16 @@ def decide(frontiers: Mapping[int, Frontier]) -> Plan:
         if bases:
             redo[name] = min(bases)
         else:
-            # Nobody new is in the group: rank-specific collectives are run again only from the first that some member lacks.
+            # Nobody new is in the group: rank-specific collectives are run again only from the first that some member
+            # lacks.
             redo[name] = min((Done.from_json(g.done).upto for g in here.values()), default=0)
         finished[name] = {seq for seq in done - exclusive if seq >= floor}
         for rank in (r for r in ranks if r in tops):
             missing = _unserved(here, _base(tops[rank], name), finished[name], exclusive)
             if missing is not None:
                 raise RecoveryFailed(
-                    f"rank {rank} needs the result of collective {missing} of group {name!r}, which no survivor holds any more. "
+                    f"rank {rank} needs the result of collective {missing} of group {name!r}, which no survivor "
+                    "holds any more. "
                     "The job goes back to its newest checkpoint."
                 )
     return Plan(
@@ -131,7 +139,9 @@ def _base(top: Top | None, name: str) -> int:
 
 
 def _unserved(here: Mapping[int, object], base: int, finished: set[int], exclusive: set[int]) -> int | None:
-    """A collective from ``base`` on that every survivor of the group has finished but none holds; None if there is none."""
+    """A collective from ``base`` on that every survivor of the group has finished but none holds; None if there is
+    none.
+    """
     if not here:
         return None
     common: set[int] | None = None
@@ -152,7 +162,9 @@ def _transfers(
 ) -> tuple[Transfer, ...]:
     moves: dict[tuple[int, int], dict[str, list[int]]] = {}
     for name, ranks in sorted(members.items()):
-        holders = {r: set(frontiers[r].groups[name].log) for r in ranks if r in frontiers and name in frontiers[r].groups}
+        holders = {
+            r: set(frontiers[r].groups[name].log) for r in ranks if r in frontiers and name in frontiers[r].groups
+        }
         for rank in ranks:
             if rank in tops:
                 base = _base(tops[rank], name)
@@ -187,8 +199,8 @@ def _received(
         for key in keys:
             receiver = ranks[int(key.split(",")[1])]
             if receiver in tops:
-                top = tops[receiver]
-                channels[key] = 0 if top is None else top.received.get(name, {}).get(key, 0)
+                start = tops[receiver]
+                channels[key] = 0 if start is None else start.received.get(name, {}).get(key, 0)
             elif receiver in frontiers and name in frontiers[receiver].groups:
                 channels[key] = frontiers[receiver].groups[name].received.get(key, 0)
         out[name] = channels

@@ -73,6 +73,11 @@ class Position(Iterator[Any]):
         self._recent: deque[RawRandom] = deque(maxlen=max(owner._swift_ahead, 1))
         self.last_items: list[Any] = []
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether the end was reached."""
+        return self._record.exhausted
+
     def __next__(self) -> Any:
         owner, record = self._owner, self._record
         if self._inner is None:

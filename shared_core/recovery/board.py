@@ -1,8 +1,10 @@
 """What a rank publishes in the agent's shared memory, and what its newcomer reads there.
 
-Files in ``rank{r}/`` of the job's private folder, each written whole and then renamed, so that a reader never sees half a file:
+Files in ``rank{r}/`` of the job's private folder, each written whole and then renamed, so that a reader never sees
+half a file:
 
-- ``top.{n}``: a batch top with the rank-local state there; ``mid.{n}.{k}``: forward-mutated state again, before the first gradient bucket of the k-th backward;
+- ``top.{n}``: a batch top with the rank-local state there; ``mid.{n}.{k}``: forward-mutated state again, before the
+  first gradient bucket of the k-th backward;
 - ``end.{e}``: the state and result at the end of entry call e;
 - ``records``: results of start-up operations, appended; ``checks``: a ring of input checksums.
 """
@@ -70,7 +72,7 @@ class Board:
             os.close(fd)
         self._records = os.open(folder / "records", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    # -- writing ----------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def publish_top(self, top: Top, parts: dict[str, Any]) -> int:
         """Publish a batch top. Returns its size in bytes."""
@@ -108,7 +110,7 @@ class Board:
         _CHECK.pack_into(self._checks, (self._count % _CHECKS) * _CHECK.size, group, checksum, seq + 1)
         self._count += 1
 
-    # -- reading ----------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def tops(self) -> list[Top]:
         """Published batch tops, oldest first; damaged ones are left out."""

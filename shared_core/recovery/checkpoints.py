@@ -35,7 +35,9 @@ class Restored:
 
 
 class Checkpoints:
-    """Writes and reads the checkpoints of one rank. Every rank writes its own part, rank 0 the replicated state and, last, the manifest."""
+    """Writes and reads the checkpoints of one rank. Every rank writes its own part, rank 0 the replicated state
+    and, last, the manifest.
+    """
 
     def __init__(self, env: WorkerEnv, recovery: Recovery) -> None:
         self._env, self._recovery = env, recovery
@@ -47,7 +49,9 @@ class Checkpoints:
         return self._dir is not None and self._every > 0 and tops % self._every == 0
 
     def write(self, top: Top, parts: dict[str, Any], updates: Updates, board: Board) -> None:
-        """Write one. A storage error is reported and costs only this checkpoint; a loss meanwhile leaves it uncommitted."""
+        """Write one. A storage error is reported and costs only this checkpoint; a loss meanwhile leaves it
+        uncommitted.
+        """
         assert self._dir is not None
         inject.point("checkpoint.write")
         rank, key = self._env.rank, f"checkpoint/{top.index}"
@@ -63,9 +67,20 @@ class Checkpoints:
             if rank != 0:
                 return
             keys = [f"{key}/{r}" for r in range(self._env.world_size)]
-            wait_for(client, keys, lambda: self._recovery.runtime.latest > generation, 600.0, "all ranks to write their checkpoint")
+            wait_for(
+                client,
+                keys,
+                lambda: self._recovery.runtime.latest > generation,
+                600.0,
+                "all ranks to write their checkpoint",
+            )
             digests = {f"rank{r}": bytes(client.get(k)).decode() for r, k in enumerate(keys)}
-            meta = {"job": str(self._env.job_dir), "world_size": self._env.world_size, "top": top.index, "version": top.version}
+            meta = {
+                "job": str(self._env.job_dir),
+                "world_size": self._env.world_size,
+                "top": top.index,
+                "version": top.version,
+            }
             store.commit(self._dir, top.index, {**digests, "replicated": replicated}, meta)
             store.prune(self._dir)
             self._recovery.events.emit("checkpoint", rank=0, generation=generation, top=top.index, version=top.version)

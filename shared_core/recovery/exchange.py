@@ -1,7 +1,9 @@
 """The forming of a generation, seen from a worker (DESIGN section 6, steps 2 to 7).
 
-A watcher thread waits for the agent's announcement of a loss. Survivors cut their connections, post their frontier, and wait for the newcomer; all compute the
-same plan, connect, move what the plan says, and install it only after a barrier. If anybody is lost meanwhile, the generation is abandoned and the next one
+A watcher thread waits for the agent's announcement of a loss. Survivors cut their connections, post their frontier,
+and wait for the newcomer; all compute the
+same plan, connect, move what the plan says, and install it only after a barrier. If anybody is lost meanwhile, the
+generation is abandoned and the next one
 formed: nothing is ever half-installed.
 """
 
@@ -19,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from shared_core.cluster.worker import WorkerEnv, connect_store, tell
 from shared_core.comm.gloo import InnerGroup, wait_for
@@ -46,7 +49,9 @@ class StateProvider(Protocol):
         """Optimizer steps the state contains."""
 
     def frozen(self, min_version: int) -> AbstractContextManager[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """The state at a moment when no update runs and at least ``min_version`` steps are in it; no update begins inside."""
+        """The state at a moment when no update runs and at least ``min_version`` steps are in it; no update begins
+        inside.
+        """
 
 
 @dataclass
@@ -88,20 +93,24 @@ class Recovery:
         self._forming: InnerGroup | None = None
         self._for_later: dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]] = {}
 
-    # -- store ------------------------------------------------------------------------------------------------------------
+    # -- store -------------------------------------------------------------------------------------
 
-    def new_store(self, prefix: str) -> dist.Store:
+    def new_store(self, prefix: str) -> Store:
         """A new client of the agent's store below this attempt's prefix."""
-        return dist.PrefixStore((self.env.prefix + prefix).rstrip("/"), connect_store(self.runtime.wait_timeout_s, self.env))
+        return PrefixStore(
+            (self.env.prefix + prefix).rstrip("/"), connect_store(self.runtime.wait_timeout_s, self.env)
+        )
 
     def tell(self, name: str, value: Any) -> None:
         """Set a key that the agent acts on."""
         tell(connect_store(10.0, self.env), name, value, prefix=self.env.prefix)
 
-    # -- life -------------------------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Newcomer: decide where to start, before the user's code has done anything that depends on it. First workers: nothing."""
+        """Newcomer: decide where to start, before the user's code has done anything that depends on it. First
+        workers: nothing.
+        """
         if self.prepared:
             return
         self.prepared = True
@@ -134,14 +143,18 @@ class Recovery:
             self._post_front(store, self.runtime.latest, self._newcomer_front())
 
     def first_group(self) -> None:
-        """The default group exists: form the first generation, or, in a newcomer with a batch top to reach, wait until it is there."""
+        """The default group exists: form the first generation, or, in a newcomer with a batch top to reach, wait
+        until it is there.
+        """
         self.prepare()
         if self.runtime.starting:
             return
         self.join()
 
     def join(self) -> Received:
-        """Form a generation on this thread and take over (newcomer) or begin (first workers). Returns what was received."""
+        """Form a generation on this thread and take over (newcomer) or begin (first workers). Returns what was
+        received.
+        """
         store = self.new_store("")
         while True:
             generation = self.runtime.latest
@@ -215,15 +228,15 @@ class Recovery:
         }
         self.on_recovered({"generation": generation, **fields})
 
-    # -- forming ----------------------------------------------------------------------------------------------------------
+    # -- forming -----------------------------------------------------------------------------------
 
     def _abandoned(self, generation: int) -> bool:
         return self.runtime.latest > generation
 
-    def _post_front(self, store: dist.Store, generation: int, front: Frontier) -> None:
+    def _post_front(self, store: Store, generation: int, front: Frontier) -> None:
         store.set(f"gen/{generation}/front/{self.env.rank}", front.to_json())
 
-    def _fronts(self, store: dist.Store, generation: int) -> dict[int, Frontier]:
+    def _fronts(self, store: Store, generation: int) -> dict[int, Frontier]:
         keys = [f"gen/{generation}/front/{rank}" for rank in range(self.env.world_size)]
         wait_for(
             store,
@@ -257,7 +270,7 @@ class Recovery:
             groups=groups,
         )
 
-    def _form(self, store: dist.Store, generation: int, *, posted: bool = False) -> Received:
+    def _form(self, store: Store, generation: int, *, posted: bool = False) -> Received:
         """One attempt at a generation.
 
         Raises:
@@ -274,7 +287,12 @@ class Recovery:
         self.verify_version = max(front.version for front in fronts.values()) + 1 if plan.tops else None
         mine = plan.tops.get(self.env.rank)
         if joining and (None if mine is None else mine.index) != self._committed:
-            self.events.emit("warning", rank=self.env.rank, generation=generation, message="batch top no longer reachable, starting over")
+            self.events.emit(
+                "warning",
+                rank=self.env.rank,
+                generation=generation,
+                message="batch top no longer reachable, starting over",
+            )
             os._exit(EXIT_STALE)
         wait_for(
             store,
@@ -318,10 +336,17 @@ class Recovery:
         """
         with self.runtime.lock:
             if not self.runtime.changed.wait_for(lambda: self._abandoned(generation), timeout=30.0):
-                raise RecoveryFailed(f"rank {self.env.rank}: the exchange of generation {generation} broke off, but nobody was lost")
+                raise RecoveryFailed(
+                    f"rank {self.env.rank}: the exchange of generation {generation} broke off, but nobody was lost"
+                )
 
     def _install(
-        self, plan: Plan, inner: InnerGroup, generation: int, replay: dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]], joining: bool
+        self,
+        plan: Plan,
+        inner: InnerGroup,
+        generation: int,
+        replay: dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]],
+        joining: bool,
     ) -> None:
         runtime = self.runtime
         with runtime.lock:
@@ -348,7 +373,7 @@ class Recovery:
         """A group that a newcomer makes again while it replays: give it what was logged for it."""
         group.replay.update(self._for_later.pop(group.name, {}))
 
-    # -- moving -----------------------------------------------------------------------------------------------------------
+    # -- moving ------------------------------------------------------------------------------------
 
     def _move(
         self, inner: InnerGroup, plan: Plan, received: Received
@@ -397,7 +422,7 @@ class Recovery:
                     tensors += results
         return rows, tensors
 
-    # -- ends -------------------------------------------------------------------------------------------------------------
+    # -- ends --------------------------------------------------------------------------------------
 
     def _fall_back(self, error: RecoveryFailed) -> None:
         """Nobody can serve a newcomer: the whole job goes back to its checkpoint. Does not return."""

@@ -1,6 +1,7 @@
 """Plain data with tensors as bytes, and back, quickly and without executing what is read.
 
-A restricted pickle: writing handles tensors and numpy arrays by their bytes; reading looks up nothing but the few constructors named here.
+A restricted pickle: writing handles tensors and numpy arrays by their bytes; reading looks up nothing but the few
+    constructors named here.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def dumps(value: Any) -> bytes:
     try:
         _Pickler(buffer, protocol=5).dump(value)
     except Exception as error:
-        raise SwiftError(f"cannot publish {type(value).__name__}: {error}. Register plain data and tensors only.") from error
+        raise SwiftError(
+            f"cannot publish {type(value).__name__}: {error}. Register plain data and tensors only."
+        ) from error
     return buffer.getvalue()
 
 

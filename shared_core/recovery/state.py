@@ -30,14 +30,18 @@ class Replicated:
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise UnsupportedOptimizer(
-                    "LBFGS evaluates its closure several times in a step, so a newcomer cannot take over in the middle; use another optimizer"
+                    "LBFGS evaluates its closure several times in a step, so a newcomer cannot take over in the "
+                    "middle; use another optimizer"
                 )
         self.parameters: list[nn.Parameter] = []
         self.names: list[str] = []
         seen: set[int] = set()
         named = [(name, p) for module in modules for name, p in module.named_parameters()]
         named += [
-            (f"optimizer {i} parameter", p) for i, o in enumerate(optimizers) for group in o.param_groups for p in group["params"]
+            (f"optimizer {i} parameter", p)
+            for i, o in enumerate(optimizers)
+            for group in o.param_groups
+            for p in group["params"]
         ]
         for name, parameter in named:
             if id(parameter) not in seen:
@@ -57,7 +61,8 @@ class Replicated:
         return sum(p.numel() * p.element_size() for p in self.parameters)
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """(description, tensors): parameters first, then optimizer state. The tensors are live; the caller keeps updates away meanwhile.
+        """(description, tensors): parameters first, then optimizer state. The tensors are live; the caller keeps
+        updates away meanwhile.
 
         Raises:
             UnsupportedOptimizer: if optimizer state holds something that is neither a tensor nor a number.
@@ -75,7 +80,8 @@ class Replicated:
                         entries.append([key, "value", value])
                     else:
                         raise UnsupportedOptimizer(
-                            f"{type(optimizer).__name__} keeps {key!r} as {type(value).__name__}; only tensors and numbers can be moved to a newcomer"
+                            f"{type(optimizer).__name__} keeps {key!r} as {type(value).__name__}; only tensors and "
+                            "numbers can be moved to a newcomer"
                         )
                 states.append([number, self.index_of(parameter), entries])
         description = {
@@ -86,17 +92,22 @@ class Replicated:
         return description, tensors
 
     def load(self, description: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Put exported state in place. Optimizer state is left alone when no optimizer is attached (between two entry calls).
+        """Put exported state in place. Optimizer state is left alone when no optimizer is attached (between two
+        entry calls).
 
         Raises:
             ReplicaMismatch: if the parameters here differ in number or shape from the donor's.
         """
         count = description["parameters"]
         if self.optimizers and count != len(self.parameters):
-            raise ReplicaMismatch(f"the donor has {count} parameters, this rank {len(self.parameters)}: the models differ between ranks")
+            raise ReplicaMismatch(
+                f"the donor has {count} parameters, this rank {len(self.parameters)}: the models differ between ranks"
+            )
         for name, own, theirs in zip(self.names, self.parameters, tensors[:count], strict=False):
             if own.shape != theirs.shape:
-                raise ReplicaMismatch(f"parameter {name} has shape {tuple(own.shape)} here and {tuple(theirs.shape)} at the donor")
+                raise ReplicaMismatch(
+                    f"parameter {name} has shape {tuple(own.shape)} here and {tuple(theirs.shape)} at the donor"
+                )
             own.data.copy_(theirs)
         if not self.optimizers:
             return
@@ -124,7 +135,7 @@ def _checksum(tensor: torch.Tensor) -> int:
     flat = tensor.detach().contiguous().reshape(-1)
     if not flat.numel():
         return 0
-    data = flat.view(torch.uint8).numpy()
+    data: Any = flat.view(torch.uint8).numpy()
     return (zlib.crc32(data) << 32) | zlib.adler32(data)
 
 

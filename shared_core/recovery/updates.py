@@ -1,6 +1,8 @@
-"""Optimizer updates as the recovery sees them: counted, held off while a replica is copied, left out where the state already contains them.
+"""Optimizer updates as the recovery sees them: counted, held off while a replica is copied, left out where the
+state already contains them.
 
-Steps are seen through torch's public global optimizer hooks. An update begins when the step's closure has returned (Lightning runs forward and backward inside it).
+Steps are seen through torch's public global optimizer hooks. An update begins when the step's closure has returned
+(Lightning runs forward and backward inside it).
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ PreImage = tuple[int, dict[int, torch.Tensor]]
 class Updates:
     """Version of the replicated state and what happens around each update.
 
+    Attributes:
+        recomputed: updates that this process has gone through more than once; recovery in place makes none.
+
     Args:
-        preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch has had several, so that a newcomer can compute
+        preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch
+            has had several, so that a newcomer can compute
             what lies between two updates exactly.
     """
 
@@ -38,6 +44,8 @@ class Updates:
         self._frozen = 0
         self._skip = 0
         self._applied = 0
+        self._highest = 0
+        self.recomputed = 0
         self._in_batch = 0
         self._several = False
         self._wants_images = False
@@ -51,7 +59,7 @@ class Updates:
         self.after: Callable[[], None] = lambda: None
         self._handles: list[Any] = []
 
-    # -- facts ------------------------------------------------------------------------------------------------------------
+    # -- facts -------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -84,7 +92,10 @@ class Updates:
             self._several = self._several or len(replicated.optimizers) > 1
             self._clean.clear()
             if not self._handles and replicated.optimizers:
-                self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+                self._handles = [
+                    register_optimizer_step_pre_hook(self._before),
+                    register_optimizer_step_post_hook(self._after),
+                ]
 
     def resume_images(self, keeps: bool) -> None:
         """Newcomer: keep images if the predecessor did; all ranks must agree."""
@@ -106,11 +117,13 @@ class Updates:
         """Whether gradients were accumulated since the last update of their optimizer."""
         for optimizer in self.replicated.optimizers if self.replicated else ():
             grads = _grads(optimizer)
-            if [(id(g), g._version) for g in grads] != self._clean.get(id(optimizer), []) and any(bool(g.any()) for g in grads):
+            if [(id(g), g._version) for g in grads] != self._clean.get(id(optimizer), []) and any(
+                bool(g.any()) for g in grads
+            ):
                 return True
         return False
 
-    # -- copying ----------------------------------------------------------------------------------------------------------
+    # -- copying -----------------------------------------------------------------------------------
 
     @contextmanager
     def frozen(self, min_version: int, timeout_s: float) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
@@ -121,10 +134,14 @@ class Updates:
         """
         with self._condition:
             ready = self._condition.wait_for(
-                lambda: not self._updating and not self._installing and self.state_version >= min_version, timeout=timeout_s
+                lambda: not self._updating and not self._installing and self.state_version >= min_version,
+                timeout=timeout_s,
             )
             if not ready:
-                raise RecoveryFailed(f"waited {timeout_s:.0f} s for the state to contain {min_version} updates; it has {self.state_version}")
+                raise RecoveryFailed(
+                    f"waited {timeout_s:.0f} s for the state to contain {min_version} updates; it has "
+                    f"{self.state_version}"
+                )
             self._frozen += 1
         try:
             assert self.replicated is not None
@@ -149,7 +166,9 @@ class Updates:
         self._installing = True
 
     def load(self, version: int, description: dict[str, Any] | None, tensors: Sequence[torch.Tensor]) -> None:
-        """Take over a donor's state at a batch top of ``version``; updates that the state already contains will do nothing."""
+        """Take over a donor's state at a batch top of ``version``; updates that the state already contains will do
+        nothing.
+        """
         with self._condition:
             self._applied = version
             self._skip = 0
@@ -162,7 +181,9 @@ class Updates:
                 ]
                 if self._skip and self._images:
                     self._newest = {
-                        place: self.replicated.parameters[place].detach().clone() for _, params in self._images for place in params
+                        place: self.replicated.parameters[place].detach().clone()
+                        for _, params in self._images
+                        for place in params
                     }
                     for _, params in reversed(self._images):
                         self._put(params)
@@ -175,12 +196,14 @@ class Updates:
         for place, value in params.items():
             self.replicated.parameters[place].data.copy_(value)
 
-    # -- hooks ------------------------------------------------------------------------------------------------------------
+    # -- hooks -------------------------------------------------------------------------------------
 
     def _mine(self, optimizer: Optimizer) -> bool:
         return self.replicated is not None and any(o is optimizer for o in self.replicated.optimizers)
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self._mine(optimizer):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -230,6 +253,9 @@ class Updates:
                 if self._newest:
                     self._forward_images()
             self._applied += 1
+            if self._applied <= self._highest:
+                self.recomputed += 1  # went through an update it had been through before
+            self._highest = max(self._highest, self._applied)
             self._updating = False
             self._condition.notify_all()
         self._clean[id(optimizer)] = [(id(g), g._version) for g in _grads(optimizer)]
@@ -240,7 +266,9 @@ class Updates:
         """An update was left out: put its parameters where they were after it."""
         done = next((params for version, params in self._images if version == self._applied), {})
         for place in done:
-            later = next((params[place] for version, params in self._images if version > self._applied and place in params), None)
+            later = next(
+                (params[place] for version, params in self._images if version > self._applied and place in params), None
+            )
             self._put({place: later if later is not None else self._newest[place]})
         if self._skip == 0:
             self._newest = {}

@@ -1,0 +1,122 @@
+"""Plain attributes of live objects: found once, read quickly at every batch top, put back in place in a newcomer."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from lightning_swift.plain import ATOMS, NotPlain, assign, encode
+
+#: Containers with more elements than this when they are first seen are taken for constant data, such as vocabularies.
+LARGE = 10_000
+_CONTAINERS = (list, tuple, dict, set)
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+class Holder:
+    """The plain attributes of one object."""
+
+    __slots__ = ("item", "_ignore", "_names", "_joined", "_other", "_size", "_skipped")
+
+    def __init__(self, item: object, ignore: frozenset[str]) -> None:
+        self.item = item
+        self._ignore = ignore
+        self._skipped: frozenset[str] = frozenset()
+        self._plan(first=True)
+
+    def _plan(self, first: bool = False) -> None:
+        names, other, skipped = [], [], set(self._skipped)
+        for name, value in vars(self.item).items():
+            if name in self._ignore or name in skipped:
+                continue
+            if first and isinstance(value, _CONTAINERS) and len(value) > LARGE:
+                skipped.add(name)
+                continue
+            try:
+                encode(value)
+                names.append(name)
+            except (NotPlain, RecursionError):
+                other.append(name)
+        self._skipped = frozenset(skipped)
+        self._names, self._other, self._size = tuple(names), tuple(other), len(vars(self.item))
+        self._joined = "\n".join(names)
+
+    def capture(self) -> tuple[str, list[Any]]:
+        """(names joined by newlines, encoded values)."""
+        values = vars(self.item)
+        if len(values) != self._size:
+            self._plan()
+        for name in self._other:
+            if type(values.get(name, self)) in ATOMS:
+                self._plan()
+                break
+        try:
+            return self._joined, [v if type(v) in ATOMS else encode(v) for v in map(values.__getitem__, self._names)]
+        except (NotPlain, KeyError):  # an attribute was deleted or became something else
+            self._plan()
+            return self._joined, [encode(values[name]) for name in self._names]
+
+    def restore(self, data: tuple[str, list[Any]]) -> None:
+        """Put back what :meth:`capture` took."""
+        joined, encoded = data
+        values = vars(self.item)
+        for name, value in zip(joined.split("\n") if joined else (), encoded, strict=True):
+            # Written past __setattr__: a module's own would look for parameters and buffers of that name.
+            values[name] = assign(values.get(name), value)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to publish at present."""
+        return not self._names and not self._other
+
+
+class Holders:
+    """Holders of named objects, and of the small user objects that hang on them."""
+
+    def __init__(self, objects: Mapping[str, object], ignore: frozenset[str] = frozenset()) -> None:
+        self._holders: dict[str, Holder] = {}
+        seen: set[int] = set()
+        for name, item in objects.items():
+            self._add(name, item, ignore, seen, depth=0)
+
+    def _add(self, name: str, item: object, ignore: frozenset[str], seen: set[int], depth: int) -> None:
+        if id(item) in seen or not hasattr(item, "__dict__"):
+            return
+        seen.add(id(item))
+        holder = Holder(item, ignore)
+        if depth == 0 or not holder.empty:
+            self._holders[name] = holder
+        if depth < 2:
+            for attribute, value in _user_objects(item, ignore):
+                self._add(f"{name}.{attribute}", value, frozenset(), seen, depth + 1)
+
+    def capture(self) -> dict[str, tuple[str, list[Any]]]:
+        """Plain data, to be serialised at once."""
+        return {name: holder.capture() for name, holder in self._holders.items()}
+
+    def restore(self, data: Mapping[str, tuple[str, list[Any]]]) -> None:
+        """Put back what :meth:`capture` took; objects that do not exist here are left out."""
+        for name, values in data.items():
+            if name in self._holders:
+                self._holders[name].restore(values)
+
+
+def _user_objects(item: object, ignore: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """Attributes that are objects of classes in the user's own files, which may hold counters."""
+    for name, value in vars(item).items():
+        if name not in ignore and not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
+            if _user_defined(type(value)):
+                yield name, value
+
+
+@cache
+def _user_defined(kind: type) -> bool:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if kind.__module__.partition(".")[0] in ("shared_core", "lightning_swift", "accelerate_swift") or file is None:
+        return kind.__module__ == "__main__"
+    return not file.startswith(_LIBRARIES) and "site-packages" not in file

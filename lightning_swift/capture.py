@@ -1,0 +1,242 @@
+"""The rank-local state of a Lightning run: what is published at each batch top, and put back in a newcomer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BaseProgress, _BatchProgress, _ReadyCompletedTracker
+from torch import nn
+
+from lightning_swift.attributes import Holder, Holders
+from lightning_swift.data import Data
+from lightning_swift.loggers import Loggers
+from lightning_swift.plain import NotPlain, decode, encode
+from lightning_swift.results import Results
+from shared_core import Job
+
+_METRIC_INTERNALS = frozenset({"_defaults", "_persistent", "_reductions", "_cache", "_signature", "_dtype_convert", "_device"})
+_OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults"})
+#: Objects, or None before they exist: every process has its own.
+_LOOP_OBJECTS = frozenset({"trainer", "datamodule", "_combined_loader", "_data_fetcher", "_data_source", "_results"})
+#: Attributes that hold readings of the monotonic clock, which another machine counts from another moment.
+_CLOCKS = ("_start_time", "_end_time", "_last_time_checked", "_last_val_time", "_train_start_time")
+
+
+class RunState:
+    """Everything of a trainer, its module and callbacks that only this rank has. One for each entry call.
+
+    What there is to visit is looked up once, when it is first needed, because hooks of the start-up still add to it.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.trainer = trainer
+        self.data = Data(trainer)
+        self.loggers = Loggers(trainer)
+        self._results = Results(trainer)
+        self._built: dict[str, Any] = {}
+
+    def register(self, job: Job) -> None:
+        """Register every part; the order is the order in which a newcomer restores them."""
+        for name, capture, restore, forward in (
+            ("progress", self._capture_progress, self._restore_progress, False),
+            ("module", self._capture_module, self._restore_module, True),
+            ("flags", self._capture_flags, self._restore_flags, False),
+            ("callbacks", self._of("callbacks").capture, self._of("callbacks").restore, False),
+            ("callbacks.user", self._of("user callbacks").capture, self._of("user callbacks").restore, True),
+            ("results", self._results.capture, self._results.restore, True),
+            ("schedulers", self._capture_schedulers, self._restore_schedulers, False),
+            ("data", self.data.capture, self.data.restore, False),
+            ("loggers", self.loggers.capture, self.loggers.restore, False),
+        ):
+            job.register(f"lightning.{name}", capture, restore, forward_mutated=forward)
+
+    def forget(self) -> None:
+        """Look up anew what there is to visit: the entry has added modules or callbacks."""
+        self._built.clear()
+
+    # -- holders ---------------------------------------------------------------------------------------------------------
+
+    def _of(self, name: str) -> _Lazy:
+        return _Lazy(lambda: self._holders(name))
+
+    def _holders(self, name: str) -> Holders:
+        if name not in self._built:
+            self._built[name] = Holders(*_BUILDERS[name](self.trainer))
+        found: Holders = self._built[name]
+        return found
+
+    # -- progress and flags ----------------------------------------------------------------------------------------------
+
+    def _loops(self) -> tuple[list[Holder], list[_ReadyCompletedTracker], list[_BatchProgress]]:
+        if "loops" not in self._built:
+            loops = list(_loops_of(self.trainer))
+            leaves: list[_ReadyCompletedTracker] = []
+            batches: list[_BatchProgress] = []
+            for loop in loops:
+                for value in vars(loop).values():
+                    if isinstance(value, _BaseProgress):
+                        _leaves(value, leaves, batches)
+            items: list[object] = [self.trainer, self.trainer._logger_connector, *loops]
+            self._built["loops"] = ([Holder(item, _LOOP_OBJECTS) for item in items], leaves, batches)
+        found: tuple[list[Holder], list[_ReadyCompletedTracker], list[_BatchProgress]] = self._built["loops"]
+        return found
+
+    def _capture_progress(self) -> Any:
+        holders, leaves, batches = self._loops()
+        return {
+            "clock": (time.time(), time.monotonic()),
+            "attributes": [holder.capture() for holder in holders],
+            "counters": [tuple(vars(leaf).values()) for leaf in leaves],
+            "last": [progress.is_last_batch for progress in batches],
+        }
+
+    def _restore_progress(self, data: Mapping[str, Any]) -> None:
+        holders, leaves, batches = self._loops()
+        wall, monotonic = data["clock"]
+        self._shift = (time.monotonic() - time.time()) - (monotonic - wall)
+        for holder, values in zip(holders, data["attributes"], strict=True):
+            holder.restore(values)
+        for leaf, counts in zip(leaves, data["counters"], strict=True):
+            leaf.__dict__.update(zip(vars(leaf), counts, strict=True))
+        for progress, last in zip(batches, data["last"], strict=True):
+            progress.is_last_batch = last
+        if abs(self._shift) > 1.0:
+            for item in (self.trainer, *getattr(self.trainer, "callbacks", ())):
+                _shift_clocks(item, self._shift)
+
+    def _capture_flags(self) -> Any:
+        module = self.trainer.lightning_module
+        return {
+            "training": bytes(m.training for m in module.modules()),
+            "requires_grad": bytes(p.requires_grad for p in module.parameters()),
+            "precision": encode(dict(self.trainer.precision_plugin.state_dict())),
+            "datamodule": self._holders("datamodule").capture(),
+            "optimizers": self._holders("optimizers").capture(),
+        }
+
+    def _restore_flags(self, data: Mapping[str, Any]) -> None:
+        module = self.trainer.lightning_module
+        for child, flag in zip(module.modules(), data["training"], strict=False):
+            child.training = bool(flag)
+        for parameter, flag in zip(module.parameters(), data["requires_grad"], strict=False):
+            if parameter.requires_grad != bool(flag):
+                parameter.requires_grad_(bool(flag))
+        precision = decode(data["precision"])
+        if precision:
+            self.trainer.precision_plugin.load_state_dict(precision)
+        self._holders("datamodule").restore(data["datamodule"])
+        self._holders("optimizers").restore(data["optimizers"])
+
+    # -- module and schedulers -------------------------------------------------------------------------------------------
+
+    def _capture_module(self) -> Any:
+        return self._holders("module").capture()
+
+    def _restore_module(self, data: Mapping[str, Any]) -> None:
+        self._holders("module").restore(data)
+
+    def _capture_schedulers(self) -> Any:
+        return [_scheduler_state(config.scheduler.state_dict()) for config in self.trainer.strategy.lr_scheduler_configs]
+
+    def _restore_schedulers(self, data: list[Any]) -> None:
+        for config, state in zip(self.trainer.strategy.lr_scheduler_configs, data, strict=False):
+            config.scheduler.load_state_dict(decode(state))
+
+
+class _Lazy:
+    """Holders that are built when first used."""
+
+    def __init__(self, build: Callable[[], Holders]) -> None:
+        self._build = build
+
+    def capture(self) -> Any:
+        return self._build().capture()
+
+    def restore(self, data: Any) -> None:
+        self._build().restore(data)
+
+
+def _module_objects(trainer: pl.Trainer) -> tuple[dict[str, object], frozenset[str]]:
+    module: nn.Module | None = trainer.lightning_module
+    named = {} if module is None else dict(module.named_modules())
+    # Attributes of torch's own layers are their configuration; what they learn are parameters and buffers.
+    objects = {name: child for name, child in named.items() if not type(child).__module__.startswith("torch.nn.")}
+    return dict(objects), frozenset(vars(pl.LightningModule())) | _METRIC_INTERNALS | frozenset(vars(nn.Module()))
+
+
+def _callback_objects(trainer: pl.Trainer, user: bool) -> tuple[dict[str, object], frozenset[str]]:
+    found: dict[str, object] = {}
+    for number, callback in enumerate(getattr(trainer, "callbacks", ())):
+        kind = type(callback)
+        library = kind.__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_swift."))
+        # A progress bar's state is what is on this process' screen.
+        if library != user and not isinstance(callback, ProgressBar):
+            found[f"{number} {kind.__qualname__}"] = callback
+    return found, frozenset()
+
+
+_BUILDERS: dict[str, Callable[[pl.Trainer], tuple[dict[str, object], frozenset[str]]]] = {
+    "module": _module_objects,
+    "callbacks": lambda trainer: _callback_objects(trainer, user=False),
+    "user callbacks": lambda trainer: _callback_objects(trainer, user=True),
+    "datamodule": lambda trainer: (
+        {} if getattr(trainer, "datamodule", None) is None else {"": trainer.datamodule},
+        frozenset(vars(pl.LightningDataModule())),
+    ),
+    "optimizers": lambda trainer: (
+        {str(number): optimizer for number, optimizer in enumerate(trainer.strategy.optimizers)},
+        _OPTIMIZER_INTERNALS,
+    ),
+}
+
+
+def _loops_of(trainer: pl.Trainer) -> Iterator[_Loop]:
+    roots: list[_Loop] = [trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+    while roots:
+        loop = roots.pop(0)
+        yield loop
+        roots += [child for child in vars(loop).values() if isinstance(child, _Loop)]
+
+
+def _leaves(progress: Any, leaves: list[_ReadyCompletedTracker], batches: list[_BatchProgress]) -> None:
+    if isinstance(progress, _ReadyCompletedTracker):
+        leaves.append(progress)
+        return
+    if isinstance(progress, _BatchProgress):
+        batches.append(progress)
+    for child in vars(progress).values():
+        if isinstance(child, _BaseProgress):
+            _leaves(child, leaves, batches)
+
+
+def _scheduler_state(state: Any) -> Any:
+    """Encoded state of a scheduler without what is no plain data (functions), which the newcomer has of its own."""
+    if isinstance(state, dict):
+        kept = []
+        for name, value in state.items():
+            try:
+                kept.append((name, _scheduler_state(value)))
+            except NotPlain:
+                continue
+        return ("\0dict", kept)
+    if type(state) is list:
+        return [_scheduler_state(value) for value in state]
+    return encode(state)
+
+
+def _shift_clocks(item: object, shift: float) -> None:
+    values = vars(item)
+    for name in _CLOCKS:
+        value = values.get(name)
+        if isinstance(value, float):
+            values[name] = value + shift
+        elif isinstance(value, dict):
+            values[name] = {k: v + shift if isinstance(v, float) else v for k, v in value.items()}
+
+
+__all__ = ["RunState"]

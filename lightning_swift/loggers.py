@@ -1,0 +1,265 @@
+"""Log files after the loss of rank 0: the same version, every row once.
+
+A newcomer reuses the version its predecessor chose (noted on disk when it was chosen), writes nothing before it joins, and at the join cuts each file to the
+length it had at the batch top; the batch it runs again then writes its rows again.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import lightning.fabric.loggers.csv_logs as fabric_csv_logs
+import lightning.fabric.loggers.tensorboard as fabric_tensorboard
+import lightning.pytorch as pl
+import lightning.pytorch.loggers.csv_logs as csv_logs
+import lightning.pytorch.loggers.tensorboard as tensorboard
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from lightning_swift.attributes import Holder
+from lightning_swift.plain import decode, encode
+from shared_core import current_job
+
+_JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
+
+
+def _joining() -> bool:
+    job = current_job()
+    return job is not None and job.joining
+
+
+# -- versions ------------------------------------------------------------------------------------------------------------
+
+
+def _note_versions(kind: type) -> None:
+    """Have ``kind`` choose the versions that an earlier worker of this rank chose, in the same order."""
+    choose: Callable[[Any], int] = kind._get_next_version  # type: ignore[attr-defined]
+    asked: dict[tuple[int, str], int] = {}
+
+    @wraps(choose)
+    def next_version(self: Any) -> int:
+        folder = os.environ.get(_JOB_DIR)
+        if folder is None:
+            return choose(self)
+        path = Path(folder, f"versions-rank{os.environ.get('RANK', '0')}.json")
+        known: dict[str, list[int]] = json.loads(path.read_text()) if path.exists() else {}
+        place = f"{kind.__name__} {self.root_dir} {self.name}"
+        number = asked.get((os.getpid(), place), 0)
+        asked[os.getpid(), place] = number + 1
+        versions = known.setdefault(place, [])
+        if number >= len(versions):
+            versions.append(choose(self))
+            new = path.with_suffix(".new")
+            new.write_text(json.dumps(known))
+            new.replace(path)
+        return versions[number]
+
+    kind._get_next_version = next_version  # type: ignore[attr-defined]
+
+
+# -- CSV -----------------------------------------------------------------------------------------------------------------
+
+
+class SwiftExperimentWriter(csv_logs.ExperimentWriter):
+    """``metrics.csv`` whose header is exchanged atomically, that is left alone before a newcomer joins, and counts its rows."""
+
+    rows = 0
+
+    def _check_log_dir_exists(self) -> None:
+        if not _joining():  # the folder is our predecessor's
+            super()._check_log_dir_exists()
+
+    def save(self) -> None:
+        if _joining():
+            return
+        self.rows += len(self.metrics)
+        super().save()
+
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        if not _is_local(self.metrics_file_path):
+            super()._rewrite_with_new_header(fieldnames)
+            return
+        with open(self.metrics_file_path, newline="") as file:
+            rows = list(csv.DictReader(file))
+        self._exchange(fieldnames, rows)
+
+    def cut(self, rows: int, fieldnames: list[str]) -> None:
+        """Leave the first ``rows`` rows, with the columns ``fieldnames``."""
+        self.rows = rows
+        if not _is_local(self.metrics_file_path) or not os.path.exists(self.metrics_file_path):
+            return
+        if not rows:
+            os.unlink(self.metrics_file_path)
+            return
+        with open(self.metrics_file_path, newline="") as file:
+            kept = [{name: row[name] for name in fieldnames} for row, _ in zip(csv.DictReader(file), range(rows), strict=False)]
+        self._exchange(fieldnames, kept)
+
+    def _exchange(self, fieldnames: list[str], rows: list[dict[str, Any]]) -> None:
+        new = f"{self.metrics_file_path}.new"
+        with open(new, "w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=fieldnames)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(new, self.metrics_file_path)
+
+
+def _capture_csv(logger: CSVLogger) -> Any:
+    writer = logger._experiment
+    if not isinstance(writer, SwiftExperimentWriter):
+        return None
+    return {
+        "rows": writer.rows,
+        "waiting": encode(writer.metrics),
+        "keys": list(writer.metrics_keys),
+    }
+
+
+def _restore_csv(logger: CSVLogger, data: Mapping[str, Any]) -> None:
+    writer = logger.experiment
+    if isinstance(writer, SwiftExperimentWriter):
+        writer.metrics, writer.metrics_keys = decode(data["waiting"]), list(data["keys"])
+        writer.cut(data["rows"], data["keys"])
+
+
+# -- TensorBoard ---------------------------------------------------------------------------------------------------------
+
+_FILES = "_swift_files"
+
+
+def _event_writers(logger: TensorBoardLogger) -> list[Any]:
+    writers = getattr(logger._experiment, "all_writers", None) or {}
+    found = [getattr(writer, "event_writer", None) for writer in writers.values()]
+    return [writer for writer in found if hasattr(writer, "_file_name")]
+
+
+def _capture_tensorboard(logger: TensorBoardLogger) -> Any:
+    """Length of each event file. Flushes only where something was added since the last time."""
+    files: dict[str, int] = logger.__dict__.setdefault(_FILES, {})
+    for writer in _event_writers(logger):
+        marks = vars(writer)
+        if "_swift_added" not in marks:
+            _watch_additions(writer)
+        if marks["_swift_added"]:
+            marks["_swift_added"] = False
+            writer.flush()
+            files[writer._file_name] = os.path.getsize(writer._file_name) if _is_local(writer._file_name) else -1
+    for name in [name for name in files if name not in {w._file_name for w in _event_writers(logger)}]:
+        if os.path.exists(name):  # closed meanwhile
+            files[name] = os.path.getsize(name)
+    return {"files": dict(files), "current": next((w._file_name for w in _event_writers(logger)), None)}
+
+
+def _watch_additions(writer: Any) -> None:
+    add = writer.add_event
+
+    def add_event(event: Any) -> None:
+        writer._swift_added = True
+        add(event)
+
+    writer._swift_added = True
+    writer.add_event = add_event
+
+
+def _restore_tensorboard(logger: TensorBoardLogger, data: Mapping[str, Any]) -> None:
+    """Drop what this process wrote while starting up, cut the predecessor's files, go on in its current one."""
+    experiment = logger.experiment
+    own = [writer._file_name for writer in _event_writers(logger)]
+    experiment.close()
+    for name in own:
+        if name not in data["files"] and os.path.exists(name):
+            os.unlink(name)
+    for name, size in data["files"].items():
+        if size >= 0 and os.path.exists(name) and os.path.getsize(name) > size:
+            os.truncate(name, size)
+    logger.__dict__[_FILES] = dict(data["files"])
+    if data["current"] is not None and os.path.exists(data["current"]):
+        experiment._get_file_writer()
+        for writer in _event_writers(logger):
+            _continue_file(writer, data["current"])
+
+
+def _continue_file(writer: Any, name: str) -> None:
+    """Have an event writer append to an existing file in place of the new one it has opened; where it cannot, it keeps the new one."""
+    file = getattr(writer, "_general_file_writer", None)
+    if not getattr(file, "fs_supports_append", False) or not getattr(file, "write_started", False):
+        return
+    assert file is not None
+    new = writer._file_name
+    writer._file_name = name
+    file.filename = os.fsencode(name)
+    os.unlink(new)
+
+
+# -- all -----------------------------------------------------------------------------------------------------------------
+
+
+class Loggers:
+    """The loggers of a trainer. Only rank 0 writes logs, so only its state is published."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._others: dict[int, Holder] = {}
+
+    def prepare(self, state: Any) -> None:
+        """Before anything is logged in a newcomer: take up runs that a service knows by name (Weights & Biases)."""
+        for logger, data in self._pairs(state):
+            run = (data or {}).get("run")
+            if run is not None and hasattr(logger, "_wandb_init"):
+                logger._wandb_init.update(id=run, resume="allow")
+
+    def capture(self) -> Any:
+        if not self._trainer.is_global_zero:
+            return None
+        return [self._capture(logger) for logger in self._trainer.loggers]
+
+    def restore(self, state: Any) -> None:
+        if _joining():
+            return  # an entry call was skipped: later ones have written to the same files
+        for logger, data in self._pairs(state):
+            if data is None:
+                continue
+            if isinstance(logger, CSVLogger):
+                _restore_csv(logger, data)
+            elif isinstance(logger, TensorBoardLogger):
+                _restore_tensorboard(logger, data)
+            elif "attributes" in data:
+                self._other(logger).restore(data["attributes"])
+
+    def _pairs(self, state: Any) -> list[tuple[Logger, Any]]:
+        if state is None or not self._trainer.is_global_zero:
+            return []
+        return list(zip(self._trainer.loggers, state, strict=False))
+
+    def _capture(self, logger: Logger) -> Any:
+        if isinstance(logger, CSVLogger):
+            return _capture_csv(logger)
+        if isinstance(logger, TensorBoardLogger):
+            return _capture_tensorboard(logger)
+        experiment = getattr(logger, "_experiment", None)
+        run = getattr(experiment, "id", None)
+        return {"attributes": self._other(logger).capture(), "run": run if isinstance(run, str) else None}
+
+    def _other(self, logger: Logger) -> Holder:
+        if id(logger) not in self._others:
+            self._others[id(logger)] = Holder(logger, frozenset())
+        return self._others[id(logger)]
+
+
+def _is_local(path: str) -> bool:
+    return "://" not in path
+
+
+def _install() -> None:
+    """Replace what the loggers are made with; outside ``swiftrun`` all of it behaves as before."""
+    csv_logs.ExperimentWriter = SwiftExperimentWriter  # type: ignore[misc]
+    for kind in (fabric_csv_logs.CSVLogger, fabric_tensorboard.TensorBoardLogger, tensorboard.TensorBoardLogger):
+        _note_versions(kind)
+
+
+_install()

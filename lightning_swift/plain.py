@@ -1,0 +1,158 @@
+"""Attributes of user objects as plain data, and back in place.
+
+Published state may hold numbers, text, containers, tensors and arrays only. :func:`encode` turns the rest that counts as state (enumerations,
+random generators, scalar tensors, which are cheaper as numbers) into tagged tuples; what is no state raises :class:`NotPlain`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import math
+import pathlib
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared_core.loaders.randomness import generator_state, set_generator_state
+
+#: Types published as they are. Subclasses are not among them: an enumeration of integers is more than an integer.
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_SCALAR, _TUPLE, _ENUM, _GENERATOR, _SET, _FROZEN = "\0scalar", "\0tuple", "\0enum", "\0generator", "\0set", "\0frozen"
+_AS_IS = (torch.dtype, torch.Size, datetime.timedelta, datetime.datetime, pathlib.PurePath, np.generic)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
+
+
+class NotPlain(Exception):
+    """The value is no state that can be published."""
+
+
+def encode(value: Any) -> Any:
+    """``value`` as data that can be published, sharing memory with it.
+
+    Raises:
+        NotPlain: if it is, or holds, something that is no plain state.
+    """
+    kind = type(value)
+    if kind in ATOMS:
+        return value
+    encoder = _ENCODERS.get(kind)
+    if encoder is not None:
+        return encoder(value)
+    if isinstance(value, Enum):
+        return (_ENUM, kind.__module__, kind.__qualname__, value.name)
+    if isinstance(value, _GENERATORS):
+        return (_GENERATOR, generator_state(value))
+    if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter):
+        return _tensor(value)
+    if isinstance(value, np.ndarray) and value.dtype != object or isinstance(value, _AS_IS):
+        return value
+    raise NotPlain(kind.__name__)
+
+
+def _tensor(value: Tensor) -> Any:
+    if value.requires_grad and value.is_leaf or value.is_meta or value.layout is not torch.strided:
+        raise NotPlain("Tensor")
+    if value.ndim == 0 and value.device.type == "cpu":
+        number = value.item()
+        if number == number:  # the bits of a NaN survive only as a tensor
+            return (_SCALAR, str(value.dtype), number)
+    return value.detach()
+
+
+def _list(value: list[Any]) -> list[Any]:
+    return [v if type(v) in ATOMS else encode(v) for v in value]
+
+
+def _mapping(value: dict[Any, Any]) -> Any:
+    items = [(encode(k), v if type(v) in ATOMS else encode(v)) for k, v in value.items()]
+    return (_mapping_tag(type(value)), items)
+
+
+def _mapping_tag(kind: type) -> str:
+    return "\0" + kind.__name__
+
+
+_ENCODERS: dict[type, Callable[[Any], Any]] = {
+    Tensor: _tensor,
+    list: _list,
+    tuple: lambda value: (_TUPLE, _list(value)),
+    deque: lambda value: ("\0deque", _list(list(value)), value.maxlen),
+    set: lambda value: (_SET, _list(sorted(value, key=repr))),
+    frozenset: lambda value: (_FROZEN, _list(sorted(value, key=repr))),
+} | {kind: _mapping for kind in _MAPPINGS}
+
+
+def decode(data: Any) -> Any:
+    """Inverse of :func:`encode`, as new objects; generators cannot be made anew and come out as None."""
+    if type(data) is list:
+        return [decode(v) for v in data]
+    if type(data) is not tuple:
+        return data
+    tag = data[0]
+    if tag == _SCALAR:
+        return torch.tensor(data[2], dtype=getattr(torch, data[1].removeprefix("torch.")))
+    if tag == _TUPLE:
+        return tuple(decode(v) for v in data[1])
+    if tag == _ENUM:
+        found: Any = importlib.import_module(data[1])
+        for name in data[2].split("."):
+            found = getattr(found, name)
+        return found[data[3]]
+    if tag == _SET:
+        return {decode(v) for v in data[1]}
+    if tag == _FROZEN:
+        return frozenset(decode(v) for v in data[1])
+    if tag == "\0deque":
+        return deque((decode(v) for v in data[1]), maxlen=data[2])
+    if tag == "\0OrderedDict":
+        return OrderedDict((decode(k), decode(v)) for k, v in data[1])
+    if tag == "\0Counter":
+        return Counter({decode(k): decode(v) for k, v in data[1]})
+    if tag == _GENERATOR:
+        return None
+    return {decode(k): decode(v) for k, v in data[1]}
+
+
+def assign(existing: Any, data: Any) -> Any:
+    """What an attribute that holds ``existing`` should hold for ``data``.
+
+    Containers and generators are changed in place, since others may hold them too; all else is a new object.
+    """
+    if type(data) is tuple and data[0] == _GENERATOR:
+        if isinstance(existing, _GENERATORS):
+            set_generator_state(existing, data[1])
+        return existing
+    value = decode(data)
+    if type(existing) in _MAPPINGS and isinstance(value, dict):
+        existing.clear()
+        existing.update(value)
+        return existing
+    if type(existing) is type(value) and type(value) in (list, set, deque):
+        existing.clear()
+        if isinstance(value, set):
+            existing.update(value)
+        else:
+            existing.extend(value)
+        return existing
+    return value
+
+
+def same(one: Any, two: Any) -> bool:
+    """Whether two encoded values are equal, tensors by value (NaN equals NaN); for tests and checks."""
+    if isinstance(one, Tensor) or isinstance(two, Tensor):
+        return isinstance(one, Tensor) and isinstance(two, Tensor) and torch.equal(one.nan_to_num(), two.nan_to_num())
+    if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
+        return len(one) == len(two) and all(same(a, b) for a, b in zip(one, two, strict=True))
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(same(one[k], two[k]) for k in one)
+    if isinstance(one, float) and isinstance(two, float) and math.isnan(one):
+        return math.isnan(two)
+    return bool(np.array_equal(one, two)) if isinstance(one, np.ndarray) else bool(one == two)
