@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -15,6 +14,7 @@ from lightning_swift.plain import ATOMS, NotPlain, assign, encode
 #: Containers with more elements than this when they are first seen are taken for constant data, such as vocabularies.
 LARGE = 10_000
 _CONTAINERS = (list, tuple, dict, set)
+_KINDS: dict[type, bool] = {}
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
@@ -114,8 +114,14 @@ def _user_objects(item: object, ignore: frozenset[str]) -> Iterator[tuple[str, A
                 yield name, value
 
 
-@cache
 def _user_defined(kind: type) -> bool:
+    known = _KINDS.get(kind)
+    if known is None:
+        known = _KINDS[kind] = _look_up(kind)
+    return known
+
+
+def _look_up(kind: type) -> bool:
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     if kind.__module__.partition(".")[0] in ("shared_core", "lightning_swift", "accelerate_swift") or file is None:
         return kind.__module__ == "__main__"

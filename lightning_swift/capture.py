@@ -19,7 +19,9 @@ from lightning_swift.plain import NotPlain, decode, encode
 from lightning_swift.results import Results
 from shared_core import Job
 
-_METRIC_INTERNALS = frozenset({"_defaults", "_persistent", "_reductions", "_cache", "_signature", "_dtype_convert", "_device"})
+_METRIC_INTERNALS = frozenset(
+    {"_defaults", "_persistent", "_reductions", "_cache", "_signature", "_dtype_convert", "_device"}
+)
 _OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults"})
 #: Objects, or None before they exist: every process has its own.
 _LOOP_OBJECTS = frozenset({"trainer", "datamodule", "_combined_loader", "_data_fetcher", "_data_source", "_results"})
@@ -141,7 +143,9 @@ class RunState:
         self._holders("module").restore(data)
 
     def _capture_schedulers(self) -> Any:
-        return [_scheduler_state(config.scheduler.state_dict()) for config in self.trainer.strategy.lr_scheduler_configs]
+        return [
+            _scheduler_state(config.scheduler.state_dict()) for config in self.trainer.strategy.lr_scheduler_configs
+        ]
 
     def _restore_schedulers(self, data: list[Any]) -> None:
         for config, state in zip(self.trainer.strategy.lr_scheduler_configs, data, strict=False):
@@ -185,7 +189,7 @@ _BUILDERS: dict[str, Callable[[pl.Trainer], tuple[dict[str, object], frozenset[s
     "callbacks": lambda trainer: _callback_objects(trainer, user=False),
     "user callbacks": lambda trainer: _callback_objects(trainer, user=True),
     "datamodule": lambda trainer: (
-        {} if getattr(trainer, "datamodule", None) is None else {"": trainer.datamodule},
+        {"": getattr(trainer, "datamodule", None)},
         frozenset(vars(pl.LightningDataModule())),
     ),
     "optimizers": lambda trainer: (

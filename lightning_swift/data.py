@@ -7,8 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
-from lightning.pytorch.utilities._pytree import tree_unflatten
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSize
+from torch.utils._pytree import tree_unflatten
 
 from shared_core.loaders import Position, ResumableLoader, read_random, write_random
 
@@ -28,7 +28,11 @@ class Data:
     def tell_fetch_ahead(self) -> None:
         """Lightning fetches a batch ahead only where it cannot know the length."""
         fetcher = self._trainer.fit_loop._data_fetcher
-        ahead = 1 if isinstance(fetcher, _DataLoaderIterDataFetcher) or (fetcher is not None and fetcher.length is None) else 0
+        ahead = (
+            1
+            if isinstance(fetcher, _DataLoaderIterDataFetcher) or (fetcher is not None and fetcher.length is None)
+            else 0
+        )
         for loader in _wrapped(self._trainer.fit_loop._combined_loader):
             loader.fetches_ahead(ahead)
 
@@ -36,14 +40,16 @@ class Data:
 
     def capture(self) -> Any:
         fit, val = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
-        reloads = bool(self._trainer.reload_dataloaders_every_n_epochs)
+        reloads = bool(getattr(self._trainer, "reload_dataloaders_every_n_epochs", 0))
         return {
             "train": _capture_combined(fit._combined_loader),
             "val": _capture_combined(val._combined_loader),
             "fetcher": None if fit._data_fetcher is None else _capture_fetcher(fit._data_fetcher),
             # Only where loaders are requested again during a fit does a newcomer need to do so too.
             "requested": dict(self._requested) if reloads else {},
-            "reloaded": {"train": fit._last_train_dl_reload_epoch, "val": val._last_val_dl_reload_epoch} if reloads else {},
+            "reloaded": {"train": fit._last_train_dl_reload_epoch, "val": val._last_val_dl_reload_epoch}
+            if reloads
+            else {},
         }
 
     # -- restore ---------------------------------------------------------------------------------------------------------
@@ -63,6 +69,8 @@ class Data:
         """``reload_dataloaders_every_n_epochs``: call the user's hooks as they were last called, in the epoch of that call."""
         trainer = self._trainer
         fit, val = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+        strategy: Any = trainer.strategy
+        strategy.quiet = True  # the hooks' collectives have no counterpart now
         progress = fit.epoch_progress.current
         completed = progress.completed
         for name, loop in (("train", fit), ("val", val)):
@@ -83,6 +91,7 @@ class Data:
                 fetcher.__dict__.update(fit._data_fetcher.__dict__)
                 fit._data_fetcher = fetcher
         progress.completed = completed
+        strategy.quiet = False
         self._requested = dict(data["requested"])
 
 
@@ -97,7 +106,9 @@ def unwrap(trainer: pl.Trainer) -> None:
 
 
 def _wrapped(combined: CombinedLoader | None) -> list[ResumableLoader]:
-    return [loader for loader in combined.flattened if isinstance(loader, ResumableLoader)] if combined is not None else []
+    return (
+        [loader for loader in combined.flattened if isinstance(loader, ResumableLoader)] if combined is not None else []
+    )
 
 
 def _positions(combined: CombinedLoader) -> list[Position | None]:
@@ -141,7 +152,9 @@ def _capture_fetcher(fetcher: _DataFetcher) -> Any:
         "done": fetcher.done,
         "length": fetcher.length,
         "waiting": len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0,
-        "last": (fetcher._batch_idx, fetcher._dataloader_idx) if isinstance(fetcher, _DataLoaderIterDataFetcher) else None,
+        "last": (fetcher._batch_idx, fetcher._dataloader_idx)
+        if isinstance(fetcher, _DataLoaderIterDataFetcher)
+        else None,
     }
 
 

@@ -97,7 +97,10 @@ class SwiftExperimentWriter(csv_logs.ExperimentWriter):
             os.unlink(self.metrics_file_path)
             return
         with open(self.metrics_file_path, newline="") as file:
-            kept = [{name: row[name] for name in fieldnames} for row, _ in zip(csv.DictReader(file), range(rows), strict=False)]
+            kept = [
+                {name: row[name] for name in fieldnames}
+                for row, _ in zip(csv.DictReader(file), range(rows), strict=False)
+            ]
         self._exchange(fieldnames, kept)
 
     def _exchange(self, fieldnames: list[str], rows: list[dict[str, Any]]) -> None:

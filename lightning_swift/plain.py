@@ -87,7 +87,8 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
     deque: lambda value: ("\0deque", _list(list(value)), value.maxlen),
     set: lambda value: (_SET, _list(sorted(value, key=repr))),
     frozenset: lambda value: (_FROZEN, _list(sorted(value, key=repr))),
-} | {kind: _mapping for kind in _MAPPINGS}
+}
+_ENCODERS.update(dict.fromkeys(_MAPPINGS, _mapping))
 
 
 def decode(data: Any) -> Any:

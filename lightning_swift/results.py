@@ -17,7 +17,18 @@ from torch.distributed import distributed_c10d as c10d
 
 from lightning_swift.plain import decode, encode
 
-_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx", "metric_attribute")
+_META = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
 
 
 class Results:
@@ -89,7 +100,10 @@ class Results:
         meta = _Metadata(**{name: plain[name] for name in _META}, reduce_fx=getattr(torch, plain["reduce_fx"]))
         group: Any = None
         if plain["group"] is not None:
-            group = next((g for g in list(c10d._world.pg_map) if c10d._get_process_group_name(g) == plain["group"]), dist.group.WORLD)
+            group = next(
+                (g for g in list(c10d._world.pg_map) if c10d._get_process_group_name(g) == plain["group"]),
+                dist.group.WORLD,
+            )
         meta.sync = _Sync(
             fn=self._trainer.strategy.reduce,
             _should=plain["should"],

@@ -365,6 +365,7 @@ class Job:
             groups=groups,
             received={name: mark[0] for name, mark in marks.items() if mark[0]},
             sent={name: mark[1] for name, mark in marks.items() if mark[1]},
+            members={name: list(group.ranks) for name, group in runtime.groups.items()},
         )
         self._board.publish_top(top, parts)
         with runtime.lock:

@@ -1,8 +1,8 @@
 """One inner gloo group of one generation: connect with a way out, and cut it in milliseconds.
 
 Gloo has no abort: a blocked operation ignores ``abort()`` and ``shutdown()`` and ends only when its sockets do. So
-    the listening port of
-every member is noted when the group connects, and cutting means shutting down the connections that use one of them.
+the listening port of every member is noted when the group connects, and cutting means shutting down the connections
+that use one of them.
 """
 
 from __future__ import annotations

@@ -133,6 +133,10 @@ class Channels:
         received = {channel_key(c): done.upto for c, done in self._received.items()}
         return received, {channel_key(c): n for c, n in self._sent.items()}
 
+    def held(self) -> dict[str, int]:
+        """Per channel, the first message that is still kept."""
+        return {channel_key(c): self._log[c][0][0] if self._log.get(c) else n for c, n in self._sent.items()}
+
     def start_from(self, received: dict[str, int], sent: dict[str, int]) -> None:
         """Take over a predecessor's counts at its batch top."""
         for key, count in received.items():

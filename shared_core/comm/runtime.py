@@ -404,14 +404,14 @@ class Runtime:
             group.inflight = 0
 
     def go_live(
-        self, generation: int, world_inner: InnerGroup, redo: dict[str, int], received: dict[str, dict[str, int]]
+        self, generation: int, world_inner: InnerGroup, redo: dict[str, set[int]], received: dict[str, dict[str, int]]
     ) -> None:
         """Install a generation: serve what others had finished, issue the rest again in order, let new operations
         through.
         """
         with self.lock:
             self.generation = generation
-            self._redo_from = redo
+            self._redo = redo
             self._has = received
             served = [
                 (group, group.pending.pop(seq), *group.replay.pop(seq))
@@ -443,14 +443,13 @@ class Runtime:
         except SwiftError as error:
             self._end(error)
 
-    _redo_from: dict[str, int] = {}
+    _redo: dict[str, set[int]] = {}
     _has: dict[str, dict[str, int]] = {}
 
     def _reissue(self, group: GroupState) -> None:
         assert group.inner is not None
         group.again.clear()
-        floor = self._redo_from.get(group.name, 0)
-        redo = {seq: entry for seq, entry in group.log.entries.items() if entry.redo is not None and seq >= floor}
+        redo = {seq: group.log.entries[seq] for seq in self._redo.get(group.name, ()) if seq in group.log.entries}
         for seq in sorted({*redo, *group.pending}):
             if seq in group.pending:
                 self._start(group, group.pending[seq])

@@ -71,6 +71,7 @@ class Top:
         groups: next sequence number of each group, by name.
         received: per group and channel, messages received before the top.
         sent: per group and channel, messages sent before the top.
+        members: global ranks of each group, in group order.
     """
 
     index: int
@@ -80,6 +81,7 @@ class Top:
     groups: dict[str, int]
     received: dict[str, dict[str, int]] = field(default_factory=dict)
     sent: dict[str, dict[str, int]] = field(default_factory=dict)
+    members: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class GroupFrontier:
             in them again.
         received: per channel, number of messages received.
         sent: per channel, number of messages sent.
+        held: per channel, number of the first message that can be sent again.
     """
 
     ranks: tuple[int, ...]
@@ -104,6 +107,7 @@ class GroupFrontier:
     exclusive: list[int]
     received: dict[str, int] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from shared_core.consistency.frontier import Done, Frontier, Top
+from shared_core.consistency.frontier import Done, Frontier, GroupFrontier, Top
 from shared_core.errors import RecoveryFailed
 
 
@@ -27,7 +27,7 @@ class Plan:
         donors: the survivor whose replicated state each newcomer copies.
         transfers: logged results to move, in the order in which they are moved.
         finished: per group, collectives with a result somebody has; nobody runs them again.
-        redo: per group, lowest sequence number from which rank-specific collectives are run again, by everyone.
+        redo: per group, finished rank-specific collectives that all members run again, because some member needs them.
         received: per group and channel, how many messages the receiver has; the sender sends those above again.
     """
 
@@ -35,7 +35,7 @@ class Plan:
     donors: dict[int, int]
     transfers: tuple[Transfer, ...]
     finished: dict[str, set[int]]
-    redo: dict[str, int]
+    redo: dict[str, set[int]]
     received: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
@@ -44,34 +44,63 @@ class Plan:
         return tuple(sorted(self.tops))
 
 
-def choose_top(newcomer: Frontier, survivors: Mapping[int, Frontier]) -> tuple[Top | None, int | None]:
-    """The newest top from which ``newcomer`` can start, and the survivor that can serve it.
+class _Group:
+    """One group as the survivors see it.
 
-    A top is good if one survivor has finished every collective before it: then nothing before the top is owed to
-        anybody, and that survivor
-    reaches the top's version by itself. Without any top the newcomer starts from the beginning.
-
-    Raises:
-        RecoveryFailed: if the predecessor had published tops and none is good.
+    Attributes:
+        ranks: global ranks of the members, in group order.
+        here: the survivors among them that have made the group.
+        done: what each of these has finished.
+        finished: replicated results that somebody holds.
     """
-    if not newcomer.tops:
-        return None, min(survivors) if survivors else None
-    for top in reversed(newcomer.tops):
-        for rank in sorted(survivors):
-            groups = survivors[rank].groups
-            if all(
-                name not in groups or Done.from_json(groups[name].done).covers(seq) for name, seq in top.groups.items()
-            ):
-                return top, rank
-    raise RecoveryFailed(
-        f"rank {newcomer.rank} cannot be rebuilt: no survivor has finished what was before any of its "
-        f"{len(newcomer.tops)} "
-        "published batch tops. The job goes back to its newest checkpoint."
-    )
+
+    def __init__(self, name: str, ranks: tuple[int, ...], here: dict[int, GroupFrontier]) -> None:
+        self.name, self.ranks, self.here = name, ranks, here
+        self.done = {rank: Done.from_json(group.done) for rank, group in here.items()}
+        self.exclusive = {rank: set(group.exclusive) for rank, group in here.items()}
+        logged = {seq for group in here.values() for seq in group.log}
+        self.finished = logged.difference(*self.exclusive.values())
+
+    def base(self, top: Top | None) -> int:
+        """First collective that a newcomer issues when it starts from ``top``."""
+        return 0 if top is None else top.groups.get(self.name, 0)
+
+    def run(self, tops: Mapping[int, Top | None]) -> Iterator[tuple[int, dict[int, int]]]:
+        """Collectives without a result in any log that some member needs, with the newcomers' first collectives."""
+        bases = {rank: self.base(tops[rank]) for rank in self.ranks if rank in tops}
+        low = min([*bases.values(), *(done.upto for done in self.done.values())], default=0)
+        for seq in range(low, max([*bases.values(), *(g.next for g in self.here.values())], default=0)):
+            if seq in self.finished:
+                continue
+            if any(base <= seq for base in bases.values()) or any(seq not in done for done in self.done.values()):
+                yield seq, bases
+
+    def channels(self, tops: Mapping[int, Top | None]) -> Iterator[tuple[str, int, int]]:
+        """(key, global source, global destination) of every channel known to anybody."""
+        keys = {key for g in self.here.values() for key in (*g.sent, *g.received)}
+        for top in tops.values():
+            if top is not None:
+                keys |= {*top.sent.get(self.name, {}), *top.received.get(self.name, {})}
+        for key in sorted(keys):
+            source, destination, _ = key.split(",")
+            yield key, self.ranks[int(source)], self.ranks[int(destination)]
+
+    def has(self, key: str, receiver: int, tops: Mapping[int, Top | None]) -> int:
+        """How many messages of a channel the receiver will have."""
+        if receiver in tops:
+            top = tops[receiver]
+            return 0 if top is None else top.received.get(self.name, {}).get(key, 0)
+        return self.here[receiver].received.get(key, 0) if receiver in self.here else 0
 
 
 def decide(frontiers: Mapping[int, Frontier]) -> Plan:
     """The plan for a generation with these frontiers (every rank's, newcomers included).
+
+    Each newcomer starts from the newest of its published batch tops from which everything that anybody still needs can
+    be had: every collective has its result in some log, or all members can run it again; every message is at its sender
+    or at its receiver. A start that is too late for what others need stays so when others start earlier, so
+    lowering one
+    at a time finds the newest starts.
 
     Raises:
         RecoveryFailed: if a newcomer cannot be served by anybody.
@@ -80,128 +109,148 @@ def decide(frontiers: Mapping[int, Frontier]) -> Plan:
     newcomers = {rank: f for rank, f in frontiers.items() if f.newcomer}
     if newcomers and not survivors:
         raise RecoveryFailed("no survivor is left; the job goes back to its newest checkpoint")
-    tops: dict[int, Top | None] = {}
+    groups = _groups(frontiers, survivors)
+    # From the beginning of the script is the oldest start, while logs reach back so far.
+    starts: dict[int, list[Top | None]] = {rank: [None, *f.tops] for rank, f in sorted(newcomers.items())}
     donors: dict[int, int] = {}
-    for rank, frontier in sorted(newcomers.items()):
-        tops[rank], donor = choose_top(frontier, survivors)
-        if donor is not None:
-            donors[rank] = donor
-
-    members = _members(frontiers)
-    for name in {n for top in tops.values() if top is not None for n in top.groups}:
-        # The whole job's group is known to everyone; a group that no survivor is in had only lost members.
-        members.setdefault(name, ())
-    finished: dict[str, set[int]] = {}
-    redo: dict[str, int] = {}
-    for name, ranks in members.items():
-        here = {
-            rank: survivors[rank].groups[name] for rank in ranks if rank in survivors and name in survivors[rank].groups
-        }
-        bases = [_base(tops[rank], name) for rank in ranks if rank in tops]
-        floor = min([*bases, *(Done.from_json(g.done).upto for g in here.values())], default=0)
-        exclusive = {seq for g in here.values() for seq in g.exclusive}
-        done = {seq for g in here.values() for seq in g.log}
-        if bases:
-            redo[name] = min(bases)
-        else:
-            # Nobody new is in the group: rank-specific collectives are run again only from the first that some member
-            # lacks.
-            redo[name] = min((Done.from_json(g.done).upto for g in here.values()), default=0)
-        finished[name] = {seq for seq in done - exclusive if seq >= floor}
-        for rank in (r for r in ranks if r in tops):
-            missing = _unserved(here, _base(tops[rank], name), finished[name], exclusive)
-            if missing is not None:
-                raise RecoveryFailed(
-                    f"rank {rank} needs the result of collective {missing} of group {name!r}, which no survivor "
-                    "holds any more. "
-                    "The job goes back to its newest checkpoint."
-                )
+    while True:
+        tops = {rank: left[-1] for rank, left in starts.items()}
+        too_late = _without_donor(tops, survivors, donors)
+        for group in groups:
+            too_late = too_late if too_late is not None else _too_late(group, tops)
+        if too_late is None:
+            break
+        starts[too_late].pop()
+        if not starts[too_late]:
+            raise RecoveryFailed(
+                f"rank {too_late} cannot be rebuilt: what was before each of its {len(newcomers[too_late].tops)} "
+                "published batch tops is needed by others and was lost with it. The job goes back to its newest "
+                "checkpoint."
+            )
+    redo = {}
+    for group in groups:
+        _check_messages(group, tops)
+        redo[group.name] = _redo(group, tops)
     return Plan(
         tops=tops,
         donors=donors,
-        transfers=_transfers(frontiers, members, tops, finished),
-        finished=finished,
+        transfers=_transfers(groups, tops),
+        finished={group.name: group.finished for group in groups},
         redo=redo,
-        received=_received(frontiers, members, tops),
+        received={
+            group.name: {key: group.has(key, receiver, tops) for key, _, receiver in group.channels(tops)}
+            for group in groups
+        },
     )
 
 
-def _members(frontiers: Mapping[int, Frontier]) -> dict[str, tuple[int, ...]]:
+def _groups(frontiers: Mapping[int, Frontier], survivors: Mapping[int, Frontier]) -> list[_Group]:
     members: dict[str, tuple[int, ...]] = {}
     for frontier in frontiers.values():
-        for name, group in frontier.groups.items():
-            members[name] = group.ranks
-    return members
+        for top in frontier.tops:  # a group that no survivor is in is known from its lost members' tops
+            members |= {name: tuple(ranks) for name, ranks in top.members.items()}
+        members |= {name: group.ranks for name, group in frontier.groups.items()}
+    return [
+        _Group(
+            name, ranks, {r: survivors[r].groups[name] for r in ranks if r in survivors and name in survivors[r].groups}
+        )
+        for name, ranks in sorted(members.items())
+    ]
 
 
-def _base(top: Top | None, name: str) -> int:
-    return 0 if top is None else top.groups.get(name, 0)
-
-
-def _unserved(here: Mapping[int, object], base: int, finished: set[int], exclusive: set[int]) -> int | None:
-    """A collective from ``base`` on that every survivor of the group has finished but none holds; None if there is
-    none.
-    """
-    if not here:
-        return None
-    common: set[int] | None = None
-    for group in here.values():
-        done = Done.from_json(group.done).above(base)  # type: ignore[attr-defined]
-        common = done if common is None else common & done
-    for seq in sorted(common or ()):
-        if seq not in finished and seq not in exclusive:
-            return seq
+def _without_donor(
+    tops: Mapping[int, Top | None], survivors: Mapping[int, Frontier], donors: dict[int, int]
+) -> int | None:
+    """Find a donor for every newcomer; a newcomer whose top no survivor reaches by itself, or None."""
+    for rank, top in tops.items():
+        able = [donor for donor in sorted(survivors) if top is None or _reaches(survivors[donor], top)]
+        if not able:
+            return rank
+        # One that is there already is not waited for.
+        donors[rank] = next(
+            (donor for donor in able if top is None or survivors[donor].version >= top.version), able[0]
+        )
     return None
 
 
-def _transfers(
-    frontiers: Mapping[int, Frontier],
-    members: Mapping[str, tuple[int, ...]],
-    tops: Mapping[int, Top | None],
-    finished: Mapping[str, set[int]],
-) -> tuple[Transfer, ...]:
+def _reaches(survivor: Frontier, top: Top) -> bool:
+    """Whether the survivor's state gets to the top's version without anybody's help."""
+    if survivor.version >= top.version:
+        return True
+    groups = survivor.groups
+    if any(group.sent or group.received for group in groups.values()):
+        return False  # it may be waiting for a message, which its frontier does not show
+    return all(name not in groups or Done.from_json(groups[name].done).covers(seq) for name, seq in top.groups.items())
+
+
+def _too_late(group: _Group, tops: Mapping[int, Top | None]) -> int | None:
+    """A newcomer that starts after something that others need from it, or None."""
+    for seq, bases in group.run(tops):
+        for rank, base in bases.items():
+            if base > seq:
+                return rank
+    for key, source, destination in group.channels(tops):
+        top = tops.get(source)
+        if top is not None and top.sent.get(group.name, {}).get(key, 0) > group.has(key, destination, tops):
+            return source
+    return None
+
+
+def _check_messages(group: _Group, tops: Mapping[int, Top | None]) -> None:
+    """Raises RecoveryFailed if a receiver lacks a message that its sender no longer keeps."""
+    for key, source, destination in group.channels(tops):
+        has = group.has(key, destination, tops)
+        if source in group.here and group.here[source].held.get(key, 0) > has:
+            raise RecoveryFailed(
+                f"rank {destination} needs message {has} that rank {source} sent it in group {group.name!r}, which "
+                "rank "
+                f"{source} keeps no longer. The job goes back to its newest checkpoint."
+            )
+
+
+def _redo(group: _Group, tops: Mapping[int, Top | None]) -> set[int]:
+    """Rank-specific collectives that those who have finished them run again.
+
+    Raises:
+        RecoveryFailed: if one of them cannot, because it has dropped its input.
+    """
+    redo = set()
+    for seq, _ in group.run(tops):
+        for rank, done in group.done.items():
+            if seq not in done:
+                continue
+            if seq not in group.exclusive[rank]:
+                raise RecoveryFailed(
+                    f"collective {seq} of group {group.name!r} is needed by {_who(group, seq, tops)}, but rank {rank}, "
+                    "which has finished it, keeps it no longer. The job goes back to its newest checkpoint."
+                )
+            redo.add(seq)
+    return redo
+
+
+def _who(group: _Group, seq: int, tops: Mapping[int, Top | None]) -> str:
+    ranks = [
+        rank
+        for rank in group.ranks
+        if (rank in tops and group.base(tops[rank]) <= seq) or (rank in group.here and seq not in group.done[rank])
+    ]
+    return "rank " + ", ".join(map(str, ranks))
+
+
+def _transfers(groups: list[_Group], tops: Mapping[int, Top | None]) -> tuple[Transfer, ...]:
     moves: dict[tuple[int, int], dict[str, list[int]]] = {}
-    for name, ranks in sorted(members.items()):
-        holders = {
-            r: set(frontiers[r].groups[name].log) for r in ranks if r in frontiers and name in frontiers[r].groups
-        }
-        for rank in ranks:
+    for group in groups:
+        holders = {rank: set(here.log) for rank, here in group.here.items()}
+        for rank in group.ranks:
             if rank in tops:
-                base = _base(tops[rank], name)
-                needs = {seq for seq in finished[name] if seq >= base}
+                base = group.base(tops[rank])
+                needs = {seq for seq in group.finished if seq >= base}
             elif rank in holders:
-                done = Done.from_json(frontiers[rank].groups[name].done)
-                needs = {s for s in finished[name] if s not in done and s < frontiers[rank].groups[name].next}
-                # What it has not issued yet but another has finished will be served when it gets there.
-                needs |= {s for s in finished[name] if s >= frontiers[rank].groups[name].next}
+                # Also what it has not issued yet but another has finished: it is served when it gets there.
+                needs = {seq for seq in group.finished - holders[rank] if seq not in group.done[rank]}
             else:
                 continue
             for seq in sorted(needs):
                 source = min(r for r, log in holders.items() if seq in log)
-                moves.setdefault((source, rank), {}).setdefault(name, []).append(seq)
+                moves.setdefault((source, rank), {}).setdefault(group.name, []).append(seq)
     return tuple(Transfer(source, destination, entries) for (source, destination), entries in sorted(moves.items()))
-
-
-def _received(
-    frontiers: Mapping[int, Frontier], members: Mapping[str, tuple[int, ...]], tops: Mapping[int, Top | None]
-) -> dict[str, dict[str, int]]:
-    out: dict[str, dict[str, int]] = {}
-    for name, ranks in members.items():
-        channels: dict[str, int] = {}
-        keys = {
-            key
-            for f in frontiers.values()
-            if name in f.groups
-            for key in (*f.groups[name].sent, *f.groups[name].received)
-        }
-        for top in (t for t in tops.values() if t is not None):
-            keys |= {*top.sent.get(name, {}), *top.received.get(name, {})}
-        for key in keys:
-            receiver = ranks[int(key.split(",")[1])]
-            if receiver in tops:
-                start = tops[receiver]
-                channels[key] = 0 if start is None else start.received.get(name, {}).get(key, 0)
-            elif receiver in frontiers and name in frontiers[receiver].groups:
-                channels[key] = frontiers[receiver].groups[name].received.get(key, 0)
-        out[name] = channels
-    return out

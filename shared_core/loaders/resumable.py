@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from shared_core.loaders.randomness import (
     restore_raw,
     write_random,
 )
-from shared_core.loaders.seeded import Draws, engine_of
+from shared_core.loaders.seeded import Draws, Indices, engine_of
 
 #: Samplers known to draw global randomness at most with their first index: nothing to watch later.
 _KNOWN_SAMPLERS = (
@@ -127,8 +127,6 @@ class ResumableLoader:
         Unsupported: for ``in_order=False``, where the order of batches depends on time.
     """
 
-    _swift_loader: Any
-
     def __init__(
         self,
         loader: Any,
@@ -140,42 +138,41 @@ class ResumableLoader:
         ahead: int = 1,
         lazy: bool = False,
     ) -> None:
-        own = self.__dict__
-        own["_swift_loader"] = loader
-        own["_swift_ahead"] = ahead
-        own["_swift_keep"] = ahead if lazy else 0
-        own["_swift_lazy"] = lazy
-        own["_swift_rank"] = rank
-        own["_swift_seed"] = seed
-        own["_swift_count"] = first_epoch
-        own["_swift_started"] = first_epoch
-        own["_swift_loaded"] = None
-        own["_swift_pool"] = []
-        own["_swift_last_inner"] = None
-        own["_swift_positions"] = []
-        own["_swift_in_process"] = True
-        own["_swift_stream"] = True
-        own["_swift_engine"] = loader
-        own["_swift_indices"] = None
-        own["_swift_seeded"] = False
+        self._swift_loader = loader
+        self._swift_ahead = ahead
+        self._swift_keep = ahead if lazy else 0
+        self._swift_lazy = lazy
+        self._swift_rank = rank
+        self._swift_seed = seed
+        self._swift_count = first_epoch
+        self._swift_started = first_epoch
+        self._swift_loaded: Any = None
+        self._swift_pool: list[_Iteration] = []
+        self._swift_last_inner: Callable[[], Any] | None = None
+        self._swift_positions: list[Callable[[], Position | None]] = []
+        self._swift_in_process = True
+        self._swift_stream = True
+        self._swift_engine: Any = loader
+        self._swift_indices: Indices | None = None
+        self._swift_seeded = False
         if isinstance(loader, DataLoader):
             if loader.num_workers > 0 and not loader.in_order:
                 raise Unsupported(
                     "DataLoader(in_order=False) delivers batches in an order that depends on time, so a lost worker's data "
                     "cannot be read again; use in_order=True"
                 )
-            own["_swift_in_process"] = loader.num_workers == 0
+            self._swift_in_process = loader.num_workers == 0
             iterable = isinstance(loader.dataset, IterableDataset)
-            own["_swift_stream"] = iterable
+            self._swift_stream = iterable
             known = _all_known(loader)
             if mode == "seeded" and not iterable:
-                own["_swift_seeded"] = True
-                own["_swift_engine"], own["_swift_indices"] = engine_of(
+                self._swift_seeded = True
+                self._swift_engine, self._swift_indices = engine_of(
                     loader, known, lambda: (self._swift_seed, self._swift_rank, self._swift_started)
                 )
             elif not iterable and not known:
-                own["_swift_engine"], own["_swift_indices"] = engine_of(loader, known, None)
-        own["_swift_owned"] = OwnedState({"loader": loader})
+                self._swift_engine, self._swift_indices = engine_of(loader, known, None)
+        self._swift_owned = OwnedState({"loader": loader})
 
     # -- what the wrapper looks like -----------------------------------------------------------------------------------
 
@@ -242,7 +239,7 @@ class ResumableLoader:
         found = position if type(position) is Position else self._swift_position()
         iterations: list[dict[str, Any]] = []
         recent: list[RandomParts] = []
-        pool: list[_Iteration] = self._swift_pool
+        pool = self._swift_pool
         if found is not None:
             started = found._inner is not None
             record = found._record
@@ -296,7 +293,7 @@ class ResumableLoader:
 
     def _swift_position(self) -> Position | None:
         for ref in self._swift_positions:
-            position: Position | None = ref()
+            position = ref()
             if position is not None:
                 return position
         return None
@@ -315,10 +312,10 @@ class ResumableLoader:
         record.owned = self._swift_owned.capture()
         self._swift_started = record.epoch
         before = RawRandom()
-        inner = iter(self._swift_engine)
+        inner: Iterator[Any] = iter(self._swift_engine)
         if not self._swift_seeded:
             record.before = before.pack(changed(before, RawRandom()))
-        if not (continues and inner is self._swift_last_inner()):
+        if not continues or self._swift_last_inner is None or inner is not self._swift_last_inner():
             self._swift_pool = []
         self._swift_pool = self._swift_pool + [record]
         try:
@@ -346,7 +343,7 @@ class ResumableLoader:
         if record.loaded is not None:
             self._swift_loader.load_state_dict(record.loaded)
         write_random(record.before)
-        if self._swift_seeded:
+        if self._swift_seeded and self._swift_indices is not None:
             already = delivered - min(delivered, self._swift_ahead)
             self._swift_indices.skip = already
         elif self._swift_indices is not None:

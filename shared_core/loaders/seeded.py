@@ -48,7 +48,9 @@ class Indices:
         place: called when an iteration starts; ``(seed, rank, epoch)`` in seeded mode, else None.
     """
 
-    def __init__(self, inner: Any, batched: bool, known: bool, place: Callable[[], tuple[int, int, int]] | None) -> None:
+    def __init__(
+        self, inner: Any, batched: bool, known: bool, place: Callable[[], tuple[int, int, int]] | None
+    ) -> None:
         self.inner = inner
         self._batched = batched
         self._known = known

@@ -449,6 +449,7 @@ def _group_front(group: GroupState) -> GroupFrontier:
         exclusive=[seq for seq, entry in entries.items() if entry.redo is not None],
         received=received,
         sent=sent,
+        held=group.channels.held(),
     )
 
 

@@ -54,7 +54,7 @@ class Fault:
     Attributes:
         rank: logical rank that is struck.
         step: batch tops the rank has passed when it is struck: 0 before the first batch, 1 in the first batch,
-            :data:`ANY_STEP` (-1) at any time.
+            :data:`ANY_STEP` (-1) at any time (``recovery.*``: from the first batch on).
         point: one of :data:`POINTS`.
         kind: one of :data:`KINDS`.
         nth: which occurrence of the point since the last batch top, from 1; for ``update.during`` which tensor

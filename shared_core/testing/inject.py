@@ -68,15 +68,21 @@ class _Injector:
 
     def _take(self, name: str) -> tuple[int, Fault] | None:
         for index, fault in self.pending.items():
-            if fault.point == name and fault.nth == self.counts[name] and fault.step in (ANY_STEP, self.tops):
+            if fault.point == name and fault.nth == self.counts[name] and self._now(fault):
                 del self.pending[index]
                 return index, fault
         return None
 
+    def _now(self, fault: Fault) -> bool:
+        """Whether it is the fault's step. Forming the first groups is no recovery: those wait for the first batch."""
+        if fault.step == ANY_STEP:
+            return self.tops > 0 or self.incarnation > 0 or not fault.point.startswith("recovery.")
+        return fault.step == self.tops
+
     def awaits(self, name: str) -> bool:
         """Whether a fault at this point is armed for the present step."""
         return os.getpid() == self.pid and any(
-            fault.point == name and fault.step in (ANY_STEP, self.tops) for fault in self.pending.values()
+            fault.point == name and self._now(fault) for fault in self.pending.values()
         )
 
 

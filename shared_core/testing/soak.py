@@ -155,7 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if verdict == "not counted":
                 print(f"    {reason}", flush=True)
             elif verdict == "FAILED":
-                print(f"    {reason}\n    repeat: {_repeat(seed, run.number, args)}", flush=True)
+                # The whole output of a job is long: it is shown when a run is repeated alone.
+                shown = reason if args.only is not None else "\n".join(reason.partition("\ncommand: ")[0].splitlines()[:8])
+                print(f"    {shown}\n    repeat: {_repeat(seed, run.number, args)}", flush=True)
             number += 1
             if args.only is not None or struck >= args.faults or (failed and args.stop):
                 break

@@ -93,7 +93,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "distributed": lambda: DataLoader(
         d := Augmented(), batch_size=3, sampler=DistributedSampler(d, num_replicas=2, rank=1, seed=4)
     ),
-    "weighted": lambda: DataLoader(Augmented(), batch_size=4, sampler=WeightedRandomSampler([1.0 + i for i in range(22)], 22)),
+    "weighted": lambda: DataLoader(
+        Augmented(), batch_size=4, sampler=WeightedRandomSampler([1.0 + i for i in range(22)], 22)
+    ),
     "replacement": lambda: DataLoader(d := Augmented(), batch_size=4, sampler=RandomSampler(d, replacement=True)),
     "restless": lambda: DataLoader(Augmented(), batch_size=4, sampler=Restless()),
     "unbatched": lambda: DataLoader(Augmented(), batch_size=None, shuffle=True),
@@ -117,7 +119,13 @@ def consume() -> None:
 
 
 def run(
-    make: Callable[[], Any], epochs: int, stop: tuple[int, int] | None, *, ahead: int, resume: bytes | None, **options: Any
+    make: Callable[[], Any],
+    epochs: int,
+    stop: tuple[int, int] | None,
+    *,
+    ahead: int,
+    resume: bytes | None,
+    **options: Any,
 ) -> tuple[list[Any], bytes]:
     """Iterate for ``epochs``; returns the batches from ``stop`` on and the state pickled there."""
     torch.manual_seed(5), random.seed(6), np.random.seed(7)
@@ -148,7 +156,9 @@ def run(
         number = start if epoch == first else 0
         while True:
             if (epoch, number) == stop and resume is None:
-                state = pickle.dumps({"loader": loader.state(iterator), "random": read_random(), "pending": len(pending)})
+                state = pickle.dumps(
+                    {"loader": loader.state(iterator), "random": read_random(), "pending": len(pending)}
+                )
                 seen = []
             try:
                 if ahead:

@@ -155,6 +155,14 @@ def test_a_newcomer_counts_from_where_it_joined() -> None:
     inject.point("bucket")
 
 
+def test_forming_the_first_groups_is_no_recovery() -> None:
+    inject.arm([Fault(0, -1, "recovery.installed", "exception")], rank=0)
+    inject.point("recovery.installed")
+    inject.point("batch_top")
+    with pytest.raises(FaultInjected):
+        inject.point("recovery.installed")
+
+
 def test_children_of_a_worker_are_not_struck(tmp_path: Path) -> None:
     code = "import os\nfrom shared_core.testing import inject\ninject.point('startup')\npid = os.fork()\n"
     code += "if pid == 0: inject.point('batch_top')\nelse: print(os.waitpid(pid, 0)[1], flush=True)\n"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -33,6 +35,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     torch.manual_seed(rank)
+    np.random.seed(rank)
+    random.seed(rank)
     loop = {"step": 0, "loss_sum": 0.0}
     if job is not None:
         job.attach([ddp], [optimizer])

@@ -1,0 +1,24 @@
+"""PyTorch Lightning runs that survive the loss of workers.
+
+>>> import lightning.pytorch as pl
+>>> import lightning_swift
+>>> trainer = pl.Trainer(strategy="swift_ddp", accelerator="cpu", devices=4)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+try:
+    import lightning.pytorch as _lightning  # noqa: F401
+except ImportError as error:
+    from shared_core.errors import MissingExtra
+
+    raise MissingExtra("lightning_swift needs PyTorch Lightning: pip install 'swift-recovery[lightning]'") from error
+
+from lightning_swift.callback import SwiftCallback
+from lightning_swift.strategy import SWIFT_NAMES, SwiftDDPStrategy, register
+from lightning_swift.support import refuse_pytorch_lightning
+
+register(SWIFT_NAMES)
+refuse_pytorch_lightning()
+
+__all__ = ["SwiftCallback", "SwiftDDPStrategy"]

@@ -1,0 +1,107 @@
+"""``SwiftCallback()`` and ``SWIFT_RECOVERY=1``: recovery for a Trainer that asks for plain ``ddp``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import wraps
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_swift.launcher import SwiftLauncher
+from lightning_swift.strategy import DDP_NAMES, SwiftDDPStrategy, register
+from lightning_swift.support import refuse_strategy
+from shared_core import install, launched_by_swiftrun
+
+_ENABLE = "SWIFT_RECOVERY"
+
+
+class SwiftCallback(pl.Callback):
+    """Turns on recovery for ``Trainer(strategy="ddp", callbacks=[SwiftCallback()])``.
+
+    A callback's hooks run after Lightning has created the process group, so it acts when it is constructed: from then on the name ``ddp`` means
+    :class:`~lightning_swift.SwiftDDPStrategy`, and a ``DDPStrategy`` object is taken over in place when its Trainer is built.
+    """
+
+    def __init__(self) -> None:
+        register(DDP_NAMES, override=True)
+        _take_over_objects()
+        if launched_by_swiftrun():
+            install()
+        trainer = _trainer_under_construction()
+        if trainer is not None:
+            _adopt(trainer)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check that recovery is on.
+
+        Raises:
+            Unsupported: for another strategy, or for one that was made into a process group before this callback existed.
+        """
+        if not isinstance(trainer.strategy, SwiftDDPStrategy) and trainer.world_size > 1:
+            raise refuse_strategy(trainer.strategy)
+
+    @property
+    def state_key(self) -> str:
+        return "SwiftCallback"
+
+
+def callbacks_from_environment() -> list[pl.Callback]:
+    """Factory for Lightning's entry point group ``lightning.pytorch.callbacks_factory``: ``SWIFT_RECOVERY=1`` enables recovery."""
+    if os.environ.get(_ENABLE, "").strip().lower() not in ("1", "true", "yes", "on"):
+        return []
+    trainer = _trainer_under_construction()
+    if trainer is None or any(isinstance(callback, SwiftCallback) for callback in getattr(trainer, "callbacks", ())):
+        return []
+    if not isinstance(trainer.strategy, DDPStrategy) and trainer.world_size == 1:
+        return []  # one device: nobody to lose
+    return [SwiftCallback()]
+
+
+def _take_over_objects() -> None:
+    """Have every plain ``DDPStrategy`` object become ours where Lightning tells it the devices: later, its group exists."""
+    configure = DDPStrategy._configure_launcher
+    if getattr(configure, "_swift", False):
+        return
+
+    @wraps(configure)
+    def configure_launcher(self: DDPStrategy) -> None:
+        if type(self) is DDPStrategy:
+            SwiftDDPStrategy.adopt(self)._configure_launcher()
+        else:
+            configure(self)
+
+    configure_launcher._swift = True  # type: ignore[attr-defined]
+    DDPStrategy._configure_launcher = configure_launcher  # type: ignore[method-assign]
+
+
+def _adopt(trainer: pl.Trainer) -> None:
+    """Take over the strategy of a trainer that has built it already, and hand over to ``swiftrun`` if nobody started workers."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy):
+        if trainer.world_size > 1:
+            raise refuse_strategy(strategy)
+        return
+    adopted = SwiftDDPStrategy.adopt(strategy)
+    if adopted.job is not None and not isinstance(adopted._launcher, SwiftLauncher):
+        adopted._configure_launcher()
+    elif adopted.hands_over:
+        adopted.hand_over()
+
+
+def _trainer_under_construction() -> pl.Trainer | None:
+    """The trainer in whose constructor we are, if its strategy exists already.
+
+    Lightning calls the factories of entry points without arguments from there, and they must know the strategy and its devices before any
+    process group is created. Frames are the only way to it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__init__" and isinstance(candidate, pl.Trainer):
+            return candidate if hasattr(candidate, "_accelerator_connector") else None
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None

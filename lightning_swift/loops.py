@@ -1,0 +1,129 @@
+"""Lightning's loops with batch tops in them.
+
+Lightning has no hook before a batch is fetched, and none around a stand-alone evaluation, so the loops of a trainer are given these classes. They add no
+state of their own: the objects that Lightning and the user hold stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.trainer.states import TrainerFn
+
+from shared_core.testing import inject
+
+if TYPE_CHECKING:
+    from lightning_swift.strategy import SwiftDDPStrategy
+
+
+def _strategy(trainer: pl.Trainer) -> SwiftDDPStrategy:
+    strategy: Any = trainer.strategy
+    found: SwiftDDPStrategy = strategy
+    return found
+
+
+class SwiftTrainingEpochLoop(_TrainingEpochLoop):
+    """Marks the top of each batch, before Lightning's SIGTERM broadcast and before the fetch."""
+
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        # In the middle of an accumulation window gradients are pending, which are nobody's published state. The last window of an
+        # epoch may be short, but then the next batch is the first of its epoch: nothing is pending at `ready == 0`.
+        automatic = self.trainer.lightning_module.automatic_optimization
+        pending = automatic and self.batch_progress.current.ready % self.trainer.accumulate_grad_batches != 0
+        _strategy(self.trainer).batch_top(accumulating=pending)
+        super().advance(data_fetcher)
+
+
+class SwiftFitLoop(_FitLoop):
+    """Notes the random state before the user's hooks make loaders, which a newcomer may have to do again in a later epoch."""
+
+    def setup_data(self) -> None:
+        if self._combined_loader is not None and not self._should_reload_train_dl:
+            return
+        data = _strategy(self.trainer).run_state.data
+        data.before_request("train")
+        super().setup_data()
+        data.tell_fetch_ahead()
+
+
+class SwiftEvaluationLoop(_EvaluationLoop):
+    """A stand-alone evaluation starts at a recovery point; a newcomer does not repeat the sanity check."""
+
+    def run(self) -> Any:
+        strategy = _strategy(self.trainer)
+        if self._trainer_fn != TrainerFn.FITTING:
+            strategy.eval_top()
+        elif self.trainer.sanity_checking and strategy.joining:
+            # Its results are thrown away; but the loaders are made here, in their place in the stream of random numbers.
+            self.setup_data()
+            return []
+        return super().run()
+
+    def setup_data(self) -> None:
+        if self._trainer_fn == TrainerFn.FITTING and (self._combined_loader is None or self._should_reload_val_dl):
+            _strategy(self.trainer).run_state.data.before_request("val")
+        super().setup_data()
+
+    def _evaluation_step(
+        self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
+    ) -> None:
+        if not self.trainer.sanity_checking:
+            inject.point("validation", batch=batch_idx)
+        super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+
+
+class SwiftPredictionLoop(_PredictionLoop):
+    """A prediction starts at a recovery point."""
+
+    def run(self) -> Any:
+        _strategy(self.trainer).eval_top()
+        return super().run()
+
+
+class SwiftSignalConnector(_SignalConnector):
+    """Leaves SIGTERM alone: its sender is either the agent, which ends the job, or a failure, which must end the process.
+
+    Lightning's handler would issue a collective from within whatever the process is doing.
+    """
+
+    def register_signal_handlers(self) -> None:
+        self.received_sigterm = False
+
+
+_CLASSES: tuple[tuple[type, type], ...] = (
+    (_TrainingEpochLoop, SwiftTrainingEpochLoop),
+    (_FitLoop, SwiftFitLoop),
+    (_EvaluationLoop, SwiftEvaluationLoop),
+    (_PredictionLoop, SwiftPredictionLoop),
+    (_SignalConnector, SwiftSignalConnector),
+)
+
+
+def adopt_loops(trainer: pl.Trainer) -> None:
+    """Give the trainer's loops (and its signal connector) the classes above. The one place where that is done.
+
+    Raises:
+        Unsupported: for a loop class of the user's own.
+    """
+    from shared_core.errors import Unsupported
+
+    fit = trainer.fit_loop
+    parts: list[Any] = [fit, fit.epoch_loop, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+    parts += [trainer.predict_loop, trainer._signal_connector]
+    for part in parts:
+        ours = dict(_CLASSES).get(type(part))
+        if ours is not None:
+            part.__class__ = ours
+        elif type(part) not in dict(_CLASSES).values():
+            raise Unsupported(
+                f"the trainer uses {type(part).__name__} in place of one of Lightning's loops, where recovery has no batch tops; "
+                "use Lightning's own loops, or train without lightning_swift"
+            )

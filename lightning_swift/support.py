@@ -1,0 +1,147 @@
+"""What cannot be recovered exactly is refused before training starts. The table in ``docs/lightning_support.md`` lists it all."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+
+from shared_core.errors import Unsupported
+
+_AVERAGING = (
+    "it exchanges the model's parameters with averaged ones during validation, so a replica may hold either; keep the average in buffers of "
+    "the module (they are published), or average checkpoints after training"
+)
+_CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
+    (StochasticWeightAveraging, _AVERAGING),
+    (WeightAveraging, _AVERAGING),
+    (
+        BaseFinetuning,
+        "fine-tuning callbacks add parameter groups while training runs; freeze layers before fit and train in several fits",
+    ),
+    (ModelPruning, "ModelPruning replaces parameters while training runs; prune before fit"),
+    (BatchSizeFinder, "BatchSizeFinder runs trial fits inside a fit; find the batch size in a run of its own"),
+    (LearningRateFinder, "LearningRateFinder runs trial fits inside a fit; find the learning rate in a run of its own"),
+)
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse what is asked of this trainer and cannot be recovered.
+
+    Raises:
+        Unsupported: naming the feature and what to do instead.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+        for kind, reason in _CALLBACKS:
+            if isinstance(callback, kind):
+                raise Unsupported(f"swift recovery does not support {type(callback).__name__}: {reason}")
+
+
+def check_device(device: Any) -> None:
+    """Refuse accelerators whose recovery has not been run on hardware.
+
+    Raises:
+        Unsupported: for anything but the CPU.
+    """
+    if device.type != "cpu":
+        raise Unsupported(
+            f"swift recovery over {device.type} devices has not been run on hardware yet and is switched off: use accelerator='cpu', or "
+            "strategy='ddp' without lightning_swift"
+        )
+
+
+def check_ddp_options(
+    comm_state: object | None, comm_hook: Any, comm_wrapper: Any, averaging: int | None, options: dict[str, Any]
+) -> None:
+    """Refuse options of ``DDPStrategy`` whose state cannot be rebuilt in a newcomer.
+
+    Raises:
+        Unsupported: naming the option and what to do instead.
+    """
+    if options.get("static_graph"):
+        raise Unsupported(
+            "swift recovery does not support DDPStrategy(static_graph=True): the graph is learned in the first iteration, which a newcomer does "
+            "not run. Leave it out, or use find_unused_parameters=True where parameters are unused"
+        )
+    if comm_state is not None or comm_hook is not None or comm_wrapper is not None:
+        name = getattr(comm_hook, "__name__", type(comm_hook or comm_state).__name__)
+        raise Unsupported(
+            f"swift recovery does not support the DDP communication hook {name}: its state (PowerSGD's error feedback, for instance) is no part "
+            "of what is published. Remove ddp_comm_hook, ddp_comm_state and ddp_comm_wrapper"
+        )
+    if averaging is not None:
+        raise Unsupported(
+            "swift recovery does not support model_averaging_period (post-local SGD): replicas differ between averages, so none can stand in for "
+            "another. Remove it"
+        )
+
+
+def refuse_strategy(strategy: object) -> Unsupported:
+    """The error for a trainer whose strategy cannot be adopted."""
+    return Unsupported(
+        f"swift recovery works with strategy='ddp' or 'swift_ddp', not with {type(strategy).__name__}: sharded or spawned workers have no replica "
+        "that could stand in for a lost one. Choose strategy='swift_ddp', or remove SwiftCallback (or SWIFT_RECOVERY from the environment)"
+    )
+
+
+# -- the separate package ``pytorch_lightning`` --------------------------------------------------------------------------
+
+
+def _refuse_package(**_: Any) -> Any:
+    raise Unsupported(
+        "lightning_swift works with the package 'lightning' (import lightning.pytorch as pl), but this Trainer comes from 'pytorch_lightning', whose "
+        "classes are different ones. Change the import to lightning.pytorch; nothing else differs"
+    )
+
+
+def _refuse_in(module: ModuleType) -> None:
+    registry = module.StrategyRegistry
+    if "swift_ddp" not in registry:
+        registry.register("swift_ddp", _refuse_package, description="refused: import lightning.pytorch instead")
+
+
+class _RefusingFinder(MetaPathFinder):
+    """Registers the refusal when ``pytorch_lightning`` is imported after us; it is never imported because of us."""
+
+    _name = "pytorch_lightning.strategies"
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            loader: Loader = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _refuse_in(module)
+
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def refuse_pytorch_lightning() -> None:
+    """Have ``strategy="swift_ddp"`` explain itself in a Trainer of the separate package."""
+    known = sys.modules.get("pytorch_lightning.strategies")
+    if known is not None:
+        _refuse_in(known)
+    elif not any(isinstance(finder, _RefusingFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RefusingFinder())
