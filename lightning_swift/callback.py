@@ -20,8 +20,10 @@ _ENABLE = "SWIFT_RECOVERY"
 class SwiftCallback(pl.Callback):
     """Turns on recovery for ``Trainer(strategy="ddp", callbacks=[SwiftCallback()])``.
 
-    A callback's hooks run after Lightning has created the process group, so it acts when it is constructed: from then on the name ``ddp`` means
-    :class:`~lightning_swift.SwiftDDPStrategy`, and a ``DDPStrategy`` object is taken over in place when its Trainer is built.
+    A callback's hooks run after Lightning has created the process group, so it acts when it is constructed: from then
+    on the name ``ddp`` means
+    :class:`~lightning_swift.SwiftDDPStrategy`, and a ``DDPStrategy`` object is taken over in place when its Trainer
+    is built.
     """
 
     def __init__(self) -> None:
@@ -37,7 +39,8 @@ class SwiftCallback(pl.Callback):
         """Check that recovery is on.
 
         Raises:
-            Unsupported: for another strategy, or for one that was made into a process group before this callback existed.
+            Unsupported: for another strategy, or for one that was made into a process group before this callback
+                existed.
         """
         if not isinstance(trainer.strategy, SwiftDDPStrategy) and trainer.world_size > 1:
             raise refuse_strategy(trainer.strategy)
@@ -48,7 +51,9 @@ class SwiftCallback(pl.Callback):
 
 
 def callbacks_from_environment() -> list[pl.Callback]:
-    """Factory for Lightning's entry point group ``lightning.pytorch.callbacks_factory``: ``SWIFT_RECOVERY=1`` enables recovery."""
+    """Factory for Lightning's entry point group ``lightning.pytorch.callbacks_factory``: ``SWIFT_RECOVERY=1``
+    enables recovery.
+    """
     if os.environ.get(_ENABLE, "").strip().lower() not in ("1", "true", "yes", "on"):
         return []
     trainer = _trainer_under_construction()
@@ -60,7 +65,9 @@ def callbacks_from_environment() -> list[pl.Callback]:
 
 
 def _take_over_objects() -> None:
-    """Have every plain ``DDPStrategy`` object become ours where Lightning tells it the devices: later, its group exists."""
+    """Have every plain ``DDPStrategy`` object become ours where Lightning tells it the devices: later, its group
+    exists.
+    """
     configure = DDPStrategy._configure_launcher
     if getattr(configure, "_swift", False):
         return
@@ -77,7 +84,9 @@ def _take_over_objects() -> None:
 
 
 def _adopt(trainer: pl.Trainer) -> None:
-    """Take over the strategy of a trainer that has built it already, and hand over to ``swiftrun`` if nobody started workers."""
+    """Take over the strategy of a trainer that has built it already, and hand over to ``swiftrun`` if nobody
+    started workers.
+    """
     strategy = trainer.strategy
     if not isinstance(strategy, DDPStrategy):
         if trainer.world_size > 1:
@@ -93,8 +102,8 @@ def _adopt(trainer: pl.Trainer) -> None:
 def _trainer_under_construction() -> pl.Trainer | None:
     """The trainer in whose constructor we are, if its strategy exists already.
 
-    Lightning calls the factories of entry points without arguments from there, and they must know the strategy and its devices before any
-    process group is created. Frames are the only way to it.
+    Lightning calls the factories of entry points without arguments from there, and they must know the strategy and
+    its devices before any process group is created. Frames are the only way to it.
     """
     frame = sys._getframe(1)
     while frame is not None:

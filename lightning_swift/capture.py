@@ -61,7 +61,7 @@ class RunState:
         """Look up anew what there is to visit: the entry has added modules or callbacks."""
         self._built.clear()
 
-    # -- holders ---------------------------------------------------------------------------------------------------------
+    # -- holders ------------------------------------------------------------------------------------------------------
 
     def _of(self, name: str) -> _Lazy:
         return _Lazy(lambda: self._holders(name))
@@ -72,7 +72,7 @@ class RunState:
         found: Holders = self._built[name]
         return found
 
-    # -- progress and flags ----------------------------------------------------------------------------------------------
+    # -- progress and flags -------------------------------------------------------------------------------------------
 
     def _loops(self) -> tuple[list[Holder], list[_ReadyCompletedTracker], list[_BatchProgress]]:
         if "loops" not in self._built:
@@ -134,7 +134,7 @@ class RunState:
         self._holders("datamodule").restore(data["datamodule"])
         self._holders("optimizers").restore(data["optimizers"])
 
-    # -- module and schedulers -------------------------------------------------------------------------------------------
+    # -- module and schedulers ----------------------------------------------------------------------------------------
 
     def _capture_module(self) -> Any:
         return self._holders("module").capture()

@@ -1,4 +1,6 @@
-"""Where a run is in its data: loaders of training and validation, the combined iterator over them, and what was fetched ahead."""
+"""Where a run is in its data: loaders of training and validation, the combined iterator over them, and what was
+fetched ahead.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from shared_core.loaders import Position, ResumableLoader, read_random, write_ra
 
 
 class Data:
-    """Captures and restores the data position of one fit. Loaders get their wrapper from the strategy (:meth:`wrapped`)."""
+    """Captures and restores the data position of one fit.
+
+    Loaders get their wrapper from the strategy (:meth:`wrapped`).
+    """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -36,7 +41,7 @@ class Data:
         for loader in _wrapped(self._trainer.fit_loop._combined_loader):
             loader.fetches_ahead(ahead)
 
-    # -- capture ---------------------------------------------------------------------------------------------------------
+    # -- capture ------------------------------------------------------------------------------------------------------
 
     def capture(self) -> Any:
         fit, val = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
@@ -52,7 +57,7 @@ class Data:
             else {},
         }
 
-    # -- restore ---------------------------------------------------------------------------------------------------------
+    # -- restore ------------------------------------------------------------------------------------------------------
 
     def restore(self, data: Mapping[str, Any]) -> None:
         fit, val = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
@@ -66,7 +71,9 @@ class Data:
             _restore_combined(val._combined_loader, data["val"])
 
     def _request_again(self, data: Mapping[str, Any]) -> None:
-        """``reload_dataloaders_every_n_epochs``: call the user's hooks as they were last called, in the epoch of that call."""
+        """``reload_dataloaders_every_n_epochs``: call the user's hooks as they were last called, in the epoch of
+        that call.
+        """
         trainer = self._trainer
         fit, val = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
         strategy: Any = trainer.strategy

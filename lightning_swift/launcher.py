@@ -1,4 +1,6 @@
-"""The one place around every entry call: Lightning runs fit, validate, test and predict through the strategy's launcher."""
+"""The one place around every entry call: Lightning runs fit, validate, test and predict through the strategy's
+launcher.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ class SwiftLauncher(_Launcher):
         if model is not None:
             model.trainer = trainer
             self._strategy.connect(model)
-            # Parameters come with the process group: a newcomer whose predecessor was between two entry calls joins there.
+            # Parameters come with the process group: a newcomer whose predecessor was between two entry calls joins
+            # there.
             self._strategy.attach([model], [])
         self._strategy.setup_environment()
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
@@ -70,6 +73,6 @@ def _plain(result: Any, fn: TrainerFn) -> Any:
         return encode(result)
     except NotPlain as error:
         raise Unsupported(
-            f"Trainer.{fn.value} returned {error}, which cannot be kept for a worker that is lost afterwards; return tensors, numbers, text "
-            "and containers of these"
+            f"Trainer.{fn.value} returned {error}, which cannot be kept for a worker that is lost afterwards; return "
+            "tensors, numbers, text and containers of these"
         ) from error

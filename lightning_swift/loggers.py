@@ -1,7 +1,8 @@
 """Log files after the loss of rank 0: the same version, every row once.
 
-A newcomer reuses the version its predecessor chose (noted on disk when it was chosen), writes nothing before it joins, and at the join cuts each file to the
-length it had at the batch top; the batch it runs again then writes its rows again.
+A newcomer reuses the version its predecessor chose (noted on disk when it was chosen), writes nothing before it
+joins, and at the join cuts each file to the length it had at the batch top; the batch it runs again then writes its
+rows again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _joining() -> bool:
     return job is not None and job.joining
 
 
-# -- versions ------------------------------------------------------------------------------------------------------------
+# -- versions ---------------------------------------------------------------------------------------------------------
 
 
 def _note_versions(kind: type) -> None:
@@ -62,11 +63,13 @@ def _note_versions(kind: type) -> None:
     kind._get_next_version = next_version  # type: ignore[attr-defined]
 
 
-# -- CSV -----------------------------------------------------------------------------------------------------------------
+# -- CSV --------------------------------------------------------------------------------------------------------------
 
 
 class SwiftExperimentWriter(csv_logs.ExperimentWriter):
-    """``metrics.csv`` whose header is exchanged atomically, that is left alone before a newcomer joins, and counts its rows."""
+    """``metrics.csv`` whose header is exchanged atomically, that is left alone before a newcomer joins, and counts
+    its rows.
+    """
 
     rows = 0
 
@@ -130,7 +133,7 @@ def _restore_csv(logger: CSVLogger, data: Mapping[str, Any]) -> None:
         writer.cut(data["rows"], data["keys"])
 
 
-# -- TensorBoard ---------------------------------------------------------------------------------------------------------
+# -- TensorBoard ------------------------------------------------------------------------------------------------------
 
 _FILES = "_swift_files"
 
@@ -188,7 +191,9 @@ def _restore_tensorboard(logger: TensorBoardLogger, data: Mapping[str, Any]) -> 
 
 
 def _continue_file(writer: Any, name: str) -> None:
-    """Have an event writer append to an existing file in place of the new one it has opened; where it cannot, it keeps the new one."""
+    """Have an event writer append to an existing file in place of the new one it has opened; where it cannot, it
+    keeps the new one.
+    """
     file = getattr(writer, "_general_file_writer", None)
     if not getattr(file, "fs_supports_append", False) or not getattr(file, "write_started", False):
         return
@@ -199,7 +204,7 @@ def _continue_file(writer: Any, name: str) -> None:
     os.unlink(new)
 
 
-# -- all -----------------------------------------------------------------------------------------------------------------
+# -- all --------------------------------------------------------------------------------------------------------------
 
 
 class Loggers:

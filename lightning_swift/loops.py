@@ -1,6 +1,7 @@
 """Lightning's loops with batch tops in them.
 
-Lightning has no hook before a batch is fetched, and none around a stand-alone evaluation, so the loops of a trainer are given these classes. They add no
+Lightning has no hook before a batch is fetched, and none around a stand-alone evaluation, so the loops of a trainer
+are given these classes. They add no
 state of their own: the objects that Lightning and the user hold stay the same.
 """
 
@@ -34,8 +35,9 @@ class SwiftTrainingEpochLoop(_TrainingEpochLoop):
     """Marks the top of each batch, before Lightning's SIGTERM broadcast and before the fetch."""
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
-        # In the middle of an accumulation window gradients are pending, which are nobody's published state. The last window of an
-        # epoch may be short, but then the next batch is the first of its epoch: nothing is pending at `ready == 0`.
+        # In the middle of an accumulation window gradients are pending, which are nobody's published state. The last
+        # window of an epoch may be short, but then the next batch is the first of its epoch: nothing is pending at
+        # `ready == 0`.
         automatic = self.trainer.lightning_module.automatic_optimization
         pending = automatic and self.batch_progress.current.ready % self.trainer.accumulate_grad_batches != 0
         _strategy(self.trainer).batch_top(accumulating=pending)
@@ -43,7 +45,9 @@ class SwiftTrainingEpochLoop(_TrainingEpochLoop):
 
 
 class SwiftFitLoop(_FitLoop):
-    """Notes the random state before the user's hooks make loaders, which a newcomer may have to do again in a later epoch."""
+    """Notes the random state before the user's hooks make loaders, which a newcomer may have to do again in a later
+    epoch.
+    """
 
     def setup_data(self) -> None:
         if self._combined_loader is not None and not self._should_reload_train_dl:
@@ -62,7 +66,8 @@ class SwiftEvaluationLoop(_EvaluationLoop):
         if self._trainer_fn != TrainerFn.FITTING:
             strategy.eval_top()
         elif self.trainer.sanity_checking and strategy.joining:
-            # Its results are thrown away; but the loaders are made here, in their place in the stream of random numbers.
+            # Its results are thrown away; but the loaders are made here, in their place in the stream of random
+            # numbers.
             self.setup_data()
             return []
         return super().run()
@@ -89,7 +94,8 @@ class SwiftPredictionLoop(_PredictionLoop):
 
 
 class SwiftSignalConnector(_SignalConnector):
-    """Leaves SIGTERM alone: its sender is either the agent, which ends the job, or a failure, which must end the process.
+    """Leaves SIGTERM alone: its sender is either the agent, which ends the job, or a failure, which must end the
+    process.
 
     Lightning's handler would issue a collective from within whatever the process is doing.
     """
@@ -124,6 +130,6 @@ def adopt_loops(trainer: pl.Trainer) -> None:
             part.__class__ = ours
         elif type(part) not in dict(_CLASSES).values():
             raise Unsupported(
-                f"the trainer uses {type(part).__name__} in place of one of Lightning's loops, where recovery has no batch tops; "
-                "use Lightning's own loops, or train without lightning_swift"
+                f"the trainer uses {type(part).__name__} in place of one of Lightning's loops, where recovery has no "
+                "batch tops; use Lightning's own loops, or train without lightning_swift"
             )

@@ -1,7 +1,8 @@
 """Attributes of user objects as plain data, and back in place.
 
-Published state may hold numbers, text, containers, tensors and arrays only. :func:`encode` turns the rest that counts as state (enumerations,
-random generators, scalar tensors, which are cheaper as numbers) into tagged tuples; what is no state raises :class:`NotPlain`.
+Published state may hold numbers, text, containers, tensors and arrays only. :func:`encode` turns the rest that counts
+as state (enumerations, random generators, scalar tensors, which are cheaper as numbers) into tagged tuples; what is
+no state raises :class:`NotPlain`.
 """
 
 from __future__ import annotations

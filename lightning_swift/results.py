@@ -34,7 +34,8 @@ _META = (
 class Results:
     """Captures and restores the collections of the training and evaluation loops.
 
-    Entries that a newcomer has not logged yet are made anew from their metadata, bound to its own strategy, groups and metrics.
+    Entries that a newcomer has not logged yet are made anew from their metadata, bound to its own strategy, groups
+    and metrics.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -40,8 +40,8 @@ _DEFAULTS = SwiftConfig()
 class SwiftDDPStrategy(DDPStrategy):
     """``DDPStrategy`` that keeps a run going through the loss of workers, bit for bit.
 
-    With ``python train.py`` and several devices it starts the script again under ``swiftrun``. Under plain ``torchrun`` it trains as ``DDPStrategy`` and says
-    that survivors cannot be kept alive.
+    With ``python train.py`` and several devices it starts the script again under ``swiftrun``. Under plain
+    ``torchrun`` it trains as ``DDPStrategy`` and says that survivors cannot be kept alive.
 
     Args:
         standbys: processes kept ready to replace a lost worker, when this strategy starts ``swiftrun`` itself.
@@ -51,8 +51,19 @@ class SwiftDDPStrategy(DDPStrategy):
         checkpoint_every_steps: batch tops between two of them; 0 writes none.
         seed: seed of ``data="seeded"``.
         options: further options of :class:`shared_core.SwiftConfig`, by name.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, \
-model_averaging_period, process_group_backend, timeout, start_method, kwargs: as in ``DDPStrategy``.
+        accelerator: this and all that follow as in ``DDPStrategy``.
+        parallel_devices: see there.
+        cluster_environment: see there.
+        checkpoint_io: see there.
+        precision_plugin: see there.
+        ddp_comm_state: see there; refused.
+        ddp_comm_hook: see there; refused.
+        ddp_comm_wrapper: see there; refused.
+        model_averaging_period: see there; refused.
+        process_group_backend: see there.
+        timeout: see there.
+        start_method: see there; only ``popen``.
+        kwargs: options of ``DistributedDataParallel``.
 
     Raises:
         Unsupported: for ``static_graph``, communication hooks, model averaging, and start methods that spawn or fork.
@@ -147,10 +158,11 @@ model_averaging_period, process_group_backend, timeout, start_method, kwargs: as
         self._listening = False
         self.job: Job | None = install() if launched_by_swiftrun() else None
 
-    # -- launch ----------------------------------------------------------------------------------------------------------
+    # -- launch -------------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        # The latest moment of the Trainer's construction where the number of devices is known; no process group exists yet.
+        # The latest moment of the Trainer's construction where the number of devices is known; no process group exists
+        # yet.
         if self.job is not None:
             self._launcher = SwiftLauncher(self)
             return
@@ -177,7 +189,8 @@ model_averaging_period, process_group_backend, timeout, start_method, kwargs: as
             os.environ.setdefault(f"SWIFT_RECOVERY_{name.upper()}", str(value))
         hand_over(self.num_processes, self._standbys)
 
-    # -- set-up ----------------------------------------------------------------------------------------------------------
+    # -- set-up
+    # ----------------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         if self.job is not None:
@@ -191,7 +204,9 @@ model_averaging_period, process_group_backend, timeout, start_method, kwargs: as
             self.attach([self.model], self.optimizers if trainer.state.fn == TrainerFn.FITTING else [])
 
     def begin_entry(self, trainer: pl.Trainer) -> None:
-        """An entry call begins: everything that only this rank has is registered before the job decides whether to run it."""
+        """An entry call begins: everything that only this rank has is registered before the job decides whether to
+        run it.
+        """
         assert self.job is not None
         check_trainer(trainer)
         adopt_loops(trainer)
@@ -233,7 +248,7 @@ model_averaging_period, process_group_backend, timeout, start_method, kwargs: as
             lazy=self.joining,
         )
 
-    # -- batch tops ------------------------------------------------------------------------------------------------------
+    # -- batch tops ---------------------------------------------------------------------------------------------------
 
     def batch_top(self, accumulating: bool) -> None:
         """The top of a training batch; a newcomer takes its predecessor's place in here."""
@@ -258,7 +273,7 @@ model_averaging_period, process_group_backend, timeout, start_method, kwargs: as
             logger.log_metrics(scalars, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
             logger.save()
 
-    # -- what Lightning calls during a run -------------------------------------------------------------------------------
+    # -- what Lightning calls during a run ----------------------------------------------------------------------------
 
     def optimizer_step(
         self,
@@ -288,8 +303,8 @@ model_averaging_period, process_group_backend, timeout, start_method, kwargs: as
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """As in ``DDPStrategy``, except that the source, too, goes on with what was delivered.
 
-        Decisions that rest on the clock or on files (a time limit, the name of a checkpoint) may come out differently when a newcomer on the source rank
-        takes them again; its peers already act on the first one.
+        Decisions that rest on the clock or on files (a time limit, the name of a checkpoint) may come out differently
+        when a newcomer on the source rank takes them again; its peers already act on the first one.
         """
         if self.job is None or not dist.is_initialized():
             return super().broadcast(obj, src)

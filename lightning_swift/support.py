@@ -1,4 +1,7 @@
-"""What cannot be recovered exactly is refused before training starts. The table in ``docs/lightning_support.md`` lists it all."""
+"""What cannot be recovered exactly is refused before training starts.
+
+The table in ``docs/lightning_support.md`` lists it all.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,16 @@ from lightning.pytorch.callbacks import (
 from shared_core.errors import Unsupported
 
 _AVERAGING = (
-    "it exchanges the model's parameters with averaged ones during validation, so a replica may hold either; keep the average in buffers of "
-    "the module (they are published), or average checkpoints after training"
+    "it exchanges the model's parameters with averaged ones during validation, so a replica may hold either; keep "
+    "the average in buffers of the module (they are published), or average checkpoints after training"
 )
 _CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
     (StochasticWeightAveraging, _AVERAGING),
     (WeightAveraging, _AVERAGING),
     (
         BaseFinetuning,
-        "fine-tuning callbacks add parameter groups while training runs; freeze layers before fit and train in several fits",
+        "fine-tuning callbacks add parameter groups while training runs; freeze layers before fit and train in "
+        "several fits",
     ),
     (ModelPruning, "ModelPruning replaces parameters while training runs; prune before fit"),
     (BatchSizeFinder, "BatchSizeFinder runs trial fits inside a fit; find the batch size in a run of its own"),
@@ -59,8 +63,8 @@ def check_device(device: Any) -> None:
     """
     if device.type != "cpu":
         raise Unsupported(
-            f"swift recovery over {device.type} devices has not been run on hardware yet and is switched off: use accelerator='cpu', or "
-            "strategy='ddp' without lightning_swift"
+            f"swift recovery over {device.type} devices has not been run on hardware yet and is switched off: use "
+            "accelerator='cpu', or strategy='ddp' without lightning_swift"
         )
 
 
@@ -74,37 +78,41 @@ def check_ddp_options(
     """
     if options.get("static_graph"):
         raise Unsupported(
-            "swift recovery does not support DDPStrategy(static_graph=True): the graph is learned in the first iteration, which a newcomer does "
-            "not run. Leave it out, or use find_unused_parameters=True where parameters are unused"
+            "swift recovery does not support DDPStrategy(static_graph=True): the graph is learned in the first "
+            "iteration, which a newcomer does not run. Leave it out, or use find_unused_parameters=True where "
+            "parameters are unused"
         )
     if comm_state is not None or comm_hook is not None or comm_wrapper is not None:
         name = getattr(comm_hook, "__name__", type(comm_hook or comm_state).__name__)
         raise Unsupported(
-            f"swift recovery does not support the DDP communication hook {name}: its state (PowerSGD's error feedback, for instance) is no part "
-            "of what is published. Remove ddp_comm_hook, ddp_comm_state and ddp_comm_wrapper"
+            f"swift recovery does not support the DDP communication hook {name}: its state (PowerSGD's error "
+            "feedback, for instance) is no part of what is published. Remove ddp_comm_hook, ddp_comm_state and "
+            "ddp_comm_wrapper"
         )
     if averaging is not None:
         raise Unsupported(
-            "swift recovery does not support model_averaging_period (post-local SGD): replicas differ between averages, so none can stand in for "
-            "another. Remove it"
+            "swift recovery does not support model_averaging_period (post-local SGD): replicas differ between "
+            "averages, so none can stand in for another. Remove it"
         )
 
 
 def refuse_strategy(strategy: object) -> Unsupported:
     """The error for a trainer whose strategy cannot be adopted."""
     return Unsupported(
-        f"swift recovery works with strategy='ddp' or 'swift_ddp', not with {type(strategy).__name__}: sharded or spawned workers have no replica "
-        "that could stand in for a lost one. Choose strategy='swift_ddp', or remove SwiftCallback (or SWIFT_RECOVERY from the environment)"
+        f"swift recovery works with strategy='ddp' or 'swift_ddp', not with {type(strategy).__name__}: sharded or "
+        "spawned workers have no replica that could stand in for a lost one. Choose strategy='swift_ddp', or remove "
+        "SwiftCallback (or SWIFT_RECOVERY from the environment)"
     )
 
 
-# -- the separate package ``pytorch_lightning`` --------------------------------------------------------------------------
+# -- the separate package ``pytorch_lightning`` -----------------------------------------------------------------------
 
 
 def _refuse_package(**_: Any) -> Any:
     raise Unsupported(
-        "lightning_swift works with the package 'lightning' (import lightning.pytorch as pl), but this Trainer comes from 'pytorch_lightning', whose "
-        "classes are different ones. Change the import to lightning.pytorch; nothing else differs"
+        "lightning_swift works with the package 'lightning' (import lightning.pytorch as pl), but this Trainer comes "
+        "from 'pytorch_lightning', whose classes are different ones. Change the import to lightning.pytorch; nothing "
+        "else differs"
     )
 
 

@@ -96,9 +96,9 @@ class _Group:
 def decide(frontiers: Mapping[int, Frontier]) -> Plan:
     """The plan for a generation with these frontiers (every rank's, newcomers included).
 
-    Each newcomer starts from the newest of its published batch tops from which everything that anybody still needs can
-    be had: every collective has its result in some log, or all members can run it again; every message is at its sender
-    or at its receiver. A start that is too late for what others need stays so when others start earlier, so
+    Each newcomer starts from the newest of its published batch tops from which all that anybody still needs is to be
+    had: every collective's result is in some log, or all members can run it again; every message is at its sender or
+    at its receiver. A start that is too late for what others need stays so when others start earlier, so
     lowering one
     at a time finds the newest starts.
 
@@ -162,8 +162,11 @@ def _without_donor(
     tops: Mapping[int, Top | None], survivors: Mapping[int, Frontier], donors: dict[int, int]
 ) -> int | None:
     """Find a donor for every newcomer; a newcomer whose top no survivor reaches by itself, or None."""
+    # Whoever exchanges messages may have to wait for one before its next update, which no frontier shows.
+    messages = any(top.sent or top.received for top in tops.values() if top is not None)
+    messages = messages or any(group.sent or group.received for f in survivors.values() for group in f.groups.values())
     for rank, top in tops.items():
-        able = [donor for donor in sorted(survivors) if top is None or _reaches(survivors[donor], top)]
+        able = [donor for donor in sorted(survivors) if top is None or _reaches(survivors[donor], top, messages)]
         if not able:
             return rank
         # One that is there already is not waited for.
@@ -173,14 +176,15 @@ def _without_donor(
     return None
 
 
-def _reaches(survivor: Frontier, top: Top) -> bool:
+def _reaches(survivor: Frontier, top: Top, messages: bool) -> bool:
     """Whether the survivor's state gets to the top's version without anybody's help."""
     if survivor.version >= top.version:
         return True
-    groups = survivor.groups
-    if any(group.sent or group.received for group in groups.values()):
-        return False  # it may be waiting for a message, which its frontier does not show
-    return all(name not in groups or Done.from_json(groups[name].done).covers(seq) for name, seq in top.groups.items())
+    # In a group that the newcomer is not in, it may have to wait as well.
+    return not messages and all(
+        name in top.groups and Done.from_json(group.done).covers(top.groups[name])
+        for name, group in survivor.groups.items()
+    )
 
 
 def _too_late(group: _Group, tops: Mapping[int, Top | None]) -> int | None:

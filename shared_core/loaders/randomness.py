@@ -28,13 +28,15 @@ _OPAQUE = (
     torch.nn.Module,
     np.ndarray,
 )
-#: Attributes through which user objects refer back to what trains them, and a loader to its running workers; their state is
-#: not what an iteration starts from.
+#: Attributes through which user objects refer back to what trains them, and a loader to its running workers; their
+#: state is not what an iteration starts from.
 _BACK_REFERENCES = frozenset({"trainer", "_trainer", "model", "datamodule", "_iterator"})
 
 
 class RawRandom:
-    """The global generators as the libraries hand them out; cheap to take (about 10 us), compared and packed on demand."""
+    """The global generators as the libraries hand them out; cheap to take (about 10 us), compared and packed on
+    demand.
+    """
 
     __slots__ = ("torch", "python", "numpy")
 
@@ -89,8 +91,9 @@ class DrawLog:
             self.notes[number] = before.pack(consumed)
             if len(self.notes) == _MANY_NOTES:
                 warnings.warn(
-                    "this loader draws from a global random generator that the model draws from too; its state is published "
-                    f"with every batch ({_MANY_NOTES} so far). Give the sampler or data set a torch.Generator of its own.",
+                    "this loader draws from a global random generator that the model draws from too; its state is "
+                    f"published with every batch ({_MANY_NOTES} so far). Give the sampler or data set a "
+                    "torch.Generator of its own.",
                     stacklevel=2,
                 )
         self._after = after
@@ -157,8 +160,8 @@ def set_generator_state(value: Any, state: tuple[str, Any]) -> None:
 class OwnedState:
     """Generators and plain counters that hang on a loader, its samplers and its data set.
 
-    They live in the process that iterates; an epoch can only be read again if they are first put back to where they were.
-    Objects are found by walking attributes (a bounded number), so that user-defined samplers need no interface.
+    They live in the process that iterates; an epoch can only be read again if they are first put back to where they
+    were. Objects are found by walking attributes (a bounded number), so that user-defined samplers need no interface.
     """
 
     def __init__(self, roots: Mapping[str, object]) -> None:

@@ -107,15 +107,16 @@ class Position(Iterator[Any]):
 class ResumableLoader:
     """Wraps a loader (``DataLoader`` of any kind, or any iterable) and delegates everything to it.
 
-    ``isinstance(wrapper, type(loader))`` holds, attributes are read and written through, ``len`` and workers behave as before.
-    :meth:`state` is plain data; :meth:`restore` in another process, on a wrapper around the same loader built by the same
-    code, makes the iteration in progress go on with the next item, bit for bit.
+    ``isinstance(wrapper, type(loader))`` holds, attributes are read and written through, ``len`` and workers behave
+    as before.
+    :meth:`state` is plain data; :meth:`restore` in another process, on a wrapper around the same loader built by the
+    same code, makes the iteration in progress go on with the next item, bit for bit.
 
     Args:
         loader: the loader.
-        mode: ``refetch``: items already delivered are read again and thrown away (exact; cost in proportion); ``seeded``: an
-            item's randomness is a function of seed, rank, epoch, batch and index, so skipping costs only drawing indices.
-            Only map-style ``DataLoader`` can be seeded, all else is read again.
+        mode: ``refetch``: items already delivered are read again and thrown away (exact; cost in proportion);
+            ``seeded``: an item's randomness is a function of seed, rank, epoch, batch and index, so skipping costs
+            only drawing indices. Only map-style ``DataLoader`` can be seeded, all else is read again.
         seed: seed of ``seeded``.
         rank: logical rank, enters the seed of items (not the sampler's).
         first_epoch: number of the first iteration, enters the seed.
@@ -158,8 +159,8 @@ class ResumableLoader:
         if isinstance(loader, DataLoader):
             if loader.num_workers > 0 and not loader.in_order:
                 raise Unsupported(
-                    "DataLoader(in_order=False) delivers batches in an order that depends on time, so a lost worker's data "
-                    "cannot be read again; use in_order=True"
+                    "DataLoader(in_order=False) delivers batches in an order that depends on time, so a lost "
+                    "worker's data cannot be read again; use in_order=True"
                 )
             self._swift_in_process = loader.num_workers == 0
             iterable = isinstance(loader.dataset, IterableDataset)
@@ -174,7 +175,7 @@ class ResumableLoader:
                 self._swift_engine, self._swift_indices = engine_of(loader, known, None)
         self._swift_owned = OwnedState({"loader": loader})
 
-    # -- what the wrapper looks like -----------------------------------------------------------------------------------
+    # -- what the wrapper looks like ----------------------------------------------------------------------------------
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # isinstance() sees the loader's class
@@ -220,7 +221,7 @@ class ResumableLoader:
             position._inner = self._swift_start(record)
         return position
 
-    # -- position ------------------------------------------------------------------------------------------------------
+    # -- position -----------------------------------------------------------------------------------------------------
 
     @property
     def wrapped(self) -> Any:
@@ -289,7 +290,7 @@ class ResumableLoader:
             found._inner, found._record = iter(()), _Iteration(exhausted=True)
         self._swift_owned.restore(state["owned"])
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- inside -------------------------------------------------------------------------------------------------------
 
     def _swift_position(self) -> Position | None:
         for ref in self._swift_positions:

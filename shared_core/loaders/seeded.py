@@ -94,8 +94,8 @@ class Indices:
         skip, self.skip = self.skip, 0
         seed, rank, epoch = place
         number = 0
-        # The sampler's draws are a stream of their own, swapped in where they can happen. It starts the same on every rank,
-        # as after seed_everything: samplers that split one permutation rely on it.
+        # The sampler's draws are a stream of their own, swapped in where they can happen. It starts the same on every
+        # rank, as after seed_everything: samplers that split one permutation rely on it.
         swapped, outside = True, RawRandom()
         seed_random(place_seed(seed, _SAMPLER, epoch))
         iterator = iter(self.inner)
@@ -176,7 +176,8 @@ class SeededDataset:
 def engine_of(
     loader: DataLoader[Any], known: bool, place: Callable[[], tuple[int, int, int]] | None
 ) -> tuple[DataLoader[Any], Indices]:
-    """A shallow copy of ``loader`` whose sampler is watched (``place`` None) or whose items are seeded, and that sampler.
+    """A shallow copy of ``loader`` whose sampler is watched (``place`` None) or whose items are seeded, and that
+    sampler.
 
     The user's loader is left untouched; both share data set, sampler and generator.
     """

@@ -199,6 +199,8 @@ def random_faults(
         rank = rng.randrange(world_size)
         if _in_recovery(point):
             candidate = _second(rng.choice(drawn), drawn, rank, point, kind, nth)
+            if kind == "exception" and point.startswith("recovery."):
+                candidate = None  # no code of the user's runs there that could raise
         else:
             step = rng.choice([s for s in (only or {}).get(point, range(1, steps + 1)) if 1 <= s <= steps] or [0])
             candidate = Fault(rank, step, point, kind, nth) if step else None

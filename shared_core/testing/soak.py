@@ -156,7 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"    {reason}", flush=True)
             elif verdict == "FAILED":
                 # The whole output of a job is long: it is shown when a run is repeated alone.
-                shown = reason if args.only is not None else "\n".join(reason.partition("\ncommand: ")[0].splitlines()[:8])
+                brief = "\n".join(reason.partition("\ncommand: ")[0].splitlines()[:8])
+                shown = reason if args.only is not None else brief
                 print(f"    {shown}\n    repeat: {_repeat(seed, run.number, args)}", flush=True)
             number += 1
             if args.only is not None or struck >= args.faults or (failed and args.stop):

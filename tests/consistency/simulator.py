@@ -150,6 +150,7 @@ class Job:
         self.wire: dict[tuple[int, int, int], list[int]] = {}
         self.broken = False
         self.losses = 0
+        self.originals = set(range(self.world))  # ranks that were never lost
         self.plans: list[Plan] = []
         self._fresh()
 
@@ -298,6 +299,7 @@ class Job:
     def lose(self, ranks: list[int]) -> None:
         """Lose workers at this moment, form generations (with more losses, perhaps, meanwhile) and go on."""
         self.losses += len(ranks)
+        self.originals -= set(ranks)
         self.broken = True
         for rank in ranks:
             self.workers[rank] = Worker(rank, self.program, True)
@@ -312,6 +314,7 @@ class Job:
                 if all(self.workers[r].newcomer or r in more for r in range(self.world)):
                     break  # nobody would be left
                 self.losses += len(more)
+                self.originals -= set(more)
                 for rank in more:
                     self.workers[rank] = Worker(rank, self.program, True)
                 continue
@@ -395,10 +398,10 @@ class Job:
         self.broken = False
         for worker in self.workers:
             for name, group in worker.groups.items():
-                redo = {n for n in plan.redo[name] if n in group.log}
+                redo = {n for n in plan.redo.get(name, ()) if n in group.log}
                 for number in sorted(redo | group.pending.keys()):
                     self._start(name, worker.rank, number)
-                group.has = {_channel(c): n for c, n in plan.received[name].items()}
+                group.has = {_channel(c): n for c, n in plan.received.get(name, {}).items()}
                 for channel, kept in group.kept.items():
                     for index in sorted(kept):
                         if index >= group.has.get(channel, 0):
