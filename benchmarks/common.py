@@ -77,6 +77,11 @@ def arguments(name: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def leave_nothing() -> None:
+    """Let SIGTERM end this program like an exception, so that the jobs it has started are ended too."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 def finish(rows: Sequence[Row], path: Path | None) -> int:
     """Print the table, write ``path`` if given; the exit status is 0 unless a target was missed."""
     print()

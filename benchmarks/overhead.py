@@ -23,6 +23,7 @@ from benchmarks.common import (
     at_most,
     finish,
     has_torchft,
+    leave_nothing,
     lighthouse,
     say,
     scratch,
@@ -178,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("overhead", "Step time and memory of DDP on backend swift against plain gloo.")
     parser.add_argument("--only", choices=list(CASES), action="append", help="only this case; may be repeated")
     options = parser.parse_args(argv)
+    leave_nothing()
     systems = ["gloo", "swift"]
     if has_torchft() and not options.quick:
         systems.append("torchft")

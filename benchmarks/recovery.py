@@ -35,6 +35,7 @@ from benchmarks.common import (
     at_most,
     finish,
     has_torchft,
+    leave_nothing,
     lighthouse,
     say,
     scratch,
@@ -107,7 +108,8 @@ class Traces:
 
     def furthest(self, before: float = float("inf")) -> int:
         """The highest step that any rank had made before a time."""
-        return max((x["step"] for rank in range(WORKERS) for x in self.steps(rank) if x["time"] <= before), default=0)
+        steps = (x["step"] for rank in range(WORKERS) for x in self.steps(rank) if x["time"] <= before)
+        return int(max(steps, default=0))
 
 
 @dataclass
@@ -317,6 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="TEXT", help="only systems whose name contains this")
     parser.add_argument("--seed", type=int, default=1, help="of the moments of the kills")
     options = parser.parse_args(argv)
+    leave_nothing()
     torchft = has_torchft()
     outcomes = []
     with scratch() as folder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from typing import Any
 
 from torch import nn
@@ -69,17 +70,14 @@ class Holder:
             # Written past __setattr__: a module's own would look for parameters and buffers of that name.
             values[name] = assign(values.get(name), value)
 
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to publish at present."""
-        return not self._names and not self._other
-
 
 class Holders:
     """Holders of named objects, and of the small user objects that hang on them."""
 
     def __init__(self, objects: Mapping[str, object], ignore: frozenset[str] = frozenset()) -> None:
         self._holders: dict[str, Holder] = {}
+        #: Objects that hang on another: their name, the attributes they hang on, and its name.
+        self._hanging: list[tuple[str, dict[str, Any], str]] = []
         seen: set[int] = set()
         for name, item in objects.items():
             self._add(name, item, ignore, seen, depth=0)
@@ -88,15 +86,20 @@ class Holders:
         if id(item) in seen or not hasattr(item, "__dict__"):
             return
         seen.add(id(item))
-        holder = Holder(item, ignore)
-        if depth == 0 or not holder.empty:
-            self._holders[name] = holder
+        self._holders[name] = Holder(item, ignore)
         if depth < 2:
             for attribute, value in _user_objects(item, ignore):
-                self._add(f"{name}.{attribute}", value, frozenset(), seen, depth + 1)
+                below = f"{name}.{attribute}"
+                self._add(below, value, frozenset(), seen, depth + 1)
+                if below in self._holders:
+                    self._hanging.append((below, vars(item), attribute))
 
     def capture(self) -> dict[str, tuple[str, list[Any]]]:
         """Plain data, to be serialised at once."""
+        for name, attributes, attribute in self._hanging:
+            item = attributes.get(attribute)
+            if item is not self._holders[name].item and hasattr(item, "__dict__"):
+                self._holders[name] = Holder(item, frozenset())
         return {name: holder.capture() for name, holder in self._holders.items()}
 
     def restore(self, data: Mapping[str, tuple[str, list[Any]]]) -> None:
@@ -109,7 +112,7 @@ class Holders:
 def _user_objects(item: object, ignore: frozenset[str]) -> Iterator[tuple[str, Any]]:
     """Attributes that are objects of classes in the user's own files, which may hold counters."""
     for name, value in vars(item).items():
-        if name not in ignore and not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
+        if name not in ignore and not isinstance(value, (nn.Module, type, Enum)) and hasattr(value, "__dict__"):
             if _user_defined(type(value)):
                 yield name, value
 

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress, _BatchProgress, _ReadyCompletedTracker
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_swift.attributes import Holder, Holders
@@ -72,11 +73,19 @@ class RunState:
         found: Holders = self._built[name]
         return found
 
+    def _model(self) -> tuple[list[nn.Module], list[nn.Parameter]]:
+        if "model" not in self._built:
+            module = self.trainer.lightning_module
+            self._built["model"] = (list(module.modules()), list(module.parameters()))
+        found: tuple[list[nn.Module], list[nn.Parameter]] = self._built["model"]
+        return found
+
     # -- progress and flags -------------------------------------------------------------------------------------------
 
     def _loops(self) -> tuple[list[Holder], list[_ReadyCompletedTracker], list[_BatchProgress]]:
         if "loops" not in self._built:
-            loops = list(_loops_of(self.trainer))
+            fitting = self.trainer.state.fn == TrainerFn.FITTING
+            loops = list(_loops_of(self.trainer, fitting))
             leaves: list[_ReadyCompletedTracker] = []
             batches: list[_BatchProgress] = []
             for loop in loops:
@@ -112,20 +121,21 @@ class RunState:
                 _shift_clocks(item, self._shift)
 
     def _capture_flags(self) -> Any:
-        module = self.trainer.lightning_module
+        modules, parameters = self._model()
+        precision = self.trainer.precision_plugin.state_dict()
         return {
-            "training": bytes(m.training for m in module.modules()),
-            "requires_grad": bytes(p.requires_grad for p in module.parameters()),
-            "precision": encode(dict(self.trainer.precision_plugin.state_dict())),
+            "training": bytes([m.training for m in modules]),
+            "requires_grad": bytes([p.requires_grad for p in parameters]),
+            "precision": encode(dict(precision)) if precision else None,
             "datamodule": self._holders("datamodule").capture(),
             "optimizers": self._holders("optimizers").capture(),
         }
 
     def _restore_flags(self, data: Mapping[str, Any]) -> None:
-        module = self.trainer.lightning_module
-        for child, flag in zip(module.modules(), data["training"], strict=False):
+        modules, parameters = self._model()
+        for child, flag in zip(modules, data["training"], strict=False):
             child.training = bool(flag)
-        for parameter, flag in zip(module.parameters(), data["requires_grad"], strict=False):
+        for parameter, flag in zip(parameters, data["requires_grad"], strict=False):
             if parameter.requires_grad != bool(flag):
                 parameter.requires_grad_(bool(flag))
         precision = decode(data["precision"])
@@ -199,8 +209,11 @@ _BUILDERS: dict[str, Callable[[pl.Trainer], tuple[dict[str, object], frozenset[s
 }
 
 
-def _loops_of(trainer: pl.Trainer) -> Iterator[_Loop]:
-    roots: list[_Loop] = [trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+def _loops_of(trainer: pl.Trainer, fitting: bool) -> Iterator[_Loop]:
+    """The loops that the entry call in progress can change."""
+    roots: list[_Loop] = [trainer.fit_loop]
+    if not fitting:
+        roots += [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
     while roots:
         loop = roots.pop(0)
         yield loop

@@ -47,8 +47,8 @@ class Data:
         fit, val = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
         reloads = bool(getattr(self._trainer, "reload_dataloaders_every_n_epochs", 0))
         return {
-            "train": _capture_combined(fit._combined_loader),
-            "val": _capture_combined(val._combined_loader),
+            "train": _capture_combined(fit._combined_loader, between=False),
+            "val": _capture_combined(val._combined_loader, between=True),
             "fetcher": None if fit._data_fetcher is None else _capture_fetcher(fit._data_fetcher),
             # Only where loaders are requested again during a fit does a newcomer need to do so too.
             "requested": dict(self._requested) if reloads else {},
@@ -128,13 +128,13 @@ def _positions(combined: CombinedLoader) -> list[Position | None]:
     return found
 
 
-def _capture_combined(combined: CombinedLoader | None) -> Any:
+def _capture_combined(combined: CombinedLoader | None, between: bool) -> Any:
     if combined is None:
         return None
     iterator = combined._iterator
     return {
         "loaders": [
-            loader.state(position) if isinstance(loader, ResumableLoader) else None
+            loader.state(position, between=between) if isinstance(loader, ResumableLoader) else None
             for loader, position in zip(combined.flattened, _positions(combined), strict=True)
         ],
         "index": None if iterator is None else iterator._idx,

@@ -26,6 +26,8 @@ from shared_core.loaders.randomness import generator_state, set_generator_state
 #: Types published as they are. Subclasses are not among them: an enumeration of integers is more than an integer.
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SCALAR, _TUPLE, _ENUM, _GENERATOR, _SET, _FROZEN = "\0scalar", "\0tuple", "\0enum", "\0generator", "\0set", "\0frozen"
+_ARRAY, _SMALL = "\0array", 256
+_NAMES = {kind: str(kind).removeprefix("torch.") for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 _AS_IS = (torch.dtype, torch.Size, datetime.timedelta, datetime.datetime, pathlib.PurePath, np.generic)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
@@ -59,12 +61,18 @@ def encode(value: Any) -> Any:
 
 
 def _tensor(value: Tensor) -> Any:
+    if value.is_cpu and not value.requires_grad and value.layout is torch.strided:
+        # Small tensors travel as numbers or bytes, which are several times cheaper to publish.
+        if value.ndim == 0:
+            number = value.item()
+            if number == number:  # the bits of a NaN would not survive
+                return (_SCALAR, _NAMES[value.dtype], number)
+        elif 0 < value.numel() <= _SMALL:
+            data = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            return (_ARRAY, _NAMES[value.dtype], tuple(value.shape), data)
+        return value.detach()
     if value.requires_grad and value.is_leaf or value.is_meta or value.layout is not torch.strided:
         raise NotPlain("Tensor")
-    if value.ndim == 0 and value.device.type == "cpu":
-        number = value.item()
-        if number == number:  # the bits of a NaN survive only as a tensor
-            return (_SCALAR, str(value.dtype), number)
     return value.detach()
 
 
@@ -100,7 +108,9 @@ def decode(data: Any) -> Any:
         return data
     tag = data[0]
     if tag == _SCALAR:
-        return torch.tensor(data[2], dtype=getattr(torch, data[1].removeprefix("torch.")))
+        return torch.tensor(data[2], dtype=getattr(torch, data[1]))
+    if tag == _ARRAY:
+        return torch.frombuffer(bytearray(data[3]), dtype=getattr(torch, data[1])).view(data[2])
     if tag == _TUPLE:
         return tuple(decode(v) for v in data[1])
     if tag == _ENUM:

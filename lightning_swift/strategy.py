@@ -245,6 +245,7 @@ class SwiftDDPStrategy(DDPStrategy):
             seed=self.config.seed,
             rank=self.global_rank,
             first_epoch=trainer.current_epoch,
+            ahead=1 if trainer.training else 0,
             lazy=self.joining,
         )
 

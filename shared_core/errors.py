@@ -39,6 +39,10 @@ class GenerationAbandoned(SwiftError, RuntimeError):
     """Another failure ended the generation that was being formed. Internal: recovery starts over."""
 
 
+class NotConnected(SwiftError, RuntimeError):
+    """Members of a group did not reach each other although nobody was lost. Internal: they try again."""
+
+
 class CorruptFile(SwiftError, RuntimeError):
     """A checkpoint, publication or log file fails its checksum."""
 

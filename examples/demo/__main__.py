@@ -13,6 +13,7 @@ import csv
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -74,6 +75,7 @@ class Run:
     seconds: float = 0.0
     status: int = 0
     losses: list[tuple[int, float]] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -82,14 +84,14 @@ class Run:
         return {str(report["hash"]) for report in self.reports.values()}
 
 
-def read_losses(path: Path) -> list[tuple[int, float]]:
-    """(step, training loss) from the CSV logger's file; rows that are still being written are left out."""
+def read_losses(path: Path, name: str = "train_loss") -> list[tuple[int, float]]:
+    """(step, loss) from the CSV logger's file; rows that are still being written are left out."""
     found = []
     try:
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
-                if row.get("train_loss") and row.get("step"):
-                    found.append((int(row["step"]) + 1, float(row["train_loss"])))
+                if row.get(name) and row.get("step"):
+                    found.append((int(row["step"]) + 1, float(row[name])))
     except (OSError, ValueError):
         pass
     return found
@@ -119,6 +121,7 @@ def execute(run: Run, launcher: Sequence[str], strategy: str, steps: int, env: M
     progress.show(last=True)
     run.seconds = time.monotonic() - begin
     run.losses = read_losses(run.out / "metrics.csv")
+    run.validation = read_losses(run.out / "metrics.csv", "val_loss")
     for path in sorted(run.out.glob("rank*.json")):
         report = json.loads(path.read_text())
         run.reports[report["rank"]] = report
@@ -218,8 +221,8 @@ def problems(plain: Run, faulty: Run, strikes: Sequence[Strike], outages: Sequen
             found.append(f"{run.name}: the ranks' final states differ from each other")
     if plain.hashes != faulty.hashes:
         found.append("the final states of the two runs differ")
-    if plain.losses != faulty.losses:
-        found.append("the logged training losses of the two runs differ")
+    if plain.losses != faulty.losses or plain.validation != faulty.validation:
+        found.append("the logged losses of the two runs differ")
     struck = read_struck(faulty.out / "struck.jsonl")
     for strike in strikes:
         hits = sum(Fault.from_dict(record["fault"]) in strike.faults for record in struck)
@@ -234,11 +237,13 @@ def problems(plain: Run, faulty: Run, strikes: Sequence[Strike], outages: Sequen
 def main() -> int:
     """Run the demo; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description="Training with and without failures.")
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     options = parser.parse_args()
     if options.steps < 24:
         parser.error("--steps must be at least 24, so that the faults lie apart")
+    # SIGTERM ends this program like Ctrl-C does, with the run that it has started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     out: Path = options.out.resolve()
     strikes = plan(options.steps)
     plain = Run("without failures", out / "without")

@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", default="swift_ddp")
     parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch-size", type=int, default=6, help="of each worker")
     parser.add_argument("--out", type=Path, default=Path("runs/demo/run"))
     options = parser.parse_args()

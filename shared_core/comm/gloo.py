@@ -18,7 +18,7 @@ from typing import Any
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Store
 
-from shared_core.errors import GenerationAbandoned, WaitTimeout
+from shared_core.errors import GenerationAbandoned, NotConnected, WaitTimeout
 
 #: Untyped, because torch's stubs leave out most of it.
 _Store: Any = Store
@@ -130,7 +130,8 @@ class InnerGroup:
         """Meet the other members in ``store`` (already prefixed by generation and group) and connect to them.
 
         Raises:
-            GenerationAbandoned: if the generation ends meanwhile, or a member cannot be reached.
+            GenerationAbandoned: if the generation ends meanwhile.
+            NotConnected: if a member cannot be reached.
             WaitTimeout: if a member does not come within ``wait_timeout_s``.
         """
         with _device_lock:
@@ -149,7 +150,9 @@ class InnerGroup:
         try:
             pg = ProcessGroupGloo(_AbortableStore(store, abandoned, wait_timeout_s, what), rank, size, options)
         except RuntimeError as error:
-            raise GenerationAbandoned(f"{what}: {error}") from error
+            if isinstance(error, GenerationAbandoned) or abandoned():
+                raise GenerationAbandoned(f"{what}: {error}") from error
+            raise NotConnected(f"{what}: {error}") from error
         pg._set_default_timeout(operation_timeout)
         return cls(pg, port, peers)
 

@@ -23,7 +23,7 @@ from shared_core.comm.gloo import InnerGroup
 from shared_core.comm.log import BufferPool, Entry, GroupLog, Signature
 from shared_core.comm.op import Op
 from shared_core.consistency.frontier import Done
-from shared_core.errors import GenerationAbandoned, ReplayDivergence, SwiftError
+from shared_core.errors import GenerationAbandoned, NotConnected, ReplayDivergence, SwiftError
 from shared_core.testing import inject
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: How long an operation may have failed before the loss that explains it is announced.
 _SUSPECT_S = 15.0
+#: Attempts to connect the members of a group in one generation.
+MAX_ATTEMPTS = 8
 #: How long gloo may take to give operations back once their sockets are shut down. Usually it takes 2 ms.
 _STUCK_S = 0.25
 #: Results up to so many bytes are recorded in the start-up phase for later newcomers.
@@ -162,8 +164,15 @@ class Runtime:
 
         Raises:
             GenerationAbandoned: if the generation ended meanwhile.
+            NotConnected: if the members do not reach each other in many attempts.
         """
-        inner = self.new_inner(group, generation)
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                inner = self.new_inner(group, generation, attempt)
+                break
+            except NotConnected:
+                if attempt + 1 == MAX_ATTEMPTS:
+                    raise
         with self.lock:
             if self.latest > generation:
                 inner.sever()
@@ -171,14 +180,22 @@ class Runtime:
             group.inner = inner
             self._reissue(group)
 
-    def new_inner(self, group: GroupState, generation: int) -> InnerGroup:
-        """A fresh gloo group for ``group``, not yet used by it."""
+    def new_inner(self, group: GroupState, generation: int, attempt: int) -> InnerGroup:
+        """A fresh gloo group for ``group``, not yet used by it.
+
+        Gloo now and then waits for its whole time-out before it repeats a connection attempt, so the first time-outs are
+        short.
+
+        Raises:
+            GenerationAbandoned: if the generation ended meanwhile.
+            NotConnected: if a member was not reached; all members make the next attempt then.
+        """
         return InnerGroup.connect(
-            self.new_store(f"inner/{generation}/{group.name}"),
+            self.new_store(f"inner/{generation}.{attempt}/{group.name}"),
             group.rank,
             group.size,
             operation_timeout=group.timeout,
-            connect_timeout_s=self.connect_timeout_s,
+            connect_timeout_s=min(self.connect_timeout_s, 0.5 * 2**attempt),
             wait_timeout_s=self.wait_timeout_s,
             abandoned=lambda: self.latest > generation,
             what=f"the members of group {group.name!r} in generation {generation} (rank {self.rank})",

@@ -15,7 +15,8 @@ import torch
 #: Global generators as plain data: ``torch`` (bytes), ``python`` and ``numpy`` (tuples); any subset of the three.
 RandomParts = dict[str, Any]
 
-_SCALARS = (bool, int, float, str, type(None))
+_SCALAR_TYPES = (bool, int, float, str, type(None))
+_SCALARS = frozenset(_SCALAR_TYPES)
 _MAX_OBJECTS, _MAX_DEPTH, _MAX_CONTAINER = 64, 4, 32
 _MANY_NOTES = 256
 _OPAQUE = (
@@ -170,6 +171,7 @@ class OwnedState:
         self._seen: set[int] = set()
         for name, root in roots.items():
             self._visit(name, root, 0)
+        self._objects = {p: o for p, o in self._objects.items() if any(type(v) in _SCALARS for v in vars(o).values())}
 
     def capture(self) -> dict[str, Any]:
         """Plain data: ``{"scalars": {path: {attribute: value}}, "generators": {path: state}}``."""
@@ -218,5 +220,5 @@ def _children(item: Any) -> Iterator[tuple[str, Any]]:
     else:
         pairs = [(k, v) for k, v in getattr(item, "__dict__", {}).items() if k not in _BACK_REFERENCES]
     for name, value in pairs:
-        if not isinstance(value, _SCALARS):
+        if not isinstance(value, _SCALAR_TYPES):
             yield str(name), value

@@ -232,12 +232,18 @@ class ResumableLoader:
         """Change how many items the caller fetches before it uses them (see the class)."""
         self._swift_ahead = ahead
 
-    def state(self, position: Iterator[Any] | None = None) -> dict[str, Any]:
+    def state(self, position: Iterator[Any] | None = None, *, between: bool = False) -> dict[str, Any]:
         """Where the iteration ``position`` is (default: the oldest one alive), as plain data.
 
         Cost: a few microseconds in the common case; some kilobytes where generators were drawn from.
+
+        Args:
+            position: an iterator of this loader.
+            between: no iteration is in progress; only what shapes the next one is of interest.
         """
         found = position if type(position) is Position else self._swift_position()
+        if between or found is not None and found.exhausted and not self._swift_ahead and not self._swift_continues():
+            found = None
         iterations: list[dict[str, Any]] = []
         recent: list[RandomParts] = []
         pool = self._swift_pool
@@ -350,6 +356,8 @@ class ResumableLoader:
         elif self._swift_indices is not None:
             self._swift_indices.replay = record.draws
         inner = self._swift_start(_Iteration(epoch=record.epoch))
+        if self._swift_indices is not None:
+            self._swift_indices.skip, self._swift_indices.replay = 0, {}
         for number in range(already, delivered):
             if number == 0 and record.owned_first:
                 self._swift_owned.restore(record.owned_first)

@@ -55,6 +55,7 @@ class Indices:
         self._batched = batched
         self._known = known
         self._place = place
+        #: Taken over by iterators made while they are set (a loader with workers makes two).
         self.skip = 0
         self.replay: Draws = {}
         #: Draws of the current iteration that consumed global randomness (refetch mode).
@@ -71,12 +72,9 @@ class Indices:
     def __iter__(self) -> Iterator[Any]:
         log = DrawLog()
         self.draws = log.notes
-        return self._watched(log) if self._place is None else self._seeded(self._place())
+        return self._watched(log, self.replay) if self._place is None else self._seeded(self._place(), self.skip)
 
-    # ``replay`` and ``skip`` are taken with the first draw: a loader with workers calls iter() twice before it.
-
-    def _watched(self, log: DrawLog) -> Iterator[Any]:
-        replay, self.replay = self.replay, {}
+    def _watched(self, log: DrawLog, replay: Draws) -> Iterator[Any]:
         iterator, number = iter(self.inner), 0
         while True:
             if number in replay:
@@ -90,8 +88,7 @@ class Indices:
             yield drawn
             number += 1
 
-    def _seeded(self, place: tuple[int, int, int]) -> Iterator[Any]:
-        skip, self.skip = self.skip, 0
+    def _seeded(self, place: tuple[int, int, int], skip: int) -> Iterator[Any]:
         seed, rank, epoch = place
         number = 0
         # The sampler's draws are a stream of their own, swapped in where they can happen. It starts the same on every

@@ -13,6 +13,7 @@ import json
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -26,9 +27,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shared_core.cluster.worker import WorkerEnv, connect_store, tell
 from shared_core.comm.gloo import InnerGroup, wait_for
 from shared_core.comm.log import Signature
-from shared_core.comm.runtime import GroupState, Runtime
+from shared_core.comm.runtime import MAX_ATTEMPTS, GroupState, Runtime
 from shared_core.consistency import Frontier, GroupFrontier, Plan, Top, decide
-from shared_core.errors import GenerationAbandoned, RecoveryFailed, SwiftError
+from shared_core.errors import GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError
 from shared_core.events import EventLog
 from shared_core.recovery.board import Board
 from shared_core.recovery.state import pack, unpack
@@ -37,6 +38,8 @@ from shared_core.testing import inject
 #: Exit code of a newcomer that prepared for a batch top which a further loss made useless; the agent starts another.
 EXIT_STALE = 75
 _TAG = 2**30
+#: Results to serve: per group and sequence number, what was called and what it gave.
+Replay = dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]]
 _FOREVER = timedelta(days=365)
 _CHUNK = 32 << 20
 
@@ -91,15 +94,13 @@ class Recovery:
         self._prepared_for = -1
         self._recovering = threading.Lock()
         self._forming: InnerGroup | None = None
-        self._for_later: dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]] = {}
+        self._for_later: Replay = {}
 
     # -- store -------------------------------------------------------------------------------------
 
     def new_store(self, prefix: str) -> Store:
         """A new client of the agent's store below this attempt's prefix."""
-        return PrefixStore(
-            (self.env.prefix + prefix).rstrip("/"), connect_store(self.runtime.wait_timeout_s, self.env)
-        )
+        return PrefixStore((self.env.prefix + prefix).rstrip("/"), connect_store(self.runtime.wait_timeout_s, self.env))
 
     def tell(self, name: str, value: Any) -> None:
         """Set a key that the agent acts on."""
@@ -199,8 +200,10 @@ class Recovery:
                 return  # the thread of the next generation takes over
             except RecoveryFailed as error:
                 self._fall_back(error)
-            except Exception as error:  # noqa: BLE001
-                self._fatal(error)
+            except Exception:
+                # This worker cannot go on, but another may take its place; the agent bounds how often.
+                traceback.print_exc()
+                os._exit(1)
 
     def _recover_once(self, generation: int, record: dict[str, Any]) -> None:
         if self.runtime.latest > generation:
@@ -301,10 +304,28 @@ class Recovery:
             self.runtime.wait_timeout_s,
             f"all ranks to be ready in generation {generation} (rank {self.env.rank})",
         )
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                inner, replay, received = self._meet(plan, generation, attempt)
+                break
+            except NotConnected as error:
+                if attempt + 1 == MAX_ATTEMPTS:
+                    raise RecoveryFailed(f"rank {self.env.rank}: nobody was lost, and yet: {error}") from error
+        self._install(plan, inner, generation, replay, joining)
+        inject.point("recovery.installed")
+        return received
+
+    def _meet(self, plan: Plan, generation: int, attempt: int) -> tuple[InnerGroup, Replay, Received]:
+        """Connect the job's default group and move what the plan says, on all ranks or on none.
+
+        Raises:
+            GenerationAbandoned: if somebody was lost meanwhile.
+            NotConnected: if it broke off although nobody was lost.
+        """
         world = self.runtime.world
         assert world is not None
-        inner = self.runtime.new_inner(world, generation)
-        received = Received(top=mine, generation=generation)
+        inner = self.runtime.new_inner(world, generation, attempt)
+        received = Received(top=plan.tops.get(self.env.rank), generation=generation)
         try:
             with self.runtime.lock:
                 if self._abandoned(generation):
@@ -315,37 +336,25 @@ class Recovery:
             inject.point("recovery.exchanged")
             inner.pg.barrier(dist.BarrierOptions()).wait()
         except RuntimeError as error:
-            if isinstance(error, SwiftError):
+            inner.sever()
+            if isinstance(error, (SwiftError, inject.FaultInjected)):
                 raise
             with self.runtime.lock:
+                # A broken connection mostly means a loss, which is announced in a moment.
+                if self.runtime.changed.wait_for(lambda: self._abandoned(generation), timeout=2.0):
+                    raise GenerationAbandoned(str(error)) from error
+            raise NotConnected(str(error)) from error
+        finally:
+            with self.runtime.lock:
                 self._forming = None
-            inner.sever()
-            self._await_next(generation)
-            raise GenerationAbandoned(str(error)) from error
-        with self.runtime.lock:
-            self._forming = None
-        self._install(plan, inner, generation, replay, joining)
-        inject.point("recovery.installed")
-        return received
-
-    def _await_next(self, generation: int) -> None:
-        """An exchange failed, so somebody is lost: his announcement must follow.
-
-        Raises:
-            RecoveryFailed: if it does not.
-        """
-        with self.runtime.lock:
-            if not self.runtime.changed.wait_for(lambda: self._abandoned(generation), timeout=30.0):
-                raise RecoveryFailed(
-                    f"rank {self.env.rank}: the exchange of generation {generation} broke off, but nobody was lost"
-                )
+        return inner, replay, received
 
     def _install(
         self,
         plan: Plan,
         inner: InnerGroup,
         generation: int,
-        replay: dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]],
+        replay: Replay,
         joining: bool,
     ) -> None:
         runtime = self.runtime
@@ -375,12 +384,10 @@ class Recovery:
 
     # -- moving ------------------------------------------------------------------------------------
 
-    def _move(
-        self, inner: InnerGroup, plan: Plan, received: Received
-    ) -> dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]]:
+    def _move(self, inner: InnerGroup, plan: Plan, received: Received) -> Replay:
         """Logs and state, in an order all ranks share."""
         rank = self.env.rank
-        replay: dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]] = {}
+        replay: Replay = {}
         for transfer in plan.transfers:
             if rank == transfer.source:
                 rows, tensors = self._logged(transfer.entries)
@@ -430,8 +437,6 @@ class Recovery:
         threading.Event().wait()
 
     def _fatal(self, error: BaseException) -> None:
-        import traceback
-
         traceback.print_exception(error)
         self.tell("fail", {"rank": self.env.rank, "message": f"{type(error).__name__}: {error}"})
         threading.Event().wait(60.0)

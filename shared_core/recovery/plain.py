@@ -20,7 +20,7 @@ from shared_core.errors import CorruptFile, SwiftError
 
 
 def _tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    kind = getattr(torch, dtype)
+    kind = _dtype(dtype)
     if not data:
         return torch.empty(shape, dtype=kind)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).view(shape)
@@ -30,13 +30,21 @@ def _array(data: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
     return np.frombuffer(bytearray(data), dtype=np.dtype(dtype)).reshape(shape)
 
 
+def _scalar(data: bytes, dtype: str) -> Any:
+    return np.frombuffer(data, dtype=np.dtype(dtype))[0]
+
+
 def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)  # type: ignore[no-any-return]
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):  # what is returned here could be called by a forged pickle
+        raise CorruptFile(f"refused to read torch.{name}: it is no dtype")
+    return found
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     (__name__, "_tensor"): _tensor,
     (__name__, "_array"): _array,
+    (__name__, "_scalar"): _scalar,
     (__name__, "_dtype"): _dtype,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "defaultdict"): collections.defaultdict,
@@ -65,7 +73,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, np.ndarray) and obj.dtype != object:
             return _array, (obj.tobytes(), obj.dtype.str, obj.shape)
         if isinstance(obj, np.generic):
-            return _array, (obj.tobytes(), obj.dtype.str, ())
+            return _scalar, (obj.tobytes(), obj.dtype.str)
         if isinstance(obj, torch.dtype):
             return _dtype, (str(obj).removeprefix("torch."),)
         return NotImplemented

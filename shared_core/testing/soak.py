@@ -223,6 +223,11 @@ def _execute(run: Run, args: argparse.Namespace, folder: Path, reference: JobRes
     return verdict, reason, result
 
 
+def _stall(result: JobResult) -> float:
+    """Longest time that a survivor waited in a recovery, in seconds."""
+    return max((float(event.fields.get("stall_s", 0.0)) for event in result.kinds("recovered")), default=0.0)
+
+
 def _row(run: Run, verdict: str, reason: str, result: JobResult) -> dict[str, Any]:
     return {
         "run": run.number,
@@ -232,12 +237,14 @@ def _row(run: Run, verdict: str, reason: str, result: JobResult) -> dict[str, An
         "verdict": verdict,
         "reason": reason,
         "seconds": result.duration_s,
+        "stall_s": _stall(result),
     }
 
 
 def _line(run: Run, verdict: str, result: JobResult, struck: int, wanted: int) -> str:
     faults = "; ".join(str(fault) for fault in run.faults)
-    return f"run {run.number} {run.model} {verdict} {result.duration_s:.1f} s [{struck}/{wanted}] {faults}"
+    times = f"{result.duration_s:.1f} s, stall {_stall(result):.2f} s"
+    return f"run {run.number} {run.model} {verdict}, {times} [{struck}/{wanted}]: {faults}"
 
 
 def _repeat(seed: int, number: int, args: argparse.Namespace) -> str:

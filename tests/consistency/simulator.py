@@ -1,4 +1,4 @@
-"""A job without processes: ranks that run a program of collectives, messages and batch tops, and lose workers at any moment.
+"""A job without processes: ranks run a program of collectives, messages and batch tops, and are lost at any moment.
 
 It follows the rules of the runtime: when gloo may finish an operation, what is logged and dropped, what a survivor does
 while a recovery runs. What is under test is :func:`shared_core.consistency.decide`. A run fails if gloo groups of one
@@ -154,7 +154,7 @@ class Job:
         self.plans: list[Plan] = []
         self._fresh()
 
-    # -- a generation of gloo groups --------------------------------------------------------------------------------------
+    # -- a generation of gloo groups ---------------------------------------------------------------
 
     def _fresh(self) -> None:
         self.issued = {name: {rank: [] for rank in members} for name, members in self.program.groups.items()}
@@ -165,9 +165,7 @@ class Job:
         line.append(number)
         for other, theirs in self.issued[name].items():
             if len(theirs) >= len(line) and theirs[len(line) - 1] != number:
-                raise Stuck(
-                    f"group {name}: rank {rank} runs collective {number} where rank {other} runs {theirs[len(line) - 1]}"
-                )
+                raise Stuck(f"group {name}: rank {rank} runs {number} where rank {other} runs {theirs[len(line) - 1]}")
 
     def _may_finish(self, name: str, rank: int, step: Step) -> bool:
         here = self.issued[name]
@@ -180,7 +178,7 @@ class Job:
             return step.number in here[step.root]
         return True  # reduce, elsewhere than at the root
 
-    # -- what a worker does -----------------------------------------------------------------------------------------------
+    # -- what a worker does ------------------------------------------------------------------------
 
     def moves(self, worker: Worker) -> list[tuple[str, str, int]]:
         """What can happen next at a worker: ``step``, or ``finish`` of an operation."""
@@ -294,7 +292,7 @@ class Job:
         line.pop(0)
         group.received[step.channel] = index + 1
 
-    # -- losses -----------------------------------------------------------------------------------------------------------
+    # -- losses ------------------------------------------------------------------------------------
 
     def lose(self, ranks: list[int]) -> None:
         """Lose workers at this moment, form generations (with more losses, perhaps, meanwhile) and go on."""
@@ -370,7 +368,9 @@ class Job:
             top, worker = plan.tops[newcomer], self.workers[donor]
             while top is not None and worker.version < top.version:
                 if worker.finished or not self._can_step(worker):
-                    raise Stuck(f"rank {donor} cannot reach version {top.version}, which it is to give to rank {newcomer}")
+                    raise Stuck(
+                        f"rank {donor} cannot reach version {top.version}, which it is to give to rank {newcomer}"
+                    )
                 self.do(worker, ("step", "", 0))
 
     def _install(self, plan: Plan) -> None:
@@ -407,7 +407,7 @@ class Job:
                         if index >= group.has.get(channel, 0):
                             self._put(channel, index)
 
-    # -- running ----------------------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def run(self, chance: float, most: int) -> None:
         """Run to the end, losing workers with probability ``chance`` at each move, at most ``most`` times.

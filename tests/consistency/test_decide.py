@@ -1,0 +1,165 @@
+"""Who recovers how, case by case: what a plan must say for frontiers written down by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shared_core.consistency import Frontier, GroupFrontier, Plan, Top, Transfer, decide
+from shared_core.errors import RecoveryFailed
+
+
+def top(index: int, version: int = 0, sent: int = 0, received: int = 0, **groups: int) -> Top:
+    """A batch top of a job of two or three ranks; messages go from rank 0 to rank 1."""
+    return Top(
+        index,
+        version,
+        0,
+        "batch",
+        groups or {"w": 0},
+        {"w": {"0,1,0": received}} if received else {},
+        {"w": {"0,1,0": sent}} if sent else {},
+        {name: [0, 1, 2] for name in groups or {"w": 0}},
+    )
+
+
+def group(done: int, log: Any = (), exclusive: Any = (), after: int | None = None, extra: Any = (), **kw: Any) -> Any:
+    """A group of three as a survivor knows it, with everything below ``done`` finished."""
+    following = max([done, *(n + 1 for n in extra)]) if after is None else after
+    return GroupFrontier((0, 1, 2), following, [done, *extra], list(log), list(exclusive), **kw)
+
+
+def survivor(rank: int, version: int = 0, **groups: GroupFrontier) -> Frontier:
+    return Frontier(rank, 0, False, version, (), groups=groups)
+
+
+def newcomer(rank: int, *tops: Top) -> Frontier:
+    return Frontier(rank, 1, True, 0, tops)
+
+
+def plan(*fronts: Frontier) -> Plan:
+    """The plan, which must not depend on the order of the frontiers or on who computes it."""
+    found = decide({front.rank: front for front in fronts})
+    again = decide({f.rank: Frontier.from_json(f.to_json()) for f in reversed(fronts)})
+    assert found == again
+    return found
+
+
+def test_without_newcomers_only_what_is_behind_is_moved() -> None:
+    found = plan(
+        survivor(0, w=group(5, log=[3, 4])), survivor(1, w=group(4, log=[3], after=5)), survivor(2, w=group(5, log=[4]))
+    )
+    assert found.tops == {} and found.donors == {} and found.redo == {"w": set()}
+    assert found.transfers == (Transfer(0, 1, {"w": [4]}),)
+
+
+def test_the_newest_top_is_taken_and_its_batch_replayed() -> None:
+    tops = (top(1, 0, w=2), top(2, 1, w=4))
+    found = plan(newcomer(0, *tops), survivor(1, 1, w=group(6, log=range(2, 6))), survivor(2, 1, w=group(5, log=[4])))
+    assert found.tops == {0: tops[1]} and found.donors == {0: 1}
+    assert found.transfers == (Transfer(1, 0, {"w": [4, 5]}), Transfer(1, 2, {"w": [5]}))
+
+
+def test_a_donor_that_is_already_there_is_preferred() -> None:
+    late = survivor(1, 1, w=group(4, log=[3]))
+    there = survivor(2, 2, w=group(4, log=[3]))
+    assert plan(newcomer(0, top(2, 2, w=4)), late, there).donors == {0: 2}
+
+
+def test_a_donor_that_still_waits_for_messages_is_none() -> None:
+    older, newer = top(1, 0, w=4), top(2, 1, w=4)
+    reads = survivor(1, 0, w=group(4, received={"2,1,0": 3}, sent={}))
+    assert plan(newcomer(0, older, newer), survivor(2, 0, w=group(4)), reads).tops == {0: older}
+    quiet = survivor(1, 0, w=group(4))
+    assert plan(newcomer(0, older, newer), survivor(2, 0, w=group(4)), quiet).tops == {0: newer}
+
+
+def test_a_root_that_ran_ahead_goes_back_to_where_the_others_are() -> None:
+    """Rank 0 had broadcast 3 and gone on to its next top; nobody else has received it."""
+    tops = (top(1, 0, w=2), top(2, 0, w=4))
+    found = plan(
+        newcomer(0, *tops), survivor(1, w=group(3, log=[2], after=4)), survivor(2, w=group(3, log=[2], after=4))
+    )
+    assert found.tops == {0: tops[0]}
+    assert found.transfers == (Transfer(1, 0, {"w": [2]}),)
+
+
+def test_a_root_that_was_lost_at_its_first_top_starts_from_the_beginning() -> None:
+    behind = group(1, log=[0], after=2)
+    found = plan(newcomer(0, top(1, 0, w=2)), survivor(1, w=behind), survivor(2, w=behind))
+    assert found.tops == {0: None} and found.transfers == (Transfer(1, 0, {"w": [0]}),)
+
+
+def test_rank_specific_operations_are_run_again_by_all() -> None:
+    done = group(6, log=[4], exclusive=[3, 5])
+    found = plan(newcomer(0, top(1, 0, w=3)), survivor(1, w=done), survivor(2, w=done))
+    assert found.redo == {"w": {3, 5}} and found.transfers == (Transfer(1, 0, {"w": [4]}),)
+
+
+def test_rank_specific_operations_that_all_have_are_left_alone() -> None:
+    done = group(6, log=[4], exclusive=[3, 5])
+    behind = group(5, log=[4], exclusive=[3], after=6)
+    assert plan(survivor(0, w=done), survivor(1, w=done), survivor(2, w=behind)).redo == {"w": {5}}
+
+
+def test_two_newcomers_start_where_both_can_take_part() -> None:
+    """Rank 1 starts two operations later than rank 0; the rank-specific one between needs both."""
+    done = group(6, log=[5], exclusive=[3, 4])
+    early, late = top(1, 0, w=3), top(2, 0, w=5)
+    found = plan(newcomer(0, early), newcomer(1, early, late), survivor(2, w=done))
+    assert found.tops == {0: early, 1: early} and found.redo == {"w": {3, 4}}
+    with pytest.raises(RecoveryFailed, match="is needed by rank 0, 1, but rank 2, which has finished it"):
+        # Rank 1 has no older top, and the beginning's operations are no longer held.
+        plan(newcomer(0, early), newcomer(1, late), survivor(2, w=group(3)))
+
+
+def test_two_newcomers_with_only_replicated_results_between_keep_their_tops() -> None:
+    early, late = top(1, 0, w=3), top(2, 0, w=5)
+    found = plan(newcomer(0, early), newcomer(1, early, late), survivor(2, w=group(5, log=[3, 4])))
+    assert found.tops == {0: early, 1: late}
+
+
+def test_a_message_lost_with_its_sender_is_sent_again_from_an_older_top() -> None:
+    older, newer = top(1, 0, sent=1, w=2), top(2, 0, sent=3, w=2)
+    got = group(2, received={"0,1,0": 2})
+    found = plan(newcomer(0, older, newer), survivor(1, w=got), survivor(2, w=group(2)))
+    assert found.tops == {0: older} and found.received["w"] == {"0,1,0": 2}
+    got_all = group(2, received={"0,1,0": 3})
+    assert plan(newcomer(0, older, newer), survivor(1, w=got_all), survivor(2, w=group(2))).tops == {0: newer}
+
+
+def test_a_message_that_nobody_keeps_ends_the_recovery() -> None:
+    sender = group(2, sent={"0,1,0": 5}, held={"0,1,0": 4})
+    receiver = newcomer(1, top(1, 0, received=3, w=2))
+    with pytest.raises(RecoveryFailed, match="rank 1 needs message 3 that rank 0 sent it"):
+        plan(survivor(0, w=sender), receiver, survivor(2, w=group(2)))
+
+
+def test_a_dropped_result_ends_the_recovery_and_is_named() -> None:
+    with pytest.raises(RecoveryFailed, match="collective 2 of group 'w' is needed by rank 0, but rank 1"):
+        plan(newcomer(0, top(1, 0, w=2)), survivor(1, w=group(4, log=[3])), survivor(2, w=group(4, log=[3])))
+
+
+def test_a_group_whose_members_are_all_lost() -> None:
+    """Nobody left knows who was in it but their tops."""
+    early, late = (
+        Top(
+            n,
+            0,
+            0,
+            "batch",
+            {"w": 2, "sub": at},
+            {"sub": {"0,1,0": at}},
+            {"sub": {"0,1,0": at}},
+            {"w": [0, 1, 2], "sub": [0, 1]},
+        )
+        for n, at in ((1, 3), (2, 5))
+    )
+    found = plan(newcomer(0, early, late), newcomer(1, early), survivor(2, w=group(2)))
+    assert found.tops == {0: early, 1: early}
+
+
+def test_nobody_left() -> None:
+    with pytest.raises(RecoveryFailed, match="no survivor is left"):
+        plan(newcomer(0), newcomer(1))

@@ -1,0 +1,61 @@
+"""Thousands of schedules with losses at any moment; a failure names the seed that repeats it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from simulator import Job, Stuck, random_program
+
+from shared_core.errors import RecoveryFailed
+
+KINDS = {
+    "replicated": {"exclusive": False, "messages": False},
+    "rank_specific": {"messages": False},
+    "messages": {"exclusive": False},
+    "all": {},
+    "waits_across_tops": {"crossing": True},
+}
+
+
+def simulate(kind: str, seed: int, losses: int, chance: float) -> tuple[Job, RecoveryFailed | None]:
+    """One job; whether and why it could not go on in place."""
+    rng = random.Random(f"{kind} {seed}")
+    job = Job(random_program(rng, rng.choice((2, 3, 3, 4)), rng.randint(1, 6), **KINDS[kind]), rng)
+    try:
+        job.run(chance, losses)
+    except RecoveryFailed as failed:
+        return job, failed
+    except (Stuck, AssertionError, LookupError) as error:
+        raise AssertionError(f"kind {kind}, seed {seed}: {error!r}") from error
+    return job, None
+
+
+def schedules(kind: str, seeds: range) -> None:
+    recovered = 0
+    for seed in seeds:
+        job, failed = simulate(kind, seed, losses=3, chance=0.03)
+        recovered += len(job.plans)
+        # A batch's results are held by everyone who was there. They are gone only if all of these are.
+        if failed is not None and job.originals and kind in ("replicated", "rank_specific"):
+            raise AssertionError(f"kind {kind}, seed {seed}: rank {job.originals} was never lost, but {failed}")
+    assert recovered > len(seeds), "losses did happen"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_at_any_moment(kind: str) -> None:
+    schedules(kind, range(500))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_more(kind: str) -> None:
+    schedules(kind, range(500, 8000))
+
+
+@pytest.mark.parametrize("kind", ["replicated", "rank_specific", "messages", "all"])
+def test_one_loss_is_always_made_good(kind: str) -> None:
+    """Without operations that are waited for beyond a batch top: any number of ranks but all, lost at once."""
+    for seed in range(10_000, 10_250):
+        _, failed = simulate(kind, seed, losses=1, chance=0.02)
+        assert failed is None, f"kind {kind}, seed {seed}: {failed}"

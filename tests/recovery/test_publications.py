@@ -1,0 +1,186 @@
+"""What is published: plain data only, whole or not at all."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import os
+import pathlib
+import pickle
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shared_core.consistency import Top
+from shared_core.errors import CorruptFile, SwiftError
+from shared_core.recovery import board as board_module
+from shared_core.recovery.board import Board
+from shared_core.recovery.plain import dumps, loads
+from shared_core.testing.digest import digest
+
+
+def test_plain_data_comes_back_bit_for_bit() -> None:
+    shared = torch.arange(6.0)
+    value: dict[str, Any] = {
+        "numbers": [1, -(2**70), 0.1, float("nan"), -0.0, 1j, True, None],
+        "text": ["ü", b"\x00\xff"],
+        "tensors": [torch.randn(3, 4).t(), torch.tensor(1.5), torch.empty(0, 3), torch.randn(2).to(torch.bfloat16)],
+        "same": [shared, shared],
+        "array": [np.arange(6).reshape(2, 3), np.float32(0.1), np.array(["a", "bc"])],
+        "bools": torch.tensor([True, False]),
+    }
+    again = loads(dumps(value))
+    assert digest(again) == digest(value)
+    assert again["same"][0] is again["same"][1]
+    containers = {
+        "path": pathlib.PosixPath("/a/b"),
+        "time": [datetime.timedelta(seconds=3), datetime.datetime(2026, 1, 1)],
+        "containers": [
+            collections.OrderedDict(a=1),
+            collections.deque([1], 3),
+            collections.Counter("aab"),
+            {1, 2},
+            (1,),
+        ],
+        "torch": [torch.float16, torch.Size([2, 3])],
+        "default": collections.defaultdict(list, {"a": [1]}),
+    }
+    assert loads(dumps(containers)) == containers
+
+
+def test_a_read_tensor_can_be_written_to() -> None:
+    tensor = loads(dumps(torch.zeros(4)))
+    tensor += 1
+    assert tensor.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("value", [lambda: 0, object(), os.system, torch.nn.Linear(1, 1), [{"deep": open}]])
+def test_anything_else_is_refused_when_it_is_written(value: Any) -> None:
+    with pytest.raises(SwiftError, match="cannot publish|refused"):
+        loads(dumps(value))
+
+
+class Attack:
+    """A pickle that runs a command when it is read."""
+
+    def __init__(self, call: Any, *args: Any) -> None:
+        self.call, self.args = call, args
+
+    def __reduce__(self) -> Any:
+        return self.call, self.args
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_code_is_refused_when_it_is_read(protocol: int, tmp_path: pathlib.Path) -> None:
+    mark = tmp_path / "ran"
+    attacks = [
+        Attack(os.system, f"touch {mark}"),
+        Attack(eval, f"open({str(mark)!r}, 'w')"),
+        Attack(getattr, "text", "format"),
+        Attack(Attack, 1),
+        Attack(collections.namedtuple, "a", "b"),
+        Attack(torch.load, str(mark)),
+    ]
+    for attack in attacks:
+        with pytest.raises(CorruptFile, match="refused to read|damaged"):
+            loads(pickle.dumps({"x": [attack]}, protocol))
+    # Dotted names would reach through an allowed module to anything in it.
+    with pytest.raises(CorruptFile):
+        loads(b"\x80\x04\x8c\x0bcollections\x8c\x0d_sys.exc_info\x93)R.")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["_tensor", "_dtype"])
+def test_a_type_name_cannot_reach_other_attributes_of_torch(name: str) -> None:
+    args = (b"", "load", (1,)) if name == "_tensor" else ("load",)
+    data = pickle.dumps(Attack(getattr(__import__("shared_core.recovery.plain", fromlist=[name]), name), *args), 4)
+    with pytest.raises(CorruptFile):
+        loads(data)
+
+
+def test_every_truncation_and_every_flipped_byte_is_noticed(tmp_path: pathlib.Path) -> None:
+    board = Board(tmp_path / "rank0")
+    board.publish_top(Top(1, 0, 0, "batch", {"w": 3}), {"a": torch.arange(3.0), "b": "text"})
+    path = tmp_path / "rank0" / "top.1"
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises((CorruptFile, struct.error)):
+            board.read_top(1)
+        assert board.tops() == []
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+        assert board.tops() == []
+        with pytest.raises((CorruptFile, struct.error)):
+            board.read_top(1)
+    path.write_bytes(whole)
+    assert board.tops() == [Top(1, 0, 0, "batch", {"w": 3})]
+
+
+def test_a_writer_that_is_killed_leaves_what_was_there(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Board(tmp_path / "rank0")
+    board.publish_top(Top(1, 0, 0, "batch", {}), {"a": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(board_module.os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            board.publish_top(Top(2, 1, 0, "batch", {}), {"a": 2})
+    successor = Board(tmp_path / "rank0")
+    assert [top.index for top in successor.tops()] == [1]
+    assert successor.read_top(1) == {"a": 1}
+    successor.publish_top(Top(2, 1, 0, "batch", {}), {"a": 2})
+    successor.publish_top(Top(1, 0, 0, "batch", {}), {"a": 1})  # a newcomer that starts earlier publishes it again
+    assert [top.index for top in successor.tops()] == [1, 2]
+
+
+def test_old_tops_go_and_the_newest_stays(tmp_path: pathlib.Path) -> None:
+    board = Board(tmp_path / "rank0")
+    for index in range(1, 5):
+        board.publish_top(Top(index, 0, 0, "batch", {}), {})
+        board.publish_mid(index, 0, {"n": index})
+    board.drop_before(3)
+    assert [top.index for top in board.tops()] == [3, 4]
+    assert board.read_mid(2, 0) is None and board.read_mid(3, 0) == {"n": 3} and board.read_mid(3, 1) is None
+    board.drop_before(100)
+    assert [top.index for top in board.tops()] == [4]
+    assert sorted(p.name for p in (tmp_path / "rank0").iterdir()) == ["checks", "mid.4.0", "records", "top.4"]
+
+
+def test_records_survive_a_torn_last_one(tmp_path: pathlib.Path) -> None:
+    board = Board(tmp_path / "rank0")
+    for number in range(3):
+        board.record((0, "w", "broadcast", number), [torch.full((2,), float(number))])
+    path = tmp_path / "rank0" / "records"
+    whole = path.read_bytes()
+    for cut in range(1, len(whole) // 3, 5):
+        path.write_bytes(whole[:-cut])
+        found = Board(tmp_path / "rank0").records()
+        assert [key[3] for key, _ in found] == [0, 1]
+        assert found[1][1][0].tolist() == [1.0, 1.0]
+    path.write_bytes(whole)
+    assert len(board.records()) == 3
+
+
+def test_checksums_are_a_ring(tmp_path: pathlib.Path) -> None:
+    board = Board(tmp_path / "rank0")
+    size = board_module._CHECKS
+    for seq in range(size + 10):
+        board.checksum(7, seq, seq ^ 0xABCD)
+    found = Board(tmp_path / "rank0").checksums()
+    assert len(found) == size and (7, 9) not in found
+    assert all(found[(7, seq)] == seq ^ 0xABCD for seq in range(10, size + 10))
+
+
+def test_what_is_published_is_private(tmp_path: pathlib.Path) -> None:
+    board = Board(tmp_path / "job" / "rank0")
+    board.publish_top(Top(1, 0, 0, "batch", {}), {})
+    assert board.folder.stat().st_mode & 0o077 == 0
+    assert all(path.stat().st_mode & 0o077 == 0 for path in board.folder.iterdir())
+
+
+def test_ends_of_entries(tmp_path: pathlib.Path) -> None:
+    board = Board(tmp_path / "rank0")
+    board.publish_end(0, [{"loss": 0.5}], {"loop": {"step": 3}})
+    assert Board(tmp_path / "rank0").read_end(0) == ([{"loss": 0.5}], {"loop": {"step": 3}})

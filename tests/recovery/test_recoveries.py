@@ -1,0 +1,87 @@
+"""Losses while a recovery runs, silent corruption, the loss of everybody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import Jobs
+
+from shared_core.testing import ANY_STEP, Fault
+from shared_core.testing.runner import check_survivors, compare
+
+CORRUPT = str(Path(__file__).parent / "scripts" / "corrupt.py")
+TRAIN = "plain_ddp.py"
+FIRST = Fault(1, 4, "bucket", "SIGKILL")
+#: Who is lost, besides rank 1, at which stage of the recovery of rank 1.
+STAGES: dict[str, list[Fault]] = {
+    "survivor_severed": [Fault(0, ANY_STEP, "recovery.severed", "SIGKILL")],
+    "survivor_frontier": [Fault(2, ANY_STEP, "recovery.frontier", "SIGKILL")],
+    "survivor_connected": [Fault(0, ANY_STEP, "recovery.connected", "SIGKILL", nth=2)],
+    "donor_exchanged": [Fault(0, 4, "recovery.exchanged", "SIGKILL")],
+    "survivor_installed": [Fault(2, 4, "recovery.installed", "SIGKILL")],
+    "newcomer_join": [Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
+    "newcomer_startup": [Fault(1, ANY_STEP, "collective.before", "SIGKILL", incarnation=1)],
+    "newcomer_exchanged": [Fault(1, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
+    "newcomer_installed": [Fault(1, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
+    "newcomer_replaying": [Fault(1, 4, "bucket", "SIGKILL", incarnation=1)],
+    "both": [
+        Fault(0, 4, "recovery.exchanged", "SIGKILL"),
+        Fault(1, ANY_STEP, "recovery.connected", "SIGKILL", incarnation=1),
+    ],
+}
+#: Of the many, those that are run each time.
+ALWAYS = ("donor_exchanged", "newcomer_join", "newcomer_replaying")
+
+
+@pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.nightly) for n in STAGES])
+def test_a_second_loss_at_each_stage_of_a_recovery(name: str, jobs: Jobs) -> None:
+    # "recovery.*" points of the first forming of groups are met before the first batch; a step says which recovery is meant.
+    jobs.check(TRAIN, nproc=3, faults=[FIRST, *STAGES[name]], args=["--norm", "--steps", "7"])
+
+
+def test_the_minority_of_three_is_replaced(jobs: Jobs) -> None:
+    result = jobs.run(CORRUPT, nproc=3, faults=[Fault(1, 4, "bucket", "SIGKILL")], args=["2", "40"])
+    assert result.status == 0, result.tail()
+    assert [event.rank for event in result.kinds("lost")] == [1, 2], result.tail()
+    assert "differs from its replicas" in str(result.kinds("lost")[1].fields["cause"])
+    assert len({report["digests"]["all"] for report in result.reports.values()}) == 1, "all agree again"
+    assert [report["incarnation"] for _, report in sorted(result.reports.items())] == [0, 1, 1]
+
+
+def test_of_two_that_differ_nobody_knows_who_is_right(jobs: Jobs) -> None:
+    result = jobs.run(CORRUPT, nproc=2, faults=[Fault(1, 4, "bucket", "SIGKILL")], args=["0", "200"])
+    assert result.status == 1, result.tail()
+    assert "ReplicaMismatch: after the recovery in generation 1 the replicas differ in parameter" in result.stderr
+    assert "second.weight" in result.stderr, result.tail()
+
+
+def test_replicas_that_agree_are_left_alone(jobs: Jobs) -> None:
+    result = jobs.run(CORRUPT, nproc=2, faults=[Fault(1, 4, "bucket", "SIGKILL")], args=["99", "8"])
+    assert result.status == 0, result.tail()
+    assert len(result.kinds("lost")) == 1
+    check_survivors(result)
+
+
+def test_when_all_are_lost_the_newest_checkpoint_is_where_it_goes_on(jobs: Jobs, tmp_path: Path) -> None:
+    args = ["--norm", "--steps", "12"]
+    env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "checkpoints"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
+    # All at once; and in the second attempt one more, which is replaced as ever.
+    faults = [Fault(rank, 7, "bucket", "SIGKILL") for rank in range(3)] + [Fault(2, 10, "collective.after", "SIGKILL")]
+    result = jobs.run(TRAIN, nproc=3, faults=faults, env=env, args=args)
+    compare(result, jobs.reference(TRAIN, nproc=3, args=args))
+    assert len(result.kinds("restart")) == 1, result.tail()
+    assert len(result.struck) == 4 and result.kinds("checkpoint"), result.tail()
+    assert all(report["restart"] == 1 for report in result.reports.values())
+    # It did not begin anew: batches before the checkpoint were not run again.
+    ran = {int(key.split()[1]) for report in result.reports.values() for key in report["counts"]}
+    assert min(ran) >= 3, ran
+
+
+@pytest.mark.nightly
+def test_without_a_checkpoint_everything_begins_anew(jobs: Jobs) -> None:
+    args = ["--steps", "6"]
+    faults = [Fault(rank, 3, "bucket", "SIGKILL") for rank in range(2)]
+    result = jobs.run(TRAIN, faults=faults, args=args)
+    compare(result, jobs.reference(TRAIN, args=args))
+    assert len(result.kinds("restart")) == 1, result.tail()
