@@ -16,9 +16,10 @@ except ImportError as error:
 
 from lightning_swift.callback import SwiftCallback
 from lightning_swift.strategy import SWIFT_NAMES, SwiftDDPStrategy, register
-from lightning_swift.support import refuse_pytorch_lightning
+from lightning_swift.support import refuse_fabric, refuse_pytorch_lightning
 
 register(SWIFT_NAMES)
+refuse_fabric()
 refuse_pytorch_lightning()
 
 __all__ = ["SwiftCallback", "SwiftDDPStrategy"]

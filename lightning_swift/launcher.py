@@ -1,22 +1,30 @@
-"""The one place around every entry call: Lightning runs fit, validate, test and predict through the strategy's
-launcher.
-"""
+"""The one place around an entry call: Lightning runs fit, validate, test and predict through the launcher."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from lightning_swift.data import unwrap
 from lightning_swift.plain import NotPlain, decode, encode
 from shared_core.errors import Unsupported
+from shared_core.loaders import read_random, write_random
 
 if TYPE_CHECKING:
     from lightning_swift.strategy import SwiftDDPStrategy
+
+#: Names of the arguments after the model, as the entry functions take them.
+_DATA = {
+    TrainerFn.FITTING: ("train_dataloaders", "val_dataloaders"),
+    TrainerFn.VALIDATING: ("val_dataloaders",),
+    TrainerFn.TESTING: ("test_dataloaders",),
+    TrainerFn.PREDICTING: ("predict_dataloaders",),
+}
 
 
 class SwiftLauncher(_Launcher):
@@ -24,6 +32,8 @@ class SwiftLauncher(_Launcher):
 
     def __init__(self, strategy: SwiftDDPStrategy) -> None:
         self._strategy = strategy
+        self._entering: tuple[pl.Trainer, tuple[Any, ...]] | None = None
+        self._leaving = False
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -31,41 +41,95 @@ class SwiftLauncher(_Launcher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Number the entry call and run it, or return what its result was."""
-        job = self._strategy.job
+        job, strategy = self._strategy.job, self._strategy
         if trainer is None or job is None:
             return function(*args, **kwargs)
         fn = trainer.state.fn
         assert fn is not None
-        self._strategy.begin_entry(trainer)
+        # First of all parts: after an entry call that is skipped, the others are restored into what this one builds.
+        job.register("lightning.entry", self._capture, self._restore)
+        strategy.begin_entry(trainer)
+        self._entering = (trainer, args)
         decision = job.entry(fn.value)
+        self._entering = None
         if decision.skip:
-            self._skip(trainer, fn, args)
+            self._after_skip(trainer)
             return decode(decision.result)
         try:
             result = function(*args, **kwargs)
-            self._strategy.run_state.forget()
+            strategy.run_state.forget()
+            self._leaving = True
             job.entry_done(_plain(result, fn))
             return result
         finally:
+            self._leaving = False
             unwrap(trainer)
-
-    def _skip(self, trainer: pl.Trainer, fn: TrainerFn, args: tuple[Any, ...]) -> None:
-        """Leave the trainer as the entry left it; loops, callbacks and metrics have been restored by then."""
-        model = args[0] if args and isinstance(args[0], pl.LightningModule) else trainer.lightning_module
-        if model is not None:
-            model.trainer = trainer
-            self._strategy.connect(model)
-            # Parameters come with the process group: a newcomer whose predecessor was between two entry calls joins
-            # there.
-            self._strategy.attach([model], [])
-        self._strategy.setup_environment()
-        trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
-        if fn == TrainerFn.FITTING:
-            trainer.training = False
-        trainer.state.stage = None
 
     def kill(self, signum: Any) -> None:
         """Nothing to do: the agent ends workers."""
+
+    # -- between two entry calls ---------------------------------------------------------------------------------------
+
+    def _capture(self) -> Any:
+        """At the end of an entry call: what the user's code finds after it. Peers go on and could not give it later."""
+        module = self._strategy.lightning_module
+        if not self._leaving or module is None:
+            return None
+        return {
+            "module": {name: value for name, value in module.state_dict().items() if hasattr(value, "dtype")},
+            "optimizers": [optimizer.state_dict() for optimizer in self._strategy.optimizers],
+        }
+
+    def _restore(self, data: Mapping[str, Any] | None) -> None:
+        if self._entering is None or data is None:
+            return
+        self._rebuild(*self._entering)
+        module = self._strategy.lightning_module
+        if module is not None:
+            module.load_state_dict(data["module"], strict=False)
+        for optimizer, state in zip(self._strategy.optimizers, data["optimizers"], strict=False):
+            optimizer.load_state_dict(state)
+
+    def _rebuild(self, trainer: pl.Trainer, args: tuple[Any, ...]) -> None:
+        """Do what the entry call does to the trainer before its loop runs, without collectives."""
+        strategy, fn = self._strategy, trainer.state.fn
+        assert fn is not None
+        model = args[0] if args and isinstance(args[0], pl.LightningModule) else trainer.lightning_module
+        if model is None:
+            return
+        given = list(args[1 : 1 + len(_DATA[fn])])
+        datamodule = next((a for a in args[1:] if isinstance(a, pl.LightningDataModule)), None)
+        loaders = {
+            name: value
+            for name, value in zip(_DATA[fn], given, strict=False)
+            if not isinstance(value, pl.LightningDataModule)
+        }
+        strategy.quiet = True
+        try:
+            trainer._data_connector.attach_data(model, datamodule=datamodule, **loaders)
+            strategy.connect(model)
+            trainer._callback_connector._attach_model_callbacks()
+            trainer._callback_connector._attach_model_logging_functions()
+            call._call_setup_hook(trainer)
+            call._call_configure_model(trainer)
+            if fn == TrainerFn.FITTING:
+                strategy.setup_optimizers(trainer)
+        finally:
+            strategy.quiet = False
+        strategy.run_state.forget()
+
+    def _after_skip(self, trainer: pl.Trainer) -> None:
+        """Leave the trainer as a finished entry call leaves it."""
+        strategy = self._strategy
+        if strategy.lightning_module is not None:
+            strategy.attach([strategy.lightning_module], [])
+        # A newcomer whose predecessor was between two entry calls joins here. Lightning seeds generators on the way.
+        random, joining = read_random(), strategy.joining
+        strategy.setup_environment()
+        if strategy.joining == joining:
+            write_random(random)
+        trainer.training = False
+        trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
 
 
 def _plain(result: Any, fn: TrainerFn) -> Any:

@@ -271,7 +271,7 @@ class Job:
             Whether the predecessor had finished it, and its result. Then the registered parts are restored to what
             they were at its end.
         """
-        self._recovery.prepare()
+        self._prepare()
         self._entry += 1
         with self._runtime.lock:
             self._runtime.entry = self._entry
@@ -279,6 +279,7 @@ class Job:
         if self._restored is not None and self.joining:
             if self._entry in self._restored.ends:
                 result, parts = self._restored.ends[self._entry]
+                self._board.publish_end(self._entry, result, parts)  # for newcomers of this attempt
                 self._restore(parts)
                 return EntryDecision(True, result)
             return EntryDecision(False)
@@ -316,10 +317,10 @@ class Job:
         if not self.joining:
             return None
         if self._peeked is None:
+            self._prepare()
             if self._restored is not None:
                 self._peeked = self._restored.parts
             else:
-                self._recovery.prepare()
                 target = self._recovery.target
                 self._peeked = self._board.read_top(target.index) if target is not None else {}
         return self._peeked.get(name)
@@ -465,9 +466,14 @@ class Job:
 
     # -- joining -----------------------------------------------------------------------------------
 
+    def _prepare(self) -> None:
+        self._recovery.prepare()
+        if self._recovery.target is not None:
+            self._restored = None  # a predecessor has got further than the checkpoint of this attempt
+
     def _first_group(self) -> None:
         recovery = self._recovery
-        recovery.prepare()
+        self._prepare()
         if self._runtime.starting:
             if recovery.target is not None and recovery.target.kind == "end":
                 self._join()
@@ -479,7 +485,7 @@ class Job:
         inject.point("startup")
         recovery.join()
         if recovery.newcomer:
-            self.joining = False
+            self.joining = self._restored is not None
             self._announce(None)
 
     def _may_join(self, kind: str) -> bool:
@@ -509,6 +515,8 @@ class Job:
         assert restored is not None
         self._updates.load(restored.top.version, restored.description, restored.tensors)
         self._settle_buckets(restored.records, restored.top)
+        for key, results in restored.records:
+            self._board.record(key, results)
         self._take_place(restored.top, restored.parts)
         self._restored = None
         console(f"rank {self.rank}: continues from the checkpoint at batch top {restored.top.index}")

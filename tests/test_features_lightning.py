@@ -56,7 +56,10 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_feature_with_a_loss(name: str, jobs: Jobs) -> None:
     feature, faults = CASES[name]
-    jobs.check("lit.py", faults=faults, args=["--feature", feature])
+    result = jobs.check("lit.py", faults=faults, args=["--feature", feature])
+    reference = jobs.reference("lit.py", args=["--feature", feature])
+    for rank in reference.reports.keys() - result.struck_ranks():
+        assert result.reports[rank]["extra"] == reference.reports[rank]["extra"]
 
 
 @pytest.mark.parametrize("how", ["callback", "env"])

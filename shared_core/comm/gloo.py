@@ -156,6 +156,13 @@ class InnerGroup:
         pg._set_default_timeout(operation_timeout)
         return cls(pg, port, peers)
 
+    def discard(self) -> None:
+        """Cut the group and let it go. Its destructor waits for gloo's threads, so it runs on a thread nobody waits for."""
+        self.sever()
+        box = [self.pg]
+        self.pg = None
+        threading.Thread(target=box.clear, name="swift-drop", daemon=True).start()
+
     def sever(self) -> int:
         """Shut down every connection of the group, from any thread; blocked operations fail at once. Returns how
         many were cut.

@@ -56,18 +56,25 @@ class BufferPool:
         self._tops = 0
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """A contiguous buffer with the shape and dtype of ``like``, contents undefined."""
+        """A buffer with the shape, layout and dtype of ``like``, contents undefined.
+
+        The layout counts: which rank's part gloo adds first depends on an element's place in memory.
+        """
         key = (like.numel(), like.dtype)
         self._asked[key] = self._tops
         free = self._free.get(key)
         if free:
-            return free.pop().view(like.shape)
-        return torch.empty(like.shape, dtype=like.dtype)
+            flat = free.pop()
+        else:
+            flat = torch.empty(like.numel(), dtype=like.dtype)
+        if like.is_contiguous():
+            return flat.view(like.shape)
+        return flat.as_strided(like.shape, torch.empty_like(like).stride())
 
     def give(self, tensors: Iterable[torch.Tensor]) -> None:
         """Return buffers."""
         for tensor in tensors:
-            self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+            self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor.as_strided((tensor.numel(),), (1,)))
 
     def next_top(self) -> None:
         """A batch top is behind: let go of sizes that are no longer asked for."""

@@ -27,6 +27,7 @@ class P2PWork(dist.Work):
         self.channels, self.channel, self.index, self.tensor = channels, channel, index, tensor
         self.inner_work: Any = None
         self.done = False
+        self.error: RuntimeError | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the message is through.
@@ -81,7 +82,7 @@ class Channels:
             # The copy is ours, so the caller need not wait: a send is done when it is posted.
             work = self._finished(P2PWork(self, channel, index, copy))
             if self._group.inner is not None and index >= self._has.get(channel_key(channel), 0):
-                self._sending.append(self._inner().send([copy], dst, tag))
+                self._post_send(copy, channel)
         return work
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> P2PWork:
@@ -101,11 +102,13 @@ class Channels:
         runtime, group = self._runtime, self._group
         while True:
             with runtime.lock:
-                while not work.done and work.inner_work is None:
+                while not work.done and work.inner_work is None and work.error is None:
                     runtime.raise_if_ended()
                     runtime.changed.wait(1.0)
                 if work.done:
                     return
+                if work.error is not None:
+                    raise work.error
                 inner = work.inner_work
                 group.inflight += 1
                 runtime.note_waiting(+1)
@@ -154,7 +157,7 @@ class Channels:
         for channel, log in self._log.items():
             for index, _, tensor in log:
                 if index >= has.get(channel_key(channel), 0):
-                    self._sending.append(self._inner().send([tensor], channel[1], channel[2]))
+                    self._post_send(tensor, channel)
         for channel, works in list(self._works.items()):
             done = self._received.setdefault(channel, Done())
             by_index = {work.index: work for work in works}
@@ -170,6 +173,13 @@ class Channels:
         for works in self._works.values():
             for work in works:
                 work.inner_work = None
+
+    def fail(self, error: RuntimeError) -> None:
+        """No loss explains why operations failed: whoever waits for such a message is told. Callers hold the lock."""
+        for works in self._works.values():
+            for work in works:
+                if work.inner_work is None:
+                    work.error = error
 
     def drop_before(self, top: int) -> None:
         """Forget messages sent before batch top ``top``."""
@@ -188,8 +198,27 @@ class Channels:
         if self._group.inner is None:
             return  # posted when the next generation is there
         source, _, tag = work.channel
-        work.inner_work = self._inner().recv([work.tensor], source, tag)
+        try:
+            work.inner_work = self._inner().recv([work.tensor], source, tag)
+        except RuntimeError as error:
+            self._refused(error)
         self._runtime.changed.notify_all()
+
+    def _post_send(self, tensor: torch.Tensor, channel: Channel) -> None:
+        try:
+            self._sending.append(self._inner().send([tensor], channel[1], channel[2]))
+        except RuntimeError as error:
+            self._refused(error)
+
+    def _refused(self, error: RuntimeError) -> None:
+        """Gloo would not take a message: the peer is gone and the next generation repeats it, or arguments are wrong.
+
+        Raises:
+            RuntimeError: in the second case.
+        """
+        if "gloo/transport" not in str(error):
+            raise error
+        self._runtime.suspect(error)
 
     def _complete(self, work: P2PWork) -> None:
         if work.done:

@@ -175,7 +175,7 @@ class Runtime:
                     raise
         with self.lock:
             if self.latest > generation:
-                inner.sever()
+                inner.discard()
                 raise GenerationAbandoned(group.name)
             group.inner = inner
             self._reissue(group)
@@ -406,8 +406,8 @@ class Runtime:
                     self._abandon()
             for group in self.groups.values():
                 group.channels.cut()
-        # Destroying a gloo group joins its threads; nobody has to wait for that.
-        threading.Thread(target=inners.clear, name="swift-drop", daemon=True).start()
+        for inner in inners:
+            inner.discard()
 
     def _abandon(self) -> None:
         """Give up on operations that gloo does not give back. (When a connection is cut while a message waits for
@@ -492,10 +492,15 @@ class Runtime:
             )
             if self.broken or self.latest > seen or self.ended is not None:
                 return
-            stuck = [op for group in self.groups.values() for op in group.pending.values() if op.inner_work is None]
+            stuck = []
             for group in self.groups.values():
-                for op in stuck:
-                    group.pending.pop(op.seq, None)
+                failed = [op for op in group.pending.values() if op.inner_work is None]
+                for op in failed:
+                    del group.pending[op.seq]
+                stuck += failed
+                if isinstance(error, RuntimeError):
+                    group.channels.fail(error)
+            self.changed.notify_all()
         for op in stuck:
             op.future.set_exception(error)
 

@@ -143,10 +143,8 @@ class ResumableLoader:
         self._swift_ahead = ahead
         self._swift_keep = ahead if lazy else 0
         self._swift_lazy = lazy
-        self._swift_rank = rank
-        self._swift_seed = seed
+        self._swift_place = [seed, rank, first_epoch]
         self._swift_count = first_epoch
-        self._swift_started = first_epoch
         self._swift_loaded: Any = None
         self._swift_pool: list[_Iteration] = []
         self._swift_last_inner: Callable[[], Any] | None = None
@@ -168,9 +166,8 @@ class ResumableLoader:
             known = _all_known(loader)
             if mode == "seeded" and not iterable:
                 self._swift_seeded = True
-                self._swift_engine, self._swift_indices = engine_of(
-                    loader, known, lambda: (self._swift_seed, self._swift_rank, self._swift_started)
-                )
+                # Without a reference to the wrapper: a cycle would keep worker processes until the next collection.
+                self._swift_engine, self._swift_indices = engine_of(loader, known, self._swift_place)
             elif not iterable and not known:
                 self._swift_engine, self._swift_indices = engine_of(loader, known, None)
         self._swift_owned = OwnedState({"loader": loader})
@@ -317,7 +314,7 @@ class ResumableLoader:
         continues = self._swift_continues()
         self._swift_owned = OwnedState({"loader": self._swift_loader})
         record.owned = self._swift_owned.capture()
-        self._swift_started = record.epoch
+        self._swift_place[2] = record.epoch
         before = RawRandom()
         inner: Iterator[Any] = iter(self._swift_engine)
         if not self._swift_seeded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -45,12 +45,10 @@ class Indices:
         inner: the sampler that the user's loader has.
         batched: whether it yields the indices of a batch, or one index.
         known: whether it draws global randomness at most with its first index.
-        place: called when an iteration starts; ``(seed, rank, epoch)`` in seeded mode, else None.
+        place: seed, rank and epoch in seeded mode, read when an iteration starts; else None.
     """
 
-    def __init__(
-        self, inner: Any, batched: bool, known: bool, place: Callable[[], tuple[int, int, int]] | None
-    ) -> None:
+    def __init__(self, inner: Any, batched: bool, known: bool, place: list[int] | None) -> None:
         self.inner = inner
         self._batched = batched
         self._known = known
@@ -72,7 +70,7 @@ class Indices:
     def __iter__(self) -> Iterator[Any]:
         log = DrawLog()
         self.draws = log.notes
-        return self._watched(log, self.replay) if self._place is None else self._seeded(self._place(), self.skip)
+        return self._watched(log, self.replay) if self._place is None else self._seeded(tuple(self._place), self.skip)
 
     def _watched(self, log: DrawLog, replay: Draws) -> Iterator[Any]:
         iterator, number = iter(self.inner), 0
@@ -88,7 +86,7 @@ class Indices:
             yield drawn
             number += 1
 
-    def _seeded(self, place: tuple[int, int, int], skip: int) -> Iterator[Any]:
+    def _seeded(self, place: tuple[int, ...], skip: int) -> Iterator[Any]:
         seed, rank, epoch = place
         number = 0
         # The sampler's draws are a stream of their own, swapped in where they can happen. It starts the same on every
@@ -170,9 +168,7 @@ class SeededDataset:
         return items
 
 
-def engine_of(
-    loader: DataLoader[Any], known: bool, place: Callable[[], tuple[int, int, int]] | None
-) -> tuple[DataLoader[Any], Indices]:
+def engine_of(loader: DataLoader[Any], known: bool, place: list[int] | None) -> tuple[DataLoader[Any], Indices]:
     """A shallow copy of ``loader`` whose sampler is watched (``place`` None) or whose items are seeded, and that
     sampler.
 

@@ -37,6 +37,8 @@ from shared_core.testing import inject
 
 #: Exit code of a newcomer that prepared for a batch top which a further loss made useless; the agent starts another.
 EXIT_STALE = 75
+#: The agent's words for the cause of a loss when it replaces a worker whose state is in the minority.
+DIVERGENT = "state differs from its replicas'"
 _TAG = 2**30
 #: Results to serve: per group and sequence number, what was called and what it gave.
 Replay = dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]]
@@ -160,7 +162,8 @@ class Recovery:
         while True:
             generation = self.runtime.latest
             try:
-                return self._form(store, generation)
+                with self._recovering:  # a recovery of the next generation begins when this one is installed, or given up
+                    return self._form(store, generation)
             except GenerationAbandoned:
                 with self.runtime.lock:
                     self.runtime.changed.wait_for(lambda seen=generation: self.runtime.latest > seen, timeout=0.5)  # type: ignore[misc]
@@ -336,7 +339,7 @@ class Recovery:
             inject.point("recovery.exchanged")
             inner.pg.barrier(dist.BarrierOptions()).wait()
         except RuntimeError as error:
-            inner.sever()
+            inner.discard()
             if isinstance(error, (SwiftError, inject.FaultInjected)):
                 raise
             with self.runtime.lock:
@@ -358,7 +361,13 @@ class Recovery:
         joining: bool,
     ) -> None:
         runtime = self.runtime
+        wrong = joining and self._predecessor_was_wrong()
         with runtime.lock:
+            # From here on this worker counts as a survivor; the watcher asks under the same lock.
+            if self._abandoned(generation):
+                inner.discard()
+                raise GenerationAbandoned("a loss was announced at the last moment")
+            runtime.generation = generation
             if joining:
                 runtime.starting = False
                 top = plan.tops[self.env.rank]
@@ -370,13 +379,18 @@ class Recovery:
                         group.next = top.groups.get(name, 0)
                         group.done.upto = group.next
                         group.channels.start_from(top.received.get(name, {}), top.sent.get(name, {}))
-                runtime.expected = self.board.checksums()
+                runtime.expected = {} if wrong else self.board.checksums()
             for name, entries in replay.items():
                 if name in runtime.groups:
                     runtime.groups[name].replay.update(entries)
                 else:
                     self._for_later.setdefault(name, {}).update(entries)
         runtime.go_live(generation, inner, plan.redo, plan.received)
+
+    def _predecessor_was_wrong(self) -> bool:
+        """Whether the predecessor was replaced because its state was damaged: then what it computed is no measure."""
+        record = json.loads(self.new_store("").get(f"gen/{self.env.generation}"))
+        return DIVERGENT in str(record.get("cause", {}).get(str(self.env.rank), ""))
 
     def adopt(self, group: GroupState) -> None:
         """A group that a newcomer makes again while it replays: give it what was logged for it."""

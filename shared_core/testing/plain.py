@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -38,6 +39,7 @@ class PlainLauncher:
         env = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_")}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         env["OMP_NUM_THREADS"] = "1"
+        env.pop("TMPDIR", None)  # it may be gone before the server is; each job gets its own
         self._server = subprocess.Popen(
             [sys.executable, "-m", "shared_core.testing.plain", *preload],
             stdin=subprocess.PIPE,
@@ -149,6 +151,8 @@ def _worker(request: dict[str, Any], rank: int, port: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     nproc = str(request["nproc"])
     os.environ.update(request["env"])
+    os.environ.setdefault("TMPDIR", request["cwd"])
+    tempfile.tempdir = None
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

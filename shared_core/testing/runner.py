@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from shared_core.testing.faults import EXIT_CODE, Fault, dumps
 from shared_core.testing.inject import FAULTS, STRUCK, read_struck
 from shared_core.testing.plain import ROOT, PlainLauncher
 from shared_core.testing.processes import MARK, describe, kill_marked, wait_gone
-from shared_core.testing.report import OUT
+from shared_core.testing.report import OUT, start_time
 
 BASELINE = "SWIFT_BASELINE"
 LAUNCHERS = ("swiftrun", "plain", "torchrun")
@@ -69,7 +70,7 @@ class JobResult:
         """Ranks that a fault struck."""
         return {record["fault"]["rank"] for record in self.struck}
 
-    def tail(self, lines: int = 40) -> str:
+    def tail(self, lines: int = 60) -> str:
         """Last lines of the output and the timeline of events, for a message."""
         start = self.events[0].time if self.events else 0.0
         timeline = [f"{e.time - start:8.3f} {e.kind} rank {e.rank} gen {e.generation} {e.fields}" for e in self.events]
@@ -165,7 +166,7 @@ def run_job(
     )
     if (out / "events.jsonl").exists():
         result.events = list(read_events(out / "events.jsonl"))
-    result.workers = [json.loads(line) for line in _read(out / "workers.jsonl").splitlines()]
+    result.workers = _workers(out)
     for path in sorted(out.glob("rank*.json")):
         report = json.loads(path.read_text())
         result.reports[report["rank"]] = report
@@ -199,7 +200,7 @@ def _run_command(
             status = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             status = 124
-            _end(process)
+            _end(process, out)
         except BaseException:
             process.kill()
             process.wait()
@@ -214,14 +215,23 @@ def _run_command(
     return status, orphans
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher that ran out of time; asked first, so that it may clean up."""
+def _end(process: subprocess.Popen[bytes], out: Path) -> None:
+    """End a launcher that ran out of time: workers print where they are, and the launcher may clean up."""
+    for worker in _workers(out):
+        with contextlib.suppress(OSError):
+            if start_time(worker["pid"]) == worker["start"]:
+                os.kill(worker["pid"], signal.SIGABRT)
+    time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(10.0)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def _workers(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in _read(out / "workers.jsonl").splitlines()]
 
 
 def _read(path: Path) -> str:

@@ -168,7 +168,9 @@ class Model(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 100), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 100), "interval": "step"}
+        ]
 
 
 class Reloading(Model):
@@ -255,7 +257,12 @@ def test_goes_on_identically(name: str, tmp_path: Path, monkeypatch: pytest.Monk
             assert torch.equal(one, two), (name, top, key)
         for part in first.final:
             if part not in ("lightning.loggers", "lightning.progress", "lightning.callbacks"):
-                assert same(first.final[part], second.final[part]), (name, top, part, difference(first.final[part], second.final[part]))
+                assert same(first.final[part], second.final[part]), (
+                    name,
+                    top,
+                    part,
+                    difference(first.final[part], second.final[part]),
+                )
         for one, two in zip(trainer.callbacks, other.callbacks, strict=True):  # type: ignore[attr-defined]
             assert str(one.state_dict()) == str(two.state_dict())
         assert first.final["lightning.progress"]["counters"] == second.final["lightning.progress"]["counters"]
@@ -270,7 +277,7 @@ def test_goes_on_identically(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def back_to_the_loss(folder: Path) -> None:
-    """The files as they were when the first run was at its batch top, and a little further, as a lost worker leaves them."""
+    """The files as they were when the first run was at its batch top, and a little further: what a loss leaves."""
     then = folder.with_suffix(".then")
     shutil.rmtree(folder)
     then.rename(folder)

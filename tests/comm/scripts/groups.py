@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from typing import Any
 
@@ -24,8 +23,9 @@ def from_torch() -> dict[str, Any]:
         "new_group": dist.new_group(),
         "new_group(gloo)": dist.new_group(backend="gloo"),
         "new_group(swift)": dist.new_group(backend="swift"),
+        # Before any group that only some are in: torch derives its name from the number of groups here.
+        "new_group(local)": dist.new_group([0, 1], use_local_synchronization=True),
         "new_group(None, [0])": dist.new_group([0]),
-        "new_group([1, 0])": dist.new_group([0, 1], use_local_synchronization=True),
         "subgroups": dist.new_subgroups(group_size=1)[0],
     }
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))
@@ -60,8 +60,10 @@ def from_checkpoints() -> dict[str, Any]:
 
 def from_deepspeed() -> dict[str, Any]:
     import deepspeed
+    import deepspeed.comm.torch
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
+    deepspeed.comm.torch.build_shm_op = lambda: None  # compiled when first used, which takes a minute
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     grid = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=1), dist.group.WORLD)
     found = {name: value for name, value in vars(grid).items() if isinstance(value, dist.ProcessGroup)}
@@ -76,9 +78,7 @@ def main() -> None:
     report = Report()
     shared_core.install()
     dist.init_process_group("gloo")
-    groups = from_torch() | from_accelerate() | from_checkpoints()
-    if "deepspeed" in sys.argv:
-        groups |= from_deepspeed()
+    groups = from_torch() | from_accelerate() | from_checkpoints() | from_deepspeed()
     kinds = {}
     for name, group in groups.items():
         swift = isinstance(group, SwiftProcessGroup)

@@ -1,0 +1,142 @@
+"""What cannot be recovered is refused, with a message that says what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, StrategyRegistry
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+
+from lightning_swift import SwiftCallback, SwiftDDPStrategy
+from lightning_swift.loops import SwiftEvaluationLoop, SwiftFitLoop, SwiftTrainingEpochLoop, adopt_loops
+from lightning_swift.strategy import DDP_NAMES
+from lightning_swift.support import check_device, check_trainer
+from shared_core.errors import ConfigError, Unsupported
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"static_graph": True}, ["static_graph", "find_unused_parameters=True"]),
+        (
+            {"ddp_comm_state": powersgd.PowerSGDState(None), "ddp_comm_hook": powersgd.powerSGD_hook},
+            ["powerSGD_hook", "Remove ddp_comm_hook"],
+        ),
+        ({"model_averaging_period": 4}, ["post-local SGD", "Remove"]),
+        ({"start_method": "spawn"}, ["strategy='ddp' or 'swift_ddp'"]),
+    ],
+)
+def test_options_of_ddp(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(Unsupported) as caught:
+        SwiftDDPStrategy(**options)
+    assert all(word in str(caught.value) for word in words)
+    with pytest.raises(Unsupported):
+        SwiftDDPStrategy.adopt(DDPStrategy(**options))
+
+
+def test_options_of_ours() -> None:
+    assert SwiftDDPStrategy(data="seeded", seed=3).config.data == "seeded"
+    assert SwiftDDPStrategy(options={"wait_timeout_s": 5}).config.wait_timeout_s == 5
+    with pytest.raises(ConfigError, match="did you mean 'wait_timeout_s'"):
+        SwiftDDPStrategy(options={"wait_timeout": 5})
+    with pytest.raises(ConfigError, match="'refetch', 'seeded'"):
+        SwiftDDPStrategy(data="fast")  # type: ignore[arg-type]
+
+
+def test_options_in_the_environment_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFT_RECOVERY_SEED", "11")
+    assert SwiftDDPStrategy(seed=3).config.seed == 11
+
+
+@pytest.mark.parametrize(
+    ("callback", "word"),
+    [
+        (StochasticWeightAveraging(1e-2), "buffers"),
+        (EMAWeightAveraging(), "buffers"),
+        (BackboneFinetuning(), "several fits"),
+        (LearningRateFinder(), "run of its own"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_callbacks(callback: pl.Callback, word: str) -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[callback], logger=False)
+    with pytest.raises(Unsupported, match=type(callback).__name__) as caught:
+        check_trainer(trainer)
+    assert word in str(caught.value)
+
+
+def test_other_strategies() -> None:
+    with pytest.raises(Unsupported, match="FSDPStrategy"):
+        SwiftDDPStrategy.adopt(FSDPStrategy(accelerator=None))  # type: ignore[arg-type]
+
+    class Own(DDPStrategy):
+        pass
+
+    with pytest.raises(Unsupported, match="Own"):
+        SwiftDDPStrategy.adopt(Own())
+
+
+def test_other_devices() -> None:
+    with pytest.raises(Unsupported, match="accelerator='cpu'"):
+        check_device(torch.device("cuda", 0))
+
+
+def test_own_loops() -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False)
+    adopt_loops(trainer)
+    adopt_loops(trainer)  # a second entry call
+    assert type(trainer.fit_loop) is SwiftFitLoop and type(trainer.fit_loop.epoch_loop) is SwiftTrainingEpochLoop
+    assert type(trainer.test_loop) is SwiftEvaluationLoop
+
+    class Own(_TrainingEpochLoop):
+        pass
+
+    trainer.fit_loop.epoch_loop = Own(trainer)
+    with pytest.raises(Unsupported, match="Own"):
+        adopt_loops(trainer)
+
+
+def test_callback_takes_over_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {name: StrategyRegistry[name] for name in DDP_NAMES}
+    configure = DDPStrategy._configure_launcher
+    try:
+        callback = SwiftCallback()
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, strategy="ddp_find_unused_parameters_true", callbacks=[callback], logger=False
+        )
+        assert type(trainer.strategy) is SwiftDDPStrategy
+        assert trainer.strategy._ddp_kwargs == {"find_unused_parameters": True}
+        own = DDPStrategy(find_unused_parameters=True)
+        trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=own, callbacks=[SwiftCallback()], logger=False)
+        assert trainer.strategy is own and type(own) is SwiftDDPStrategy
+    finally:
+        StrategyRegistry.update(saved)
+        DDPStrategy._configure_launcher = configure  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import lightning_swift\nimport pytorch_lightning as pl",
+        "import pytorch_lightning as pl\nimport lightning_swift",
+    ],
+)
+def test_the_separate_package(first: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{first}\npl.Trainer(strategy='swift_ddp', accelerator='cpu', devices=2)\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "Unsupported" in done.stderr and "Change the import to lightning.pytorch" in done.stderr, done.stderr
