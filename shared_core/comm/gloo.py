@@ -59,7 +59,7 @@ class _AbortableStore(_Store):  # type: ignore[misc]
         self._inner, self._abandoned, self._timeout_s, self._what = inner, abandoned, timeout_s, what
 
     def clone(self) -> _AbortableStore:
-        return _AbortableStore(self._inner.clone(), self._abandoned, self._timeout_s, self._what)
+        return _AbortableStore(self._inner, self._abandoned, self._timeout_s, self._what)
 
     def set(self, key: str, value: bytes) -> None:
         self._inner.set(key, value)
@@ -186,8 +186,14 @@ class InnerGroup:
 
 
 def _default_device() -> object:
-    """The device torch would choose: ``GLOO_SOCKET_IFNAME`` (its first interface), else the host's address."""
+    """``GLOO_SOCKET_IFNAME`` (its first interface), loopback if all ranks are on this machine, else the host's address.
+
+    Loopback, because the host's address is looked up by name, and a name server that is slow to answer would hold up
+    every recovery.
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return ProcessGroupGloo.create_device(interface=interface)
+    if os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE"):
+        return ProcessGroupGloo.create_device(hostname="127.0.0.1")
     return ProcessGroupGloo.create_default_device()

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shared_core.cluster.worker import WorkerEnv, connect_store, tell
+from shared_core.cluster.worker import FOREVER_S, WorkerEnv, connect_store, tell
 from shared_core.comm.gloo import InnerGroup, wait_for
 from shared_core.comm.log import Signature
 from shared_core.comm.runtime import MAX_ATTEMPTS, GroupState, Runtime
@@ -95,18 +95,29 @@ class Recovery:
         self.verify_version: int | None = None
         self._prepared_for = -1
         self._recovering = threading.Lock()
+        self._client: dist.TCPStore | None = None
+        self._client_lock = threading.Lock()
         self._forming: InnerGroup | None = None
         self._for_later: Replay = {}
 
     # -- store -------------------------------------------------------------------------------------
 
     def new_store(self, prefix: str) -> Store:
-        """A new client of the agent's store below this attempt's prefix."""
-        return PrefixStore((self.env.prefix + prefix).rstrip("/"), connect_store(self.runtime.wait_timeout_s, self.env))
+        """The agent's store below this attempt's prefix, over the one connection that all threads of the process share.
+
+        One connection, because torch looks up the peer's name whenever it makes one, which can take seconds; nobody
+        blocks in it.
+        """
+        with self._client_lock:
+            if self._client is None:
+                self._client = connect_store(self.runtime.wait_timeout_s, self.env)
+        return PrefixStore((self.env.prefix + prefix).rstrip("/"), self._client)
 
     def tell(self, name: str, value: Any) -> None:
         """Set a key that the agent acts on."""
-        tell(connect_store(10.0, self.env), name, value, prefix=self.env.prefix)
+        self.new_store("")
+        assert self._client is not None
+        tell(self._client, name, value, prefix=self.env.prefix)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -173,7 +184,8 @@ class Recovery:
     def _watch(self) -> None:
         """Thread: follow the announcements; a survivor recovers here."""
         try:
-            store = self.new_store("")
+            # It blocks in its store, so it has a connection of its own.
+            store = PrefixStore(self.env.prefix.rstrip("/"), connect_store(FOREVER_S, self.env))
             while True:
                 key = f"gen/{self.runtime.latest + 1}"
                 store.wait([key], _FOREVER)
