@@ -27,17 +27,21 @@ class SwiftConfig:
     """What a user may set.
 
     Attributes:
-        on_failure: ``replace`` (a newcomer takes the lost rank's place) or ``restart`` (all workers reload the newest checkpoint).
-        data: how a newcomer regains its place in the data: ``refetch`` reads skipped items again, ``seeded`` makes an item's
+        on_failure: ``replace`` (a newcomer takes the lost rank's place) or ``restart`` (all workers reload the
+            newest checkpoint).
+        data: how a newcomer regains its place in the data: ``refetch`` reads skipped items again, ``seeded`` makes
+            an item's
             randomness a function of seed, rank, epoch and batch, so that skipping costs nothing.
-        preimages: keep parameters as they were before each update of a batch: ``auto`` where a batch has several updates.
+        preimages: keep parameters as they were before each update of a batch: ``auto`` where a batch has several
+            updates.
         checkpoint_dir: where checkpoints for ``restart`` are written; none is written when unset.
         checkpoint_every_steps: batch tops between two checkpoints; 0 writes none.
         wait_timeout_s: longest wait for a peer or newcomer in a recovery, in seconds.
         progress_timeout_s: a worker that makes no progress outside collectives for so long is replaced, in seconds.
         connect_timeout_s: longest time to connect the sockets of a new generation, in seconds.
         verify_checksums: publish input checksums and compare replicas after each recovery.
-        log_spill_bytes: log memory above which results are spilled to disk, in bytes; 0 derives it from the gradient's size.
+        log_spill_bytes: log memory above which results are spilled to disk, in bytes; 0 derives it from the
+            gradient's size.
         seed: seed of ``data="seeded"``.
     """
 
@@ -93,7 +97,9 @@ class SwiftConfig:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, base: SwiftConfig | None = None) -> SwiftConfig:
-        """Options from ``SWIFT_RECOVERY_<OPTION>``, over ``SWIFT_RECOVERY_FILE``, over ``SWIFT_RECOVERY_CONFIG`` (set by the launcher), over ``base``."""
+        """Options from ``SWIFT_RECOVERY_<OPTION>``, over ``SWIFT_RECOVERY_FILE``, over ``SWIFT_RECOVERY_CONFIG``
+        (set by the launcher), over ``base``.
+        """
         env = os.environ if env is None else env
         values: dict[str, Any] = asdict(base) if base is not None else {}
         if ENV_PREFIX + "CONFIG" in env:

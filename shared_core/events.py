@@ -39,7 +39,8 @@ class Event:
         time: seconds since the epoch (``time.time()``).
         rank: logical rank it concerns, -1 for the whole job.
         generation: generation it belongs to.
-        fields: plain data particular to the kind, for instance ``cause`` and ``detected`` (``lost``), ``stall_s``, ``bytes_moved``,
+        fields: plain data particular to the kind, for instance ``cause`` and ``detected`` (``lost``), ``stall_s``,
+            ``bytes_moved``,
             ``recomputed_steps`` (``recovered``).
     """
 
@@ -61,7 +62,9 @@ class Event:
 
 
 class EventLog:
-    """Appends events to a file shared by all processes of the job; a line is one ``O_APPEND`` write, so lines never mix."""
+    """Appends events to a file shared by all processes of the job; a line is one ``O_APPEND`` write, so lines never
+    mix.
+    """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self.path = Path(path) if path else None

@@ -157,7 +157,9 @@ class InnerGroup:
         return cls(pg, port, peers)
 
     def discard(self) -> None:
-        """Cut the group and let it go. Its destructor waits for gloo's threads, so it runs on a thread nobody waits for."""
+        """Cut the group and let it go. Its destructor waits for gloo's threads, so it runs on a thread nobody waits
+        for.
+        """
         self.sever()
         box = [self.pg]
         self.pg = None

@@ -114,7 +114,8 @@ class Channels:
                 runtime.note_waiting(+1)
             error: RuntimeError | None = None
             try:
-                inner.wait()
+                # Explicitly, because gloo otherwise keeps to the time-out it was connected with.
+                inner.wait(group.timeout)
             except RuntimeError as caught:
                 error = caught
             with runtime.lock:

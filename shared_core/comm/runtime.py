@@ -183,7 +183,8 @@ class Runtime:
     def new_inner(self, group: GroupState, generation: int, attempt: int) -> InnerGroup:
         """A fresh gloo group for ``group``, not yet used by it.
 
-        Gloo now and then waits for its whole time-out before it repeats a connection attempt, so the first time-outs are
+        Gloo now and then waits for its whole time-out before it repeats a connection attempt, so the first time-
+        outs are
         short.
 
         Raises:

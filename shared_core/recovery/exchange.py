@@ -40,6 +40,8 @@ EXIT_STALE = 75
 #: The agent's words for the cause of a loss when it replaces a worker whose state is in the minority.
 DIVERGENT = "state differs from its replicas'"
 _TAG = 2**30
+#: Longest time for one message of an exchange; a loss ends it at once.
+_TRANSFER = timedelta(minutes=30)
 #: Results to serve: per group and sequence number, what was called and what it gave.
 Replay = dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]]
 _FOREVER = timedelta(days=365)
@@ -95,7 +97,7 @@ class Recovery:
         self.verify_version: int | None = None
         self._prepared_for = -1
         self._recovering = threading.Lock()
-        self._client: dist.TCPStore | None = None
+        self._client: Any = None
         self._client_lock = threading.Lock()
         self._forming: InnerGroup | None = None
         self._for_later: Replay = {}
@@ -116,7 +118,6 @@ class Recovery:
     def tell(self, name: str, value: Any) -> None:
         """Set a key that the agent acts on."""
         self.new_store("")
-        assert self._client is not None
         tell(self._client, name, value, prefix=self.env.prefix)
 
     # -- life --------------------------------------------------------------------------------------
@@ -173,7 +174,9 @@ class Recovery:
         while True:
             generation = self.runtime.latest
             try:
-                with self._recovering:  # a recovery of the next generation begins when this one is installed, or given up
+                with (
+                    self._recovering
+                ):  # a recovery of the next generation begins when this one is installed, or given up
                     return self._form(store, generation)
             except GenerationAbandoned:
                 with self.runtime.lock:
@@ -509,20 +512,20 @@ def _chunks(sizes: list[int]) -> list[list[int]]:
 def _send(inner: InnerGroup, destination: int, head: dict[str, Any], tensors: list[torch.Tensor]) -> None:
     layout = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
     packed = pack({"head": head, "layout": layout})
-    inner.pg.send([torch.tensor([packed.numel()])], destination, _TAG).wait()
-    inner.pg.send([packed], destination, _TAG).wait()
+    inner.pg.send([torch.tensor([packed.numel()])], destination, _TAG).wait(_TRANSFER)
+    inner.pg.send([packed], destination, _TAG).wait(_TRANSFER)
     views = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
     for places in _chunks([v.numel() for v in views]):
         chunk = torch.cat([views[p] for p in places]) if len(places) > 1 else views[places[0]]
         if chunk.numel():
-            inner.pg.send([chunk], destination, _TAG).wait()
+            inner.pg.send([chunk], destination, _TAG).wait(_TRANSFER)
 
 
 def _receive(inner: InnerGroup, source: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
     size = torch.zeros(1, dtype=torch.int64)
-    inner.pg.recv([size], source, _TAG).wait()
+    inner.pg.recv([size], source, _TAG).wait(_TRANSFER)
     packed = torch.empty(int(size), dtype=torch.uint8)
-    inner.pg.recv([packed], source, _TAG).wait()
+    inner.pg.recv([packed], source, _TAG).wait(_TRANSFER)
     described = unpack(packed)
     tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in described["layout"]]
     sizes = [t.numel() * t.element_size() for t in tensors]
@@ -531,7 +534,7 @@ def _receive(inner: InnerGroup, source: int) -> tuple[dict[str, Any], list[torch
         if not total:
             continue
         chunk = torch.empty(total, dtype=torch.uint8)
-        inner.pg.recv([chunk], source, _TAG).wait()
+        inner.pg.recv([chunk], source, _TAG).wait(_TRANSFER)
         at = 0
         for place in places:
             tensors[place].view(-1).view(torch.uint8).copy_(chunk[at : at + sizes[place]])

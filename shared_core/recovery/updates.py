@@ -144,8 +144,8 @@ class Updates:
                 )
             self._frozen += 1
         try:
-            assert self.replicated is not None
-            description, tensors = self.replicated.export()
+            nothing: dict[str, Any] = {"parameters": 0, "states": [], "tensors": []}
+            description, tensors = self.replicated.export() if self.replicated is not None else (nothing, [])
             description["version"] = self.state_version
             images = [(version, params) for version, params in self._images if version >= min_version]
             description["images"] = []

@@ -99,7 +99,9 @@ def main() -> None:
     row = sys.argv[1]
     report = Report()
     pl.seed_everything(7, verbose=False)
-    strategy, callbacks = strategy_and_callbacks("strategy", {"find_unused_parameters": True} if row == "unused" else {})
+    strategy, callbacks = strategy_and_callbacks(
+        "strategy", {"find_unused_parameters": True} if row == "unused" else {}
+    )
     options: dict[str, Any] = {"max_time": {"hours": 1}} if row == "max_time" else {}
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -114,7 +116,9 @@ def main() -> None:
         **options,
     )
     module: Any = Averaged() if row == "average" else Net()
-    trainer.fit(torch.compile(module, backend="aot_eager") if row == "compile" else module, _train(row))
+    if row == "compile":
+        module.net.compile(backend="aot_eager")
+    trainer.fit(module, _train(row))
     digests = state(trainer, module)
     if row in ("test", "predict"):
         result = (
