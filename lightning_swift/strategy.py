@@ -18,7 +18,8 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -171,6 +172,11 @@ class SwiftDDPStrategy(DDPStrategy):
         super()._configure_launcher()
         if self.hands_over:
             self.hand_over()
+        elif self.num_processes > 1 and not under_plain_torchrun():
+            rank_zero_warn(
+                f"the workers were started through {type(self.cluster_environment).__name__}, which cannot replace one "
+                "that is lost: survivors cannot be kept alive. Start the script with swiftrun"
+            )
 
     @property
     def hands_over(self) -> bool:
@@ -201,6 +207,7 @@ class SwiftDDPStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         if self.job is not None:
+            check_trainer(trainer)  # again: the module may have added callbacks
             assert self.model is not None
             self.attach([self.model], self.optimizers if trainer.state.fn == TrainerFn.FITTING else [])
 
@@ -266,7 +273,7 @@ class SwiftDDPStrategy(DDPStrategy):
     def _log_recovery(self, fields: dict[str, Any]) -> None:
         """One row of scalars for each recovery, in the user's loggers."""
         trainer = self._trainer
-        if trainer is None or not trainer.is_global_zero:
+        if trainer is None or not trainer.is_global_zero or trainer.state.status != TrainerStatus.RUNNING:
             return
         scalars = {"swift/generation": float(fields.get("generation", os.environ.get("SWIFT_RECOVERY_GENERATION", 0)))}
         if "detected" in fields:

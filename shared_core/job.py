@@ -193,6 +193,11 @@ class Job:
             self._runtime.max_log_bytes = max(2 * replicated.nbytes, 4 << 20)
         buffers = [b for module in modules for b in module.buffers()]
         self._buffers = buffers
+        # DDP remembers whether the last forward had gradients, and broadcasts buffers before the next only then.
+        self.register("swift.ddp", self._ddp_flags, self._set_ddp_flags)
+        self._runtime.bucket_checksums = self.config.verify_checksums and not any(
+            ddp.find_unused_parameters for ddp in self._ddps
+        )
         self.register(
             "swift.buffers",
             lambda: list(buffers),
@@ -206,6 +211,13 @@ class Job:
         )
         if optimizers and os.environ.get("SWIFT_FAULTS") and modules:
             self._handles.append(modules[0].register_forward_hook(lambda *_: inject.point("forward")))
+
+    def _ddp_flags(self) -> list[bool]:
+        return [ddp.require_forward_param_sync for ddp in self._ddps]
+
+    def _set_ddp_flags(self, flags: list[bool]) -> None:
+        for ddp, flag in zip(self._ddps, flags, strict=False):
+            ddp.require_forward_param_sync = flag
 
     def register(self, name: str, capture: Capture, restore: Restore, *, forward_mutated: bool = False) -> None:
         """Register rank-local state.

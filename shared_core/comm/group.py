@@ -181,7 +181,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
             value=buffers if bucket else tensors,
             copy_results=False,
             lazy=bucket,
-            checksum=self._inputs_checksum(tensors),
+            checksum=self._inputs_checksum(tensors) if not bucket or self._runtime.bucket_checksums else 0,
         )
         if bucket:
             self._runtime.before_bucket()

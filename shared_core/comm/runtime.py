@@ -98,6 +98,8 @@ class Runtime:
         self.connect_timeout_s, self.wait_timeout_s = connect_timeout_s, wait_timeout_s
         self.checksums = checksums
         self.max_log_bytes = log_spill_bytes or 64 << 20
+        #: Whether DDP's buckets are summed: with unused parameters they hold leftovers that mean nothing.
+        self.bucket_checksums = checksums
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.pool = BufferPool()
@@ -249,9 +251,9 @@ class Runtime:
                 return
             op.seq, op.top = group.next, self.top
             group.next += 1
-            if op.checksum:
-                self._check(group, op)
             logged = group.replay.pop(op.seq, None)
+            if op.checksum and (logged is None or logged[0] == op.signature):
+                self._check(group, op)
             if logged is None:
                 group.pending[op.seq] = op
                 self.note_waiting(+1)
