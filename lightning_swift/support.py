@@ -5,7 +5,9 @@ The table in ``docs/lightning_support.md`` lists it all.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -23,8 +25,10 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from torch.nn.parallel import DistributedDataParallel
 
-from shared_core.errors import Unsupported
+from shared_core.config import SwiftConfig
+from shared_core.errors import ConfigError, Unsupported
 
 _AVERAGING = (
     "it exchanges the model's parameters with averaged ones during validation, so a replica may hold either; keep "
@@ -75,8 +79,18 @@ def check_ddp_options(
     """Refuse options of ``DDPStrategy`` whose state cannot be rebuilt in a newcomer.
 
     Raises:
+        ConfigError: for an option that neither the strategy nor ``DistributedDataParallel`` has.
         Unsupported: naming the option and what to do instead.
     """
+    known = {
+        *inspect.signature(DistributedDataParallel.__init__).parameters,
+        *inspect.signature(SwiftConfig).parameters,
+    }
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"unknown option {name!r} of the strategy{hint}")
     if options.get("static_graph"):
         raise Unsupported(
             "swift recovery does not support DDPStrategy(static_graph=True): the graph is learned in the first "

@@ -156,8 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"    {reason}", flush=True)
             elif verdict == "FAILED":
                 # The whole output of a job is long: it is shown when a run is repeated alone.
-                brief = "\n".join(reason.partition("\ncommand: ")[0].splitlines()[:8])
-                shown = reason if args.only is not None else brief
+                shown = reason if args.only is not None else _brief(reason, result)
                 print(f"    {shown}\n    repeat: {_repeat(seed, run.number, args)}", flush=True)
             number += 1
             if args.only is not None or struck >= args.faults or (failed and args.stop):
@@ -221,6 +220,13 @@ def _execute(run: Run, args: argparse.Namespace, folder: Path, reference: JobRes
     )
     verdict, reason = judge(result, reference)
     return verdict, reason, result
+
+
+def _brief(reason: str, result: JobResult) -> str:
+    """The first lines of a reason, and what the job said when it ended."""
+    lines = reason.partition("\ncommand: ")[0].splitlines()[:8]
+    lines += [line for line in result.stderr.splitlines() if "ends the job" in line or "ending the job" in line][:2]
+    return "\n    ".join(lines)
 
 
 def _stall(result: JobResult) -> float:
