@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -319,28 +318,15 @@ class SwiftDDPStrategy(DDPStrategy):
             return super().broadcast(obj, src)
         if self.quiet:
             return obj
-        with self._unchecked():
+        with self.job.unchecked():
             return _broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """As in ``DDPStrategy``; a newcomer may contribute something else (whether a file exists by now)."""
         if self.job is None:
             return super().reduce_boolean_decision(decision, all)
-        with self._unchecked():
+        with self.job.unchecked():
             return super().reduce_boolean_decision(decision, all)
-
-    @contextmanager
-    def _unchecked(self) -> Iterator[None]:
-        """Inputs of collectives in here are not compared with the predecessor's: they rest on the clock or on files."""
-        runtime = self.job._runtime if self.job is not None else None
-        checks = runtime.checksums if runtime is not None else False
-        try:
-            if runtime is not None:
-                runtime.checksums = False
-            yield
-        finally:
-            if runtime is not None:
-                runtime.checksums = checks
 
 
 def _broadcast(obj: Any, src: int) -> Any:

@@ -48,13 +48,13 @@ _COMMON = (
 )
 #: Highest occurrence of a point in one batch of each model, kept low enough that most draws are met.
 _NTH: dict[str, dict[str, int]] = {
-    "mlp": {"collective.before": 4, "collective.after": 4, "bucket": 3, "update.during": 40},
-    "plain": {"collective.before": 5, "collective.after": 5, "bucket": 3, "update.during": 40},
-    "bn": {"collective.before": 5, "collective.after": 5, "bucket": 3, "update.during": 40},
+    "mlp": {"collective.before": 4, "collective.after": 4, "bucket": 2, "update.during": 40},
+    "plain": {"collective.before": 5, "collective.after": 5, "bucket": 2, "update.during": 40},
+    "bn": {"collective.before": 5, "collective.after": 5, "bucket": 2, "update.during": 40},
     "gan": {
         "collective.before": 6,
         "collective.after": 6,
-        "bucket": 5,
+        "bucket": 4,
         "update.before": 2,
         "update.during": 60,
         "update.after": 2,

@@ -6,6 +6,7 @@ import csv
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,9 @@ class LocalJob:
 
     def attach(self, modules: Any, optimizers: Any) -> None:
         self.module, self.optimizers = modules[0], optimizers
+
+    def unchecked(self) -> Any:
+        return nullcontext()
 
     def batch_top(self, *, accumulating: bool = False) -> bool:
         if self.joining:
