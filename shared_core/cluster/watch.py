@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from shared_core.cluster.worker import FOREVER_S
+from shared_core.cluster.worker import FOREVER_S, WORDS
 
 _ONCE = ("fail", "restart")
 _AGAIN = ("divergent",)
@@ -44,8 +44,7 @@ class KeyWatcher:
     def close(self) -> None:
         """Stop watching; returns when the thread has ended."""
         self._stop.set()
-        count = self._client.add(self._prefix + "notified", 1)
-        self._client.set(f"{self._prefix}notify/{count}", "1")
+        self._client.queue_push(self._prefix + WORDS, "")
         self._thread.join()
 
     def forget_done(self) -> None:
@@ -70,14 +69,13 @@ class KeyWatcher:
         return heard
 
     def _run(self, store: TCPStore) -> None:
-        count = 0
+        store.set_timeout(timedelta(seconds=FOREVER_S))
         while not self._stop.is_set():
             try:
-                store.wait([f"{self._prefix}notify/{count + 1}"], timedelta(seconds=FOREVER_S))
+                store.queue_pop(self._prefix + WORDS)
             except RuntimeError:
                 self._stop.wait(1.0)  # the agent's ticks look at the keys meanwhile
                 continue
-            count += 1
             self._wake()
 
 

@@ -38,6 +38,8 @@ PROGRESS = struct.Struct("<QQd")
 PROGRESS_BYTES = 64
 #: A wait that is meant to last, in seconds: torch warns of each store wait that times out, and counts in 32 bits of ms.
 FOREVER_S = 20 * 86400.0
+#: Store queue that wakes the agent, under the attempt's prefix.
+WORDS = "words"
 
 _failed = False
 _done = False
@@ -154,8 +156,7 @@ def tell(store: TCPStore, name: str, value: Any, *, prefix: str | None = None) -
     """
     prefix = env().prefix if prefix is None else prefix
     store.set(prefix + name, json.dumps(value))
-    count = store.add(prefix + "notified", 1)
-    store.set(f"{prefix}notify/{count}", "1")
+    store.queue_push(prefix + WORDS, name)  # one step: a worker killed here leaves no half-said word
 
 
 class ProgressFile:

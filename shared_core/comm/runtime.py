@@ -303,10 +303,15 @@ class Runtime:
             return
         if not op.lazy:
             op.put()
-        op.future.set_result(op.value)
         with self.lock:
             self.note_waiting(-1)
-        inject.point("collective.after", operation=op.signature[0])
+        try:
+            # before the caller can go on: "after the second collective of step 3" is then always in step 3
+            inject.point("collective.after", operation=op.signature[0])
+        except inject.FaultInjected as fault:
+            op.future.set_exception(fault)
+        else:
+            op.future.set_result(op.value)
 
     def _log(self, group: GroupState, op: Op) -> None:
         group.done.add(op.seq)
