@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,12 +14,13 @@ from shared_core.testing import Fault
 from shared_core.testing.plain import PlainLauncher
 from shared_core.testing.runner import JobResult, check_clean, check_survivors, compare, unconfirmed
 from shared_core.testing.runner import run_job as _run_job
+from shared_core.testing.warm import WarmLauncher
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
 class Jobs:
-    """Runs jobs for the tests of one session.
+    """Runs jobs for the tests of one session, from servers that hold the imports (unless ``SWIFT_TESTS_COLD`` is set).
 
     Args:
         folder: where each job gets a folder of its own.
@@ -28,6 +30,7 @@ class Jobs:
         self._folder = folder
         self._count = 0
         self._plain: PlainLauncher | None = None
+        self._warm: WarmLauncher | None = None
         self._references: dict[str, JobResult] = {}
 
     def run(
@@ -46,6 +49,8 @@ class Jobs:
         """Run a script of ``tests/scripts`` as ``runner.run_job`` does, and check that nothing is left."""
         if launcher == "plain" and self._plain is None:
             self._plain = PlainLauncher()
+        if launcher == "swiftrun" and self._warm is None and not os.environ.get("SWIFT_TESTS_COLD"):
+            self._warm = WarmLauncher()
         self._count += 1
         result = _run_job(
             SCRIPTS / script,
@@ -59,6 +64,7 @@ class Jobs:
             standbys=standbys,
             timeout_s=timeout_s,
             plain=self._plain,
+            warm=self._warm,
         )
         check_clean(result)
         return result
@@ -110,9 +116,10 @@ class Jobs:
         return result
 
     def close(self) -> None:
-        """End the server of plain workers."""
-        if self._plain is not None:
-            self._plain.close()
+        """End the servers."""
+        for server in (self._plain, self._warm):
+            if server is not None:
+                server.close()
 
 
 @contextmanager

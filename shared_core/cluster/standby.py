@@ -8,10 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from shared_core.cluster import entry, process
 from shared_core.cluster.request import StartRequest
@@ -50,28 +50,37 @@ class Preload:
     job_dir: str = ""
 
 
+def _spawn_zygote(channel: socket.socket, env: dict[str, str]) -> int:
+    """A zygote in a fresh interpreter that serves ``channel``; returns its pid."""
+    from shared_core.cluster.zygote import SINGLE_THREADED
+
+    started = subprocess.Popen(
+        _python("zygote", str(channel.fileno()), str(os.getpid())),
+        env=env | SINGLE_THREADED,
+        pass_fds=(channel.fileno(),),
+        start_new_session=True,
+    )
+    started.returncode = 0  # the agent reaps by pid; Popen must not
+    return started.pid
+
+
 class Standby:
     """One zygote. Started as soon as it is made; imports when told what; forks when asked.
 
     Attributes:
+        spawn: starts a zygote process, given its end of the channel and its environment, and returns the pid. Another
+            way than a fresh interpreter may be put here (tests fork one that has imported everything).
         pid: of the zygote.
         ready: it has imported everything and waits for requests.
         report: its answer about the imports (``threads``, ``seconds``, ``failed``).
     """
 
-    def __init__(self, env: dict[str, str]) -> None:
-        from shared_core.cluster.zygote import SINGLE_THREADED
+    spawn: ClassVar[Callable[[socket.socket, dict[str, str]], int]] = staticmethod(_spawn_zygote)
 
+    def __init__(self, env: dict[str, str]) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            started = subprocess.Popen(
-                _python("zygote", str(theirs.fileno()), str(os.getpid())),
-                env=env | SINGLE_THREADED,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        started.returncode = 0  # the agent reaps by pid; Popen must not
-        self.pid = started.pid
+            self.pid = self.spawn(theirs, env)
         self.pidfd = process.open_pidfd(self.pid)
         self.ready = False
         self.report: dict[str, Any] = {}

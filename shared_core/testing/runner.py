@@ -21,6 +21,7 @@ from shared_core.testing.inject import FAULTS, STRUCK, read_struck
 from shared_core.testing.plain import ROOT, PlainLauncher
 from shared_core.testing.processes import MARK, describe, kill_marked, wait_gone
 from shared_core.testing.report import OUT, start_time
+from shared_core.testing.warm import WarmLauncher
 
 BASELINE = "SWIFT_BASELINE"
 LAUNCHERS = ("swiftrun", "plain", "torchrun")
@@ -101,6 +102,7 @@ def run_job(
     standbys: int = 1,
     timeout_s: float = 60.0,
     plain: PlainLauncher | None = None,
+    warm: WarmLauncher | None = None,
 ) -> JobResult:
     """Run ``script`` in ``nproc`` workers and collect what it reports.
 
@@ -117,6 +119,7 @@ def run_job(
         standbys: standbys that ``swiftrun`` keeps.
         timeout_s: seconds after which all processes of the job are killed.
         plain: server to use for ``plain``; one is started for this job if none is given.
+        warm: server to use for ``swiftrun``; a fresh interpreter is started if none is given.
     """
     if launcher not in LAUNCHERS:
         raise ValueError(f"unknown launcher {launcher!r}; one of {', '.join(LAUNCHERS)}")
@@ -139,7 +142,7 @@ def run_job(
                 status = _run_plain(own, command, nproc, job_env, out, timeout_s)
         else:
             status = _run_plain(plain, command, nproc, job_env, out, timeout_s)
-        orphans: list[int] = []
+        orphans: list[str] = []
     else:
         full_env = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_")} | job_env
         full_env[MARK] = mark
@@ -152,7 +155,11 @@ def run_job(
             command = [sys.executable, "-m", "shared_core.cli.swiftrun", f"--nproc-per-node={nproc}"]
             command += [f"--standbys={standbys}", f"--events={out / 'events.jsonl'}"]
         command += [*launcher_args, script, *args]
-        status, orphans = _run_command(command, full_env, out, mark, timeout_s)
+        if launcher == "swiftrun" and warm is not None:
+            status, orphans = _run_warm(warm, command[3:], full_env, out, timeout_s)
+        else:
+            status, left = _run_command(command, full_env, out, mark, timeout_s)
+            orphans = [describe(pid) for pid in left]
     result = JobResult(
         command=command,
         status=status,
@@ -162,7 +169,7 @@ def run_job(
         duration_s=time.monotonic() - begin,
         faults=list(faults),
         struck=read_struck(out / "struck.jsonl"),
-        orphans=[describe(pid) for pid in orphans],
+        orphans=orphans,
     )
     if (out / "events.jsonl").exists():
         result.events = list(read_events(out / "events.jsonl"))
@@ -215,13 +222,34 @@ def _run_command(
     return status, orphans
 
 
-def _end(process: subprocess.Popen[bytes], out: Path) -> None:
-    """End a launcher that ran out of time: workers print where they are, and the launcher may clean up."""
+def _run_warm(
+    warm: WarmLauncher, argv: list[str], env: dict[str, str], out: Path, timeout_s: float
+) -> tuple[int, list[str]]:
+    """As :func:`_run_command`, with a launcher that has its imports already."""
+    warm.start(argv, env=env, cwd=str(out), stdout=str(out / "stdout.txt"), stderr=str(out / "stderr.txt"))
+    ended = warm.wait(timeout_s)
+    if ended is not None:
+        return ended
+    _print_stacks(out)
+    os.kill(warm.pid, signal.SIGTERM)
+    if warm.wait(10.0) is None:
+        os.kill(warm.pid, signal.SIGKILL)
+        warm.wait(30.0)
+    return 124, []
+
+
+def _print_stacks(out: Path) -> None:
+    """Have the workers of a job that ran out of time print where they are."""
     for worker in _workers(out):
         with contextlib.suppress(OSError):
             if start_time(worker["pid"]) == worker["start"]:
                 os.kill(worker["pid"], signal.SIGABRT)
     time.sleep(0.3)
+
+
+def _end(process: subprocess.Popen[bytes], out: Path) -> None:
+    """End a launcher that ran out of time, which may clean up."""
+    _print_stacks(out)
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(10.0)

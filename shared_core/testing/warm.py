@@ -1,0 +1,233 @@
+"""``swiftrun`` without waiting for imports: a server that has them forks the launcher and the zygotes of each job.
+
+A job started here runs the same code as one started from a shell; only the interpreters are not fresh. What a job
+leaves behind is adopted by the server, which names and ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from shared_core.cluster import process, zygote
+from shared_core.cluster.standby import Standby
+from shared_core.testing.processes import describe
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELOAD = (
+    "torch",
+    "torch.distributed.run",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch.utils.data",
+    "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "shared_core.cli.swiftrun",
+    "shared_core.cluster.agent",
+    "shared_core.cluster.logs",
+    "lightning.pytorch",
+    "fsspec.implementations.chained",
+    "torchmetrics",
+    "lightning_swift",
+    "accelerate",
+    "accelerate_swift",
+)
+#: Seconds that what a job started has to be gone in, once its launcher is.
+GRACE_S = 1.0
+
+
+class WarmLauncher:
+    """Starts jobs one after the other; :meth:`close` ends the server.
+
+    Args:
+        preload: modules the server imports; those not installed are left out.
+    """
+
+    def __init__(self, preload: tuple[str, ...] = PRELOAD) -> None:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_")}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+        env["PYTHONHASHSEED"] = "0"
+        env.pop("TMPDIR", None)  # it may be gone before the server is; each job gets its own
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "shared_core.testing.warm", *preload],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env | zygote.SINGLE_THREADED,
+            start_new_session=True,
+        )
+        #: Process id of the newest job's launcher.
+        self.pid = 0
+
+    def start(self, argv: list[str], *, env: dict[str, str], cwd: str, stdout: str, stderr: str) -> None:
+        """Start ``swiftrun`` with arguments ``argv`` and exactly the environment ``env``."""
+        request = {"argv": argv, "env": env, "cwd": cwd, "stdout": stdout, "stderr": stderr}
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(request).encode() + b"\n")
+        self._server.stdin.flush()
+        self.pid = int(self._answer()["pid"])
+
+    def wait(self, timeout_s: float) -> tuple[int, list[str]] | None:
+        """Exit status (negative for a signal) and processes the job left (killed by now); None when time is up."""
+        assert self._server.stdout is not None
+        readable, _, _ = select.select([self._server.stdout], [], [], timeout_s)
+        if not readable:
+            return None
+        answer = self._answer()
+        return int(answer["status"]), list(answer["orphans"])
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._server.stdout is not None
+        line = self._server.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the server of warm launchers ended with status {self._server.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """End the server."""
+        for pipe in (self._server.stdin, self._server.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._server.wait()
+
+
+def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    for line in requests:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            requests.close()
+            answers.close()
+            _launch(request)
+            return
+        _say(answers, {"pid": pid})
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        _say(answers, {"status": status, "orphans": _end_orphans()})
+
+
+def _say(answers: IO[bytes], message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message).encode() + b"\n")
+    answers.flush()
+
+
+def _end_orphans() -> list[str]:
+    """Wait for what the job left, which is this process' by now; what stays is killed and described."""
+    deadline = time.monotonic() + GRACE_S
+    left: list[str] = []
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        alive = process.children()
+        if not alive:
+            return left
+        if time.monotonic() > deadline:
+            left += [describe(pid) for pid in alive]
+            for pid in alive:
+                process.kill_group(pid)
+        time.sleep(0.005)
+
+
+def _launch(request: dict[str, Any]) -> None:
+    """Become ``swiftrun``, as the shell would start it."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    for target, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, request["stdout"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+        (2, request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+    ):
+        fd = os.open(path, flags, 0o600)
+        os.dup2(fd, target)
+        os.close(fd)
+    process.become_subreaper()  # zygotes come as orphans
+    Standby.spawn = staticmethod(_Nursery().spawn)  # type: ignore[method-assign]
+    from shared_core.cli import swiftrun
+
+    sys.argv = ["swiftrun", *request["argv"]]
+    swiftrun.main()
+
+
+class _Nursery:
+    """A child of the launcher, with one thread, that forks its zygotes: the launcher itself has threads by then."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        launcher = os.getpid()
+        if os.fork() == 0:
+            self._channel.close()
+            _breed(theirs, launcher)  # a worker leaves it with SystemExit, and ends as a program does
+            os._exit(0)
+        theirs.close()
+
+    def spawn(self, channel: socket.socket, env: dict[str, str]) -> int:
+        """As ``Standby.spawn``."""
+        socket.send_fds(self._channel, [len(raw := json.dumps(env).encode()).to_bytes(4, "big")], [channel.fileno()])
+        self._channel.sendall(raw)
+        return int.from_bytes(self._channel.recv(4), "big")
+
+
+def _breed(channel: socket.socket, launcher: int) -> None:
+    stream = channel.makefile("rb")
+    while True:
+        head, fds, _, _ = socket.recv_fds(channel, 4, 1)
+        if not head:
+            return
+        env = json.loads(stream.read(int.from_bytes(head, "big")))
+        pid_read, pid_write = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            orphaned, alive = os.pipe()
+            if (pid := os.fork()) != 0:
+                os.write(pid_write, pid.to_bytes(4, "big"))
+                os._exit(0)
+            os.close(alive)
+            os.read(orphaned, 1)  # ends when the process between is gone and the launcher is the parent
+            for fd in (orphaned, pid_read, pid_write):
+                os.close(fd)
+            channel.close()
+            _become_zygote(fds[0], launcher, env)
+        os.close(pid_write)
+        os.close(fds[0])
+        channel.sendall(os.read(pid_read, 4))
+        os.close(pid_read)
+        os.waitpid(middle, 0)
+
+
+def _become_zygote(fd: int, launcher: int, env: dict[str, str]) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env | zygote.SINGLE_THREADED)
+    while os.getppid() != launcher:
+        time.sleep(0.0001)  # the kernel is between closing the pipe and handing the orphan over
+    sys.argv = ["zygote", str(fd), str(launcher)]
+    zygote.main()  # returns in a worker whose program has ended
+    raise SystemExit(0)
+
+
+def _main() -> None:
+    process.become_subreaper()
+    for name in sys.argv[1:]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    import gc
+
+    gc.collect()
+    gc.freeze()
+    process.collapse_memory()
+    # Copies, so that a job may redirect the originals.
+    _serve(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
+
+
+if __name__ == "__main__":
+    _main()
