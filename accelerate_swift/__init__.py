@@ -1,3 +1,5 @@
-"""Recovery for Hugging Face Accelerate comes with the next version; nothing is exported yet."""
+"""Recovery for Hugging Face Accelerate: ``Accelerator(kwargs_handlers=[SwiftPlugin()])``."""
 
-__all__: list[str] = []
+from accelerate_swift.plugin import SwiftPlugin
+
+__all__ = ["SwiftPlugin"]

@@ -16,9 +16,9 @@ from torch import nn
 from lightning_swift.attributes import Holder, Holders
 from lightning_swift.data import Data
 from lightning_swift.loggers import Loggers
-from lightning_swift.plain import NotPlain, decode, encode
 from lightning_swift.results import Results
 from shared_core import Job
+from shared_core.recovery.values import decode, encode, encode_state
 
 _METRIC_INTERNALS = frozenset(
     {"_defaults", "_persistent", "_reductions", "_cache", "_signature", "_dtype_convert", "_device"}
@@ -153,9 +153,7 @@ class RunState:
         self._holders("module").restore(data)
 
     def _capture_schedulers(self) -> Any:
-        return [
-            _scheduler_state(config.scheduler.state_dict()) for config in self.trainer.strategy.lr_scheduler_configs
-        ]
+        return [encode_state(config.scheduler.state_dict()) for config in self.trainer.strategy.lr_scheduler_configs]
 
     def _restore_schedulers(self, data: list[Any]) -> None:
         for config, state in zip(self.trainer.strategy.lr_scheduler_configs, data, strict=False):
@@ -229,21 +227,6 @@ def _leaves(progress: Any, leaves: list[_ReadyCompletedTracker], batches: list[_
     for child in vars(progress).values():
         if isinstance(child, _BaseProgress):
             _leaves(child, leaves, batches)
-
-
-def _scheduler_state(state: Any) -> Any:
-    """Encoded state of a scheduler without what is no plain data (functions), which the newcomer has of its own."""
-    if isinstance(state, dict):
-        kept = []
-        for name, value in state.items():
-            try:
-                kept.append((name, _scheduler_state(value)))
-            except NotPlain:
-                continue
-        return ("\0dict", kept)
-    if type(state) is list:
-        return [_scheduler_state(value) for value in state]
-    return encode(state)
 
 
 def _shift_clocks(item: object, shift: float) -> None:

@@ -11,9 +11,9 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from lightning_swift.data import unwrap
-from lightning_swift.plain import NotPlain, decode, encode
 from shared_core.errors import Unsupported
 from shared_core.loaders import read_random, write_random
+from shared_core.recovery.values import NotPlain, decode, encode
 
 if TYPE_CHECKING:
     from lightning_swift.strategy import SwiftDDPStrategy

@@ -23,8 +23,8 @@ import lightning.pytorch.loggers.tensorboard as tensorboard
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_swift.attributes import Holder
-from lightning_swift.plain import decode, encode
 from shared_core import current_job
+from shared_core.recovery.values import decode, encode
 
 _JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
 

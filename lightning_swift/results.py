@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torch.distributed import distributed_c10d as c10d
 
-from lightning_swift.plain import decode, encode
+from shared_core.recovery.values import decode, encode
 
 _META = (
     "fx",

@@ -12,14 +12,29 @@ from shared_core.config import SwiftConfig
 if TYPE_CHECKING:
     from shared_core.cluster.handover import hand_over, launched_by_swiftrun
     from shared_core.job import EntryDecision, Job, current_job, install
+    from shared_core.loop import TrackedLoader, TrainingLoop, attach
 
-__all__ = ["EntryDecision", "Job", "SwiftConfig", "current_job", "hand_over", "install", "launched_by_swiftrun"]
+__all__ = [
+    "EntryDecision",
+    "Job",
+    "SwiftConfig",
+    "TrackedLoader",
+    "TrainingLoop",
+    "attach",
+    "current_job",
+    "hand_over",
+    "install",
+    "launched_by_swiftrun",
+]
 
 _HOMES = {
     "EntryDecision": "shared_core.job",
     "Job": "shared_core.job",
     "current_job": "shared_core.job",
     "install": "shared_core.job",
+    "TrackedLoader": "shared_core.loop",
+    "TrainingLoop": "shared_core.loop",
+    "attach": "shared_core.loop",
     "hand_over": "shared_core.cluster.handover",
     "launched_by_swiftrun": "shared_core.cluster.handover",
 }

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -336,6 +336,15 @@ class Job:
                 target = self._recovery.target
                 self._peeked = self._board.read_top(target.index) if target is not None else {}
         return self._peeked.get(name)
+
+    @property
+    def in_charge(self) -> bool:
+        """Whether the default process group is one that survives failures."""
+        return self._runtime.world is not None
+
+    def fall_back(self, reason: str) -> NoReturn:
+        """Nobody can take the lost worker's place: all workers go back to the newest checkpoint. Does not return."""
+        self._recovery.fall_back(reason)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append an event to the job's log."""

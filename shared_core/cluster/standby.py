@@ -80,7 +80,7 @@ class Standby:
     def __init__(self, env: dict[str, str]) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            self.pid = self.spawn(theirs, env)
+            self.pid = type(self).spawn(theirs, env)
         self.pidfd = process.open_pidfd(self.pid)
         self.ready = False
         self.report: dict[str, Any] = {}

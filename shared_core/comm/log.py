@@ -48,7 +48,7 @@ class BufferPool:
     """
 
     #: Sizes not asked for during so many batch tops are let go.
-    KEEP_TOPS = 3
+    KEEP_TOPS = 1
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}

@@ -325,10 +325,10 @@ class Runtime:
         if op.full and group is self.world and op.top > self.stable:
             # Every rank has contributed, so every rank has published this top: nothing older can be asked for.
             self.stable = op.top
-            self.pool.next_top()
             for each in self.groups.values():
                 each.log.drop_before(op.top)
                 each.channels.drop_before(op.top - 1)
+            self.pool.next_top()
         if group.log.nbytes > self.max_log_bytes:
             self.spilled_bytes += group.log.spill(self.max_log_bytes)
         self.peak_log_bytes = max(self.peak_log_bytes, group.log.nbytes)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -146,7 +146,7 @@ class Recovery:
             except GenerationAbandoned:
                 continue
             except RecoveryFailed as error:
-                self._fall_back(error)
+                self.fall_back(str(error))
         self.target = plan.tops.get(self.env.rank)
         self._committed = None if self.target is None else self.target.index
         with self.runtime.lock:
@@ -182,7 +182,7 @@ class Recovery:
                 with self.runtime.lock:
                     self.runtime.changed.wait_for(lambda seen=generation: self.runtime.latest > seen, timeout=0.5)  # type: ignore[misc]
             except RecoveryFailed as error:
-                self._fall_back(error)
+                self.fall_back(str(error))
 
     def _watch(self) -> None:
         """Thread: follow the announcements; a survivor recovers here."""
@@ -217,7 +217,7 @@ class Recovery:
             except GenerationAbandoned:
                 return  # the thread of the next generation takes over
             except RecoveryFailed as error:
-                self._fall_back(error)
+                self.fall_back(str(error))
             except Exception:
                 # This worker cannot go on, but another may take its place; the agent bounds how often.
                 traceback.print_exc()
@@ -460,10 +460,11 @@ class Recovery:
 
     # -- ends --------------------------------------------------------------------------------------
 
-    def _fall_back(self, error: RecoveryFailed) -> None:
+    def fall_back(self, reason: str) -> NoReturn:
         """Nobody can serve a newcomer: the whole job goes back to its checkpoint. Does not return."""
-        self.tell("restart", str(error))
-        threading.Event().wait()
+        self.tell("restart", reason)
+        while True:
+            threading.Event().wait()
 
     def _fatal(self, error: BaseException) -> None:
         traceback.print_exception(error)

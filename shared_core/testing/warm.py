@@ -151,7 +151,7 @@ def _launch(request: dict[str, Any]) -> None:
         os.dup2(fd, target)
         os.close(fd)
     process.become_subreaper()  # zygotes come as orphans
-    Standby.spawn = staticmethod(_Nursery().spawn)  # type: ignore[method-assign]
+    Standby.spawn = staticmethod(_Nursery().spawn)
     from shared_core.cli import swiftrun
 
     sys.argv = ["swiftrun", *request["argv"]]

@@ -60,6 +60,25 @@ def encode(value: Any) -> Any:
     raise NotPlain(kind.__name__)
 
 
+def encode_state(state: Any) -> Any:
+    """A ``state_dict`` encoded without what is no plain data (functions), which the newcomer has of its own.
+
+    Raises:
+        NotPlain: if ``state`` is no plain data at all.
+    """
+    if isinstance(state, dict):
+        kept = []
+        for name, value in state.items():
+            try:
+                kept.append((name, encode_state(value)))
+            except NotPlain:
+                continue
+        return ("\0dict", kept)
+    if type(state) is list:
+        return [encode_state(value) for value in state]
+    return encode(state)
+
+
 def _tensor(value: Tensor) -> Any:
     if value.is_cpu and not value.requires_grad and value.layout is torch.strided:
         # Small tensors travel as numbers or bytes, which are several times cheaper to publish.

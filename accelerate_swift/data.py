@@ -1,0 +1,103 @@
+"""Loaders that Accelerate has prepared, with the batch tops marked.
+
+Accelerate draws one batch ahead: while the training code has batch k, the fetch of batch k + 2 is what comes first in
+the next turn of the loop. That fetch is the top of batch k + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+
+from shared_core import TrackedLoader
+from shared_core.errors import Unsupported
+
+if TYPE_CHECKING:
+    from accelerate_swift.plugin import SwiftPlugin
+
+
+def gate(plugin: SwiftPlugin, prepared: Any) -> Any:
+    """Put a :class:`Gate` below a prepared loader, which stays the object that the script iterates."""
+    if issubclass(type(prepared), DataLoaderDispatcher):
+        raise Unsupported(
+            "dispatch_batches=True reads all data on one worker; a newcomer cannot read its own: use "
+            "dispatch_batches=False"
+        )
+    if issubclass(type(prepared), DataLoaderShard) and type(prepared.base_dataloader) is not Gate:
+        prepared.base_dataloader = Gate(plugin, prepared.base_dataloader)
+    return prepared
+
+
+class Gate:
+    """Stands between a prepared loader and the ``DataLoader`` below it, and looks like the latter."""
+
+    def __init__(self, plugin: SwiftPlugin, loader: Any) -> None:
+        self._plugin = plugin
+        self._tracked: TrackedLoader = plugin.loop.track(loader, ahead=1)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._tracked.loader.wrapped)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_tracked", "_plugin"):  # while unpickling
+            raise AttributeError(name)
+        return getattr(self._tracked.loader, name)
+
+    def __len__(self) -> int:
+        return len(self._tracked.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        loop, plugin = self._plugin.loop, self._plugin
+        if not plugin.training or not torch.is_grad_enabled():
+            return iter(self._tracked.loader)
+        if loop.nested:
+            return _Inner(self._tracked)
+        plugin.begin_training()
+        if not loop.begin_round():
+            return iter(())
+        tops = _Tops(plugin, self._tracked)
+        loop.activate(tops)
+        return tops
+
+
+class _Inner(Iterator[Any]):
+    """Iterates a loader inside the loop over another; no batch tops."""
+
+    def __init__(self, tracked: TrackedLoader) -> None:
+        self._tracked = tracked
+        self._position = iter(tracked.loader)
+
+    def __next__(self) -> Any:
+        ahead = self._tracked.resume(self._position)
+        return ahead[-1] if ahead else next(self._position)
+
+
+class _Tops(Iterator[Any]):
+    """Iterates the loader of a training loop and marks the batch tops."""
+
+    def __init__(self, plugin: SwiftPlugin, tracked: TrackedLoader) -> None:
+        self._loop = plugin.loop
+        self._tracked = tracked
+        self._position = iter(tracked.loader)
+        self._begun = False
+        self._joined = False
+
+    def __next__(self) -> Any:
+        if not self._begun:
+            self._begun = True
+            if self._loop.joining:
+                # The batch at hand is the one that the predecessor had at its top.
+                self._joined = self._loop.batch_top()
+                ahead = self._tracked.resume(self._position)
+                if ahead:
+                    return ahead[-1]
+            return next(self._position)
+        if self._joined:
+            self._joined = False
+        else:
+            self._loop.batch_top()
+        return next(self._position)

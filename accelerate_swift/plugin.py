@@ -1,0 +1,201 @@
+"""``SwiftPlugin``: the handler through which recovery comes into an ``Accelerator``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, KwargsHandler
+from torch import nn
+from torch.optim import Optimizer
+
+from accelerate_swift.data import Gate, gate
+from accelerate_swift.launch import hand_over_if_needed
+from accelerate_swift.state import RunState
+from shared_core import SwiftConfig, TrainingLoop, install, launched_by_swiftrun
+from shared_core.errors import ConfigError, Unsupported
+from shared_core.events import console
+
+_ENABLE = "SWIFT_RECOVERY"
+
+
+class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no type annotations
+    """Keeps a run of Accelerate going through the loss of workers, bit for bit.
+
+    ``Accelerator(kwargs_handlers=[plugin])`` is enough for failures in the first epoch; to recover from any point,
+    write the loop as ``for epoch in plugin.epochs(n)`` and register what the script itself counts
+    (:meth:`register`). Without ``swiftrun`` (see :mod:`accelerate_swift.launch`), or with ``SWIFT_RECOVERY=0`` in the
+    environment, it does nothing.
+
+    Args:
+        config_file: YAML or JSON file of options; see :class:`shared_core.SwiftConfig`.
+        num_processes: workers to start where the script is run as ``python train.py``.
+        standbys: processes kept ready to replace a lost worker, where this plugin starts ``swiftrun`` itself.
+        init_process_group: Accelerate's own handler for ``init_process_group``; only one of the two can be passed to
+            it.
+        options: options of :class:`shared_core.SwiftConfig`, by name.
+
+    Raises:
+        ConfigError: for an unknown option or a bad value.
+    """
+
+    def __init__(
+        self,
+        config_file: str | None = None,
+        num_processes: int = 1,
+        standbys: int = 1,
+        init_process_group: InitProcessGroupKwargs | None = None,
+        **options: Any,
+    ) -> None:
+        base = SwiftConfig.from_file(config_file) if config_file else SwiftConfig()
+        self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(dataclasses.asdict(base) | options))
+        self._num_processes = num_processes
+        self._standbys = standbys
+        self._init = init_process_group
+        self._accelerator: Accelerator | None = None
+        self._models: list[nn.Module] = []
+        self._attached: list[Any] = []
+        self._warned = False
+        self.loop = TrainingLoop(None)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # Accelerate looks handlers up by their exact class, and asks this one before it creates the process group.
+        kind: type = InitProcessGroupKwargs
+        return kind
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Called by ``Accelerator`` while it is built, before any process group exists.
+
+        Raises:
+            ConfigError: if ``SWIFT_RECOVERY`` is neither on nor off.
+            SwiftError: where the script cannot be started again under ``swiftrun``.
+        """
+        accelerator = _accelerator_under_construction()
+        if accelerator is not None and _enabled():
+            if launched_by_swiftrun():
+                self._adopt(accelerator)
+            else:
+                hand_over_if_needed(self._num_processes, self._standbys, self.config)
+        return {} if self._init is None else dict(self._init.to_kwargs())
+
+    # -- what the user calls ------------------------------------------------------------------------------------------
+
+    def epochs(self, count: int, start: int = 0) -> Iterator[int]:
+        """As :meth:`shared_core.TrainingLoop.epochs`."""
+        if self._accelerator is not None:
+            RunState.early(self._accelerator, self.loop)
+        yield from self.loop.epochs(count, start)
+
+    def register(self, *objects: Any, **values: Any) -> SimpleNamespace:
+        """As :meth:`shared_core.TrainingLoop.register`; not needed for what is registered for checkpointing with
+        Accelerate.
+        """
+        return self.loop.register(*objects, **values)
+
+    # -- what loaders call --------------------------------------------------------------------------------------------
+
+    def begin_training(self) -> None:
+        """A training loader is about to be iterated: say what is trained, and check that this can work.
+
+        Raises:
+            Unsupported: for a kind of distributed training that is not supported.
+        """
+        accelerator = self._accelerator
+        assert accelerator is not None and self.loop.job is not None
+        job = self.loop.job
+        if accelerator.num_processes != job.world_size:
+            raise Unsupported(
+                f"swiftrun started {job.world_size} workers, but this Accelerator sees {accelerator.num_processes}: "
+                "without a GPU, pass Accelerator(cpu=True) or set ACCELERATE_USE_CPU=true"
+            )
+        kind = accelerator.distributed_type.value
+        if kind not in ("NO", "MULTI_CPU"):
+            raise Unsupported(f"recovery under Accelerate's {kind} is not in this version: only MULTI_CPU is supported")
+        if self.loop.epoch is None and not self._warned:
+            self._warned = True
+            if job.rank == 0:
+                console(
+                    "the epochs are not counted by plugin.epochs(n): a worker that is lost after the first pass over "
+                    "the data cannot be replaced, all then go back to the newest checkpoint. Write "
+                    "'for epoch in plugin.epochs(n):'"
+                )
+        models = self._models
+        optimizers: list[Optimizer] = [each.optimizer for each in accelerator._optimizers]
+        trained = [*models, *optimizers]
+        if len(trained) != len(self._attached) or any(a is not b for a, b in zip(trained, self._attached, strict=True)):
+            self._attached = trained
+            job.attach(models, optimizers)
+
+    @property
+    def training(self) -> bool:
+        """Whether the models are being trained rather than evaluated."""
+        return any(model.training for model in self._models)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _adopt(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        job = install()
+        assert job is not None
+        self.loop.begin(job, self.config)
+        RunState(accelerator).register(self.loop)
+        accelerator._swift_plugin = self
+        accelerator.__class__ = _watched(type(accelerator))
+
+    def note_model(self, prepared: Any) -> Any:
+        """Remember a model as it is after Accelerate has wrapped it; Accelerate itself keeps what it was before."""
+        if not any(prepared is each for each in self._models):
+            self._models.append(prepared)
+        return prepared
+
+    def gate(self, prepared: Any) -> Any:
+        """Have a loader that Accelerate has prepared mark the batch tops."""
+        return gate(self, prepared)
+
+
+class _Watched(Accelerator):  # type: ignore[misc]
+    """An ``Accelerator`` whose loaders mark the batch tops; an existing object is turned into one."""
+
+    _swift_plugin: SwiftPlugin
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        return self._swift_plugin.gate(super().prepare_data_loader(*args, **kwargs))
+
+    def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
+        return self._swift_plugin.note_model(super().prepare_model(*args, **kwargs))
+
+    def skip_first_batches(self, *args: Any, **kwargs: Any) -> Any:
+        return self._swift_plugin.gate(super().skip_first_batches(*args, **kwargs))
+
+
+def _watched(kind: type) -> type:
+    return type(kind.__name__, (_Watched, kind), {"__module__": kind.__module__})
+
+
+def _enabled() -> bool:
+    value = os.environ.get(_ENABLE, "1").strip().lower()
+    if value not in ("0", "1", "true", "false", "yes", "no", "on", "off"):
+        raise ConfigError(f"{_ENABLE}={value!r} is neither on nor off: use 1 or 0")
+    return value in ("1", "true", "yes", "on")
+
+
+def _accelerator_under_construction() -> Accelerator | None:
+    """The ``Accelerator`` in whose constructor we are. Handlers are not told; frames are the only way to it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__init__" and isinstance(candidate, Accelerator):
+            return candidate
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+__all__ = ["Gate", "SwiftPlugin"]

@@ -1,0 +1,116 @@
+"""A training loop of Accelerate in the shape of its own examples, on data that needs no download."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from shared_core.testing.digest import training_digest
+from shared_core.testing.report import Report, generators_digest
+
+
+class Noisy(TensorDataset):
+    """Digits with random noise, drawn when an item is read."""
+
+    def __getitem__(self, index: int):  # type: ignore[no-untyped-def]
+        image, label = super().__getitem__(index)
+        return image + 0.05 * torch.randn(64) + 0.01 * random.random() + 0.01 * float(np.random.rand()), label
+
+
+def vision() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2),
+        nn.Linear(288, 32), nn.ReLU(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=150)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--split-batches", action="store_true")
+    parser.add_argument("--seedable", action="store_true")
+    parser.add_argument("--no-epochs", action="store_true")
+    args = parser.parse_args()
+    report = Report()
+    baseline = bool(os.environ.get("SWIFT_BASELINE"))
+    handlers = []
+    if not baseline:
+        from accelerate_swift import SwiftPlugin
+
+        plugin = SwiftPlugin()
+        handlers.append(plugin)
+    from accelerate.utils import DataLoaderConfiguration
+
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=args.accumulate,
+        mixed_precision="bf16" if args.bf16 else "no",
+        kwargs_handlers=handlers,
+        dataloader_config=DataLoaderConfiguration(split_batches=args.split_batches, use_seedable_sampler=args.seedable),
+    )
+    set_seed(7)
+    digits = load_digits()
+    images = torch.tensor(digits.data[: args.samples], dtype=torch.float32) / 16
+    labels = torch.tensor(digits.target[: args.samples])
+    train = DataLoader(Noisy(images, labels), batch_size=args.batch, shuffle=True, num_workers=args.workers)
+    evaluate = DataLoader(TensorDataset(images[:50], labels[:50]), batch_size=16)
+    net = vision()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=4 * args.epochs * len(train))
+    model, optimizer, train, evaluate, scheduler = accelerator.prepare(net, optimizer, train, evaluate, scheduler)
+    set_seed(7, device_specific=True)
+    counters = {"loss": 0.0, "right": 0, "seen": 0}
+    if baseline:
+        epochs = iter(range(args.epochs))
+
+        class Counters:
+            pass
+
+        state = Counters()
+        vars(state).update(counters)
+    else:
+        epochs = iter(range(args.epochs)) if args.no_epochs else plugin.epochs(args.epochs)
+        state = plugin.register(**counters)
+    for epoch in epochs:
+        model.train()
+        for x, y in train:
+            report.count(f"epoch {epoch} batch {x.sum().item():.6f}")
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            state.loss += accelerator.gather(loss.detach()).sum().item()
+        model.eval()
+        for x, y in evaluate:
+            with torch.no_grad():
+                guess = model(x).argmax(-1)
+            guess, y = accelerator.gather_for_metrics((guess, y))
+            state.right += int((guess == y).sum())
+            state.seen += len(y)
+        accelerator.wait_for_everyone()
+    inner = accelerator.unwrap_model(model)
+    digests = training_digest(inner, [optimizer.optimizer], [scheduler.scheduler], vars(state))
+    report.finish(digests | {"generators": generators_digest()}, **vars(state))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
