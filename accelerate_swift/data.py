@@ -12,20 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
+from accelerate_swift.dispatch import SwiftDispatcher
 from shared_core import TrackedLoader
-from shared_core.errors import Unsupported
 
 if TYPE_CHECKING:
     from accelerate_swift.plugin import SwiftPlugin
 
 
 def gate(plugin: SwiftPlugin, prepared: Any) -> Any:
-    """Put a :class:`Gate` below a prepared loader, which stays the object that the script iterates."""
-    if issubclass(type(prepared), DataLoaderDispatcher):
-        raise Unsupported(
-            "dispatch_batches=True reads all data on one worker; a newcomer cannot read its own: use "
-            "dispatch_batches=False"
-        )
+    """Have a prepared loader mark the batch tops; returns what the script is to iterate."""
+    if type(prepared) is DataLoaderDispatcher:
+        return SwiftDispatcher.adopt(plugin, prepared, plugin.next_number())
     if issubclass(type(prepared), DataLoaderShard) and type(prepared.base_dataloader) is not Gate:
         prepared.base_dataloader = Gate(plugin, prepared.base_dataloader)
     return prepared

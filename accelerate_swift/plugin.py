@@ -61,6 +61,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         self._models: list[nn.Module] = []
         self._attached: list[Any] = []
         self._warned = False
+        self._numbered = 0
         self.loop = TrainingLoop(None)
 
     @property  # type: ignore[misc]
@@ -154,6 +155,11 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             self._models.append(prepared)
         return prepared
 
+    def next_number(self) -> int:
+        """Numbers loaders in the order in which they are prepared."""
+        self._numbered += 1
+        return self._numbered
+
     def gate(self, prepared: Any) -> Any:
         """Have a loader that Accelerate has prepared mark the batch tops."""
         return gate(self, prepared)
@@ -165,7 +171,10 @@ class _Watched(Accelerator):  # type: ignore[misc]
     _swift_plugin: SwiftPlugin
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        return self._swift_plugin.gate(super().prepare_data_loader(*args, **kwargs))
+        prepared = super().prepare_data_loader(*args, **kwargs)
+        watched = self._swift_plugin.gate(prepared)
+        self._dataloaders: list[Any] = [watched if each is prepared else each for each in self._dataloaders]
+        return watched
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
         return self._swift_plugin.note_model(super().prepare_model(*args, **kwargs))

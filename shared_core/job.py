@@ -84,6 +84,7 @@ class Job:
         config: the options of the job.
         joining: a newcomer (or a worker restarted from a checkpoint) that has not joined yet.
         tops: batch tops passed by the logical rank.
+        reachable: a fresh worker that runs the script gets to the present place; elsewhere no checkpoint is written.
     """
 
     def __init__(self, env: worker.WorkerEnv) -> None:
@@ -95,6 +96,7 @@ class Job:
         )
         self._env = env
         self.tops = 0
+        self.reachable = True
         self._entry = -1
         self._events = EventLog(env.events)
         self._board = Board(env.rank_dir / f"attempt{env.restart}")
@@ -253,7 +255,7 @@ class Job:
         self.tops += 1
         self._progress.top(self.tops)
         self._updates.next_batch()
-        if accumulating or self._unsettled():
+        if accumulating:
             return False
         grads = None
         if self._updates.pending_gradients():
@@ -261,6 +263,8 @@ class Job:
             if self._deferred <= _MAX_DEFERRED:
                 return False
             grads = self._gradients()
+        if self._unsettled():  # counts the tops that could be recovery points, so it is asked last
+            return False
         self._deferred = 0
         self._publish("batch", grads)
         return False
@@ -408,7 +412,7 @@ class Job:
         self._updates.at_top()
         self._backwards, self._graph, self._outputs = 0, -1, []
         self._compare_replicas()
-        if kind == "batch" and self._checkpoints.due(self.tops):
+        if kind == "batch" and self.reachable and self._checkpoints.due(self.tops):
             self._checkpoints.write(top, parts, self._updates, self._board)
 
     def _gradients(self) -> dict[int, torch.Tensor]:

@@ -228,6 +228,7 @@ class TrainingLoop:
     def batch_top(self) -> bool:
         """A batch begins; True if this newcomer has just joined."""
         assert self.job is not None
+        self.job.reachable = self.epoch is not None or self._round <= 1
         return self.job.batch_top()
 
     # -- state --------------------------------------------------------------------------------------------------------

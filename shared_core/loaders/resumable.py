@@ -78,6 +78,11 @@ class Position(Iterator[Any]):
         """Whether the end was reached."""
         return self._record.exhausted
 
+    @property
+    def delivered(self) -> int:
+        """Items fetched so far."""
+        return self._record.delivered
+
     def __next__(self) -> Any:
         owner, record = self._owner, self._record
         if self._inner is None:

@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--split-batches", action="store_true")
+    parser.add_argument("--dispatch", action="store_true")
     parser.add_argument("--seedable", action="store_true")
     parser.add_argument("--no-epochs", action="store_true")
     args = parser.parse_args()
@@ -60,7 +61,9 @@ def main() -> None:
         gradient_accumulation_steps=args.accumulate,
         mixed_precision="bf16" if args.bf16 else "no",
         kwargs_handlers=handlers,
-        dataloader_config=DataLoaderConfiguration(split_batches=args.split_batches, use_seedable_sampler=args.seedable),
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=args.split_batches, use_seedable_sampler=args.seedable, dispatch_batches=args.dispatch
+        ),
     )
     set_seed(7)
     digits = load_digits()

@@ -1,0 +1,146 @@
+"""``dispatch_batches=True``: rank 0 reads all data and broadcasts each batch, of which every rank takes its part.
+
+The batch top lies before the broadcast of a batch that has been read already. A newcomer on rank 0 reads it again; on
+another rank it needs the shapes that were announced, which are published with the top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.utils import broadcast, concatenate, find_batch_size, initialize_tensors, send_to_device
+from accelerate.utils.dataclasses import TensorInformation
+
+from shared_core.loaders.resumable import Position
+from shared_core.recovery.values import decode, encode
+
+if TYPE_CHECKING:
+    from accelerate_swift.plugin import SwiftPlugin
+
+
+class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate has no type annotations
+    """A ``DataLoaderDispatcher`` that marks the batch tops; made from a prepared one."""
+
+    @classmethod
+    def adopt(cls, plugin: SwiftPlugin, prepared: DataLoaderDispatcher, number: int) -> SwiftDispatcher:
+        """The same loader, the ``number``-th of the script, with batch tops."""
+        made: SwiftDispatcher = cls.__new__(cls)
+        made.__dict__.update(vars(prepared))
+        made._plugin = plugin
+        made._tracked = plugin.loop.track(prepared.base_dataloader, ahead=made.state.num_processes)
+        made.base_dataloader = made._tracked.loader
+        made._ahead = _Ahead()
+        assert plugin.loop.job is not None
+        plugin.loop.job.register(f"accelerate.dispatch.{number}", made._capture, made._restore)
+        return made
+
+    def __iter__(self) -> Iterator[Any]:
+        plugin, loop = self._plugin, self._plugin.loop
+        if not plugin.training or not torch.is_grad_enabled() or loop.nested:
+            yield from super().__iter__()
+            return
+        plugin.begin_training()
+        if not loop.begin_round():
+            return
+        self.begin()
+        self.set_epoch(self.iteration)
+        position: Position = iter(self._tracked.loader)
+        loop.activate(position)
+        self._stop_iteration = False
+        ahead = self._ahead = _Ahead()
+        if loop.joining:
+            loop.batch_top()
+            ahead = self._ahead  # the predecessor's
+            items = self._tracked.resume(position)
+            if self.state.process_index == 0:
+                ahead.batch = items[-1] if self.split_batches else concatenate(items[-ahead.items :], dim=0)
+        else:
+            self._fetch(position)
+            loop.batch_top()
+        while True:
+            yield self._deliver(position)
+            if self.end_of_dataloader:
+                break
+            loop.batch_top()
+        self.iteration += 1
+        self.end()
+
+    def _fetch(self, position: Position) -> None:
+        before = position.delivered
+        self._ahead.batch, self._ahead.info = self._fetch_batches(position)
+        self._ahead.items = position.delivered - before
+
+    def _deliver(self, position: Position) -> Any:
+        """This rank's part of the batch that was read ahead; the next one is read meanwhile."""
+        ahead, ranks, rank = self._ahead, self.state.num_processes, self.state.process_index
+        mine = ahead.batch if rank == 0 else initialize_tensors(ahead.info[0])
+        batch = broadcast(send_to_device(mine, self.state.device, non_blocking=self._non_blocking), from_process=0)
+        if ahead.first is None and not self._drop_last:
+            ahead.first = self._part(batch, slice(0, ranks))
+        size = find_batch_size(batch)
+        share = size // ranks
+        last = self._stop_iteration
+        if not last:
+            self._fetch(position)
+            last = self._stop_iteration and ahead.info[0] is None
+        if last and size % ranks and not self._drop_last:
+            batch, share = concatenate([batch, ahead.first], dim=0), share + 1
+        if last:
+            self.end_of_dataloader, self.remainder = True, size
+        return self._part(batch, slice(rank * share, (rank + 1) * share))
+
+    def _part(self, batch: Any, which: slice) -> Any:
+        state = self.state
+        return self.slice_fn(batch, which, process_index=state.process_index, num_processes=state.num_processes)
+
+    def _capture(self) -> dict[str, Any]:
+        ahead = self._ahead
+        return {
+            "info": [_plain(ahead.info[0]), ahead.info[1]],
+            "first": encode(ahead.first),
+            "items": ahead.items,
+            "stop": getattr(self, "_stop_iteration", False),
+        }
+
+    def _restore(self, data: Mapping[str, Any]) -> None:
+        self._ahead = _Ahead()
+        self._ahead.info = [_unplain(data["info"][0]), data["info"][1]]
+        self._ahead.first = decode(data["first"])
+        self._ahead.items = data["items"]
+        self._stop_iteration = data["stop"]
+
+
+class _Ahead:
+    """The batch read ahead: itself (on rank 0), what was announced of it, how many items it was made of."""
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+        self.info: list[Any] = [None, False]
+        self.items = 0
+        self.first: Any = None
+
+
+def _plain(structure: Any) -> Any:
+    """Nested shapes and dtypes as plain data."""
+    if isinstance(structure, TensorInformation):
+        return ("tensor", tuple(structure.shape), str(structure.dtype).removeprefix("torch."))
+    if isinstance(structure, Mapping):
+        return ("dict", [(key, _plain(value)) for key, value in structure.items()])
+    if isinstance(structure, (list, tuple)):
+        return (type(structure).__name__, [_plain(value) for value in structure])
+    return ("value", encode(structure))
+
+
+def _unplain(data: Any) -> Any:
+    kind, content, *rest = data
+    if kind == "tensor":
+        return TensorInformation(shape=torch.Size(content), dtype=getattr(torch, rest[0]))
+    if kind == "dict":
+        return {key: _unplain(value) for key, value in content}
+    if kind == "value":
+        return decode(content)
+    values = [_unplain(value) for value in content]
+    return values if kind == "list" else tuple(values)

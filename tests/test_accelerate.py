@@ -1,0 +1,43 @@
+"""Loops of Accelerate lose workers and end, on every rank, with the bits of the run that lost none."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Jobs
+
+from shared_core.testing import ANY_STEP, Fault
+from shared_core.testing.runner import compare
+
+#: Arguments of the script, faults. On two ranks an epoch has ten batches unless the arguments say otherwise.
+CASES: dict[str, tuple[list[str], list[Fault]]] = {
+    "first_epoch": ([], [Fault(1, 3, "bucket", "SIGKILL")]),
+    "second_epoch": ([], [Fault(0, 14, "update.during", "SIGKILL", nth=10)]),
+    "first_batch_of_an_epoch": ([], [Fault(1, 11, "forward", "SIGKILL")]),
+    "last_batch_of_an_epoch": ([], [Fault(0, 10, "update.after", "SIGKILL")]),
+    "evaluation": ([], [Fault(1, 10, "collective.before", "SIGKILL", nth=7)]),
+    "startup": ([], [Fault(1, 0, "startup", "SIGKILL")]),
+    "newcomer": ([], [Fault(0, 12, "bucket", "os._exit"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
+    "accumulate": (["--accumulate", "3"], [Fault(1, 5, "forward", "SIGKILL"), Fault(0, 16, "bucket", "SIGKILL")]),
+    "workers": (["--workers", "1"], [Fault(1, 13, "bucket", "SIGKILL")]),
+    "bf16": (["--bf16"], [Fault(0, 12, "forward", "SIGKILL")]),
+    "split_batches": (["--split-batches"], [Fault(1, 21, "bucket", "SIGSTOP")]),
+    "dispatch_batches": (["--dispatch"], [Fault(1, 4, "bucket", "SIGKILL"), Fault(0, 16, "forward", "SIGKILL")]),
+    "dispatch_the_rest": (["--dispatch", "--samples", "139"], [Fault(0, 18, "forward", "SIGKILL")]),
+    "dispatch_split": (["--dispatch", "--split-batches"], [Fault(0, 22, "bucket", "SIGKILL")]),
+    "seedable_sampler": (["--seedable"], [Fault(0, 15, "bucket", "SIGKILL")]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+    args, faults = CASES[name]
+    jobs.check("acc.py", faults=faults, args=args)
+
+
+def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
+    compare(jobs.run("acc.py"), jobs.reference("acc.py"))
+
+
+def test_the_handler_alone_survives_losses_in_the_first_epoch_and_warns(jobs: Jobs) -> None:
+    result = jobs.check("acc.py", faults=[Fault(1, 4, "bucket", "SIGKILL")], args=["--no-epochs"])
+    assert result.stderr.count("for epoch in plugin.epochs(n)") == 1, result.tail()

@@ -1,0 +1,53 @@
+"""Plain PyTorch loops on ``shared_core.attach`` lose workers and end with the bits of the run that lost none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import Jobs
+
+from shared_core.testing import ANY_STEP, Fault
+from shared_core.testing.runner import compare
+
+#: Arguments of the script, faults. On two ranks an epoch has six batches and seven tops, the last one for its end.
+CASES: dict[str, tuple[list[str], list[Fault]]] = {
+    "first_epoch": ([], [Fault(1, 3, "bucket", "SIGKILL")]),
+    "last_epoch": ([], [Fault(0, 17, "update.during", "SIGKILL", nth=9)]),
+    "first_batch_of_an_epoch": ([], [Fault(1, 8, "forward", "SIGKILL")]),
+    "evaluation": ([], [Fault(1, 14, "collective.before", "SIGKILL")]),
+    "startup": ([], [Fault(1, 0, "startup", "SIGKILL")]),
+    "newcomer": ([], [Fault(0, 9, "bucket", "os._exit"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
+    "accumulate": (["--accumulate", "4"], [Fault(1, 6, "forward", "SIGKILL"), Fault(0, 15, "bucket", "SIGKILL")]),
+    "workers": (["--workers", "1"], [Fault(1, 10, "bucket", "SIGKILL")]),
+    "left_early": (["--break-at", "4"], [Fault(0, 6, "update.after", "SIGKILL")]),
+    "second_loop": (["--second"], [Fault(1, 25, "bucket", "SIGKILL")]),
+    "second_loader": (["--second"], [Fault(0, 31, "update.before", "SIGKILL")]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+    args, faults = CASES[name]
+    jobs.check("loop.py", faults=faults, args=args)
+
+
+def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
+    compare(jobs.run("loop.py"), jobs.reference("loop.py"))
+
+
+def test_epochs_that_the_script_counts_survive_losses_in_the_first(jobs: Jobs) -> None:
+    jobs.check("loop.py", faults=[Fault(1, 4, "bucket", "SIGKILL")], args=["--no-epochs"])
+
+
+def test_later_losses_then_go_back_to_the_checkpoint_and_say_why(jobs: Jobs, tmp_path: Path) -> None:
+    env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "kept"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
+    result = jobs.run("loop.py", faults=[Fault(1, 10, "bucket", "SIGKILL")], args=["--no-epochs"], env=env)
+    [restart] = result.kinds("restart")
+    assert "for epoch in job.epochs(n)" in restart.fields["reason"], result.tail()
+
+
+def test_a_group_made_before_install_is_refused(jobs: Jobs) -> None:
+    result = jobs.run("loop.py", args=["--no-install"])
+    assert result.status == 1
+    assert "call shared_core.install() first" in result.stderr, result.tail()
