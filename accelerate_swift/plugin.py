@@ -90,7 +90,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
         """As :meth:`shared_core.TrainingLoop.epochs`."""
         if self._accelerator is not None:
-            RunState.early(self._accelerator, self.loop)
+            self.state.early()
         yield from self.loop.epochs(count, start)
 
     def register(self, *objects: Any, **values: Any) -> SimpleNamespace:
@@ -145,7 +145,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         job = install()
         assert job is not None
         self.loop.begin(job, self.config)
-        RunState(accelerator).register(self.loop)
+        self.state = RunState(accelerator, self.loop)
         accelerator._swift_plugin = self
         accelerator.__class__ = _watched(type(accelerator))
 
@@ -178,6 +178,17 @@ class _Watched(Accelerator):  # type: ignore[misc]
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
         return self._swift_plugin.note_model(super().prepare_model(*args, **kwargs))
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        if self._swift_plugin.state.logs_again():
+            return
+        super().log(*args, **kwargs)
+        self._swift_plugin.state.logged()
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        return self._swift_plugin.state.save_again(
+            output_dir, lambda path: super(_Watched, self).save_state(path, *args, **kwargs)
+        )
 
     def skip_first_batches(self, *args: Any, **kwargs: Any) -> Any:
         return self._swift_plugin.gate(super().skip_first_batches(*args, **kwargs))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from accelerate import Accelerator
@@ -15,25 +16,57 @@ _NAME = "accelerate.state"
 
 class RunState:
     """Rank-local state of an ``Accelerator``: counters, schedulers, epochs of loaders, objects registered for
-    checkpointing.
+    checkpointing, and how often trackers were written to.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def register(self, loop: TrainingLoop) -> None:
-        """Have it published at each batch top."""
+    def __init__(self, accelerator: Accelerator, loop: TrainingLoop) -> None:
         assert loop.job is not None
+        self._accelerator, self._loop, self._job = accelerator, loop, loop.job
+        self._logs = 0
+        self._written = loop.job.tally("accelerate.logs")
         loop.job.register(_NAME, self._capture, self._restore)
 
-    @staticmethod
-    def early(accelerator: Accelerator, loop: TrainingLoop) -> None:
+    def early(self) -> None:
         """In a newcomer, before an epoch begins: loaders count epochs themselves, and shuffle by them."""
-        published: Mapping[str, Any] | None = loop.job.peek(_NAME) if loop.job is not None and loop.joining else None
+        published: Mapping[str, Any] | None = self._job.peek(_NAME) if self._loop.joining else None
         if published is not None:
-            for loader, number in zip(accelerator._dataloaders, published["loaders"], strict=False):
+            for loader, number in zip(self._accelerator._dataloaders, published["loaders"], strict=False):
                 if number is not None:
                     loader.iteration = number
+
+    # -- what must not be done twice ----------------------------------------------------------------------------------
+
+    def logs_again(self) -> bool:
+        """The script logs; True if the predecessor had written this already."""
+        self._logs += 1
+        return self._logs <= self._written.value
+
+    def logged(self) -> None:
+        """A row was given to the trackers: have them write it, and remember that."""
+        for tracker in self._accelerator.trackers if self._accelerator.is_main_process else ():
+            flush = getattr(getattr(tracker, "writer", None), "flush", None)
+            if flush is not None:
+                flush()
+        self._written.value = self._logs
+
+    def save_again(self, folder: str | None, save: Callable[[str | None], Any]) -> Any:
+        """``save_state``; Accelerate names the folders itself and refuses one that exists, which in a newcomer is the
+        one that its predecessor had begun.
+        """
+        project = self._accelerator.project_configuration
+        if self._job.incarnation == 0 or not project.automatic_checkpoint_naming:
+            return save(folder)
+        path = os.path.join(self._accelerator.project_dir, "checkpoints", f"checkpoint_{project.iteration}")
+        if not os.path.exists(path):
+            return save(folder)
+        self._accelerator.wait_for_everyone()  # as Accelerate does before the folder is made
+        project.automatic_checkpoint_naming = False
+        try:
+            return save(path)
+        finally:
+            project.automatic_checkpoint_naming = True
+
+    # -- publishing ---------------------------------------------------------------------------------------------------
 
     def _capture(self) -> dict[str, Any]:
         accelerator = self._accelerator
@@ -41,6 +74,7 @@ class RunState:
             "step": accelerator.step,
             "sync": accelerator.gradient_state.sync_gradients,
             "checkpoints": accelerator.project_configuration.iteration,
+            "logs": self._logs,
             "loaders": [getattr(loader, "iteration", None) for loader in accelerator._dataloaders],
             "schedulers": [encode_state(each.scheduler.state_dict()) for each in accelerator._schedulers],
             "objects": [encode_state(each.state_dict()) for each in accelerator._custom_objects],
@@ -51,6 +85,7 @@ class RunState:
         accelerator.step = data["step"]
         accelerator.gradient_state._set_sync_gradients(data["sync"])
         accelerator.project_configuration.iteration = data["checkpoints"]
+        self._logs = data["logs"]
         for scheduler, state in zip(accelerator._schedulers, data["schedulers"], strict=False):
             scheduler.scheduler.load_state_dict(decode(state))
         for each, state in zip(accelerator._custom_objects, data["objects"], strict=False):

@@ -35,7 +35,7 @@ from shared_core.comm.op import Op
 from shared_core.consistency import Top
 from shared_core.errors import ReplicaMismatch, SwiftError, Unsupported, WaitTimeout
 from shared_core.events import EventLog, console
-from shared_core.recovery.board import Board
+from shared_core.recovery.board import Board, Tally
 from shared_core.recovery.checkpoints import Checkpoints
 from shared_core.recovery.exchange import Received, Recovery
 from shared_core.recovery.state import Replicated
@@ -340,6 +340,12 @@ class Job:
                 target = self._recovery.target
                 self._peeked = self._board.read_top(target.index) if target is not None else {}
         return self._peeked.get(name)
+
+    def tally(self, name: str) -> Tally:
+        """A number that a newcomer finds as its predecessor left it: how often something was done that must not be
+        done twice.
+        """
+        return self._board.tally(name)
 
     @property
     def in_charge(self) -> bool:

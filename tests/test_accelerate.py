@@ -41,3 +41,37 @@ def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
 def test_the_handler_alone_survives_losses_in_the_first_epoch_and_warns(jobs: Jobs) -> None:
     result = jobs.check("acc.py", faults=[Fault(1, 4, "bucket", "SIGKILL")], args=["--no-epochs"])
     assert result.stderr.count("for epoch in plugin.epochs(n)") == 1, result.tail()
+
+
+TEXT: dict[str, tuple[list[str], list[Fault]]] = {
+    "between_optimizers": ([], [Fault(1, 3, "update.after", "SIGKILL")]),
+    "second_update": ([], [Fault(0, 12, "update.before", "SIGKILL", nth=2)]),
+    "main_process_logging": ([], [Fault(0, 5, "collective.before", "SIGKILL", nth=3)]),
+    "saving": ([], [Fault(0, 10, "collective.before", "SIGKILL", nth=5)]),
+    "evaluation": ([], [Fault(0, 16, "collective.before", "SIGKILL", nth=4)]),
+    "resumed": (["--resume"], [Fault(0, 4, "bucket", "SIGKILL"), Fault(1, 13, "forward", "SIGKILL")]),
+}
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_a_language_model_its_trackers_and_checkpoints(name: str, jobs: Jobs) -> None:
+    args, faults = TEXT[name]
+    result = jobs.check("acc_text.py", faults=faults, args=args)
+    reference = jobs.reference("acc_text.py", args=args)
+    assert (result.out / "lines.jsonl").read_text() == (reference.out / "lines.jsonl").read_text(), result.tail()
+    for folder in (result.out, reference.out):
+        kept = sorted(path.name for path in (folder / "project" / "checkpoints").iterdir())
+        assert kept == sorted(path.name for path in (reference.out / "project" / "checkpoints").iterdir())
+    weights = "project/checkpoints/{}/model.safetensors"
+    for name in kept:
+        assert (result.out / weights.format(name)).read_bytes() == (reference.out / weights.format(name)).read_bytes()
+
+
+def test_tensorboard_has_every_step_once(jobs: Jobs) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result = jobs.check("acc_text.py", faults=[Fault(0, 9, "bucket", "SIGKILL")], args=["--tensorboard"])
+    [folder] = {path.parent for path in result.out.rglob("events.out.tfevents*") if path.parent.name == "text"}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 17))

@@ -29,6 +29,7 @@ from shared_core.recovery.plain import dumps, loads
 _HEADER = struct.Struct("<III")  # length of the header, length of the payload, checksum of both
 _CHECK = struct.Struct("<IIQ")  # group, checksum, sequence number + 1
 _CHECKS = 8192
+_TALLY = struct.Struct("<Q")
 
 
 def _write(path: Path, head: bytes, payload: bytes) -> None:
@@ -49,6 +50,31 @@ def _read(path: Path, *, payload: bool = True) -> tuple[bytes, bytes]:
     if len(body) != payload_len or zlib.crc32(body, zlib.crc32(head)) != crc:
         raise CorruptFile(f"{path} is damaged: its checksum does not match")
     return head, body if payload else b""
+
+
+class Tally:
+    """A number in shared memory that outlives the worker: how often something with an outside effect was done.
+
+    Args:
+        path: its file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(fd, _TALLY.size)
+            self._map = mmap.mmap(fd, _TALLY.size)
+        finally:
+            os.close(fd)
+
+    @property
+    def value(self) -> int:
+        """The number; 0 at first. In a newcomer, what its predecessor left."""
+        return int(_TALLY.unpack_from(self._map)[0])
+
+    @value.setter
+    def value(self, number: int) -> None:
+        _TALLY.pack_into(self._map, 0, number)
 
 
 class Board:
@@ -104,6 +130,10 @@ class Board:
         """Append the result of a start-up operation, or of DDP's agreement on its buckets."""
         payload = dumps((key, results))
         os.write(self._records, struct.pack("<II", len(payload), zlib.crc32(payload)) + payload)
+
+    def tally(self, name: str) -> Tally:
+        """The number called ``name``."""
+        return Tally(self.folder / f"tally.{name}")
 
     def checksum(self, group: int, seq: int, checksum: int) -> None:
         """Publish the checksum of an operation's input."""

@@ -25,7 +25,16 @@ from types import TracebackType
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = ("torch", "torch.distributed", "torch.utils.data", "lightning.pytorch", "torchmetrics")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.utils.data",
+    "torch._dynamo",
+    "lightning.pytorch",
+    "torchmetrics",
+    "accelerate",
+    "transformers.models.gpt2.modeling_gpt2",
+)
 
 
 class PlainLauncher:

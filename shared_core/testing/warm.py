@@ -39,6 +39,7 @@ PRELOAD = (
     "lightning_swift",
     "accelerate",
     "accelerate_swift",
+    "transformers.models.gpt2.modeling_gpt2",
 )
 #: Seconds that what a job started has to be gone in, once its launcher is.
 GRACE_S = 1.0
