@@ -5,35 +5,72 @@ from __future__ import annotations
 import dataclasses
 import os
 import select
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 from shared_core import SwiftConfig, hand_over
 from shared_core.cluster.handover import under_plain_torchrun, warn_plain_torchrun_once
 from shared_core.events import console
 
-#: Set by ``accelerate launch`` in every worker it starts.
-_ACCELERATE = "ACCELERATE_MIXED_PRECISION"
+#: Set by ``accelerate launch`` in every process it starts.
+_BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"
 _KEY = "swift-recovery/launcher"
 
 
 def hand_over_if_needed(num_processes: int, standbys: int, config: SwiftConfig) -> None:
     """Become ``swiftrun`` where the script was started in a way that cannot replace a lost worker.
 
-    ``python train.py`` with ``num_processes`` above 1 becomes the launcher. Under ``accelerate launch`` on one machine
-    the worker of local rank 0 does, and the others wait for its end. Under plain ``torchrun`` there is a warning.
+    ``python train.py`` with ``num_processes`` above 1 becomes the launcher. So does the one process that ``accelerate
+    launch`` starts on a CPU, with the number it was asked for; where it starts several through torchrun, on one
+    machine, the worker of local rank 0 does, and the others wait for its end. Under plain ``torchrun`` there is a
+    warning.
 
     Raises:
         SwiftError: where it cannot be: in a notebook, or after a process group was created.
     """
     if under_plain_torchrun():
-        if _ACCELERATE in os.environ and os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        if _BY_ACCELERATE in os.environ and os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             _leave_torchrun(standbys, config)
         warn_plain_torchrun_once()
-    elif num_processes > 1:
+        return
+    if num_processes <= 1 and _BY_ACCELERATE in os.environ:
+        num_processes = _asked_for(_command_line(os.getppid()))
+    if num_processes > 1:
         _export(config)
         hand_over(num_processes, standbys)
+
+
+def _command_line(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def _asked_for(command: Sequence[str]) -> int:
+    """Processes that this command line of ``accelerate launch``, or its configuration file, asks for.
+
+    Accelerate itself starts only one on a CPU unless there is MPI, and does not tell it how many were wanted.
+    """
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    begin = next((i for i, word in enumerate(command) if word == "launch" or word.endswith("commands.launch")), None)
+    if begin is None:
+        begin = next((i for i, word in enumerate(command) if Path(word).name == "accelerate-launch"), None)
+    if begin is None:
+        return 1
+    try:
+        given, _ = launch_command_parser().parse_known_args(list(command[begin + 1 :]))
+    except SystemExit:
+        return 1
+    if given.num_processes:
+        return int(given.num_processes)
+    file = given.config_file or default_config_file
+    return int(load_config_from_file(file).num_processes) if os.path.isfile(file) else 1
 
 
 def _export(config: SwiftConfig) -> None:

@@ -47,7 +47,7 @@ TEXT: dict[str, tuple[list[str], list[Fault]]] = {
     "between_optimizers": ([], [Fault(1, 3, "update.after", "SIGKILL")]),
     "second_update": ([], [Fault(0, 12, "update.before", "SIGKILL", nth=2)]),
     "main_process_logging": ([], [Fault(0, 5, "collective.before", "SIGKILL", nth=3)]),
-    "saving": ([], [Fault(0, 10, "collective.before", "SIGKILL", nth=5)]),
+    "saving": ([], [Fault(0, 10, "collective.before", "SIGKILL", nth=4)]),
     "evaluation": ([], [Fault(0, 16, "collective.before", "SIGKILL", nth=4)]),
     "resumed": (["--resume"], [Fault(0, 4, "bucket", "SIGKILL"), Fault(1, 13, "forward", "SIGKILL")]),
 }

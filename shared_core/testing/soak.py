@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from typing import Any
 from shared_core.testing.faults import KINDS, POINTS, Fault, random_faults
 from shared_core.testing.plain import PlainLauncher
 from shared_core.testing.runner import JobResult, Mismatch, check_clean, check_survivors, compare, run_job, unconfirmed
+from shared_core.testing.warm import WarmLauncher
 
 JOBS = Path(__file__).parent / "jobs"
-MODELS = ("mlp", "gan", "bn", "plain")
+MODELS = ("mlp", "gan", "bn", "plain", "accelerate")
 STEPS = 14
 #: Faults are drawn for these steps, so that the last ones end without.
 LAST_STRUCK = STEPS - 2
@@ -51,6 +53,7 @@ _NTH: dict[str, dict[str, int]] = {
     "mlp": {"collective.before": 4, "collective.after": 4, "bucket": 2, "update.during": 40},
     "plain": {"collective.before": 5, "collective.after": 5, "bucket": 2, "update.during": 40},
     "bn": {"collective.before": 5, "collective.after": 5, "bucket": 2, "update.during": 40},
+    "accelerate": {"collective.before": 3, "collective.after": 3, "bucket": 2, "update.during": 40},
     "gan": {
         "collective.before": 6,
         "collective.after": 6,
@@ -60,8 +63,9 @@ _NTH: dict[str, dict[str, int]] = {
         "update.after": 2,
     },
 }
-#: Batches after which the job validates.
-_VALIDATED = (3, 6, 10, 13)
+#: Batches after which the job of a model validates.
+_VALIDATED = {"accelerate": (7,)}
+_VALIDATED_BY_LIGHTNING = (3, 6, 10, 13)
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def plan(
         chosen,
         kinds,
         max_nth=_NTH[model],
-        only={"validation": _VALIDATED},
+        only={"validation": _VALIDATED.get(model, _VALIDATED_BY_LIGHTNING)},
     )
     return Run(number, model, tuple(faults))
 
@@ -106,6 +110,8 @@ def _job(model: str, how: str) -> tuple[Path, list[str]]:
     """Script of a model and its arguments."""
     if model == "plain":
         return JOBS / "plain_job.py", []
+    if model == "accelerate":
+        return JOBS / "accelerate_job.py", []
     return JOBS / "soak_job.py", ["--model", model, "--how", how]
 
 
@@ -139,14 +145,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     struck = failed = 0
     begin = time.monotonic()
-    with PlainLauncher() as plain, tempfile.TemporaryDirectory(prefix="swift-soak-") as folder:
+    with (
+        PlainLauncher() as plain,
+        nullcontext() if args.cold else closing(WarmLauncher()) as warm,
+        tempfile.TemporaryDirectory(prefix="swift-soak-") as folder,
+    ):
         references: dict[str, JobResult] = {}
         number = args.only if args.only is not None else 0
         while True:
             run = plan(seed, number, models, args.world, args.points, args.kinds)
             if run.model not in references:
                 references[run.model] = _reference(run.model, args.world, Path(folder), plain)
-            verdict, reason, result = _execute(run, args, Path(folder), references[run.model])
+            verdict, reason, result = _execute(run, args, Path(folder), references[run.model], warm)
             if verdict == "ok":
                 struck += len(run.faults)
             failed += verdict == "FAILED"
@@ -182,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
     parser.add_argument("--how", choices=["strategy", "callback"], default="strategy", help="how the product gets in")
     parser.add_argument("--standbys", type=int, default=1)
+    parser.add_argument("--cold", action="store_true", help="start each job in fresh interpreters, as from a shell")
     parser.add_argument("--points", nargs="+", choices=POINTS, help="points to strike at; all by default")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--only", type=int, metavar="RUN", help="only this run of the seed")
@@ -207,7 +218,9 @@ def _reference(model: str, world: int, folder: Path, plain: PlainLauncher) -> Jo
     return result
 
 
-def _execute(run: Run, args: argparse.Namespace, folder: Path, reference: JobResult) -> tuple[str, str, JobResult]:
+def _execute(
+    run: Run, args: argparse.Namespace, folder: Path, reference: JobResult, warm: WarmLauncher | None
+) -> tuple[str, str, JobResult]:
     script, words = _job(run.model, args.how)
     result = run_job(
         script,
@@ -217,6 +230,7 @@ def _execute(run: Run, args: argparse.Namespace, folder: Path, reference: JobRes
         args=words,
         standbys=args.standbys,
         timeout_s=TIMEOUT_S,
+        warm=warm,
     )
     verdict, reason = judge(result, reference)
     return verdict, reason, result

@@ -92,7 +92,8 @@ def main() -> None:
 
         plugin = SwiftPlugin()
         handlers.append(plugin)
-    project = ProjectConfiguration(str(out / "project"), automatic_checkpoint_naming=True, total_limit=2)
+    naming = not args.resume
+    project = ProjectConfiguration(str(out / "project"), automatic_checkpoint_naming=naming, total_limit=2)
     accelerator = Accelerator(
         cpu=True,
         kwargs_handlers=handlers,
@@ -117,8 +118,9 @@ def main() -> None:
     )
     set_seed(11, device_specific=True)
     if args.resume:
-        accelerator.save_state()
-        accelerator.load_state(str(Path(project.project_dir) / "checkpoints" / "checkpoint_0"))
+        accelerator.save_state(str(out / "project" / "first"))
+        accelerator.wait_for_everyone()
+        accelerator.load_state(str(out / "project" / "first"))
     step = 0
     if baseline:
         epochs = iter(range(args.epochs))
@@ -144,7 +146,7 @@ def main() -> None:
                 step = counters.step
             accelerator.log({"loss": accelerator.reduce(loss.detach(), "mean").item()}, step=step)
             if step % 5 == 0:
-                accelerator.save_state()
+                accelerator.save_state(None if naming else str(out / "project" / "checkpoints" / f"step_{step}"))
                 accelerator.wait_for_everyone()  # else rank 0 may remove a folder that another still writes to
         model.eval()
         losses = []
