@@ -33,7 +33,7 @@ class Gate:
 
     def __init__(self, plugin: SwiftPlugin, loader: Any) -> None:
         self._plugin = plugin
-        self._tracked: TrackedLoader = plugin.loop.track(loader, ahead=1)
+        self._tracked: TrackedLoader = plugin.loop.track(loader, plugin.next_number(), ahead=1)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -51,7 +51,7 @@ class Gate:
         loop, plugin = self._plugin.loop, self._plugin
         if not plugin.training or not torch.is_grad_enabled():
             return iter(self._tracked.loader)
-        if loop.nested:
+        if loop.nested or not plugin.marks_tops:
             return _Inner(self._tracked)
         plugin.begin_training()
         if not loop.begin_round():

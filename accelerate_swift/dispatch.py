@@ -30,7 +30,7 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         made: SwiftDispatcher = cls.__new__(cls)
         made.__dict__.update(vars(prepared))
         made._plugin = plugin
-        made._tracked = plugin.loop.track(prepared.base_dataloader, ahead=made.state.num_processes)
+        made._tracked = plugin.loop.track(prepared.base_dataloader, number, ahead=made.state.num_processes)
         made.base_dataloader = made._tracked.loader
         made._ahead = _Ahead()
         assert plugin.loop.job is not None

@@ -63,6 +63,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         self._warned = False
         self._numbered = 0
         self.loop = TrainingLoop(None)
+        #: Whether loaders mark the batch tops; else whoever iterates them does.
+        self.marks_tops = True
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -78,7 +80,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             SwiftError: where the script cannot be started again under ``swiftrun``.
         """
         accelerator = _accelerator_under_construction()
-        if accelerator is not None and _enabled():
+        if accelerator is not None and enabled():
             if launched_by_swiftrun():
                 self._adopt(accelerator)
             else:
@@ -198,7 +200,12 @@ def _watched(kind: type) -> type:
     return type(kind.__name__, (_Watched, kind), {"__module__": kind.__module__})
 
 
-def _enabled() -> bool:
+def enabled() -> bool:
+    """Whether ``SWIFT_RECOVERY`` leaves the plugin on.
+
+    Raises:
+        ConfigError: if it is neither on nor off.
+    """
     value = os.environ.get(_ENABLE, "1").strip().lower()
     if value not in ("0", "1", "true", "false", "yes", "no", "on", "off"):
         raise ConfigError(f"{_ENABLE}={value!r} is neither on nor off: use 1 or 0")

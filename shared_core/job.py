@@ -480,8 +480,12 @@ class Job:
             return None
         leaves, layout = tree_flatten(output)
         if self._updates.exact:
+            # Copies: the user's code may scale a loss in place before the first bucket is there.
             self._outputs.append(
-                [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf if _plain(leaf) else None for leaf in leaves]
+                [
+                    leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf if _plain(leaf) else None
+                    for leaf in leaves
+                ]
             )
             size = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
             # Judged by the first batch only, because all ranks must come to the same answer.

@@ -84,8 +84,9 @@ class TrainingLoop:
         self._phase = 0
         self._round = 0
         self._active: Callable[[], Any] = lambda: None
-        self._loaders: list[TrackedLoader] = []
+        self._loaders: weakref.WeakValueDictionary[int, TrackedLoader] = weakref.WeakValueDictionary()
         self._by_id: dict[int, TrackedLoader] = {}
+        self._unclaimed: dict[int, Mapping[str, Any]] = {}
         self._values: dict[str, Any] = {}
         self._config = SwiftConfig()
         if job is not None:
@@ -128,7 +129,7 @@ class TrainingLoop:
                 yield self.step, batch
                 self.step += 1
             return
-        tracked = self.track(loader)
+        tracked = self._tracked(loader)
         if self.nested:
             position = iter(tracked.loader)
             tracked.resume(position)
@@ -179,7 +180,7 @@ class TrainingLoop:
         """Be the loop of ``job``, with options that the script may have given."""
         self.job, self._config = job, config
         job.register(_PLACE, self._capture_place, self._restore_place)
-        job.register(_LOADERS, lambda: [each.capture() for each in self._loaders], self._restore_loaders)
+        job.register(_LOADERS, self._capture_loaders, self._restore_loaders)
         job.register(_VALUES, self._capture_values, self._restore_values)
 
     @property
@@ -192,28 +193,29 @@ class TrainingLoop:
         """Whether a training loader is being iterated: others inside it are no batch tops."""
         return self._active() is not None
 
-    def track(self, loader: Any, ahead: int = 0) -> TrackedLoader:
-        """The tracked loader around ``loader``, the same each time.
+    def track(self, loader: Any, number: int, ahead: int = 0) -> TrackedLoader:
+        """A tracked loader around ``loader``; it is published for as long as the caller keeps it.
 
         Args:
             loader: any iterable.
+            number: identifies the loader; equal in a worker and its newcomer.
             ahead: items that are fetched before they are used.
         """
         assert self.job is not None
-        found = self._by_id.get(id(loader))
-        if found is None:
-            found = self._by_id[id(loader)] = TrackedLoader(loader, self.job, self._config, ahead)
-            self._loaders.append(found)
-        return found
+        tracked = self._loaders[number] = TrackedLoader(loader, self.job, self._config, ahead)
+        if number in self._unclaimed:
+            tracked.restore(self._unclaimed.pop(number))
+        return tracked
 
     def begin_round(self) -> bool:
         """A training loader is about to be iterated. False in a newcomer whose predecessor had finished with it."""
+        assert self.job is not None
         self._round += 1
+        self.job.reachable = self.epoch is not None or self._round == 1
         target = self._target()
         if target is None:
             return True
         if target["epoch"] is None and target["round"] > 1:
-            assert self.job is not None
             self.job.fall_back(
                 f"rank {self.job.rank}: the lost worker was in its {target['round']}. pass over the data, and the "
                 "script's own epoch loop cannot be entered in the middle: write 'for epoch in job.epochs(n)' (with "
@@ -228,7 +230,6 @@ class TrainingLoop:
     def batch_top(self) -> bool:
         """A batch begins; True if this newcomer has just joined."""
         assert self.job is not None
-        self.job.reachable = self.epoch is not None or self._round <= 1
         return self.job.batch_top()
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -246,9 +247,24 @@ class TrainingLoop:
     def _restore_place(self, place: Mapping[str, Any]) -> None:
         self.step = place["step"]
 
-    def _restore_loaders(self, states: list[Mapping[str, Any]]) -> None:
-        for tracked, state in zip(self._loaders, states, strict=False):
-            tracked.restore(state)
+    def _tracked(self, loader: Any) -> TrackedLoader:
+        """The tracked loader of a loader that the script itself iterates, the same each time."""
+        found = self._by_id.get(id(loader))
+        if found is None:
+            found = self._by_id[id(loader)] = self.track(loader, len(self._by_id))
+        return found
+
+    def _capture_loaders(self) -> dict[int, Mapping[str, Any]]:
+        return {number: tracked.capture() for number, tracked in self._loaders.items()}
+
+    def _restore_loaders(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        self._unclaimed = {}
+        for number, state in states.items():
+            tracked = self._loaders.get(number)
+            if tracked is not None:
+                tracked.restore(state)
+            else:
+                self._unclaimed[number] = state
 
     def _capture_values(self) -> dict[str, Any]:
         return {name: _capture(name, each) for name, each in self._values.items()}
@@ -308,7 +324,7 @@ def attach(*objects: Any) -> TrainingLoop:
             continue
         if isinstance(each, torch.utils.data.DataLoader):
             if job is not None:
-                loop.track(each)
+                loop._tracked(each)
         else:
             loop.register(each)
     return loop

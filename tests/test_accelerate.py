@@ -75,3 +75,26 @@ def test_tensorboard_has_every_step_once(jobs: Jobs) -> None:
     events = EventAccumulator(str(folder))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 17))
+
+
+#: On two ranks an epoch has nine micro-batches.
+TRAINER: dict[str, tuple[list[str], list[Fault]]] = {
+    "first_epoch": ([], [Fault(1, 3, "bucket", "SIGKILL")]),
+    "second_epoch": ([], [Fault(0, 14, "update.before", "SIGKILL")]),
+    "first_step_of_an_epoch": ([], [Fault(0, 10, "forward", "SIGKILL")]),
+    "saving": ([], [Fault(0, 8, "update.after", "os._exit"), Fault(1, 16, "forward", "SIGKILL")]),
+    "accumulate": (["--accumulate", "2"], [Fault(1, 3, "forward", "SIGKILL", nth=2), Fault(0, 9, "bucket", "SIGKILL")]),
+}
+
+
+@pytest.mark.parametrize("name", TRAINER)
+def test_the_trainer_of_transformers(name: str, jobs: Jobs) -> None:
+    args, faults = TRAINER[name]
+    jobs.check("hf_trainer.py", faults=faults, args=args)
+
+
+def test_a_second_call_of_train_starts_again_and_says_why(jobs: Jobs) -> None:
+    result = jobs.run("hf_trainer.py", faults=[Fault(1, 25, "bucket", "SIGKILL")], args=["--twice"])
+    compare(result, jobs.reference("hf_trainer.py", args=["--twice"]))
+    [restart] = result.kinds("restart")
+    assert "call 2 of Trainer.train()" in restart.fields["reason"]

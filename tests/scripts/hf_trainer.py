@@ -1,0 +1,94 @@
+"""``transformers.Trainer`` on the text of the standard library: a GPT-2 built from its configuration."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from shared_core.testing.digest import training_digest
+from shared_core.testing.report import OUT, Report, generators_digest
+
+
+class Bytes(Dataset):  # type: ignore[type-arg]
+    """Windows of a source file."""
+
+    def __init__(self, count: int) -> None:
+        raw = Path(argparse.__file__).read_bytes()[: 24 * count]
+        self.windows = torch.frombuffer(bytearray(raw), dtype=torch.uint8).long().view(count, 24)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.windows[index], "labels": self.windows[index]}
+
+
+class Counting(TrainerCallback):  # type: ignore[misc]
+    """Counts steps, and how often the loss that was logged fell."""
+
+    def __init__(self, report: Report) -> None:
+        self.report, self.falls, self.last = report, 0, float("inf")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.report.count(f"step {state.global_step}")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.falls += float(logs["loss"]) < self.last
+            self.last = float(logs["loss"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--twice", action="store_true")
+    args = parser.parse_args()
+    report, out = Report(), Path(os.environ[OUT])
+    kind = Trainer
+    if not os.environ.get("SWIFT_BASELINE"):
+        from accelerate_swift.trainer import SwiftTrainer
+
+        kind = SwiftTrainer
+    arguments = TrainingArguments(
+        output_dir=str(out / "checkpoints"),
+        use_cpu=True,
+        num_train_epochs=2,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=args.accumulate,
+        learning_rate=2e-3,
+        lr_scheduler_type="cosine",
+        eval_strategy="epoch",
+        logging_steps=3,
+        save_strategy="steps",
+        save_steps=4,
+        save_total_limit=1,
+        report_to="none",
+        disable_tqdm=True,
+        seed=5,
+        full_determinism=False,
+    )
+    torch.manual_seed(5)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=1, n_head=2))
+    counting = Counting(report)
+    trainer = kind(model, arguments, train_dataset=Bytes(72), eval_dataset=Bytes(20), callbacks=[counting])
+    trainer.train()
+    if args.twice:
+        trainer.evaluate()
+        trainer.train()
+    history = [
+        {k: v for k, v in row.items() if "time" not in k and "per_second" not in k} for row in trainer.state.log_history
+    ]
+    extra = {"history": history, "falls": counting.falls, "step": trainer.state.global_step}
+    inner = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    digests = training_digest(inner, [trainer.optimizer.optimizer], [trainer.lr_scheduler], extra)
+    report.finish(digests | {"generators": generators_digest()}, history=history)
+
+
+if __name__ == "__main__":
+    main()
