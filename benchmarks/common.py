@@ -141,7 +141,8 @@ class Workers:
     """The processes of one job under one system; a context manager that leaves none of them.
 
     Args:
-        system: ``swift``, ``torchrun`` or ``torchft``.
+        system: ``swift``, ``accelerate`` (which is ``swift`` too), ``torchrun``, ``checkfreq``, ``commit`` or
+            ``torchft``.
         script: path of the worker script.
         args: its arguments.
         out: folder for the log.
@@ -169,10 +170,10 @@ class Workers:
         self.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # without it torchrun cannot restart gloo jobs
         self.env |= dict(env or {})
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        if system == "swift":
+        if system in ("swift", "accelerate"):
             command = ["-m", "shared_core.cli.swiftrun", f"--nproc-per-node={WORKERS}", f"--standbys={standbys}"]
             self._launch(-1, [*command, f"--events={out / 'events.jsonl'}", str(script), *self.args], {})
-        elif system == "torchrun":
+        elif system in ("torchrun", "checkfreq"):
             command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
             self._launch(-1, [*command, f"--max-restarts={restarts}", str(script), *self.args], {})
         else:
@@ -180,7 +181,7 @@ class Workers:
                 self.start_replica(rank)
 
     def start_replica(self, rank: int) -> None:
-        """Start (again) the one process of a torchft replica group."""
+        """Start (again) the one process of a rank, where nobody else does."""
         self._launch(rank, [str(self.script), *self.args], {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)})
 
     def _launch(self, key: int, arguments: Sequence[str], env: Mapping[str, str]) -> None:
@@ -200,7 +201,7 @@ class Workers:
         Raises:
             RuntimeError: it has ended, with the end of its log.
         """
-        if self.system == "torchft":
+        if -1 not in self.processes:
             return
         status = self.processes[-1].poll()
         if status is not None:

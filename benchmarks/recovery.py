@@ -21,11 +21,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+
+from benchmarks import commit_side
 from benchmarks.common import (
     WORKERS,
     Row,
@@ -68,15 +71,19 @@ class System:
     @property
     def ours(self) -> bool:
         """Whether it is this product."""
-        return self.system == "swift"
+        return self.system in ("swift", "accelerate")
 
 
 SYSTEMS = [
     System("swift, standby", "swift", 10, 3),
     System("swift, respawn (no standby)", "swift", 5, 1, standbys=0),
+    System("swift under Accelerate, standby", "accelerate", 5, 0),
     System("torchrun, checkpoint every step", "torchrun", 4, 0, every=1),
     System("torchrun, checkpoint every 5 steps", "torchrun", 4, 0, every=5),
     System("torchrun, checkpoint every 20 steps", "torchrun", 4, 1, every=20),
+    System("torchrun, CheckFreq's way", "checkfreq", 4, 0),
+    System("in-memory commit every step (Elastic Horovod's way)", "commit", 4, 0, every=1),
+    System("in-memory commit every 20 steps", "commit", 4, 0, every=20),
     System("torchft, defaults", "torchft", 3, 0),
     System("torchft, heartbeat time-out 1 s", "torchft", 3, 1, heartbeat_ms=1000, timeout_s=5),
 ]
@@ -147,6 +154,11 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
     with contextlib.ExitStack() as stack:
         if system.system == "torchft":
             env["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(1, system.heartbeat_ms))
+        store: Any = None
+        if system.system == "commit":
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store.set("round", "0")
+            env |= {commit_side.STORE: f"127.0.0.1:{store.port}", commit_side.WORKERS: str(WORKERS)}
         workers = stack.enter_context(
             Workers(system.system, SCRIPT, args, out, standbys=system.standbys, restarts=1000, env=env)
         )
@@ -154,7 +166,9 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
         outcome.step_s = step_time(traces)
         for number in range(kills):
             rank = (WORKERS - 1 + number) % WORKERS
-            kill = strike(rank, workers, traces, rng, outcome.step_s)
+            kill = strike(
+                rank, workers, traces, rng, outcome.step_s, lambda n=number: store and store.set("round", str(n + 1))
+            )
             outcome.kills.append(kill)
             say(
                 f"{system.name}: kill {number + 1}/{kills} of rank {rank}: stalled {kill.stall_s:.2f} s, "
@@ -166,7 +180,7 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
             status = workers.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             status = -1
-        if status and system.system != "torchft":
+        if status and -1 in workers.processes:
             raise RuntimeError(f"{system.name} ended with status {status}\n{workers.tail()}")
     traces.refresh()
     outcome.lost_samples = lost_samples(traces)
@@ -175,8 +189,19 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
     return outcome
 
 
-def strike(rank: int, workers: Workers, traces: Traces, rng: random.Random, step_s: float) -> Kill:
-    """Kill ``rank`` somewhere in a step, wait until all is as before, and read the traces."""
+def next_round(store: Any, number: int) -> None:
+    """Tell a worker that is started again which communicator the survivors are about to form."""
+    if store is not None:
+        store.set("round", str(number))
+
+
+def strike(
+    rank: int, workers: Workers, traces: Traces, rng: random.Random, step_s: float, killed: Callable[[], None]
+) -> Kill:
+    """Kill ``rank`` somewhere in a step, wait until all is as before, and read the traces.
+
+    ``killed`` is called after the kill, before a worker that nobody else starts again is started here.
+    """
     # Up to 20 steps later, so that kills fall anywhere between two checkpoints.
     target = traces.furthest() + rng.randint(5, 25)
     wait(traces, workers, lambda: traces.furthest() >= target)
@@ -185,7 +210,8 @@ def strike(rank: int, workers: Workers, traces: Traces, rng: random.Random, step
     at = time.time()
     pid = traces.lines[rank][-1]["pid"]
     os.kill(pid, signal.SIGKILL)
-    if workers.system == "torchft":
+    killed()
+    if rank in workers.processes:
         workers.processes[rank].wait()
         workers.start_replica(rank)
     traces.refresh()

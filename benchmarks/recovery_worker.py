@@ -1,6 +1,6 @@
 """Worker of the recovery benchmark: a plain DDP loop that notes when each optimizer step has returned.
 
-The three systems differ only where a user of each would write something else.
+The systems differ only where a user of each would write something else.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 WIDTH, LAYERS, BATCH = 512, 6, 32
+SYSTEMS = ("swift", "accelerate", "torchrun", "checkfreq", "commit", "torchft")
 
 
 class Trace:
@@ -33,9 +34,55 @@ class Trace:
         os.write(self.fd, (json.dumps(line) + "\n").encode())
 
 
+def batch(step: int, rank: int) -> torch.Tensor:
+    """The batch of a rank in a step, (BATCH, WIDTH) float32."""
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step * 100 + rank))
+
+
+class Stream(torch.utils.data.Dataset[torch.Tensor]):
+    """The batches of all ranks in turn, one an item."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return batch(*divmod(index, self.ranks))
+
+
+def _accelerate(net: nn.Module, optimizer: Any, out: Path, trace: Trace, begin: float) -> None:
+    """The same training under Accelerate."""
+    from accelerate import Accelerator
+
+    from accelerate_swift import SwiftPlugin
+
+    plugin = SwiftPlugin(data="seeded")
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[plugin])
+    loader = torch.utils.data.DataLoader(Stream(accelerator.num_processes), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    counter = plugin.register(step=0)
+    trace.note("loop", user_s=time.time() - begin, import_s=begin - BEGIN)
+    stop = out / "stop"
+    for _ in plugin.epochs(1):
+        for x in loader:
+            optimizer.zero_grad()
+            accelerator.backward((model(x[0]) - x[0].sin()).pow(2).mean())
+            optimizer.step()
+            counter.step += 1
+            trace.note("step", step=counter.step)
+            if stop.exists() and counter.step >= int(stop.read_text() or 1 << 60):
+                break
+    trace.note("end", step=counter.step)
+    accelerator.end_training()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--system", choices=["swift", "torchrun", "torchft"], required=True)
+    parser.add_argument(
+        "--system", choices=["swift", "accelerate", "torchrun", "checkfreq", "commit", "torchft"], required=True
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--every", type=int, default=0, help="steps between two checkpoints")
     options = parser.parse_args()
@@ -49,24 +96,39 @@ def main() -> None:
     counter = {"step": 0}
     job: Any = None
     manager: Any = None
+    committed: Any = None
+    background: Any = None
     checkpoint = options.out / "checkpoint.pt"
     if options.system == "torchft":
         from benchmarks import torchft_side
 
         extra = (lambda: dict(counter), counter.update)
         manager, model, optimizer = torchft_side.wrap(net, optimizer, "recovery", min_replicas=1, extra=extra)
+    elif options.system == "commit":
+        from benchmarks.commit_side import Committed
+
+        committed = Committed(net, optimizer, counter, options.every)
+        model = committed.model
+    elif options.system == "accelerate":
+        _accelerate(net, optimizer, options.out, trace, main_begin)
+        return
     else:
         if options.system == "swift":
             import shared_core
 
             job = shared_core.install()
         dist.init_process_group("gloo")
-        if options.every and checkpoint.exists():
+        if checkpoint.exists():
             saved = torch.load(checkpoint)
             net.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             counter["step"] = saved["step"]
         model = nn.parallel.DistributedDataParallel(net)
+        if options.system == "checkfreq" and rank == 0:
+            from benchmarks.checkfreq_side import CheckFreq
+
+            background = CheckFreq(checkpoint, net, optimizer)
+            background.next = counter["step"] + 1
         if job is not None:
             job.entry("fit")
             job.attach([model], [optimizer])
@@ -78,19 +140,28 @@ def main() -> None:
         if job is not None:
             job.batch_top()
         step = counter["step"]
-        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step * 100 + rank))
-        optimizer.zero_grad()
-        (model(x) - x.sin()).pow(2).mean().backward()
-        optimizer.step()
+
+        def one(model: Any, step: int = step) -> None:
+            optimizer.zero_grad()
+            x = batch(step, rank)
+            (model(x) - x.sin()).pow(2).mean().backward()
+            optimizer.step()
+            if manager is None:
+                counter["step"] = step + 1
+
+        if committed is None:
+            one(model)
+        elif not committed.run(one):
+            continue
         if manager is not None:
             if manager.current_step() == step:
                 trace.note("discarded", step=step + 1)
                 continue
             counter["step"] = manager.current_step()
-        else:
-            counter["step"] = step + 1
         trace.note("step", step=counter["step"])
-        if options.every and rank == 0 and counter["step"] % options.every == 0:
+        if background is not None:
+            background.after_step(counter["step"])
+        elif options.system == "torchrun" and rank == 0 and counter["step"] % options.every == 0:
             state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": counter["step"]}
             torch.save(state, checkpoint.with_suffix(".tmp"))
             os.replace(checkpoint.with_suffix(".tmp"), checkpoint)
