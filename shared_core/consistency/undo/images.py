@@ -59,10 +59,10 @@ class Buffers:
         if key in self._used:  # several parameters share it, and it is copied before the update of each
             self._more.append(torch.empty_like(tensor))
             return self._more[-1]
-        self._used.add(key)
         known = self._of.get(key)
         if known is None or known[0] is not tensor or known[1].shape != tensor.shape or known[1].dtype != tensor.dtype:
             known = self._of[key] = (tensor, torch.empty_like(tensor))
+        self._used.add(key)
         return known[1]
 
     def release(self, keep: bool) -> None:
@@ -128,8 +128,8 @@ class Images:
             members = [self.add(entry, (what, i)) for i, entry in enumerate(value)]
             return lambda: tuple(restore() for restore in members)
         raise UnsupportedOptimizer(
-            f"{_text(what)} is a {type(value).__name__}: what an update changes in it cannot be seen, so the update could not "
-            "be undone. Use an optimizer that keeps tensors and plain data only, or leave undo off."
+            f"{_text(what)} is a {type(value).__name__}: what an update changes in it cannot be seen, so the "
+            "update could not be undone. Use an optimizer that keeps tensors and plain data only, or leave undo off."
         )
 
     def _add_tensor(self, tensor: torch.Tensor, what: Name) -> Restore:

@@ -289,10 +289,10 @@ def _whole(optimizer: Optimizer, of_torch: bool, images: Images) -> Restore:
         for key, put in others.items():
             optimizer.state[key] = put()
         if not of_torch:
-            for key in [key for key in _attributes(optimizer) if key not in attributes]:
-                delattr(optimizer, key)
-        for name_, put in attributes.items():
-            setattr(optimizer, name_, put())
+            for attribute in [attribute for attribute in _attributes(optimizer) if attribute not in attributes]:
+                delattr(optimizer, attribute)
+        for attribute, put in attributes.items():
+            setattr(optimizer, attribute, put())
 
     return restore
 
