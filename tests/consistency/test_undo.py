@@ -126,13 +126,14 @@ def build(name: str, params: Any, **chosen: Any) -> Optimizer:
     return made
 
 
-def bits(params: Sequence[torch.Tensor], optimizer: Optimizer) -> str:
+def bits(params: Sequence[torch.Tensor], optimizer: Optimizer, gradients: bool = False) -> str:
     """All that undo puts back: values by their bits, keys, hyper-parameters, attributes, identity of the tensors."""
     own = {k: v for k, v in vars(optimizer).items() if k in ("lamb_coeffs", "calls", "last")}
     keys = [[k for k in optimizer.state if not isinstance(k, torch.Tensor)], optimizer.state.get("all")]  # type: ignore[call-overload]
     has = [p in optimizer.state for p in params]
     same = [[id(v) for v in optimizer.state[p].values()] if h else [] for p, h in zip(params, has, strict=True)]
-    return digest([list(params), optimizer_digest_data(optimizer), own, keys, has, same])
+    grads = [p.grad for p in params] if gradients else []
+    return digest([list(params), grads, optimizer_digest_data(optimizer), own, keys, has, same])
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, seed: int, special: bool) -> torch.Tensor:
@@ -184,8 +185,8 @@ def test_undo_gives_back_every_bit(name: str, data: st.DataObject) -> None:
         gradients(step)
         optimizer.step()
         undo.commit()
-    original = bits(params, optimizer)
     gradients(before)
+    original = bits(params, optimizer, True)
     some = [p for p in params if data.draw(st.booleans(), label="stepped")]
     mode = data.draw(st.sampled_from(["whole", "some", "one by one", "twice"]))
     if mode == "whole":
@@ -201,6 +202,7 @@ def test_undo_gives_back_every_bit(name: str, data: st.DataObject) -> None:
         optimizer.step()
         gradients(before + 1)
         optimizer.step()
+        gradients(before)
     torn = data.draw(st.booleans(), label="torn")
     if torn:  # the update of a parameter and of its state was interrupted between any two writes
         for i, p in enumerate(params):
@@ -211,10 +213,9 @@ def test_undo_gives_back_every_bit(name: str, data: st.DataObject) -> None:
                         if isinstance(value, torch.Tensor):
                             value.view(-1)[: (value.numel() + 1) // 2] = 9.0
     undo.undo()
-    assert bits(params, optimizer) == original
-    assert undo.undo() == 0 and bits(params, optimizer) == original
+    assert bits(params, optimizer, True) == original
+    assert undo.undo() == 0 and bits(params, optimizer, True) == original
     # A step that is made again is the step.
-    gradients(before)
     optimizer.step()
     again = digest([params, optimizer_digest_data(optimizer)])
     undo.undo()
@@ -233,8 +234,8 @@ def test_the_second_moment_survives_a_spike(path: dict[str, bool]) -> None:
     optimizer.state[p]["exp_avg_sq"].fill_(1e-10)
     undo = Undo([optimizer])
     undo.arm()
-    original = bits([p], optimizer)
     p.grad = torch.full_like(p, 10.0)
+    original = bits([p], optimizer)
     optimizer.step()
     assert optimizer.state[p]["exp_avg_sq"].min() > 0.05
     undo.undo()
@@ -281,8 +282,8 @@ def test_an_interrupt_at_any_operation_of_a_step(path: dict[str, bool]) -> None:
             fill(net, 0)
             optimizer.step()
             undo.commit()
-        original = bits(params, optimizer)
         fill(net, 1)
+        original = bits(params, optimizer, True)
         n = 0
         while True:
             CutOff.left = n
@@ -292,11 +293,11 @@ def test_an_interrupt_at_any_operation_of_a_step(path: dict[str, bool]) -> None:
                     optimizer.step()
             except Killed:
                 undo.undo()
-                assert bits(params, optimizer) == original
+                assert bits(params, optimizer, True) == original
             else:
                 break
         undo.undo()
-        assert bits(params, optimizer) == original
+        assert bits(params, optimizer, True) == original
         assert n > 5
 
 
@@ -326,6 +327,21 @@ def test_clipping_and_loss_scaling_around_the_step() -> None:
     assert bits(params, optimizer) == original
     step(2, float("inf"))  # the scaler leaves the step out
     assert undo.undo() == 0 and bits(params, optimizer) == original
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_gradient_that_the_step_changes_goes_back_unless_it_was_used_up(fresh: bool) -> None:
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.full_like(p, 1.5)
+    optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    undo = Undo([optimizer])
+    undo.arm()
+    optimizer.step()
+    if fresh:
+        optimizer.zero_grad(set_to_none=False)
+    undo.undo()
+    assert (p == 1).all() and p not in optimizer.state
+    assert (p.grad == (0.0 if fresh else 1.5)).all()
 
 
 def test_a_closure_makes_the_gradients() -> None:

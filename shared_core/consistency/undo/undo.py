@@ -34,6 +34,8 @@ class _Kept:
         self.parameters: dict[torch.Tensor, Restore] = {}
         self.applied: set[torch.Tensor] = set()
         self.stepping: list[torch.Tensor] = []
+        #: parameter: (gradient, what puts its bits back, its version when the step had ended)
+        self.gradients: dict[torch.Tensor, tuple[torch.Tensor, Restore, int | None]] = {}
         self.buffers = Buffers()
 
 
@@ -43,8 +45,8 @@ class Undo:
     While armed, a copy of each parameter and of its state is taken before its first update after a commit. So undo is
     exact for any arithmetic, for a step of which only some parameters had their update, and for one that was
     interrupted inside a parameter's own update. State that an update made is removed. Hyper-parameters of the
-    groups are put back too. Gradients, learning rate schedulers and a gradient scaler are not touched: their owner puts
-    them back.
+    groups are put back too, and gradients that a step has changed, unless the program has changed them since. Learning
+    rate schedulers and a gradient scaler are not touched: their owner puts them back.
 
     Not thread-safe: no update may run during :meth:`undo` or :meth:`commit`.
 
@@ -124,6 +126,10 @@ class Undo:
         for kept, parameter in reversed(self._order):
             kept.parameters[parameter]()
         for kept in self._kept.values():
+            for parameter, (gradient, restore, version) in kept.gradients.items():
+                # Not if the program has set it to zero or written the next one since.
+                if parameter.grad is gradient and version in (None, gradient._version):
+                    restore()
             for restore in kept.groups.values():
                 restore()
             if kept.whole is not None:
@@ -140,6 +146,7 @@ class Undo:
             kept.parameters.clear()
             kept.applied.clear()
             kept.stepping.clear()
+            kept.gradients.clear()
             kept.buffers.release(self._keep_buffers)
 
     # -- hooks -------------------------------------------------------------------------------------
@@ -185,16 +192,29 @@ class Undo:
         whole = kept.whole if kept.whole is not None else _whole(optimizer, kept.of_torch, images)
         groups = {id(g): _group(optimizer, g, images) for g in optimizer.param_groups if id(g) not in kept.groups}
         fresh = [(p, _one(optimizer, p, images)) for p in kept.stepping if p not in kept.parameters]
+        gradients = {}
+        if getattr(optimizer, "grad_scale", None) is not None or not kept.of_torch:
+            touched = kept.stepping  # unscaled in place; or not known
+        else:
+            touched = [p for g in optimizer.param_groups if _changes_gradients(optimizer, g) for p in g["params"]]
+        for p in touched:
+            if p.grad is not None and p not in kept.gradients:
+                gradients[p] = (p.grad, images.add(p.grad, "a gradient"), None)
         images.copy()
         # From here on there is something to put back: the update begins.
         kept.whole = whole
         kept.groups.update(groups)
+        kept.gradients.update(gradients)
         kept.parameters.update(fresh)
         self._order += [(kept, parameter) for parameter, _ in fresh]
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kept = self._kept[id(optimizer)]
         kept.applied.update(kept.stepping)
+        for parameter in kept.stepping:
+            if parameter in kept.gradients:
+                gradient, restore, _ = kept.gradients[parameter]
+                kept.gradients[parameter] = (gradient, restore, gradient._version)
         kept.stepping = []
 
 
@@ -232,6 +252,14 @@ def _check_gradient(optimizer: Optimizer, parameter: torch.Tensor) -> None:
             f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient; {type(optimizer).__name__} cannot "
             "be undone then. Use dense gradients (nn.Embedding(sparse=False)), or leave undo off."
         )
+
+
+def _changes_gradients(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a step changes gradients: SGD with Nesterov momentum adds the momentum to them on its foreach path, where
+    neither weight decay nor ``maximize`` makes it copy them (torch 2.13).
+    """
+    nesterov = type(optimizer) is torch.optim.SGD and group["nesterov"] and not group["fused"]
+    return nesterov and group["foreach"] is not False and not group["weight_decay"] and not group["maximize"]
 
 
 def _one(optimizer: Optimizer, parameter: torch.Tensor, images: Images) -> Restore:
