@@ -62,6 +62,7 @@ class WaitFreeUpdate:
         self._mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._lock = threading.Lock()  # all-reduces finish on several threads
         self._in_bucket = False
+        self._taken_back = 0
         self._stepped: dict[int, torch.Tensor] = {}
         self._seen: dict[int, tuple[torch.Tensor | None, int]] = {}
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -74,6 +75,7 @@ class WaitFreeUpdate:
         parameters put back. Waits for an update of a bucket that is running.
         """
         with self._lock:
+            self._taken_back += 1  # all-reduces that are still under way update nothing any more
             self._show()
             self._stepped.clear()
             self._seen.clear()
@@ -106,9 +108,13 @@ class WaitFreeUpdate:
             engine = Variable._execution_engine
             engine.queue_callback(lambda: engine.queue_callback(self._note_gradients))
 
+        pass_ = self._taken_back
+
         def arrived(future: torch.futures.Future[Any]) -> torch.Tensor:
             future.value()  # raises what made the all-reduce fail
-            self._step(parameters, gradients)
+            with self._lock:
+                if pass_ == self._taken_back:
+                    self._step(parameters, gradients)
             return buffer
 
         result: torch.futures.Future[torch.Tensor] = work.get_future().then(arrived)
@@ -117,18 +123,17 @@ class WaitFreeUpdate:
     def _step(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Update the parameters of a bucket with these gradients (which the module has not written yet)."""
         own = [(p, g) for p, g in zip(parameters, gradients, strict=True) if id(p) in self._mine]
-        with self._lock:
-            before = [p.grad for p, _ in own]
-            self._in_bucket = True
-            try:
-                for parameter, gradient in own:
-                    parameter.grad = gradient
-                step_parameters(self.optimizer, [p for p, _ in own])
-                self._stepped.update((id(p), p) for p, _ in own)
-            finally:
-                self._in_bucket = False
-                for (parameter, _), gradient_before in zip(own, before, strict=True):
-                    parameter.grad = gradient_before
+        before = [p.grad for p, _ in own]
+        self._in_bucket = True
+        try:
+            for parameter, gradient in own:
+                parameter.grad = gradient
+            step_parameters(self.optimizer, [p for p, _ in own])
+            self._stepped.update((id(p), p) for p, _ in own)
+        finally:
+            self._in_bucket = False
+            for (parameter, _), gradient_before in zip(own, before, strict=True):
+                parameter.grad = gradient_before
 
     def _note_gradients(self) -> None:
         """Backward is over and the gradients are written: from here on nobody may change them."""
