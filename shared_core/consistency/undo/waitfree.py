@@ -58,7 +58,11 @@ class WaitFreeUpdate:
             )
         self.optimizer = optimizer
         self._group = module.process_group
-        self._views = module.gradient_as_bucket_view
+        self._lay_at: dict[int, int | None] = {}
+        if module.gradient_as_bucket_view:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    self._remember_place(parameter)
         self._mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._lock = threading.Lock()  # all-reduces finish on several threads
         self._in_bucket = False
@@ -96,12 +100,7 @@ class WaitFreeUpdate:
                 f"a second backward pass before optimizer.step(), but the parameter of shape {tuple(again[0].shape)} "
                 "has had its update: accumulate under no_sync(), or leave the overlap off"
             )
-        # What the module does without a hook, in the same order: scale, then sum.
-        world = dist.get_world_size(self._group)
-        if self._views:
-            buffer.div_(world)
-        else:
-            buffer.mul_(1.0 / world)
+        self._scale(buffer, parameters, gradients)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         if bucket.is_last():
             # Once for this pass; the module queues its own, which writes the gradients, after this one.
@@ -119,6 +118,34 @@ class WaitFreeUpdate:
 
         result: torch.futures.Future[torch.Tensor] = work.get_future().then(arrived)
         return result
+
+    def _scale(
+        self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Scale as the module does without a hook, before the sum: a gradient that was accumulated in the bucket is
+        divided, one that was copied there is multiplied with the inverse, and these differ in bits unless the number of
+        ranks is a power of two.
+        """
+        world = dist.get_world_size(self._group)
+        inside = [g for p, g in zip(parameters, gradients, strict=True) if self._lay_at.get(id(p)) == g.data_ptr()]
+        if not inside:
+            buffer.mul_(1.0 / world)
+        elif len(inside) == len(gradients):
+            buffer.div_(world)
+        else:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if self._lay_at.get(id(parameter)) == gradient.data_ptr():
+                    gradient.div_(world)
+                else:
+                    gradient.mul_(1.0 / world)
+
+    def _remember_place(self, parameter: torch.Tensor) -> None:
+        """Have the place of the gradient noted whenever one is about to be added to it."""
+
+        def note(_: torch.Tensor) -> None:
+            self._lay_at[id(parameter)] = None if parameter.grad is None else parameter.grad.data_ptr()
+
+        parameter.register_hook(note)
 
     def _step(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Update the parameters of a bucket with these gradients (which the module has not written yet)."""
