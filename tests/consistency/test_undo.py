@@ -155,7 +155,7 @@ SHAPES = st.lists(st.sampled_from([(), (1,), (7,), (3, 4), (2, 3, 2), (0,), (17,
 
 
 @pytest.mark.parametrize("name", sorted(KINDS))
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_undo_gives_back_every_bit(name: str, data: st.DataObject) -> None:
     """Any options, shapes, dtypes, values; first step or later; whole, partial, torn steps; undone, then made again."""
