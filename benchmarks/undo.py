@@ -187,7 +187,7 @@ def worker(rank: int, out: str, quick: bool) -> None:
     result["broadcast_gbs"] = statistics.median(rates)
     for name, build in list(models().items())[: 2 if quick else None]:
         for path in ("fused",) if quick else PATHS:
-            result["models"][f"{name}, AdamW {path}, 2 ranks"] = overlapped(build, path, 3 if quick else 12)
+            result["models"][f"{name}, AdamW {path}, 2 ranks"] = overlapped(build, path, 3 if quick else 8)
     if rank == 0:
         Path(out, "result.json").write_text(json.dumps(result))
     dist.barrier()
@@ -225,7 +225,7 @@ def overlapped(
         for way, step in steps.items():
             dist.barrier()
             step()
-            spent = seconds(step, 4)
+            spent = seconds(step, 2)
             if turn:
                 times[way].append(spent)
     result = {"ms": 1e3 * statistics.median(times["plain"])}

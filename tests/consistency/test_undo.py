@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -484,6 +485,42 @@ def test_hyper_parameters_go_back_with_the_step() -> None:
     optimizer.param_groups[0]["weight_decay"] = 0.3
     undo.undo()
     assert optimizer.param_groups[0]["lr"] == 0.1 and optimizer.param_groups[0]["weight_decay"] == 0
+
+
+def test_lamb_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's own class, with a CPU stand-in for its CUDA kernel."""
+    fused_lamb = pytest.importorskip("deepspeed.ops.lamb.fused_lamb")
+
+    def lamb(p: Any, out: Any, m: Any, v: Any, g: Any, lr: float, beta1: float, beta2: float, *rest: Any) -> Any:
+        *_, eps, scale, _, _, _, decay = rest
+        m.mul_(beta1).add_(g / scale, alpha=1 - beta1)
+        v.mul_(beta2).addcmul_(g / scale, g / scale, value=1 - beta2)
+        update = m / (v.sqrt() + eps) + decay * p
+        trust = p.norm() / update.norm()
+        p.sub_(lr * trust * update)
+        return trust
+
+    kernels = types.ModuleType("kernels")
+    kernels.lamb = lamb  # type: ignore[attr-defined]
+    monkeypatch.setattr(fused_lamb.FusedLambBuilder, "load", lambda self: kernels)
+    net = network()
+    params = list(net.parameters())
+    optimizer = fused_lamb.FusedLamb(net.parameters(), weight_decay=0.1)
+    undo = Undo([optimizer])
+    undo.arm()
+    for step in range(3):
+        fill(net, step)
+        original = [bits(params, optimizer, True), optimizer.get_lamb_coeffs()]
+        for stepped in (params, params[2:]):
+            step_parameters(optimizer, stepped)
+            assert len(optimizer.lamb_coeffs) == len(stepped)
+            undo.undo()
+            assert [bits(params, optimizer, True), optimizer.get_lamb_coeffs()] == original
+        optimizer.step()
+        undo.commit()
+    # Any other class that holds native code might keep something in it.
+    with pytest.raises(UnsupportedOptimizer, match="Other.fused_lamb_cuda is a module"):
+        Undo([type("Other", (fused_lamb.FusedLamb,), {})(net.parameters())])
 
 
 # -- what is refused -----------------------------------------------------------------------------------
