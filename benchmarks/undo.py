@@ -237,7 +237,7 @@ def overlapped(
 def two_processes(quick: bool) -> dict[str, Any]:
     """What the two processes have measured."""
     with scratch() as folder:
-        mp.spawn(worker, (str(folder), quick), nprocs=2)  # type: ignore[no-untyped-call]
+        mp.spawn(worker, (str(folder), quick), nprocs=2, daemon=True)  # type: ignore[no-untyped-call]
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return result
 

@@ -474,6 +474,21 @@ def test_buffers_are_used_again_or_freed() -> None:
         assert undo.undo() == 0
 
 
+def test_loaded_state_is_a_new_beginning() -> None:
+    net = network()
+    params = list(net.parameters())
+    optimizer = torch.optim.Adam(net.parameters())
+    undo = Undo([optimizer])
+    undo.arm()
+    fill(net, 0)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    loaded = bits(params, optimizer)
+    assert undo.undo() == 0 and bits(params, optimizer) == loaded
+    optimizer.step()
+    assert undo.undo() == len(params) and bits(params, optimizer) == loaded
+
+
 def test_hyper_parameters_go_back_with_the_step() -> None:
     net = network()
     optimizer = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.1))

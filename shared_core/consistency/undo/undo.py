@@ -31,12 +31,21 @@ class _Kept:
         self.of_torch = is_of_torch(optimizer)
         self.whole: Restore | None = None
         self.groups: dict[int, Restore] = {}
-        self.parameters: dict[torch.Tensor, Restore] = {}
+        self.parameters: set[torch.Tensor] = set()
         self.applied: set[torch.Tensor] = set()
         self.stepping: list[torch.Tensor] = []
         #: parameter: (gradient, what puts its bits back, its version when the step had ended)
         self.gradients: dict[torch.Tensor, tuple[torch.Tensor, Restore, int | None]] = {}
         self.buffers = Buffers()
+
+    def forget(self, keep_buffers: bool) -> None:
+        self.whole = None
+        self.groups.clear()
+        self.parameters.clear()
+        self.applied.clear()
+        self.stepping.clear()
+        self.gradients.clear()
+        self.buffers.release(keep_buffers)
 
 
 class Undo:
@@ -47,6 +56,8 @@ class Undo:
     interrupted inside a parameter's own update. State that an update made is removed. Hyper-parameters of the
     groups are put back too, and gradients that a step has changed, unless the program has changed them since. Learning
     rate schedulers and a gradient scaler are not touched: their owner puts them back.
+
+    State that is loaded into an optimizer is final at once.
 
     Not thread-safe: no update may run during :meth:`undo` or :meth:`commit`.
 
@@ -63,7 +74,7 @@ class Undo:
             check(optimizer)
         self._keep_buffers = keep_buffers
         self._kept = {id(optimizer): _Kept(optimizer) for optimizer in optimizers}
-        self._order: list[tuple[_Kept, torch.Tensor]] = []
+        self._order: list[tuple[_Kept, torch.Tensor, Restore]] = []
         self._handles: list[Any] = []
         self.commits = 0
 
@@ -80,6 +91,7 @@ class Undo:
             for kept in self._kept.values():
                 self._handles.append(kept.optimizer.register_step_pre_hook(self._before))
                 self._handles.append(kept.optimizer.register_step_post_hook(self._after))
+                self._handles.append(kept.optimizer.register_load_state_dict_post_hook(self._loaded))
 
     def disarm(self) -> None:
         """Commit, stop keeping, and free all memory."""
@@ -123,8 +135,8 @@ class Undo:
         Returns:
             number of parameters that were put back.
         """
-        for kept, parameter in reversed(self._order):
-            kept.parameters[parameter]()
+        for _, _, restore in reversed(self._order):
+            restore()
         for kept in self._kept.values():
             for parameter, (gradient, restore, version) in kept.gradients.items():
                 # Not if the program has set it to zero or written the next one since.
@@ -134,20 +146,14 @@ class Undo:
                 restore()
             if kept.whole is not None:
                 kept.whole()
-        undone = len({id(parameter) for _, parameter in self._order})
+        undone = len({id(parameter) for _, parameter, _ in self._order})
         self._forget()
         return undone
 
     def _forget(self) -> None:
         self._order.clear()
         for kept in self._kept.values():
-            kept.whole = None
-            kept.groups.clear()
-            kept.parameters.clear()
-            kept.applied.clear()
-            kept.stepping.clear()
-            kept.gradients.clear()
-            kept.buffers.release(self._keep_buffers)
+            kept.forget(self._keep_buffers)
 
     # -- hooks -------------------------------------------------------------------------------------
 
@@ -205,8 +211,8 @@ class Undo:
         kept.whole = whole
         kept.groups.update(groups)
         kept.gradients.update(gradients)
-        kept.parameters.update(fresh)
-        self._order += [(kept, parameter) for parameter, _ in fresh]
+        self._order += [(kept, parameter, restore) for parameter, restore in fresh]
+        kept.parameters.update(parameter for parameter, _ in fresh)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kept = self._kept[id(optimizer)]
@@ -216,6 +222,12 @@ class Undo:
                 gradient, restore, _ = kept.gradients[parameter]
                 kept.gradients[parameter] = (gradient, restore, gradient._version)
         kept.stepping = []
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        """State was loaded, into new objects: its updates of before are no longer there to be undone."""
+        kept = self._kept[id(optimizer)]
+        self._order = [entry for entry in self._order if entry[0] is not kept]
+        kept.forget(self._keep_buffers)
 
 
 def check(optimizer: Optimizer) -> None:
