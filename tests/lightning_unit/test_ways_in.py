@@ -108,7 +108,11 @@ def start(
     return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110)
 
 
-@pytest.mark.parametrize("way", WAYS)
+#: Ways that differ from others by little, left to the night.
+RARE = ("object", "callback_and_object", "environment_and_callback", "cli_class")
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.nightly) if way in RARE else way for way in WAYS])
 def test_plain_python_hands_over(way: str, tmp_path: Path) -> None:
     head, tail, args, env = WAYS[way]
     if tail is CLI and not _JSONARGPARSE_SIGNATURES_AVAILABLE:

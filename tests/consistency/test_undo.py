@@ -1,0 +1,615 @@
+"""Undo gives back parameters and optimizer state bit for bit; what cannot be undone is refused."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import Optimizer
+
+from shared_core.consistency.undo import Undo, step_parameters
+from shared_core.errors import UnsupportedOptimizer
+from shared_core.testing.digest import digest, optimizer_digest_data
+
+SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-39, 3e38, -3e38, 1e-30, float("inf"), float("-inf"), float("nan"), 1.0, 1e4]
+#: NaNs with a payload and a sign, which arithmetic would not keep.
+ODD_NAN = {torch.float32: -0x3EDCC, torch.float64: -0x7EDCBA9876543, torch.bfloat16: -0x3D}
+AS_INT = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
+
+
+class Lamb(Optimizer):
+    """LAMB with the state of DeepSpeed's FusedLamb, which runs on GPUs only: steps as numbers, coefficients outside."""
+
+    def __init__(self, params: Iterable[torch.Tensor], lr: float = 1e-2, weight_decay: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.lamb_coeffs: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        del self.lamb_coeffs[:]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                state["step"] += 1
+                state["exp_avg"].mul_(0.9).add_(p.grad, alpha=0.1)
+                state["exp_avg_sq"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+                update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8) + group["weight_decay"] * p
+                trust = p.norm() / update.norm()
+                self.lamb_coeffs.append(trust)
+                p.sub_(update * trust * group["lr"])
+
+
+class Rebinding(Optimizer):
+    """Keeps history in every way that can be followed: new tensors, lists, keys that are no parameters, counters."""
+
+    def __init__(self, params: Iterable[torch.Tensor], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self.calls += 1
+        self.last = torch.tensor(self.calls)
+        self.state["all"] = {"n": self.calls}
+        for group in self.param_groups:
+            group["k"] += 1
+            group["seen"] = True
+            for p in group["params"]:
+                state = self.state[p]
+                state["history"] = [*state.get("history", []), p.clone()][-2:]
+                state.setdefault("grown", []).append((self.calls, p.sum()))
+                state["avg"] = p * 0.5 + state.get("avg", 0.0)
+                p.sub_(state["avg"] * group["lr"])
+
+
+def options(fixed: dict[str, Any] | None = None, paths: Sequence[str] = ("foreach",), **chosen: Any) -> Any:
+    """Options of an optimizer: some of each list, and the path."""
+    path = st.sampled_from(
+        [{}, {"foreach": False}, {"foreach": True}, *([{"fused": True}] if "fused" in paths else [])]
+    )
+    if not paths:
+        path = st.just({})
+    values = st.fixed_dictionaries({name: st.sampled_from(some) for name, some in chosen.items()})
+    return st.builds(lambda p, v: {**(fixed or {}), **v, **p}, path, values)
+
+
+DECAY = [0.0, 0.1]
+BOTH = [False, True]
+ADAM = options(paths=("foreach", "fused"), lr=[1e-3, 1.0], weight_decay=DECAY, amsgrad=BOTH, maximize=BOTH)
+KINDS: dict[str, Any] = {
+    "SGD": st.one_of(
+        options({"lr": 0.1}, paths=("foreach", "fused"), momentum=[0.0, 0.9], weight_decay=DECAY, maximize=BOTH),
+        options({"lr": 0.1, "nesterov": True}, paths=("foreach", "fused"), momentum=[0.9], weight_decay=DECAY),
+        options({"lr": 0.1}, momentum=[0.9], dampening=[0.0, 0.5]),
+    ),
+    "Adam": ADAM,
+    "AdamW": ADAM,
+    "NAdam": options(weight_decay=DECAY, decoupled_weight_decay=BOTH, maximize=BOTH),
+    "RAdam": options(weight_decay=DECAY, decoupled_weight_decay=BOTH, maximize=BOTH),
+    "Adamax": options(weight_decay=DECAY, maximize=BOTH),
+    "Adadelta": options(weight_decay=DECAY, maximize=BOTH),
+    "Adagrad": st.one_of(
+        options(lr_decay=[0.0, 0.1], weight_decay=DECAY, maximize=BOTH, initial_accumulator_value=[0.0, 0.5]),
+        st.just({"fused": True}),
+    ),
+    "RMSprop": options(momentum=[0.0, 0.9], centered=BOTH, weight_decay=DECAY, maximize=BOTH),
+    "Rprop": options(maximize=BOTH),
+    "ASGD": options(weight_decay=DECAY, maximize=BOTH, t0=[0.0, 1e6]),
+    "Adafactor": options(weight_decay=DECAY, maximize=BOTH),
+    "Muon": options(paths=(), momentum=[0.9], nesterov=BOTH, weight_decay=DECAY),
+    "Lamb": options(paths=(), weight_decay=DECAY),
+    "Rebinding": st.just({}),
+}
+DTYPES = {
+    "Muon": [torch.float32],
+    "Lamb": [torch.float32, torch.float64, torch.bfloat16],
+}
+
+
+def test_every_optimizer_of_torch_is_in_the_list() -> None:
+    kinds = {n for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, Optimizer)}
+    assert kinds - {"Optimizer", "LBFGS", "SparseAdam"} == KINDS.keys() - {"Lamb", "Rebinding"}
+
+
+def build(name: str, params: Any, **chosen: Any) -> Optimizer:
+    kind = {"Lamb": Lamb, "Rebinding": Rebinding}.get(name) or getattr(torch.optim, name)
+    made: Optimizer = kind(params, **chosen)
+    return made
+
+
+def bits(params: Sequence[torch.Tensor], optimizer: Optimizer, gradients: bool = False) -> str:
+    """All that undo puts back: values by their bits, keys, hyper-parameters, attributes, identity of the tensors."""
+    own = {k: v for k, v in vars(optimizer).items() if k in ("lamb_coeffs", "calls", "last")}
+    keys = [[k for k in optimizer.state if not isinstance(k, torch.Tensor)], optimizer.state.get("all")]  # type: ignore[call-overload]
+    has = [p in optimizer.state for p in params]
+    same = [[id(v) for v in optimizer.state[p].values()] if h else [] for p, h in zip(params, has, strict=True)]
+    grads = [p.grad for p in params] if gradients else []
+    return digest([list(params), grads, optimizer_digest_data(optimizer), own, keys, has, same])
+
+
+def filled(shape: Sequence[int], dtype: torch.dtype, seed: int, special: bool) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+    if special and values.numel():
+        places = torch.randperm(values.numel(), generator=generator)[: max(1, values.numel() // 2)]
+        chosen = torch.tensor(SPECIAL, dtype=torch.float64)[
+            torch.randint(len(SPECIAL), places.shape, generator=generator)
+        ]
+        values.view(-1)[places] = chosen
+    result = values.to(dtype)
+    if special and result.numel():
+        result.view(AS_INT[dtype]).view(-1)[0] = ODD_NAN[dtype]
+    return result
+
+
+SHAPES = st.lists(st.sampled_from([(), (1,), (7,), (3, 4), (2, 3, 2), (0,), (17, 5)]), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_undo_gives_back_every_bit(name: str, data: st.DataObject) -> None:
+    """Any options, shapes, dtypes, values; first step or later; whole, partial, torn steps; undone, then made again."""
+    chosen = data.draw(KINDS[name], label="options")
+    allowed = [torch.float32] if chosen.get("fused") and name == "Adagrad" else DTYPES.get(name, list(AS_INT))
+    dtype = data.draw(st.sampled_from(allowed), label="dtype")
+    shapes = data.draw(
+        st.lists(st.sampled_from([(3, 4), (17, 5)]), min_size=1, max_size=4) if name == "Muon" else SHAPES
+    )
+    if name == "Adafactor":
+        shapes = [shape for shape in shapes if 0 not in shape] or [(3,)]
+    special, seed = data.draw(st.booleans(), label="special"), data.draw(st.integers(0, 999))
+    special = special and name != "Rebinding"
+    before = data.draw(st.integers(0, 3), label="steps before")
+    params = [filled(shape, dtype, seed + i, special).requires_grad_() for i, shape in enumerate(shapes)]
+    groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.05}] if params[1:] else [{"params": params}]
+    optimizer = build(name, groups, **chosen)
+
+    def gradients(step: int) -> None:
+        for i, p in enumerate(params):
+            missing = i == 1 and step % 2 == 0 and not chosen.get("fused")  # fused SGD: all have momentum or none
+            p.grad = None if missing else filled(p.shape, dtype, seed + 100 * step + i, special)
+
+    undo = Undo([optimizer])
+    undo.arm()
+    for step in range(before):
+        gradients(step)
+        optimizer.step()
+        undo.commit()
+    gradients(before)
+    original = bits(params, optimizer, True)
+    some = [p for p in params if data.draw(st.booleans(), label="stepped")]
+    mode = data.draw(st.sampled_from(["whole", "some", "one by one", "twice"]))
+    if mode == "whole":
+        optimizer.step()
+    elif mode == "some":
+        step_parameters(optimizer, some)
+        assert all(undo.applied(p) == (p.grad is not None or name in ("Lamb", "Rebinding")) for p in some)
+        assert not any(undo.applied(p) for p in params if not any(p is q for q in some))
+    elif mode == "one by one":
+        for p in some:
+            step_parameters(optimizer, [p])
+    else:
+        optimizer.step()
+        gradients(before + 1)
+        optimizer.step()
+        gradients(before)
+    torn = data.draw(st.booleans(), label="torn")
+    if torn:  # the update of a parameter and of its state was interrupted between any two writes
+        for i, p in enumerate(params):
+            if undo.started(p):
+                with torch.no_grad():
+                    p.view(-1)[: p.numel() // 2] = 7.0
+                    for value in list(optimizer.state.get(p, {}).values())[i % 2 :]:
+                        if isinstance(value, torch.Tensor):
+                            value.view(-1)[: (value.numel() + 1) // 2] = 9.0
+    undo.undo()
+    assert bits(params, optimizer, True) == original
+    assert undo.undo() == 0 and bits(params, optimizer, True) == original
+    # A step that is made again is the step.
+    optimizer.step()
+    again = digest([params, optimizer_digest_data(optimizer)])
+    undo.undo()
+    undo.disarm()
+    optimizer.step()
+    assert digest([params, optimizer_digest_data(optimizer)]) == again
+
+
+@pytest.mark.parametrize("path", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+def test_the_second_moment_survives_a_spike(path: dict[str, bool]) -> None:
+    """Inverse formulas lose v where g**2 is much larger than v; see research of Swift's kernels."""
+    p = torch.randn(1000).requires_grad_()
+    optimizer = torch.optim.AdamW([p], lr=1e-3, weight_decay=0.1, **path)
+    p.grad = torch.full_like(p, 1e-5)
+    optimizer.step()
+    optimizer.state[p]["exp_avg_sq"].fill_(1e-10)
+    undo = Undo([optimizer])
+    undo.arm()
+    p.grad = torch.full_like(p, 10.0)
+    original = bits([p], optimizer)
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg_sq"].min() > 0.05
+    undo.undo()
+    assert (optimizer.state[p]["exp_avg_sq"] == torch.tensor(1e-10)).all()
+    assert bits([p], optimizer) == original
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 3))
+
+
+def fill(net: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in net.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+class Killed(BaseException):
+    """Ends a step at any place."""
+
+
+@pytest.mark.parametrize("path", [{"foreach": False}, {"foreach": True}])
+def test_an_interrupt_at_any_operation_of_a_step(path: dict[str, bool]) -> None:
+    """The step is cut off before its n-th operation on tensors, for every n until it runs through."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class CutOff(TorchDispatchMode):
+        left = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            CutOff.left -= 1
+            if CutOff.left < 0:
+                raise Killed
+            return func(*args, **(kwargs or {}))
+
+    net = network()
+    params = list(net.parameters())
+    optimizer = torch.optim.AdamW(net.parameters(), **path)
+    undo = Undo([optimizer])
+    undo.arm()
+    for warm in (False, True):  # the first step makes state
+        if warm:
+            fill(net, 0)
+            optimizer.step()
+            undo.commit()
+        fill(net, 1)
+        original = bits(params, optimizer, True)
+        n = 0
+        while True:
+            CutOff.left = n
+            n += 1
+            try:
+                with CutOff():
+                    optimizer.step()
+            except Killed:
+                undo.undo()
+                assert bits(params, optimizer, True) == original
+            else:
+                break
+        undo.undo()
+        assert bits(params, optimizer, True) == original
+        assert n > 5
+
+
+def test_clipping_and_loss_scaling_around_the_step() -> None:
+    net = network()
+    params = list(net.parameters())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    undo = Undo([optimizer])
+    undo.arm()
+
+    def step(seed: int, factor: float = 1.0) -> None:
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        scaler.scale(net(torch.randn(2, 4)).square().sum() * factor).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+
+    step(0)
+    undo.commit()
+    original = bits(params, optimizer)
+    step(1)
+    assert bits(params, optimizer) != original
+    undo.undo()
+    assert bits(params, optimizer) == original
+    step(2, float("inf"))  # the scaler leaves the step out
+    assert undo.undo() == 0 and bits(params, optimizer) == original
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_gradient_that_the_step_changes_goes_back_unless_it_was_used_up(fresh: bool) -> None:
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.full_like(p, 1.5)
+    optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    undo = Undo([optimizer])
+    undo.arm()
+    optimizer.step()
+    if fresh:
+        optimizer.zero_grad(set_to_none=False)
+    undo.undo()
+    assert (p == 1).all() and p not in optimizer.state
+    assert (p.grad == (0.0 if fresh else 1.5)).all()
+
+
+def test_state_that_parameters_share_goes_back_to_where_it_was_first() -> None:
+    class OneCounter(torch.optim.SGD):
+        """Its parameters share a counter, as fused optimizers of other packages do."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["steps"].add_(1)
+                    p.sub_(p.grad * self.state[p]["steps"])
+
+    net = network()
+    params = list(net.parameters())
+    optimizer = OneCounter(net.parameters(), lr=0.1)
+    steps = torch.tensor(5.0)
+    for p in params:
+        optimizer.state[p]["steps"] = steps
+    undo = Undo([optimizer])
+    undo.arm()
+    fill(net, 0)
+    original = bits(params, optimizer, True)
+    for p in params:
+        step_parameters(optimizer, [p])
+    assert steps == 10
+    undo.undo()
+    assert steps == 5 and bits(params, optimizer, True) == original
+
+
+def test_a_closure_makes_the_gradients() -> None:
+    net = network()
+    params = list(net.parameters())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    undo = Undo([optimizer])
+    undo.arm()
+    original = bits(params, optimizer)
+
+    def closure() -> float:
+        fill(net, 3)
+        return 0.5
+
+    assert optimizer.step(closure) == 0.5
+    assert undo.undo() == len(params) and bits(params, optimizer) == original
+    assert optimizer.step(closure=closure) == 0.5
+    assert undo.undo() == len(params) and bits(params, optimizer) == original
+
+
+def test_several_optimizers_and_a_shared_parameter() -> None:
+    net = network()
+    params = list(net.parameters())
+    one = torch.optim.Adam(params[:3])
+    other = torch.optim.SGD(params[2:], lr=0.1, momentum=0.9)
+    undo = Undo([one, other])
+    undo.arm()
+    for optimizer in (one, other):
+        fill(net, 0)
+        optimizer.step()
+    undo.commit()
+    original = [bits(params, one), bits(params, other)]
+    for order in ([one, other], [other, one], [one, other, one]):
+        for seed, optimizer in enumerate(order):
+            fill(net, seed)
+            optimizer.step()
+        assert undo.undo() == len(params)
+        assert [bits(params, one), bits(params, other)] == original
+
+
+def test_versions_tell_what_had_its_update() -> None:
+    net = network()
+    params = list(net.parameters())
+    optimizer = torch.optim.Adam(net.parameters())
+    undo = Undo([optimizer])
+    undo.arm()
+    fill(net, 0)
+    step_parameters(optimizer, params[:2])
+    assert [undo.version(p) for p in params] == [1, 1, 0, 0, 0]
+    step_parameters(optimizer, params[2:])
+    assert [undo.version(p) for p in params] == [1] * 5
+    undo.commit()
+    assert [undo.version(p) for p in params] == [1] * 5 and undo.commits == 1
+    step_parameters(optimizer, params[3:])
+    undo.undo()
+    assert [undo.version(p) for p in params] == [1] * 5
+
+
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"Lamb", "Rebinding"}))
+def test_steps_of_some_parameters_add_up_to_a_step(name: str) -> None:
+    def made() -> tuple[list[nn.Parameter], Optimizer]:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(4, 3)) for _ in range(5)]
+        return params, build(name, [{"params": params[:2]}, {"params": params[2:], "lr": 0.01}])
+
+    (whole, one), (split, other) = made(), made()
+    groups = other.param_groups
+    for step in range(3):
+        for params in (whole, split):
+            torch.manual_seed(step + 1)
+            for p in params:
+                p.grad = torch.randn(4, 3)
+        one.step()
+        for i in (4, 0, 2):
+            step_parameters(other, split[i : i + 2])
+    assert other.param_groups is groups and [len(g["params"]) for g in groups] == [2, 3]
+    assert digest([whole, optimizer_digest_data(one)]) == digest([split, optimizer_digest_data(other)])
+
+
+def test_buffers_are_used_again_or_freed() -> None:
+    net = network()
+    count = sum(p.numel() for p in net.parameters())
+    for keep in (True, False):
+        optimizer = torch.optim.Adam(net.parameters())
+        undo = Undo([optimizer], keep_buffers=keep)
+        undo.arm()
+        fill(net, 0)
+        optimizer.step()
+        assert undo.nbytes == 4 * count, "state did not exist before the first step"
+        undo.commit()
+        optimizer.step()
+        held = undo.nbytes
+        assert held == 12 * count + 4 * len(list(net.parameters())), "parameters, two moments, steps"
+        undo.commit()
+        assert undo.nbytes == (held if keep else 0)
+        optimizer.step()
+        assert undo.nbytes == held
+        undo.disarm()
+        assert undo.nbytes == 0 and not undo.armed
+        optimizer.step()
+        assert undo.undo() == 0
+
+
+def test_loaded_state_is_a_new_beginning() -> None:
+    net = network()
+    params = list(net.parameters())
+    optimizer = torch.optim.Adam(net.parameters())
+    undo = Undo([optimizer])
+    undo.arm()
+    fill(net, 0)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    loaded = bits(params, optimizer)
+    assert undo.undo() == 0 and bits(params, optimizer) == loaded
+    optimizer.step()
+    assert undo.undo() == len(params) and bits(params, optimizer) == loaded
+
+
+def test_hyper_parameters_go_back_with_the_step() -> None:
+    net = network()
+    optimizer = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.1))
+    undo = Undo([optimizer])
+    undo.arm()
+    fill(net, 0)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+    optimizer.param_groups[0]["weight_decay"] = 0.3
+    undo.undo()
+    assert optimizer.param_groups[0]["lr"] == 0.1 and optimizer.param_groups[0]["weight_decay"] == 0
+
+
+def test_lamb_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's own class, with a CPU stand-in for its CUDA kernel."""
+    fused_lamb = pytest.importorskip("deepspeed.ops.lamb.fused_lamb")
+
+    def lamb(p: Any, out: Any, m: Any, v: Any, g: Any, lr: float, beta1: float, beta2: float, *rest: Any) -> Any:
+        *_, eps, scale, _, _, _, decay = rest
+        m.mul_(beta1).add_(g / scale, alpha=1 - beta1)
+        v.mul_(beta2).addcmul_(g / scale, g / scale, value=1 - beta2)
+        update = m / (v.sqrt() + eps) + decay * p
+        trust = p.norm() / update.norm()
+        p.sub_(lr * trust * update)
+        return trust
+
+    kernels = types.ModuleType("kernels")
+    kernels.lamb = lamb  # type: ignore[attr-defined]
+    monkeypatch.setattr(fused_lamb.FusedLambBuilder, "load", lambda self: kernels)
+    net = network()
+    params = list(net.parameters())
+    optimizer = fused_lamb.FusedLamb(net.parameters(), weight_decay=0.1)
+    undo = Undo([optimizer])
+    undo.arm()
+    for step in range(3):
+        fill(net, step)
+        original = [bits(params, optimizer, True), optimizer.get_lamb_coeffs()]
+        for stepped in (params, params[2:]):
+            step_parameters(optimizer, stepped)
+            assert len(optimizer.lamb_coeffs) == len(stepped)
+            undo.undo()
+            assert [bits(params, optimizer, True), optimizer.get_lamb_coeffs()] == original
+        optimizer.step()
+        undo.commit()
+    # Any other class that holds native code might keep something in it.
+    with pytest.raises(UnsupportedOptimizer, match="Other.fused_lamb_cuda is a module"):
+        Undo([type("Other", (fused_lamb.FusedLamb,), {})(net.parameters())])
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+class Noisy(torch.optim.SGD):
+    """Rounds stochastically with a generator of its own."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, lr=0.1)
+        self.generator = torch.Generator()
+
+
+def test_optimizers_that_cannot_be_undone_are_refused() -> None:
+    net = network()
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: torch.optim.LBFGS(net.parameters()), "LBFGS evaluates its closure several times"),
+        (lambda: torch.optim.SparseAdam(list(net.parameters())), "SparseAdam takes sparse gradients only"),
+        (lambda: torch.optim.SGD(net.parameters(), differentiable=True), "differentiable=True"),
+        (lambda: Noisy(net.parameters()), "Noisy.generator is a Generator"),
+        (lambda: nn.Linear(1, 1), "Linear is not a torch.optim.Optimizer; if it wraps one, give that one"),
+    ]
+    for make, message in cases:
+        with pytest.raises(UnsupportedOptimizer, match=message):
+            Undo([make()])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.state[next(net.parameters())]["sketch"] = {1, 2}
+    with pytest.raises(UnsupportedOptimizer, match=r"SGD.state\['sketch'\] is a set"):
+        Undo([optimizer])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("name", ["SGD", "Adagrad"])
+@settings(max_examples=5, deadline=None, derandomize=True, database=None)
+@given(row=st.integers(0, 5))
+def test_sparse_gradients_are_refused_before_anything_changes(name: str, row: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Embedding(6, 3, sparse=True)
+    optimizer = build(name, net.parameters(), lr=0.1)
+    undo = Undo([optimizer])
+    undo.arm()
+    original = bits([net.weight], optimizer)
+    net(torch.tensor([row])).sum().backward()
+    with pytest.raises(UnsupportedOptimizer, match=r"shape \(6, 3\) has a sparse gradient; \w+ cannot be undone"):
+        optimizer.step()
+    assert bits([net.weight], optimizer) == original
+    with pytest.raises(UnsupportedOptimizer, match="sparse gradient"):
+        Undo([optimizer])
+    undo.disarm()
+    optimizer.step()
+
+
+def test_state_that_appears_later_and_cannot_be_kept_is_refused_before_the_step() -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    undo = Undo([optimizer])
+    undo.arm()
+    optimizer.state[next(net.parameters())]["generator"] = torch.Generator()
+    fill(net, 0)
+    parameters = digest(list(net.parameters()))
+    with pytest.raises(UnsupportedOptimizer, match=r"SGD.state\['generator'\] is a Generator"):
+        optimizer.step()
+    assert digest(list(net.parameters())) == parameters and undo.undo() == 0
+
+
+def test_a_step_that_is_given_other_tensors_to_change_is_refused() -> None:
+    class Writes(torch.optim.SGD):
+        def step(self, closure: Any = None, output_params: Any = None) -> Any:  # as DeepSpeed's LAMB
+            return super().step(closure)
+
+    net = network()
+    optimizer = Writes(net.parameters(), lr=0.1)
+    undo = Undo([optimizer])
+    undo.arm()
+    fill(net, 0)
+    with pytest.raises(UnsupportedOptimizer, match="was given more than a closure"):
+        optimizer.step(output_params=[])
