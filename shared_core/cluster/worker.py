@@ -32,13 +32,14 @@ INCARNATION = "SWIFT_RECOVERY_INCARNATION"
 EVENTS = "SWIFT_RECOVERY_EVENTS"
 CONFIG = "SWIFT_RECOVERY_CONFIG"
 RESTART = "SWIFT_RECOVERY_RESTART"
+ADDRESS = "SWIFT_RECOVERY_ADDRESS"
 
 #: Layout of a progress file: batch tops passed, 1 inside a wait for a collective, ``time.time()`` of the last change.
 PROGRESS = struct.Struct("<QQd")
 PROGRESS_BYTES = 64
 #: A wait that is meant to last, in seconds: torch warns of each store wait that times out, and counts in 32 bits of ms.
 FOREVER_S = 20 * 86400.0
-#: Store queue that wakes the agent, under the attempt's prefix.
+#: Store queues that wake the agents, one for each machine's place, under the attempt's prefix.
 WORDS = "words"
 
 _failed = False
@@ -156,7 +157,8 @@ def tell(store: TCPStore, name: str, value: Any, *, prefix: str | None = None) -
     """
     prefix = env().prefix if prefix is None else prefix
     store.set(prefix + name, json.dumps(value))
-    store.queue_push(prefix + WORDS, name)  # one step: a worker killed here leaves no half-said word
+    slot = os.environ.get("GROUP_RANK", "0")
+    store.queue_push(f"{prefix}{WORDS}/{slot}", name)  # one step: a worker killed here leaves no half-said word
 
 
 class ProgressFile:

@@ -193,6 +193,10 @@ class Recovery:
                 key = f"gen/{self.runtime.latest + 1}"
                 store.wait([key], _FOREVER)
                 record = json.loads(store.get(key))
+                if record.get("over"):
+                    return  # the agent does what follows
+                if record["incarnations"][self.env.rank] > self.env.incarnation:
+                    os._exit(EXIT_STALE)  # another worker has this rank: this machine was taken for lost
                 with self.runtime.lock:
                     self._records[record["generation"]] = record
                     self.runtime.latest = record["generation"]

@@ -1,0 +1,72 @@
+"""Jobs on several machines lose workers, machines and the network between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import SCRIPTS, Jobs
+from machines import Cluster, Machine, machines, unavailable
+
+from shared_core.testing import Fault
+from shared_core.testing.runner import check_clean, check_survivors, compare, unconfirmed
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")
+
+SCRIPT = "plain_ddp.py"
+LONG = ["--norm", "--steps", "300"]
+
+
+class Site:
+    """Machines and the jobs on them."""
+
+    def __init__(self, jobs: Jobs, made: list[Machine]) -> None:
+        self.machines = made
+        self._jobs = jobs
+        self._running: list[Cluster] = []
+
+    def start(self, on: list[Machine], args: list[str], **more: Any) -> Cluster:
+        out = self._jobs.folder("machines")
+        cluster = Cluster(self._jobs.warm, on, out, SCRIPTS / SCRIPT, args=args, **more)
+        self._running.append(cluster)
+        return cluster
+
+    def check(self, cluster: Cluster, args: list[str], ranks: int = 4) -> Any:
+        result, statuses = cluster.finish()
+        compare(result, self._jobs.reference(SCRIPT, nproc=ranks, args=args))
+        check_clean(result)
+        return result, statuses
+
+    def stop(self) -> None:
+        for cluster in self._running:
+            cluster.stop()
+
+
+@pytest.fixture
+def site(jobs: Jobs) -> Iterator[Site]:
+    with machines(3) as made:
+        running = Site(jobs, made)
+        try:
+            yield running
+        finally:
+            running.stop()
+
+
+FAULTS: dict[str, list[Fault]] = {
+    "none": [],
+    "on_the_store's_machine": [Fault(0, 4, "bucket", "SIGKILL")],
+    "on_another_machine": [Fault(3, 4, "bucket", "SIGKILL")],
+    "on_both_at_once": [Fault(1, 4, "bucket", "SIGKILL"), Fault(2, 4, "bucket", "SIGKILL")],
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_worker_is_replaced_by_its_own_machine(name: str, site: Site, jobs: Jobs) -> None:
+    args = ["--norm"]
+    cluster = site.start(site.machines[:2], args, faults=FAULTS[name])
+    result, statuses = site.check(cluster, args)
+    assert statuses == [0, 0]
+    assert not unconfirmed(result), result.tail()
+    check_survivors(result, jobs.reference(SCRIPT, nproc=4, args=args))
