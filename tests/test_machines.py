@@ -16,7 +16,7 @@ from shared_core.testing.runner import check_clean, check_survivors, compare, un
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")
 
 SCRIPT = "plain_ddp.py"
-LONG = ["--norm", "--steps", "300"]
+LONG = ["--norm", "--steps", "150"]
 
 
 class Site:
@@ -38,6 +38,12 @@ class Site:
         compare(result, self._jobs.reference(SCRIPT, nproc=ranks, args=args))
         check_clean(result)
         return result, statuses
+
+    def spare(self, cluster: Cluster) -> int:
+        """Which of the three machines waits."""
+        waiting = [place for place in (1, 2) if "waits as a spare" in cluster.said(place)]
+        assert len(waiting) == 1, cluster.result(0, []).tail()
+        return waiting[0]
 
     def stop(self) -> None:
         for cluster in self._running:
@@ -70,3 +76,14 @@ def test_a_worker_is_replaced_by_its_own_machine(name: str, site: Site, jobs: Jo
     assert statuses == [0, 0]
     assert not unconfirmed(result), result.tail()
     check_survivors(result, jobs.reference(SCRIPT, nproc=4, args=args))
+
+
+def test_a_spare_machine_takes_the_place_of_a_lost_one(site: Site) -> None:
+    cluster = site.start(site.machines, LONG)
+    cluster.until(lambda: cluster.tops(2) >= 20)
+    lost = 3 - site.spare(cluster)
+    site.machines[lost].kill()
+    result, statuses = site.check(cluster, LONG)
+    print(result.tail(200))
+    assert sorted(statuses) == [-9, 0, 0]
+    assert statuses[lost] == -9

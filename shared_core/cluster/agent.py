@@ -237,6 +237,7 @@ class SwiftAgent(SimpleElasticAgent):
                 if over.failed:
                     raise
                 console(str(over))
+                self._worker_group.workers = []  # torchelastic reports each
                 return RunResult(WorkerState.SUCCEEDED)
 
     def _loop(self) -> RunResult:
