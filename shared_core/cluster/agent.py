@@ -32,17 +32,18 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.utils.api import macros
 
-from shared_core.cluster import process, worker
+from shared_core.cluster import mirror, process, worker
 from shared_core.cluster.attempt import Attempt, Team
 from shared_core.cluster.environment import worker_env
 from shared_core.cluster.fencing import Fenced, sever
 from shared_core.cluster.fleet import CANCELLED, Fleet, LiveWorker
-from shared_core.cluster.jobdir import JobDir
+from shared_core.cluster.jobdir import MIRROR, JobDir
 from shared_core.cluster.ledger import FAIL, RELEASE, RESTART
 from shared_core.cluster.logs import ERROR_FILE, WorkerLogs
 from shared_core.cluster.losses import LOOP_LIMIT, Death, LossBook, RaisedError, Verdict
 from shared_core.cluster.machines import reassign
 from shared_core.cluster.meeting import JobOver, Meeting
+from shared_core.cluster.mirror import MirrorServer
 from shared_core.cluster.request import Mode, StartRequest
 from shared_core.cluster.standby import Preload, Standby, clean_env
 from shared_core.cluster.wakeup import Wakeup
@@ -141,7 +142,10 @@ class SwiftAgent(SimpleElasticAgent):
         self._released = False
         self._last_tick = 0.0
         self._meeting = spec.rdzv_handler if isinstance(spec.rdzv_handler, Meeting) else None
+        self._mirror: MirrorServer | None = None
         if self._meeting is not None:
+            self._mirror = MirrorServer(self._job_dir / MIRROR)
+            self._meeting.mirror_port = self._mirror.port
             self._meeting.pause, self._meeting.changed = self._pause, self._wake
             self._meeting.fence, self._meeting.attempt = self._on_fence, lambda: self._number
 
@@ -184,6 +188,7 @@ class SwiftAgent(SimpleElasticAgent):
         self._due.clear()
         self._missing = set(ranks)
         self._lost.clear()
+        self._fetch_copies(ranks)
         for local_rank in range(len(ranks)):
             self._start(local_rank)
         return {}  # the pids come with the standbys' answers
@@ -214,6 +219,8 @@ class SwiftAgent(SimpleElasticAgent):
                 self._attempt.close()
             if self._logs is not None:
                 self._logs.stop()
+            if self._mirror is not None:
+                self._mirror.close()
             self._job.remove()
             self._wakeup.close()
 
@@ -516,6 +523,15 @@ class SwiftAgent(SimpleElasticAgent):
             self._start_again(entry["reason"], 0.0)
         else:
             self._emit("generation", **{name: value for name, value in entry.items() if name != "generation"})
+
+    def _fetch_copies(self, ranks: list[int]) -> None:
+        """A place was taken over: get what its last machine's ranks had published, from who kept it."""
+        taken = [rank for rank in ranks if self._now.incarnations[rank] > 0]
+        if self._meeting is None or not taken:
+            return
+        others = [machine for machine in self._now.ledger.machines if machine != self._meeting.name]
+        fetched = mirror.fetch(others, taken, self._number, self._job_dir)
+        console(f"state of ranks {', '.join(map(str, taken))}: {sum(fetched.values())} bytes from other machines")
 
     def _say_farewell(self) -> None:
         if self._meeting is None:

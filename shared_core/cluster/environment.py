@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,6 +63,7 @@ def worker_env(
     }
     if address:
         env[worker.ADDRESS] = address
+        env[worker.MACHINES] = json.dumps(attempt.ledger.machines)
     if spec.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
         env["CUDA_VISIBLE_DEVICES"] = _device(os.environ, local_rank)

@@ -82,6 +82,8 @@ class Meeting(RendezvousHandler):
         team: this machine's place, once it has one.
         lease: its lease, once it has met the others.
         address: of this machine.
+        name: of this machine in this part of its life, ``ADDRESS:MIRROR_PORT#RANDOM``.
+        mirror_port: where this machine's agent keeps copies for others.
         pause: called to wait so many seconds; may raise to give up.
         changed: called on a thread when a machine came or was lost.
         fence: called on a thread when this machine must stop its workers at once.
@@ -97,6 +99,7 @@ class Meeting(RendezvousHandler):
         self.lease: Lease | None = None
         self.address = options.address or ""
         self.name = ""
+        self.mirror_port = 0
         self.pause: Callable[[float], None] = time.sleep
         self.changed: Callable[[], None] = lambda: None
         self.fence: Callable[[str], None] = lambda reason: None
@@ -196,7 +199,7 @@ class Meeting(RendezvousHandler):
         deadline = time.monotonic() + self._options.join_s
         self._open(deadline)
         self.address = self.address or own_address(self._register.endpoint)
-        self.name = f"{self.address}-{uuid.uuid4().hex[:8]}"
+        self.name = f"{self.address}:{self.mirror_port}#{uuid.uuid4().hex[:8]}"
         seen: tuple[Any, float] = (None, 0.0)
         while True:
             if time.monotonic() > deadline:

@@ -33,6 +33,7 @@ EVENTS = "SWIFT_RECOVERY_EVENTS"
 CONFIG = "SWIFT_RECOVERY_CONFIG"
 RESTART = "SWIFT_RECOVERY_RESTART"
 ADDRESS = "SWIFT_RECOVERY_ADDRESS"
+MACHINES = "SWIFT_RECOVERY_MACHINES"
 
 #: Layout of a progress file: batch tops passed, 1 inside a wait for a collective, ``time.time()`` of the last change.
 PROGRESS = struct.Struct("<QQd")
@@ -61,6 +62,8 @@ class WorkerEnv:
         store_port: its port.
         events: ``events.jsonl`` of the job, None when events are not written.
         config: the options of the job.
+        slot: place of this machine, from 0.
+        machines: who holds which place in the generation in which this worker starts; empty on one machine.
     """
 
     rank: int
@@ -73,6 +76,8 @@ class WorkerEnv:
     store_port: int
     events: Path | None
     config: SwiftConfig
+    slot: int = 0
+    machines: tuple[str | None, ...] = ()
 
     @property
     def prefix(self) -> str:
@@ -113,6 +118,8 @@ def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
         store_port=int(port),
         events=Path(source[EVENTS]) if source.get(EVENTS) else None,
         config=SwiftConfig.from_env(source),
+        slot=int(source.get("GROUP_RANK", "0")),
+        machines=tuple(json.loads(source.get(MACHINES) or "[]")),
     )
 
 
