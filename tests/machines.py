@@ -16,12 +16,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from shared_core.cluster import jobdir, worker
+from shared_core.cluster.process import state_of
 from shared_core.testing.faults import Fault, dumps
 from shared_core.testing.inject import FAULTS, STRUCK
 from shared_core.testing.processes import MARK, kill_marked
-from shared_core.testing.report import OUT
+from shared_core.testing.report import OUT, start_time
 from shared_core.testing.runner import JobResult, collect
 from shared_core.testing.warm import WarmLauncher
 
@@ -129,6 +131,13 @@ def machines(count: int) -> Iterator[list[Machine]]:
         _ip("link", "del", bridge, check=False)
 
 
+def alive(one: dict[str, Any]) -> bool:
+    """Whether a process that reported itself still runs."""
+    with contextlib.suppress(OSError):
+        return start_time(one["pid"]) == one["start"] and state_of(one["pid"]) != "Z"
+    return False
+
+
 class Cluster:
     """A job on several machines.
 
@@ -175,6 +184,8 @@ class Cluster:
         self.argv = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", f"--spare-nodes={len(on) - nnodes}"]
         self.argv += [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={self._mark}"]
         self.argv += [f"--events={out / 'events.jsonl'}", *options, str(script), *args]
+        names = [f"{machine.address} {machine.name}" for machine in on]
+        (out / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names]) + "\n")
         warm.start_all(
             [
                 {
@@ -184,6 +195,7 @@ class Cluster:
                     "stdout": str(out / f"stdout.{place}.txt"),
                     "stderr": str(out / f"stderr.{place}.txt"),
                     "netns": machine.path,
+                    "hosts": str(out / "hosts"),
                 }
                 for place, machine in enumerate(on)
             ]
@@ -206,10 +218,15 @@ class Cluster:
                 raise AssertionError(f"it did not come within {timeout_s} s\n{self.result(124, []).tail()}")
             time.sleep(0.005)
 
+    def workers(self, *ranks: int) -> list[dict[str, Any]]:
+        """Processes that have held these ranks; see :func:`alive`."""
+        path = self.out / "workers.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [one for line in lines if (one := json.loads(line))["rank"] in ranks]
+
     def tops(self, rank: int) -> int:
         """Batch tops that a rank has passed."""
-        lines = (self.out / "workers.jsonl").read_text().splitlines() if (self.out / "workers.jsonl").exists() else []
-        folders = [one["job_dir"] for line in lines if (one := json.loads(line))["rank"] == rank]
+        folders = [one["job_dir"] for one in self.workers(rank)]
         progress = worker.read_progress(Path(folders[-1]) / f"rank{rank}" / "progress") if folders else None
         return progress[0] if progress else 0
 
@@ -231,6 +248,7 @@ class Cluster:
         """Kill what is left."""
         if kill_marked(self._mark):
             self._warm.wait_all(30.0)
+        jobdir.sweep(Path("/dev/shm"))
 
     def result(self, status: int, orphans: list[str]) -> JobResult:
         """What the job left behind so far."""

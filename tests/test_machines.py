@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from harness import SCRIPTS, Jobs
-from machines import Cluster, Machine, machines, unavailable
+from machines import Cluster, Machine, alive, machines, unavailable
 
 from shared_core.testing import Fault
 from shared_core.testing.runner import check_clean, check_survivors, compare, unconfirmed
@@ -86,3 +86,26 @@ def test_a_spare_machine_takes_the_place_of_a_lost_one(site: Site) -> None:
     print(result.tail(200))
     assert sorted(statuses) == [-9, 0, 0]
     assert statuses[lost] == -9
+
+
+def test_a_machine_that_was_cut_off_stops_and_comes_back_as_a_spare(site: Site) -> None:
+    """Only the side with the store goes on; then the other comes back and takes the next lost machine's place."""
+    args = ["--norm", "--steps", "300"]
+    cluster = site.start(site.machines, args, options=["--lease=3"])
+    cluster.until(lambda: cluster.tops(2) >= 20)
+    spare = site.spare(cluster)
+    cut = 3 - spare
+    site.machines[cut].cut()
+    workers = cluster.workers(2, 3)
+    assert len(workers) == 2
+    cluster.until(lambda: not any(map(alive, workers)))
+    # Fenced before anybody takes it for lost: no other machine has its place yet.
+    assert "takes place" not in cluster.said(spare)
+    cluster.until(lambda: "the workers of this machine are stopped" in cluster.said(cut))
+    cluster.until(lambda: "takes place 1" in cluster.said(spare))
+    site.machines[cut].heal()
+    cluster.until(lambda: "waits as a spare" in cluster.said(cut))
+    site.machines[spare].kill()
+    cluster.until(lambda: "takes place 1" in cluster.said(cut))
+    result, statuses = site.check(cluster, args)
+    assert statuses[spare] == -9 and statuses[0] == statuses[cut] == 0

@@ -158,7 +158,7 @@ def _launch(request: dict[str, Any]) -> None:
     """Become ``swiftrun``, as the shell would start it."""
     os.setsid()
     if request.get("netns"):
-        _enter_namespace(request["netns"])
+        _enter_namespace(request["netns"], request.get("hosts", ""))
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
@@ -178,11 +178,21 @@ def _launch(request: dict[str, Any]) -> None:
     swiftrun.main()
 
 
-def _enter_namespace(path: str) -> None:
+def _enter_namespace(path: str, hosts: str) -> None:
+    """Be on the machine of a network namespace, with ``hosts`` as its ``/etc/hosts``: torch looks up its peers' names,
+    and there is no name server to ask."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(path, "rb") as handle:
-        if libc.setns(handle.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {path}")
+        ok = libc.setns(handle.fileno(), 0x40000000) == 0  # CLONE_NEWNET
+    if ok and hosts:
+        private, bind = (1 << 18) | (1 << 14), 1 << 12  # MS_PRIVATE with MS_REC, MS_BIND
+        ok = (
+            libc.unshare(0x20000) == 0  # CLONE_NEWNS
+            and libc.mount(b"none", b"/", None, ctypes.c_ulong(private), None) == 0
+            and libc.mount(hosts.encode(), b"/etc/hosts", None, ctypes.c_ulong(bind), None) == 0
+        )
+    if not ok:
+        raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {path}")
 
 
 class _Nursery:
