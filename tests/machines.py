@@ -80,6 +80,17 @@ class Machine:
                     found.append(int(entry.name))
         return found
 
+    def popen(self, *command: str, output: Path) -> subprocess.Popen[bytes]:
+        """Run a program on it."""
+        with open(output, "wb") as file:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self.name, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
     def cut(self) -> None:
         """Take its link down."""
         _ip("link", "set", self._port, "down")
@@ -136,6 +147,28 @@ def alive(one: dict[str, Any]) -> bool:
     with contextlib.suppress(OSError):
         return start_time(one["pid"]) == one["start"] and state_of(one["pid"]) != "Z"
     return False
+
+
+@contextlib.contextmanager
+def etcd(on: Machine, folder: Path) -> Iterator[str]:
+    """Debian's etcd with its old interface, which torchelastic speaks, on a machine; gives its endpoint."""
+    client, peer = f"http://{on.address}:2379", f"http://{on.address}:2380"
+    process = on.popen(
+        *("etcd", "--enable-v2", "--data-dir", str(folder / "etcd"), "--unsafe-no-fsync"),
+        *("--listen-client-urls", client, "--advertise-client-urls", client),
+        *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"),
+        output=folder / "etcd.txt",
+    )
+    try:
+        deadline = time.monotonic() + 10.0
+        while "ready to serve client requests" not in (folder / "etcd.txt").read_text():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"etcd does not start: {(folder / 'etcd.txt').read_text()[-2000:]}")
+            time.sleep(0.02)
+        yield f"{on.address}:2379"
+    finally:
+        process.kill()
+        process.wait()
 
 
 class Cluster:
@@ -217,6 +250,11 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise AssertionError(f"it did not come within {timeout_s} s\n{self.result(124, []).tail()}")
             time.sleep(0.005)
+
+    def place_of(self, rank: int) -> int:
+        """Which machine has the newest worker of a rank."""
+        pid = self.workers(rank)[-1]["pid"]
+        return next(place for place, machine in enumerate(self.machines) if pid in machine.processes())
 
     def workers(self, *ranks: int) -> list[dict[str, Any]]:
         """Processes that have held these ranks; see :func:`alive`."""

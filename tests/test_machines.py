@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import SCRIPTS, Jobs
-from machines import Cluster, Machine, alive, machines, unavailable
+from machines import Cluster, Machine, alive, etcd, machines, unavailable
 
 from shared_core.testing import Fault
 from shared_core.testing.runner import check_clean, check_survivors, compare, unconfirmed
@@ -86,6 +90,33 @@ def test_a_spare_machine_takes_the_place_of_a_lost_one(site: Site) -> None:
     print(result.tail(200))
     assert sorted(statuses) == [-9, 0, 0]
     assert statuses[lost] == -9
+
+
+def test_the_loss_of_the_store_s_machine_ends_the_job_with_c10d(site: Site) -> None:
+    cluster = site.start(site.machines[:2], LONG)
+    cluster.until(lambda: cluster.tops(2) >= 10)
+    for pid in site.machines[0].processes():
+        os.kill(pid, signal.SIGKILL)
+    result, statuses = cluster.finish()
+    assert statuses == [-9, 1]
+    assert "the machine that hosted the rendezvous was lost, which with c10d ends the job" in cluster.said(1)
+    assert not result.reports
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian's etcd-server)")
+@pytest.mark.parametrize("which", ["store", "other"])
+def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, site: Site, tmp_path: Path) -> None:
+    with machines(4) as four, etcd(four[3], tmp_path) as endpoint:
+        cluster = site.start(four[:3], LONG, endpoint=endpoint, backend="etcd-v2")
+        cluster.until(lambda: cluster.tops(0) >= 20 and cluster.tops(2) >= 20)
+        rank = 0 if which == "store" else 2
+        lost = cluster.place_of(rank)
+        four[lost].kill()
+        result, statuses = site.check(cluster, LONG)
+        assert statuses[lost] == -9 and sorted(statuses) == [-9, 0, 0]
+        restarts = [event.fields["restart"] for event in result.kinds("start")]
+        assert max(restarts) == (1 if which == "store" else 0), result.tail()
+    site.stop()
 
 
 def test_a_machine_that_was_cut_off_stops_and_comes_back_as_a_spare(site: Site) -> None:

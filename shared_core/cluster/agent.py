@@ -470,8 +470,8 @@ class SwiftAgent(SimpleElasticAgent):
         """Thread: stop the workers at once. The main thread may be stuck in the store: its connections are cut."""
         for pid in list(self._fleet.live):
             process.kill_group(pid)
-        if self._attempt is not None:
-            sever(self._attempt.port)
+        if self._meeting is not None and self._meeting.port:
+            sever(self._meeting.port)
         self._wake()
 
     def _stand_down(self, error: Exception) -> None:

@@ -84,6 +84,7 @@ class Meeting(RendezvousHandler):
         address: of this machine.
         name: of this machine in this part of its life, ``ADDRESS:MIRROR_PORT#RANDOM``.
         mirror_port: where this machine's agent keeps copies for others.
+        port: of the store, 0 before there is one.
         pause: called to wait so many seconds; may raise to give up.
         changed: called on a thread when a machine came or was lost.
         fence: called on a thread when this machine must stop its workers at once.
@@ -100,6 +101,7 @@ class Meeting(RendezvousHandler):
         self.address = options.address or ""
         self.name = ""
         self.mirror_port = 0
+        self.port = 0
         self.pause: Callable[[float], None] = time.sleep
         self.changed: Callable[[], None] = lambda: None
         self.fence: Callable[[str], None] = lambda reason: None
@@ -299,6 +301,7 @@ class Meeting(RendezvousHandler):
     def _take_place(self, document: dict[str, Any]) -> RendezvousInfo:
         """Renew a lease from now on, and follow the ledger until this machine has a place."""
         host, port = document["store"]
+        self.port = int(port)
         try:
             store = connect(host, port)
             hold = self._hold if self.hosts_store and self._register.backend != C10D else None
