@@ -22,7 +22,7 @@ from shared_core.cluster import jobdir, worker
 from shared_core.cluster.process import state_of
 from shared_core.testing.faults import Fault, dumps
 from shared_core.testing.inject import FAULTS, STRUCK
-from shared_core.testing.processes import MARK, kill_marked
+from shared_core.testing.processes import MARK
 from shared_core.testing.report import OUT, start_time
 from shared_core.testing.runner import JobResult, collect
 from shared_core.testing.warm import WarmLauncher
@@ -208,6 +208,7 @@ class Cluster:
     ) -> None:
         self.out, self.faults, self.machines = out, list(faults), list(on)
         self._warm = warm
+        self._ended = False
         self._begin = time.monotonic()
         self._mark = os.environ.get(MARK, "") + uuid.uuid4().hex[:8]
         env = {name: value for name, value in os.environ.items() if not name.startswith("SWIFT_")}
@@ -233,6 +234,11 @@ class Cluster:
                 for place, machine in enumerate(on)
             ]
         )
+
+    @property
+    def pids(self) -> list[int]:
+        """The launchers, one for each machine."""
+        return self._warm.pids
 
     def said(self, place: int) -> str:
         """What a machine's launcher wrote to stderr."""
@@ -274,9 +280,9 @@ class Cluster:
         ended = self._warm.wait_all(timeout_s)
         if ended is None:
             stacks = self.result(124, []).tail(200)
-            kill_marked(self._mark)
-            self._warm.wait_all(30.0)
+            self.stop()
             raise AssertionError(f"no end within {timeout_s} s\n{stacks}")
+        self._ended = True
         statuses, orphans = ended
         jobdir.sweep(Path("/dev/shm"))
         worst = max((status for status in statuses if status != -signal.SIGKILL), default=0)
@@ -284,7 +290,10 @@ class Cluster:
 
     def stop(self) -> None:
         """Kill what is left."""
-        if kill_marked(self._mark):
+        if not self._ended:
+            self._ended = True
+            for machine in self.machines:
+                machine.kill()
             self._warm.wait_all(30.0)
         jobdir.sweep(Path("/dev/shm"))
 

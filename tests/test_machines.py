@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import signal
@@ -48,19 +50,15 @@ class Site:
         assert len(waiting) == 1, cluster.result(0, []).tail()
         return waiting[0]
 
-    def stop(self) -> None:
+    def close(self) -> None:
         for cluster in self._running:
             cluster.stop()
 
 
 @pytest.fixture
 def site(jobs: Jobs) -> Iterator[Site]:
-    with machines(3) as made:
-        running = Site(jobs, made)
-        try:
-            yield running
-        finally:
-            running.stop()
+    with machines(3) as made, contextlib.closing(Site(jobs, made)) as running:
+        yield running
 
 
 FAULTS: dict[str, list[Fault]] = {
@@ -103,10 +101,62 @@ def test_the_loss_of_the_store_s_machine_ends_the_job_with_c10d(site: Site) -> N
     assert not result.reports
 
 
+def test_without_a_spare_machine_the_job_waits_for_one_that_comes_back(site: Site) -> None:
+    cluster = site.start(site.machines[:2], LONG)
+    cluster.until(lambda: cluster.tops(2) >= 10)
+    site.machines[1].cut()
+    cluster.until(lambda: "places: " in cluster.said(0))
+    assert "None" in cluster.said(0)
+    site.machines[1].heal()
+    result, statuses = site.check(cluster, LONG)
+    assert statuses == [0, 0]
+    assert max(one["incarnation"] for one in cluster.workers(2)) == 2  # one loss, one taking over
+
+
+def test_a_frozen_agent_loses_its_place(site: Site) -> None:
+    """It cannot fence its workers, which run on; they see that others have their ranks, and go."""
+    cluster = site.start(site.machines, LONG)
+    cluster.until(lambda: cluster.tops(2) >= 10)
+    spare = site.spare(cluster)
+    frozen, workers = 3 - spare, cluster.workers(2, 3)
+    os.kill(cluster.pids[frozen], signal.SIGSTOP)
+    cluster.until(lambda: "takes place 1" in cluster.said(spare))
+    cluster.until(lambda: not any(map(alive, workers)))
+    os.kill(cluster.pids[frozen], signal.SIGCONT)
+    result, statuses = site.check(cluster, LONG)
+    assert statuses == [0, 0, 0], result.tail()
+
+
+def test_on_failure_restart_goes_on_from_the_checkpoint(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "swift.json").write_text(json.dumps({"checkpoint_every_steps": 10, "checkpoint_dir": str(tmp_path)}))
+    options = ["--on-failure=restart", f"--swift-config={tmp_path / 'swift.json'}"]
+    cluster = site.start(site.machines, LONG, options=options)
+    cluster.until(lambda: cluster.tops(2) >= 40)
+    site.machines[3 - site.spare(cluster)].kill()
+    result, _ = site.check(cluster, LONG)
+    assert len(result.kinds("restart")) == 1
+    assert "continues from the checkpoint at batch top" in result.stderr
+
+
+def test_two_machines_at_once(jobs: Jobs) -> None:
+    """None keeps the other's copies, so both places are taken over in place."""
+    with machines(6) as six, contextlib.closing(Site(jobs, six)) as site:
+        cluster = site.start(six, LONG, nnodes=4, nproc=1)
+        cluster.until(lambda: cluster.tops(3) >= 10)
+        lost = [cluster.place_of(rank) for rank in (1, 3)]
+        for place in lost:
+            six[place].cut()
+        for place in lost:
+            six[place].kill()
+        result, statuses = site.check(cluster, LONG)
+        assert [statuses[place] for place in lost] == [-9, -9]
+        assert not result.kinds("restart"), result.tail()
+
+
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian's etcd-server)")
 @pytest.mark.parametrize("which", ["store", "other"])
-def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, site: Site, tmp_path: Path) -> None:
-    with machines(4) as four, etcd(four[3], tmp_path) as endpoint:
+def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, jobs: Jobs, tmp_path: Path) -> None:
+    with machines(4) as four, etcd(four[3], tmp_path) as endpoint, contextlib.closing(Site(jobs, four)) as site:
         cluster = site.start(four[:3], LONG, endpoint=endpoint, backend="etcd-v2")
         cluster.until(lambda: cluster.tops(0) >= 20 and cluster.tops(2) >= 20)
         rank = 0 if which == "store" else 2
@@ -116,7 +166,6 @@ def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, site: Site, t
         assert statuses[lost] == -9 and sorted(statuses) == [-9, 0, 0]
         restarts = [event.fields["restart"] for event in result.kinds("start")]
         assert max(restarts) == (1 if which == "store" else 0), result.tail()
-    site.stop()
 
 
 def test_a_machine_that_was_cut_off_stops_and_comes_back_as_a_spare(site: Site) -> None:

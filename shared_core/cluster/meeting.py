@@ -319,8 +319,10 @@ class Meeting(RendezvousHandler):
             number, machines, waiting = document["attempt"], tuple(first), False
             while True:
                 ledger = Ledger(store, prefix_of(number), self._world_size, machines)
-                while ledger.over is None:
+                while True:
                     ledger.follow()
+                    if ledger.over is not None:
+                        break
                     if self.name in ledger.machines:
                         return self._placed(ledger, machines, number, (host, port), store)
                     if lease.fenced:
