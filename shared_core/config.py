@@ -20,7 +20,19 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 #: Variables with the prefix that the agent sets for its workers; they are no options.
 _RESERVED = frozenset(
-    {"JOB_DIR", "STORE", "GENERATION", "INCARNATION", "EVENTS", "CONFIG", "RESTART", "FILE", "ADDRESS", "MACHINES"}
+    {
+        "JOB_DIR",
+        "STORE",
+        "GENERATION",
+        "INCARNATION",
+        "EVENTS",
+        "CONFIG",
+        "RESTART",
+        "FILE",
+        "ADDRESS",
+        "MACHINES",
+        "JOB",
+    }
 )
 
 

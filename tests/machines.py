@@ -186,6 +186,7 @@ class Cluster:
         nproc: workers a machine.
         endpoint: where the machines meet; the first machine by default.
         backend: of the rendezvous.
+        name: of the job; a new one by default.
         faults: faults to inject.
         args: of the script.
         options: more options of ``swiftrun``.
@@ -202,6 +203,7 @@ class Cluster:
         nproc: int = 2,
         endpoint: str = "",
         backend: str = "c10d",
+        name: str = "",
         faults: Sequence[Fault] = (),
         args: Sequence[str] = (),
         options: Sequence[str] = (),
@@ -216,7 +218,7 @@ class Cluster:
         env |= {FAULTS: dumps(self.faults), STRUCK: str(out / "struck.jsonl")}
         endpoint = endpoint or f"{on[0].address}:29400"
         self.argv = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", f"--spare-nodes={len(on) - nnodes}"]
-        self.argv += [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={self._mark}"]
+        self.argv += [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={name or self._mark}"]
         self.argv += [f"--events={out / 'events.jsonl'}", *options, str(script), *args]
         names = [f"{machine.address} {machine.name}" for machine in on]
         (out / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names]) + "\n")
@@ -263,10 +265,10 @@ class Cluster:
         return next(place for place, machine in enumerate(self.machines) if pid in machine.processes())
 
     def workers(self, *ranks: int) -> list[dict[str, Any]]:
-        """Processes that have held these ranks; see :func:`alive`."""
+        """Processes that have held these ranks (all if none is given); see :func:`alive`."""
         path = self.out / "workers.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        return [one for line in lines if (one := json.loads(line))["rank"] in ranks]
+        return [one for line in lines if (one := json.loads(line))["rank"] in ranks or not ranks]
 
     def tops(self, rank: int) -> int:
         """Batch tops that a rank has passed."""
@@ -279,6 +281,10 @@ class Cluster:
         machine's status."""
         ended = self._warm.wait_all(timeout_s)
         if ended is None:
+            for one in self.workers():
+                if alive(one):
+                    os.kill(one["pid"], signal.SIGABRT)  # prints where it is
+            time.sleep(0.3)
             stacks = self.result(124, []).tail(200)
             self.stop()
             raise AssertionError(f"no end within {timeout_s} s\n{stacks}")

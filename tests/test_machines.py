@@ -90,15 +90,21 @@ def test_a_spare_machine_takes_the_place_of_a_lost_one(site: Site) -> None:
     assert statuses[lost] == -9
 
 
-def test_the_loss_of_the_store_s_machine_ends_the_job_with_c10d(site: Site) -> None:
-    cluster = site.start(site.machines[:2], LONG)
-    cluster.until(lambda: cluster.tops(2) >= 10)
+def test_with_c10d_the_loss_of_the_store_s_machine_ends_the_job(site: Site, tmp_path: Path) -> None:
+    """Started again, it goes on from its checkpoint."""
+    (tmp_path / "swift.json").write_text(json.dumps({"checkpoint_every_steps": 10, "checkpoint_dir": str(tmp_path)}))
+    options = [f"--swift-config={tmp_path / 'swift.json'}"]
+    cluster = site.start(site.machines[:2], LONG, options=options, name="again")
+    cluster.until(lambda: cluster.tops(2) >= 20)
     for pid in site.machines[0].processes():
         os.kill(pid, signal.SIGKILL)
     result, statuses = cluster.finish()
     assert statuses == [-9, 1]
     assert "the machine that hosted the rendezvous was lost, which with c10d ends the job" in cluster.said(1)
     assert not result.reports
+    again = site.start(site.machines[1:], LONG, options=[*options, "--resume"], name="again")
+    result, statuses = site.check(again, LONG)
+    assert statuses == [0, 0] and "continues from the checkpoint at batch top" in result.stderr
 
 
 def test_without_a_spare_machine_the_job_waits_for_one_that_comes_back(site: Site) -> None:

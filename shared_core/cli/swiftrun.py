@@ -102,6 +102,11 @@ def get_args_parser() -> argparse.ArgumentParser:
         help="Machines beyond --nnodes that may join and wait, to take the place of one that is lost. Default: 0.",
     )
     ours.add_argument(
+        "--resume",
+        action="store_true",
+        help="On several machines: begin from the newest checkpoint that a job with this --rdzv-id left, if any.",
+    )
+    ours.add_argument(
         "--lease",
         action=env,
         type=float,
@@ -136,6 +141,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.several = low > 1 or args.spare_nodes > 0
     if args.several:
         _check_meeting(args)
+    elif args.resume:
+        raise ConfigError("--resume is for jobs on several machines; one on a single machine is not ended by a loss")
     if args.standbys < 0:
         raise ConfigError(f"--standbys must not be negative, got {args.standbys}")
     if args.crash_loop < 1:
@@ -226,6 +233,7 @@ def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
         spares=args.spare_nodes,
         nproc=torchrun.nproc_per_node,
         lease_s=args.lease,
+        resume=args.resume,
         join_s=float(conf.get("join_timeout", 600)),
         address=torchrun.local_addr,
     )

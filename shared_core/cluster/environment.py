@@ -63,6 +63,7 @@ def worker_env(
     }
     if address:
         env[worker.ADDRESS] = address
+        env[worker.JOB] = spec.rdzv_handler.get_run_id()
         env[worker.MACHINES] = json.dumps(attempt.ledger.machines)
     if spec.virtual_local_rank:
         env["LOCAL_RANK"] = "0"

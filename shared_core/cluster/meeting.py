@@ -64,6 +64,7 @@ class MeetingOptions:
         nproc: workers of each machine.
         lease_s: length of a machine's lease, in seconds.
         join_s: longest wait for the other machines, in seconds.
+        resume: begin with the newest checkpoint of a job of this name.
         address: of this machine; None finds the one by which it reaches the rendezvous.
     """
 
@@ -72,6 +73,7 @@ class MeetingOptions:
     nproc: int
     lease_s: float
     join_s: float
+    resume: bool = False
     address: str | None = None
 
 
@@ -242,8 +244,8 @@ class Meeting(RendezvousHandler):
                 if self._met:
                     raise JobOver(
                         f"nobody listens at {self._where} any more: the job has ended, or the machine that hosted the "
-                        "rendezvous was lost, which with c10d ends the job. Start it again to go on from its newest "
-                        "checkpoint; with --rdzv-backend etcd-v2 it would have survived",
+                        "rendezvous was lost, which with c10d ends the job. Start it again with --resume to go on from "
+                        "its newest checkpoint; with --rdzv-backend etcd-v2 it would have survived",
                         failed=True,
                     ) from error
                 why = str(error)
@@ -262,7 +264,7 @@ class Meeting(RendezvousHandler):
     def _enter(self, document: dict[str, Any] | None) -> dict[str, Any] | None:
         """The document with this machine in it, if there is room."""
         me = {"name": self.name, "nproc": self._options.nproc, "nnodes": self._options.nnodes}
-        document = document or {"phase": FORMING, "round": 0, "attempt": 0, "members": []}
+        document = document or {"phase": FORMING, "round": 0, "attempt": int(self._options.resume), "members": []}
         members = document["members"]
         if members and any(members[0][key] != me[key] for key in ("nproc", "nnodes")):
             raise ConfigError(

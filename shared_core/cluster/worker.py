@@ -34,6 +34,7 @@ CONFIG = "SWIFT_RECOVERY_CONFIG"
 RESTART = "SWIFT_RECOVERY_RESTART"
 ADDRESS = "SWIFT_RECOVERY_ADDRESS"
 MACHINES = "SWIFT_RECOVERY_MACHINES"
+JOB = "SWIFT_RECOVERY_JOB"
 
 #: Layout of a progress file: batch tops passed, 1 inside a wait for a collective, ``time.time()`` of the last change.
 PROGRESS = struct.Struct("<QQd")
@@ -63,6 +64,7 @@ class WorkerEnv:
         events: ``events.jsonl`` of the job, None when events are not written.
         config: the options of the job.
         slot: place of this machine, from 0.
+        job: what checkpoints name as the job they belong to, equal on all machines.
         machines: who holds which place in the generation in which this worker starts; empty on one machine.
     """
 
@@ -77,6 +79,7 @@ class WorkerEnv:
     events: Path | None
     config: SwiftConfig
     slot: int = 0
+    job: str = ""
     machines: tuple[str | None, ...] = ()
 
     @property
@@ -118,6 +121,7 @@ def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
         store_port=int(port),
         events=Path(source[EVENTS]) if source.get(EVENTS) else None,
         config=SwiftConfig.from_env(source),
+        job=source.get(JOB, source[JOB_DIR]),
         slot=int(source.get("GROUP_RANK", "0")),
         machines=tuple(json.loads(source.get(MACHINES) or "[]")),
     )
