@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,6 @@ def test_a_spare_machine_takes_the_place_of_a_lost_one(site: Site) -> None:
     lost = 3 - site.spare(cluster)
     site.machines[lost].kill()
     result, statuses = site.check(cluster, LONG)
-    print(result.tail(200))
     assert sorted(statuses) == [-9, 0, 0]
     assert statuses[lost] == -9
 
@@ -160,18 +159,25 @@ def test_two_machines_at_once(jobs: Jobs) -> None:
 
 
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian's etcd-server)")
-@pytest.mark.parametrize("which", ["store", "other"])
+@pytest.mark.parametrize("which", ["store", "other", "store_cut_off"])
 def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, jobs: Jobs, tmp_path: Path) -> None:
     with machines(4) as four, etcd(four[3], tmp_path) as endpoint, contextlib.closing(Site(jobs, four)) as site:
         cluster = site.start(four[:3], LONG, endpoint=endpoint, backend="etcd-v2")
         cluster.until(lambda: cluster.tops(0) >= 20 and cluster.tops(2) >= 20)
-        rank = 0 if which == "store" else 2
-        lost = cluster.place_of(rank)
-        four[lost].kill()
+        lost = cluster.place_of(2 if which == "other" else 0)
+        if which == "store_cut_off":
+            workers = cluster.workers(0, 1)
+            four[lost].cut()
+            cluster.until(lambda: len(cluster.workers(0)) == 2)  # the others have begun anew
+            assert not any(map(alive, workers))
+            four[lost].heal()
+            cluster.until(lambda: "waits as a spare" in cluster.said(lost))
+        else:
+            four[lost].kill()
         result, statuses = site.check(cluster, LONG)
-        assert statuses[lost] == -9 and sorted(statuses) == [-9, 0, 0]
+        assert sorted(statuses) == ([0, 0, 0] if which == "store_cut_off" else [-9, 0, 0])
         restarts = [event.fields["restart"] for event in result.kinds("start")]
-        assert max(restarts) == (1 if which == "store" else 0), result.tail()
+        assert max(restarts) == (0 if which == "other" else 1), result.tail()
 
 
 def test_a_machine_that_was_cut_off_stops_and_comes_back_as_a_spare(site: Site) -> None:
@@ -195,3 +201,38 @@ def test_a_machine_that_was_cut_off_stops_and_comes_back_as_a_spare(site: Site) 
     cluster.until(lambda: "takes place 1" in cluster.said(cut))
     result, statuses = site.check(cluster, args)
     assert statuses[spare] == -9 and statuses[0] == statuses[cut] == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("time", range(5))
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_a_spare_machine_takes_the_place_of_a_lost_one,
+        test_a_machine_that_was_cut_off_stops_and_comes_back_as_a_spare,
+        test_without_a_spare_machine_the_job_waits_for_one_that_comes_back,
+        test_a_frozen_agent_loses_its_place,
+    ],
+)
+def test_again(test: Callable[[Site], None], time: int, site: Site) -> None:
+    test(site)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("time", range(5))
+def test_two_machines_at_once_again(time: int, jobs: Jobs) -> None:
+    test_two_machines_at_once(jobs)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian's etcd-server)")
+@pytest.mark.parametrize("time", range(5))
+@pytest.mark.parametrize("which", ["store", "other", "store_cut_off"])
+def test_with_etcd_again(which: str, time: int, jobs: Jobs, tmp_path: Path) -> None:
+    test_with_etcd_the_loss_of_any_machine_is_survived(which, jobs, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("time", range(5))
+def test_with_c10d_again(time: int, site: Site, tmp_path: Path) -> None:
+    test_with_c10d_the_loss_of_the_store_s_machine_ends_the_job(site, tmp_path)
