@@ -19,7 +19,21 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "preimages": ("auto", "always", "never"),
 }
 #: Variables with the prefix that the agent sets for its workers; they are no options.
-_RESERVED = frozenset({"JOB_DIR", "STORE", "GENERATION", "INCARNATION", "EVENTS", "CONFIG", "RESTART", "FILE"})
+_RESERVED = frozenset(
+    {
+        "JOB_DIR",
+        "STORE",
+        "GENERATION",
+        "INCARNATION",
+        "EVENTS",
+        "CONFIG",
+        "RESTART",
+        "FILE",
+        "ADDRESS",
+        "MACHINES",
+        "JOB",
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shared_core.cluster import worker
+from shared_core.cluster.mirror import Mirror
 from shared_core.comm import Runtime
 from shared_core.comm import install as install_backend
 from shared_core.comm.op import Op
@@ -99,7 +100,7 @@ class Job:
         self.reachable = True
         self._entry = -1
         self._events = EventLog(env.events)
-        self._board = Board(env.rank_dir / f"attempt{env.restart}")
+        self._board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env))
         self._progress = worker.ProgressFile()
         self._updates = Updates(env.config.preimages)
         self._runtime = Runtime(
@@ -749,6 +750,13 @@ def _set_hyperparameters(optimizers: Sequence[Optimizer], values: list[list[dict
     for optimizer, groups in zip(optimizers, values, strict=False):
         for group, stored in zip(optimizer.param_groups, groups, strict=True):
             group.update(stored)
+
+
+def _mirror(env: worker.WorkerEnv) -> Mirror | None:
+    """Copies on another machine, where there are several."""
+    if len(env.machines) < 2:
+        return None
+    return Mirror(env.rank, env.restart, env.slot, env.rank_dir / f"attempt{env.restart}")
 
 
 def _restore_buffers(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

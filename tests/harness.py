@@ -69,6 +69,20 @@ class Jobs:
         check_clean(result)
         return result
 
+    @property
+    def warm(self) -> WarmLauncher:
+        """The server that starts launchers."""
+        if self._warm is None:
+            self._warm = WarmLauncher()
+        return self._warm
+
+    def folder(self, name: str) -> Path:
+        """A new folder for a job."""
+        self._count += 1
+        folder = self._folder / f"{self._count:03d}-{name}"
+        folder.mkdir()
+        return folder
+
     def reference(
         self,
         script: str,

@@ -41,7 +41,7 @@ def get_args_parser() -> argparse.ArgumentParser:
             if "PET_MAX_RESTARTS" not in os.environ:
                 action.default = DEFAULT_BUDGET
         elif action.dest == "nnodes":
-            action.help = "Number of nodes. This version runs on one: only 1 is accepted."
+            action.help = "Number of machines, each with an agent of its own. Default: 1."
     ours = parser.add_argument_group("recovery")
     ours.add_argument(
         "--standbys",
@@ -92,6 +92,28 @@ def get_args_parser() -> argparse.ArgumentParser:
         metavar="K",
         help="A rank that dies K times in a row, alike and without progress, ends the job. Default: 3.",
     )
+    ours.add_argument(
+        "--spare-nodes",
+        "--spare_nodes",
+        action=env,
+        type=int,
+        default=0,
+        metavar="K",
+        help="Machines beyond --nnodes that may join and wait, to take the place of one that is lost. Default: 0.",
+    )
+    ours.add_argument(
+        "--resume",
+        action="store_true",
+        help="On several machines: begin from the newest checkpoint that a job with this --rdzv-id left, if any.",
+    )
+    ours.add_argument(
+        "--lease",
+        action=env,
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="A machine that gives no sign of life for so long is lost. Default: 2.",
+    )
     return parser
 
 
@@ -104,10 +126,23 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     from torch.distributed.run import parse_min_max_nnodes
 
     args = get_args_parser().parse_args(argv)
-    if parse_min_max_nnodes(args.nnodes) != (1, 1):
+    low, high = parse_min_max_nnodes(args.nnodes)
+    if low != high:
         raise ConfigError(
-            f"--nnodes {args.nnodes}: several machines: not in this version. Use --nnodes 1, or torchrun."
+            f"--nnodes {args.nnodes}: a number of machines that changes is not in this version. Use --nnodes {low} "
+            f"--spare-nodes {high - low} for machines that wait to replace lost ones."
         )
+    if low < 1:
+        raise ConfigError(f"--nnodes must be at least 1, got {low}")
+    if args.spare_nodes < 0:
+        raise ConfigError(f"--spare-nodes must not be negative, got {args.spare_nodes}")
+    if not 0.2 <= args.lease <= 3600:
+        raise ConfigError(f"--lease must be between 0.2 and 3600 seconds, got {args.lease}")
+    args.several = low > 1 or args.spare_nodes > 0
+    if args.several:
+        _check_meeting(args)
+    elif args.resume:
+        raise ConfigError("--resume is for jobs on several machines; one on a single machine is not ended by a loss")
     if args.standbys < 0:
         raise ConfigError(f"--standbys must not be negative, got {args.standbys}")
     if args.crash_loop < 1:
@@ -119,13 +154,31 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.module and args.no_python:
         raise ConfigError("--module and --no-python exclude each other")
     args.store_port = 0
-    if args.standalone or args.rdzv_backend == "static":
+    if not args.several and (args.standalone or args.rdzv_backend == "static"):
         # One machine needs no meeting point; the port asked for becomes the store's.
         args.store_port = args.master_port or 0
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
         args.rdzv_id = args.rdzv_id if args.rdzv_id != "none" and not args.standalone else str(uuid.uuid4())
     args.master_port = args.master_port or 29500
     return args
+
+
+def _check_meeting(args: argparse.Namespace) -> None:
+    """Several machines: is it said where they meet?"""
+    from shared_core.cluster.register import BACKENDS, C10D, parse_endpoint
+
+    if args.standalone:
+        raise ConfigError("--standalone is for one machine")
+    if args.rdzv_backend == "static":
+        # torchrun's default for --master-addr: the machines meet there
+        args.rdzv_backend = C10D
+        if not args.rdzv_endpoint and args.master_addr:
+            args.rdzv_endpoint = f"{args.master_addr}:{args.master_port or 29500}"
+    if args.rdzv_backend not in BACKENDS:
+        raise ConfigError(f"--rdzv-backend {args.rdzv_backend}: several machines need one of {', '.join(BACKENDS)}")
+    if not args.rdzv_endpoint:
+        raise ConfigError("several machines need --rdzv-endpoint HOST:PORT, where they meet")
+    parse_endpoint(args.rdzv_endpoint, args.rdzv_backend)
 
 
 def build_config(args: argparse.Namespace) -> SwiftConfig:
@@ -153,6 +206,40 @@ def _events_path(args: argparse.Namespace) -> str | None:
     return str(path.absolute())
 
 
+def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
+    """torchelastic's own handler for one machine, ours for several."""
+    if not args.several:
+        from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+        return registry.get_rendezvous_handler(
+            RendezvousParameters(
+                backend=torchrun.rdzv_backend,
+                endpoint=torchrun.rdzv_endpoint,
+                run_id=torchrun.run_id,
+                min_nodes=1,
+                max_nodes=1,
+                local_addr=torchrun.local_addr or "localhost",
+                **torchrun.rdzv_configs,
+            )
+        )
+    from shared_core.cluster.meeting import Meeting, MeetingOptions
+    from shared_core.cluster.register import Register, parse_endpoint
+
+    conf = torchrun.rdzv_configs
+    endpoint = parse_endpoint(torchrun.rdzv_endpoint, torchrun.rdzv_backend)
+    register = Register(torchrun.rdzv_backend, endpoint, torchrun.run_id, conf, timeout_s=max(1.0, args.lease / 2))
+    options = MeetingOptions(
+        nnodes=torchrun.min_nodes,
+        spares=args.spare_nodes,
+        nproc=torchrun.nproc_per_node,
+        lease_s=args.lease,
+        resume=args.resume,
+        join_s=float(conf.get("join_timeout", 600)),
+        address=torchrun.local_addr,
+    )
+    return Meeting(register, options)
+
+
 def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     """Run the job to its end.
 
@@ -172,7 +259,6 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     from torch.distributed.elastic.metrics.api import MetricsConfig
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
     from torch.distributed.run import config_from_args
 
     from shared_core.cluster.agent import AgentOptions, Program, SwiftAgent
@@ -195,21 +281,12 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         tuple(args.training_script_args),
         tuple(preload.installed(preload.modules_for(script, extra))),
     )
-    parameters = RendezvousParameters(
-        backend=torchrun.rdzv_backend,
-        endpoint=torchrun.rdzv_endpoint,
-        run_id=torchrun.run_id,
-        min_nodes=1,
-        max_nodes=1,
-        local_addr=torchrun.local_addr or "localhost",
-        **torchrun.rdzv_configs,
-    )
     spec = WorkerSpec(
         role=torchrun.role,
         local_world_size=torchrun.nproc_per_node,
         entrypoint=args.training_script,
         args=program.args,
-        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        rdzv_handler=_rendezvous(args, torchrun),
         max_restarts=torchrun.max_restarts,
         monitor_interval=torchrun.monitor_interval,
         local_addr=torchrun.local_addr,
@@ -270,9 +347,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from shared_core.cluster.meeting import JobOver
+
     try:
         args = parse_args(argv)
         record(launch)(args, early if args.standbys and not args.no_python else None)
+    except JobOver as error:
+        print(f"swiftrun: {error}", file=sys.stderr)
+        raise SystemExit(int(error.failed)) from None
     except SwiftError as error:
         _refuse(error)
     except SignalException as error:

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
     RunResult,
     SimpleElasticAgent,
+    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
@@ -30,13 +32,18 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.utils.api import macros
 
-from shared_core.cluster import process, worker
-from shared_core.cluster.attempt import Attempt
+from shared_core.cluster import mirror, process, worker
+from shared_core.cluster.attempt import Attempt, Team
 from shared_core.cluster.environment import worker_env
+from shared_core.cluster.fencing import Fenced, sever
 from shared_core.cluster.fleet import CANCELLED, Fleet, LiveWorker
-from shared_core.cluster.jobdir import JobDir
+from shared_core.cluster.jobdir import MIRROR, JobDir
+from shared_core.cluster.ledger import FAIL, RELEASE, RESTART
 from shared_core.cluster.logs import ERROR_FILE, WorkerLogs
 from shared_core.cluster.losses import LOOP_LIMIT, Death, LossBook, RaisedError, Verdict
+from shared_core.cluster.machines import reassign
+from shared_core.cluster.meeting import JobOver, Meeting
+from shared_core.cluster.mirror import MirrorServer
 from shared_core.cluster.request import Mode, StartRequest
 from shared_core.cluster.standby import Preload, Standby, clean_env
 from shared_core.cluster.wakeup import Wakeup
@@ -125,6 +132,7 @@ class SwiftAgent(SimpleElasticAgent):
         what = Preload(program.preload, str(self._job_dir))
         self._fleet = Fleet(self._wakeup.selector, options.standbys, clean_env(os.environ), what, console, early)
         self._attempt: Attempt | None = None
+        self._number = 0
         self._starts: dict[int, int] = {}
         self._due: list[tuple[float, int]] = []
         self._tokens = 0
@@ -133,6 +141,13 @@ class SwiftAgent(SimpleElasticAgent):
         self._start_reported = False
         self._released = False
         self._last_tick = 0.0
+        self._meeting = spec.rdzv_handler if isinstance(spec.rdzv_handler, Meeting) else None
+        self._mirror: MirrorServer | None = None
+        if self._meeting is not None:
+            self._mirror = MirrorServer(self._job_dir / MIRROR)
+            self._meeting.mirror_port = self._mirror.port
+            self._meeting.pause, self._meeting.changed = self._pause, self._wake
+            self._meeting.fence, self._meeting.attempt = self._on_fence, lambda: self._number
 
     # -- torchelastic's face ------------------------------------------------------------------------------------------
 
@@ -141,28 +156,39 @@ class SwiftAgent(SimpleElasticAgent):
         try:
             if self._program.mode != "exec":
                 self._fleet.fill_standbys()  # they import while the rendezvous goes on
-            self._initialize_workers(self._worker_group)
-            result = self._loop()
+            result = self._run()
         except BaseException as error:
             self._emit("end", result=type(error).__name__, replaced=self._replaced)
             raise
         self._worker_group.state = result.state
         return result
 
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        # torchelastic's way needs every machine's answer; here all machines are alike, and one may be missing.
+        nproc, first = spec.local_world_size, group_rank * spec.local_world_size
+        world = group_world_size * nproc
+        return [Worker(local, first + local, first + local, world, world) for local in range(nproc)]
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ranks = self._ranks()
         if self._logs is None:
             self._logs = self._make_logs(ranks)
             self._logs.start()
-        number, port = (0, self._options.store_port) if self._attempt is None else (self._attempt.number + 1, 0)
+        team = self._team()
         if self._attempt is not None:
             self._attempt.close()
-        host = worker_group.spec.local_addr or "localhost"
-        self._attempt = Attempt(number, host, port, worker_group.workers[0].world_size, self._wake)
+        place = (worker_group.spec.local_addr or "localhost", 0 if self._number else self._options.store_port)
+        if team is not None:
+            self._number, place = team.number, (team.host, team.port)
+        world_size = worker_group.workers[0].world_size
+        self._attempt = Attempt(self._number, place, ranks, world_size, self._wake, team)
         self._start_reported = False
         self._due.clear()
         self._missing = set(ranks)
         self._lost.clear()
+        self._fetch_copies(ranks)
         for local_rank in range(len(ranks)):
             self._start(local_rank)
         return {}  # the pids come with the standbys' answers
@@ -188,10 +214,13 @@ class SwiftAgent(SimpleElasticAgent):
                 self._fleet.reap()
         finally:
             self._fleet.close()
+            self._say_farewell()
             if self._attempt is not None:
                 self._attempt.close()
             if self._logs is not None:
                 self._logs.stop()
+            if self._mirror is not None:
+                self._mirror.close()
             self._job.remove()
             self._wakeup.close()
 
@@ -202,13 +231,27 @@ class SwiftAgent(SimpleElasticAgent):
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
+    def _run(self) -> RunResult:
+        while True:
+            try:
+                self._initialize_workers(self._worker_group)
+                return self._loop()
+            except (Fenced, DistError) as error:
+                if self._meeting is None:
+                    raise
+                self._stand_down(error)
+            except JobOver as over:
+                if over.failed:
+                    raise
+                console(str(over))
+                self._worker_group.workers = []  # torchelastic reports each
+                return RunResult(WorkerState.SUCCEEDED)
+
     def _loop(self) -> RunResult:
         while True:
             self._wakeup.wait(self._timeout())
-            if self._wakeup.received:
-                received = signal.Signals(self._wakeup.received[0])
-                console(f"received {received.name}: ending all workers")
-                raise SignalException(f"Process {os.getpid()} got signal: {received}", received)
+            self._check_signals()
+            self._check_lease()
             for newcomer in self._fleet.started():
                 self._announce(newcomer)
             dead = self._fleet.reap()
@@ -223,6 +266,12 @@ class SwiftAgent(SimpleElasticAgent):
                 if self._replaced:
                     console(f"done; {self._replaced} lost worker(s) replaced")
                 return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._ranks()))
+
+    def _check_signals(self) -> None:
+        if self._wakeup.received:
+            received = signal.Signals(self._wakeup.received[0])
+            console(f"received {received.name}: ending all workers")
+            raise SignalException(f"Process {os.getpid()} got signal: {received}", received)
 
     def _timeout(self) -> float:
         if self._told or self._wakeup.received:
@@ -264,11 +313,14 @@ class SwiftAgent(SimpleElasticAgent):
         self._lost |= {death.rank for death in deaths}
         verdicts = [self._book.judge(death) for death in deaths]
         ending = next((verdict for verdict in verdicts if verdict.action == "end"), None)
-        everyone = self._lost >= set(self._ranks())
+        everyone = self._meeting is None and self._lost >= set(self._ranks())
         restart = everyone or self._options.config.on_failure == "restart"
+        entry: dict[str, Any] | None = None
         if ending is None and not restart:
             # First of all what the survivors wait for; the telling comes last.
             entry = self._now.next_generation(deaths, detected)
+            if entry is None:
+                return self._listen()  # another machine ended this attempt first
             for (one, _), verdict in zip(lost, verdicts, strict=True):
                 self._due.append((time.monotonic() + verdict.delay_s, one.local_rank))
             self._start_due()
@@ -282,6 +334,7 @@ class SwiftAgent(SimpleElasticAgent):
             why = "all workers are lost" if everyone else "on_failure is restart"
             self._restart_all(why, max(verdict.delay_s for verdict in verdicts))
             return None
+        assert entry is not None
         self._emit("generation", **{name: value for name, value in entry.items() if name != "generation"})
         return None
 
@@ -326,6 +379,7 @@ class SwiftAgent(SimpleElasticAgent):
         return self._failed(first.rank, first.pid, first.exit_code, first.error_file, words)
 
     def _failed(self, rank: int, pid: int, code: int, error_file: str, message: str) -> RunResult:
+        self._now.append(lambda: {"over": FAIL, "rank": rank, "message": message or f"rank {rank} failed"})
         self._now.stop()
         local_rank = self._ranks().index(rank) if rank in self._ranks() else 0
         failure = ProcessFailure(local_rank=local_rank, pid=pid, exitcode=code, error_file=error_file)
@@ -338,19 +392,36 @@ class SwiftAgent(SimpleElasticAgent):
     def _listen(self) -> RunResult | None:
         self._told = False
         attempt = self._attempt
-        for name, value in self._now.look():
-            if self._attempt is attempt and (result := self._hear(name, value)) is not None:
+        for entry in self._now.ledger.follow():
+            if (result := self._follow(entry)) is not None or self._attempt is not attempt:
                 return result
+        for name, value in self._now.look():
+            if (result := self._hear(name, value)) is not None or self._attempt is not attempt:
+                return result
+        if not self._released:
+            self._released = self._now.release()
+        if not self._released:
+            self._look_at_machines()
+        return None
+
+    def _follow(self, entry: dict[str, Any]) -> RunResult | None:
+        """Another agent's entry in the ledger."""
+        if entry.get("over") == RELEASE:
+            self._released = True
+        elif entry.get("over") == FAIL:
+            console(f"the job ends: {entry['message']}")
+            return self._failed(int(entry["rank"]), 0, 1, "", str(entry["message"]))
+        elif entry.get("over") == RESTART:
+            self._start_again(str(entry["reason"]), 0.0)
+        else:
+            self._check_lease()  # it may have given our place away
         return None
 
     def _hear(self, name: str, value: Any) -> RunResult | None:
         fields = value if isinstance(value, dict) else {}
-        if name == "done":
-            self._released = True
-            self._now.release()
-        elif name == "divergent":
+        if name == "divergent":
             for one in list(self._fleet.live.values()):
-                if isinstance(value, list) and one.rank in value:
+                if one.rank in value:
                     self._kill(one, "its state differs from its replicas'")
         elif name == "fail":
             rank, message = int(fields.get("rank", 0)), str(fields.get("message", value))
@@ -368,6 +439,108 @@ class SwiftAgent(SimpleElasticAgent):
             self._book.budget -= 1
             self._restart_all(reason, 0.0)
         return None
+
+    # -- other machines -----------------------------------------------------------------------------------------------
+
+    def _team(self) -> Team | None:
+        """This machine's place in the attempt that begins."""
+        if self._meeting is None or self._meeting.team is None:
+            return None
+        team = self._meeting.team
+        if self._attempt is None:
+            return team
+        return Team(team.slot, tuple(self._now.ledger.machines), self._number, team.host, team.port)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait while this machine has no place; standbys and signals are seen to."""
+        self._wakeup.wait(seconds)
+        self._fleet.started()
+        self._fleet.reap()
+        self._check_signals()
+
+    def _check_lease(self) -> None:
+        if self._meeting is None or self._released or self._meeting.lease is None or self._meeting.team is None:
+            return
+        if self._meeting.lease.fenced:
+            raise Fenced(self._meeting.lease.fenced)
+        if self._now.ledger.machines[self._meeting.team.slot] != self._meeting.name:
+            raise Fenced("its lease ran out, and its place was given away")
+
+    def _on_fence(self, _reason: str) -> None:
+        """Thread: stop the workers at once. The main thread may be stuck in the store: its connections are cut."""
+        for pid in list(self._fleet.live):
+            process.kill_group(pid)
+        if self._meeting is not None and self._meeting.port:
+            sever(self._meeting.port)
+        self._wake()
+
+    def _stand_down(self, error: Exception) -> None:
+        """This machine may not go on: its workers end, and it is as if it had just been started."""
+        fenced = self._meeting.lease.fenced if self._meeting is not None and self._meeting.lease is not None else ""
+        reason = fenced or str(error)
+        console(f"the workers of this machine are stopped: {reason}")
+        self._emit("warning", message=f"workers stopped: {reason}")
+        self._kill_all()
+        if self._attempt is not None:
+            self._attempt.close()
+            self._attempt = None
+        self._job.clear()
+        self._released = False
+
+    def _look_at_machines(self) -> None:
+        """Give the places of lost machines to spare ones; the first agent that sees it writes it."""
+        if self._meeting is None or (lease := self._meeting.lease) is None:
+            return
+        ledger, nproc = self._now.ledger, self._worker_group.spec.local_world_size
+        lease.expect(ledger.machines)
+        detected = time.time()
+        restart = self._options.config.on_failure == "restart"
+
+        def make() -> dict[str, Any] | None:
+            change = reassign(ledger.machines, lease.lost, lease.alive)
+            if change is None:
+                return None
+            gone = ", ".join(f"{name} (place {place})" for place, name in change.lost.items())
+            why = f"machine {gone} is lost" if gone else "a spare machine has come"
+            if restart:
+                return {"over": RESTART, "reason": why, "machines": change.machines}
+            ranks = change.ranks(nproc)
+            return {
+                "lost": ranks,
+                "cause": dict.fromkeys(map(str, ranks), why),
+                "detected": detected,
+                "machines": change.machines,
+            }
+
+        entry = self._now.append(make)
+        if entry is None:
+            return
+        console(f"{entry.get('reason') or next(iter(entry['cause'].values()))}; places: {entry['machines']}")
+        for rank in entry.get("lost", ()):
+            self._emit("lost", rank=rank, cause=entry["cause"][str(rank)], detected=detected)
+        if restart:
+            self._emit("restart", reason=entry["reason"], attempt=self._number + 1)
+            self._start_again(entry["reason"], 0.0)
+        else:
+            self._emit("generation", **{name: value for name, value in entry.items() if name != "generation"})
+
+    def _fetch_copies(self, ranks: list[int]) -> None:
+        """A place was taken over: get what its last machine's ranks had published, from who kept it."""
+        taken = [rank for rank in ranks if self._now.incarnations[rank] > 0]
+        if self._meeting is None or not taken:
+            return
+        others = [machine for machine in self._now.ledger.machines if machine != self._meeting.name]
+        fetched = mirror.fetch(others, taken, self._number, self._job_dir)
+        console(f"state of ranks {', '.join(map(str, taken))}: {sum(fetched.values())} bytes from other machines")
+
+    def _say_farewell(self) -> None:
+        if self._meeting is None:
+            return
+        over = self._attempt is not None and self._now.ledger.over is not None
+        if self._attempt is not None and not over and self._meeting.store_dies_here:
+            self._failed(self._ranks()[0], 0, 1, "", "the machine that hosts the store was told to end")
+            over = True
+        self._meeting.leave(over=over)
 
     # -- slow looks ---------------------------------------------------------------------------------------------------
 
@@ -406,7 +579,8 @@ class SwiftAgent(SimpleElasticAgent):
         rank = self._worker_group.workers[local_rank].global_rank
         nth = self._starts.get(rank, 0)
         self._starts[rank] = nth + 1
-        env = worker_env(self._worker_group, local_rank, self._now, self._job_dir, options.events, config)
+        address = self._meeting.address if self._meeting is not None else ""
+        env = worker_env(self._worker_group, local_rank, self._now, self._job_dir, options.events, config, address)
         env[ERROR_FILE] = self._logs.error_file(local_rank, nth)
         threads = env.get("OMP_NUM_THREADS", "")
         self._tokens += 1
@@ -459,18 +633,26 @@ class SwiftAgent(SimpleElasticAgent):
                 pids={str(one.rank): one.pid for one in self._fleet.live.values()},
             )
 
-    def _restart_all(self, reason: str, delay_s: float) -> None:
+    def _restart_all(self, reason: str, delay_s: float, **more: Any) -> None:
+        """End this attempt for all agents, unless another did, and begin the next."""
+        if self._now.append(lambda: {"over": RESTART, "reason": reason} | more) is None:
+            self._told = True
+            return
+        self._emit("restart", reason=reason, attempt=self._number + 1)
+        self._start_again(reason, delay_s)
+
+    def _start_again(self, reason: str, delay_s: float) -> None:
         """Kill every worker and start all again as generation 0 of the next attempt."""
         folder = self._options.config.checkpoint_dir
         whence = f"from the newest checkpoint in {folder}" if folder else "from the start, as no checkpoint_dir is set"
         console(f"restarting all workers {whence}: {reason}")
-        self._emit("restart", reason=reason, attempt=self._now.number + 1)
         self._kill_all()
         self._job.clear()  # of what the attempt before published
         deadline = time.monotonic() + delay_s
         while not self._wakeup.received and time.monotonic() < deadline:
             self._wakeup.wait(deadline - time.monotonic())
             self._fleet.reap()
+        self._number += 1
         self._start_workers(self._worker_group)
 
     def _kill_all(self) -> None:

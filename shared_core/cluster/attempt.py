@@ -1,83 +1,152 @@
-"""The store of one attempt at the job, and the keys that the agent writes there for its workers."""
+"""The store of one attempt at the job, and what the agent writes there for its workers and for other agents."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from shared_core.cluster.ledger import RELEASE, Ledger
 from shared_core.cluster.losses import Death
 from shared_core.cluster.watch import KeyWatcher
+from shared_core.cluster.worker import WORDS
+
+
+def connect(host: str, port: int, timeout_s: float = 30.0) -> Any:
+    """A client of a store; ``timeout_s`` bounds its waits."""
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def prefix_of(number: int) -> str:
+    """Prefix of the keys of an attempt."""
+    return f"swift/{number}/"
+
+
+@dataclass(frozen=True)
+class Team:
+    """The place of this agent among those of several machines.
+
+    Attributes:
+        slot: which machine's place this agent holds, from 0.
+        machines: who holds which place in generation 0 of the attempt.
+        number: of the attempt.
+        host: of the store that all agents use.
+        port: its port.
+    """
+
+    slot: int
+    machines: tuple[str | None, ...]
+    number: int
+    host: str
+    port: int
 
 
 class Attempt:
-    """Hosts a fresh store, so that nothing of the attempt before (gloo's addresses, say) can be read by mistake.
+    """One attempt at the job, from its first generation to its end or to the restart of all workers.
+
+    Alone on its machine the agent hosts a fresh store for each, so that nothing of the attempt before (gloo's
+    addresses, say) can be read by mistake; several agents share one store, and the attempts' keys differ.
 
     Attributes:
         number: whole-job restarts before this attempt.
-        generation: number of the newest generation.
-        incarnations: for each rank, how many workers held it before the present one.
+        ledger: generations, incarnations, machines.
         host: of the store.
         port: of the store.
 
     Args:
         number: see above; part of every key.
-        host: the store's host, this machine.
-        port: the store's port, 0 for a free one.
+        place: host and port of the store, 0 for a free port.
+        ranks: of this machine.
         world_size: number of logical ranks.
-        wake: called on a thread when a worker has something to say.
+        wake: called on a thread when there is something to look at.
+        team: the other agents, if there are any.
     """
 
-    def __init__(self, number: int, host: str, port: int, world_size: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        place: tuple[str, int],
+        ranks: Sequence[int],
+        world_size: int,
+        wake: Callable[[], None],
+        team: Team | None = None,
+    ) -> None:
         self.number = number
-        self.generation = 0
-        self.incarnations = [0] * world_size
-        self._server = TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
-        self.host, self.port = host, int(self._server.port)
-        self._client = self._connect()
-        self._watcher = KeyWatcher(self._connect, self.key(""), world_size, wake)
+        self.host, self.port = place
+        self._server: Any = None
+        if team is None:
+            self._server = TCPStore(*place, is_master=True, wait_for_workers=False, multi_tenant=True)
+            self.port = int(self._server.port)
+        self._slot = team.slot if team else 0
+        self._slots = len(team.machines) if team else 1
+        self._client = connect(self.host, self.port)
+        self.ledger = Ledger(self._client, self.key(""), world_size, team.machines if team else ())
+        self.ledger.follow()
+        self._done_keys = [self.key(f"done/{rank}") for rank in range(world_size)]
+        self._watcher = KeyWatcher(
+            lambda: connect(self.host, self.port), self.key(""), wake, slot=self._slot, ranks=ranks
+        )
 
-    def _connect(self) -> Any:
-        return TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+    @property
+    def generation(self) -> int:
+        """Number of the newest generation."""
+        return self.ledger.generation
+
+    @property
+    def incarnations(self) -> list[int]:
+        """For each rank, how many workers held it before the present one."""
+        return self.ledger.incarnations
 
     def key(self, name: str) -> str:
         """Full name of a key of this attempt."""
-        return f"swift/{self.number}/{name}"
+        return prefix_of(self.number) + name
 
-    def next_generation(self, deaths: Sequence[Death], detected: float) -> dict[str, Any]:
-        """Write the generation that follows these losses, and return what was written."""
-        self.generation += 1
-        for death in deaths:
-            self.incarnations[death.rank] += 1
-        entry = {
-            "generation": self.generation,
-            "lost": [death.rank for death in deaths],
-            "incarnations": self.incarnations,
-            "cause": {str(death.rank): death.cause for death in deaths},
-            "detected": detected,
-        }
-        self._client.set(self.key(f"gen/{self.generation}"), json.dumps(entry))
-        for death in deaths:
-            # one that had said goodbye comes back, and says it again
-            if self._client.delete_key(self.key(f"done/{death.rank}")):
-                self._watcher.forget_done()
+    def next_generation(self, deaths: Sequence[Death], detected: float) -> dict[str, Any] | None:
+        """Write the generation that follows these losses, and return what was written; None if all is over."""
+        lost = [death.rank for death in deaths]
+        cause = {str(death.rank): death.cause for death in deaths}
+        return self.append(lambda: {"lost": lost, "cause": cause, "detected": detected})
+
+    def append(self, make: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+        """As :meth:`Ledger.append`; those that are lost come back and say goodbye again, and other agents are woken."""
+
+        def checked() -> dict[str, Any] | None:
+            entry = make()
+            # Before the entry, so that whoever finds all goodbyes after it has found new ones.
+            for rank in (entry or {}).get("lost", ()):
+                self._client.delete_key(self.key(f"done/{rank}"))
+            return entry
+
+        entry = self.ledger.append(checked)
+        if entry is not None:
+            for slot in range(self._slots):
+                if slot != self._slot:
+                    self._client.queue_push(self.key(f"{WORDS}/{slot}"), "gen")
         return entry
 
     def look(self) -> list[tuple[str, Any]]:
         """What workers said since the last look; see :meth:`KeyWatcher.look`."""
         return self._watcher.look()
 
-    def release(self) -> None:
-        """All ranks said goodbye: their workers may exit."""
+    def release(self) -> bool:
+        """Let the workers exit if all ranks said goodbye; whether they may."""
+        # The goodbyes are read with the view that is then appended to: a loss in between comes before us, and its
+        # rank's goodbye is gone.
+        everyone = lambda: {"over": RELEASE} if self._client.check(self._done_keys) else None  # noqa: E731
+        if self.append(everyone) is None:
+            return False
         self._client.set(self.key("release"), "1")
+        return True
 
     def stop(self) -> None:
         """The job failed: workers exit at once."""
-        self._client.set(self.key("stop"), "1")
-        self._client.set(self.key("release"), "1")  # wakes those that said goodbye; they look for stop
+        with suppress(RuntimeError):
+            self._client.set(self.key("stop"), "1")
+            self._client.set(self.key("release"), "1")  # wakes those that said goodbye; they look for stop
 
     def close(self) -> None:
         """Stop watching. The server goes with this object."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,13 @@ from shared_core.cluster.standby import clean_env
 
 
 def worker_env(
-    group: Any, local_rank: int, attempt: Attempt, job_dir: Path, events: str | None, config_json: str
+    group: Any,
+    local_rank: int,
+    attempt: Attempt,
+    job_dir: Path,
+    events: str | None,
+    config_json: str,
+    address: str = "",
 ) -> dict[str, str]:
     """Everything a worker finds in its environment, except the error file.
 
@@ -24,6 +31,7 @@ def worker_env(
         job_dir: private folder of the job.
         events: path of ``events.jsonl``, if there is one.
         config_json: options of the job.
+        address: of this machine, where there are several.
     """
     spec, member = group.spec, group.workers[local_rank]
     env = clean_env(os.environ)
@@ -53,6 +61,10 @@ def worker_env(
         worker.CONFIG: config_json,
         worker.RESTART: str(attempt.number),
     }
+    if address:
+        env[worker.ADDRESS] = address
+        env[worker.JOB] = spec.rdzv_handler.get_run_id()
+        env[worker.MACHINES] = json.dumps(attempt.ledger.machines)
     if spec.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
         env["CUDA_VISIBLE_DEVICES"] = _device(os.environ, local_rank)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 PREFIX = "swift_"
 _LOCK = "lock"
+#: Folder of other machines' publications.
+MIRROR = "mirror"
 
 
 class JobDir:
@@ -32,8 +34,10 @@ class JobDir:
         sweep(self.path.parent)
 
     def clear(self) -> None:
-        """Remove everything but the lock."""
+        """Remove everything but the lock and what is kept for other machines."""
         for entry in self.path.iterdir():
+            if entry.name == MIRROR:
+                continue
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
             elif entry.name != _LOCK:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,22 +19,32 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from shared_core.cluster.worker import FOREVER_S, WORDS
 
 _ONCE = ("fail", "restart")
-_AGAIN = ("divergent",)
+_DIVERGENT = "divergent"
 
 
 class KeyWatcher:
-    """Watches the keys of one attempt: ``fail``, ``restart``, ``divergent`` and ``done`` (all ranks said goodbye).
+    """Watches the keys of one attempt: ``fail``, ``restart``, ``divergent`` and goodbyes.
 
     Args:
         connect: makes a store client; one is made for the thread, one for :meth:`look`.
         prefix: key prefix of the attempt.
-        world_size: number of ranks that say goodbye.
-        wake: called on the thread when a worker has something to say; must not block.
+        wake: called on the thread when there is something to look at; must not block.
+        slot: this machine's place: workers wake the agent of their own machine, and agents each other.
+        ranks: this machine's, of which ``divergent`` is heard here.
     """
 
-    def __init__(self, connect: Callable[[], TCPStore], prefix: str, world_size: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], TCPStore],
+        prefix: str,
+        wake: Callable[[], None],
+        *,
+        slot: int = 0,
+        ranks: Sequence[int] = (),
+    ) -> None:
         self._prefix = prefix
-        self._done_keys = [f"{prefix}done/{rank}" for rank in range(world_size)]
+        self._words = f"{prefix}{WORDS}/{slot}"
+        self._ranks = frozenset(ranks)
         self._wake = wake
         self._stop = threading.Event()
         self._seen: set[str] = set()
@@ -44,36 +55,43 @@ class KeyWatcher:
     def close(self) -> None:
         """Stop watching; returns when the thread has ended."""
         self._stop.set()
-        self._client.queue_push(self._prefix + WORDS, "")
-        self._thread.join()
-
-    def forget_done(self) -> None:
-        """A rank that had said goodbye was lost before all had: look for all goodbyes again."""
-        self._seen.discard("done")
+        with suppress(RuntimeError):  # the store may be gone: then the thread knows
+            self._client.queue_push(self._words, "")
+        self._thread.join(5.0)
 
     def look(self) -> list[tuple[str, Any]]:
-        """``(key, value)`` of what was said since the last look; ``done`` once all ranks said goodbye."""
+        """``(key, value)`` of what was said since the last look."""
         store = self._client
         heard: list[tuple[str, Any]] = []
         for name in _ONCE:
             if name not in self._seen and store.check([self._prefix + name]):
                 self._seen.add(name)
                 heard.append((name, _decode(store.get(self._prefix + name))))
-        for name in _AGAIN:
-            if store.check([self._prefix + name]):
-                heard.append((name, _decode(store.get(self._prefix + name))))
-                store.delete_key(self._prefix + name)
-        if "done" not in self._seen and store.check(self._done_keys):
-            self._seen.add("done")
-            heard.append(("done", None))
+        if mine := self._divergent():
+            heard.append((_DIVERGENT, mine))
         return heard
+
+    def _divergent(self) -> list[int]:
+        """Ranks of this machine that were named; they are taken off the list, which other agents read too."""
+        key = self._prefix + _DIVERGENT
+        while self._client.check([key]):
+            raw = self._client.get(key)
+            named = _decode(raw)
+            mine = [rank for rank in named if rank in self._ranks] if isinstance(named, list) else []
+            if not mine:
+                break
+            rest = json.dumps([rank for rank in named if rank not in mine])
+            if self._client.compare_set(key, raw.decode(), rest) == rest.encode():
+                return mine
+        return []
 
     def _run(self, store: TCPStore) -> None:
         store.set_timeout(timedelta(seconds=FOREVER_S))
         while not self._stop.is_set():
             try:
-                store.queue_pop(self._prefix + WORDS)
+                store.queue_pop(self._words)
             except RuntimeError:
+                self._wake()  # a store that is gone is news too
                 self._stop.wait(1.0)  # the agent's ticks look at the keys meanwhile
                 continue
             self._wake()

@@ -32,13 +32,16 @@ INCARNATION = "SWIFT_RECOVERY_INCARNATION"
 EVENTS = "SWIFT_RECOVERY_EVENTS"
 CONFIG = "SWIFT_RECOVERY_CONFIG"
 RESTART = "SWIFT_RECOVERY_RESTART"
+ADDRESS = "SWIFT_RECOVERY_ADDRESS"
+MACHINES = "SWIFT_RECOVERY_MACHINES"
+JOB = "SWIFT_RECOVERY_JOB"
 
 #: Layout of a progress file: batch tops passed, 1 inside a wait for a collective, ``time.time()`` of the last change.
 PROGRESS = struct.Struct("<QQd")
 PROGRESS_BYTES = 64
 #: A wait that is meant to last, in seconds: torch warns of each store wait that times out, and counts in 32 bits of ms.
 FOREVER_S = 20 * 86400.0
-#: Store queue that wakes the agent, under the attempt's prefix.
+#: Store queues that wake the agents, one for each machine's place, under the attempt's prefix.
 WORDS = "words"
 
 _failed = False
@@ -60,6 +63,9 @@ class WorkerEnv:
         store_port: its port.
         events: ``events.jsonl`` of the job, None when events are not written.
         config: the options of the job.
+        slot: place of this machine, from 0.
+        job: what checkpoints name as the job they belong to, equal on all machines.
+        machines: who holds which place in the generation in which this worker starts; empty on one machine.
     """
 
     rank: int
@@ -72,6 +78,9 @@ class WorkerEnv:
     store_port: int
     events: Path | None
     config: SwiftConfig
+    slot: int = 0
+    job: str = ""
+    machines: tuple[str | None, ...] = ()
 
     @property
     def prefix(self) -> str:
@@ -112,6 +121,9 @@ def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
         store_port=int(port),
         events=Path(source[EVENTS]) if source.get(EVENTS) else None,
         config=SwiftConfig.from_env(source),
+        job=source.get(JOB, source[JOB_DIR]),
+        slot=int(source.get("GROUP_RANK", "0")),
+        machines=tuple(json.loads(source.get(MACHINES) or "[]")),
     )
 
 
@@ -156,7 +168,8 @@ def tell(store: TCPStore, name: str, value: Any, *, prefix: str | None = None) -
     """
     prefix = env().prefix if prefix is None else prefix
     store.set(prefix + name, json.dumps(value))
-    store.queue_push(prefix + WORDS, name)  # one step: a worker killed here leaves no half-said word
+    slot = os.environ.get("GROUP_RANK", "0")
+    store.queue_push(f"{prefix}{WORDS}/{slot}", name)  # one step: a worker killed here leaves no half-said word
 
 
 class ProgressFile:

@@ -1,7 +1,7 @@
 """One inner gloo group of one generation: connect with a way out, and cut it in milliseconds.
 
 Gloo has no abort: a blocked operation ignores ``abort()`` and ``shutdown()`` and ends only when its sockets do. So
-the listening port of every member is noted when the group connects, and cutting means shutting down the connections
+where every member listens is noted when the group connects, and cutting means shutting down the connections
 that use one of them.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Store
 
+from shared_core.cluster.worker import ADDRESS
 from shared_core.errors import GenerationAbandoned, NotConnected, WaitTimeout
 
 #: Untyped, because torch's stubs leave out most of it.
@@ -77,17 +78,21 @@ class _AbortableStore(_Store):  # type: ignore[misc]
         wait_for(self._inner, list(keys), self._abandoned, self._timeout_s, self._what)
 
 
-def _listening() -> dict[str, int]:
-    """Listening TCP sockets of this process: inode to port."""
-    found: dict[str, int] = {}
+def _listening() -> dict[str, str]:
+    """Listening TCP sockets of this process: inode to address and port."""
+    found: dict[str, str] = {}
     for fd, link in _socket_fds():
         try:
             with socket.socket(fileno=os.dup(fd)) as sock:
                 if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found[link] = sock.getsockname()[1]
+                    found[link] = _place(sock.getsockname())
         except (OSError, IndexError):
             continue
     return found
+
+
+def _place(address: tuple[Any, ...]) -> str:
+    return f"{address[0]} {address[1]}"
 
 
 def _socket_fds() -> list[tuple[int, str]]:
@@ -109,10 +114,10 @@ class InnerGroup:
         pg: gloo's process group; the operations of the generation run on it.
     """
 
-    def __init__(self, pg: Any, port: int, peer_ports: frozenset[int]) -> None:
+    def __init__(self, pg: Any, place: str, peers: frozenset[str]) -> None:
         self.pg = pg
-        self._port = port
-        self._peer_ports = peer_ports
+        self._place = place
+        self._peers = peers
 
     @classmethod
     def connect(
@@ -137,12 +142,12 @@ class InnerGroup:
         with _device_lock:
             before = _listening()
             device = _default_device()
-            new = [port for link, port in _listening().items() if link not in before]
-        port = new[0] if new else 0
-        store.set(f"port/{rank}", str(port))
+            new = [place for link, place in _listening().items() if link not in before]
+        place = new[0] if new else "unknown"
+        store.set(f"port/{rank}", place)
         keys = [f"port/{r}" for r in range(size)]
         wait_for(store, keys, abandoned, wait_timeout_s, what)
-        peers = frozenset(int(raw) for raw in store.multi_get(keys)) - {0}
+        peers = frozenset(bytes(raw).decode() for raw in store.multi_get(keys)) - {"unknown"}
         options = ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=connect_timeout_s)
         options._threads = 2  # what torch's own gloo group has
@@ -154,7 +159,7 @@ class InnerGroup:
                 raise GenerationAbandoned(f"{what}: {error}") from error
             raise NotConnected(f"{what}: {error}") from error
         pg._set_default_timeout(operation_timeout)
-        return cls(pg, port, peers)
+        return cls(pg, place, peers)
 
     def discard(self) -> None:
         """Cut the group and let it go. Its destructor waits for gloo's threads, so it runs on a thread nobody waits
@@ -179,7 +184,7 @@ class InnerGroup:
                         continue
                     if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         continue
-                    if sock.getsockname()[1] == self._port or sock.getpeername()[1] in self._peer_ports:
+                    if _place(sock.getsockname()) == self._place or _place(sock.getpeername()) in self._peers:
                         sock.shutdown(socket.SHUT_RDWR)
                         cut += 1
             except OSError:
@@ -188,7 +193,8 @@ class InnerGroup:
 
 
 def _default_device() -> object:
-    """``GLOO_SOCKET_IFNAME`` (its first interface), loopback if all ranks are on this machine, else the host's address.
+    """``GLOO_SOCKET_IFNAME`` (its first interface), loopback if all ranks are on this machine, else the address by
+    which the agents reach each other, else the host's.
 
     Loopback, because the host's address is looked up by name, and a name server that is slow to answer would hold up
     every recovery.
@@ -198,4 +204,6 @@ def _default_device() -> object:
         return ProcessGroupGloo.create_device(interface=interface)
     if os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE"):
         return ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    if address := os.environ.get(ADDRESS):
+        return ProcessGroupGloo.create_device(hostname=address)
     return ProcessGroupGloo.create_default_device()

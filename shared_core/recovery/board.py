@@ -16,12 +16,14 @@ import mmap
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shared_core.cluster.mirror import Mirror
 from shared_core.consistency.frontier import Top
 from shared_core.errors import CorruptFile
 from shared_core.recovery.plain import dumps, loads
@@ -32,14 +34,18 @@ _CHECKS = 8192
 _TALLY = struct.Struct("<Q")
 
 
-def _write(path: Path, head: bytes, payload: bytes) -> None:
+def _write(path: Path, head: bytes, payload: bytes, mirror: Mirror | None) -> None:
     temporary = path.with_name(path.name + ".tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    data = [_HEADER.pack(len(head), len(payload), zlib.crc32(payload, zlib.crc32(head))), head, payload]
     try:
-        os.writev(fd, [_HEADER.pack(len(head), len(payload), zlib.crc32(payload, zlib.crc32(head))), head, payload])
+        os.writev(fd, data)
     finally:
         os.close(fd)
     os.rename(temporary, path)
+    if mirror is not None:
+        mirror.write(path.name, b"".join(data))
+        mirror.sync()
 
 
 def _read(path: Path, *, payload: bool = True) -> tuple[bytes, bytes]:
@@ -82,10 +88,13 @@ class Board:
 
     Args:
         folder: ``rank{r}/`` of the job's folder; made if absent, private to the user.
+        mirror: where another machine keeps copies; what was published is there when the call returns, except records,
+            which are there with the next publication.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, mirror: Mirror | None = None) -> None:
         self.folder = folder
+        self._mirror = mirror
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in folder.glob("top.*") if p.suffix != ".tmp")
         self._mids: dict[int, int] = {}
@@ -98,12 +107,17 @@ class Board:
             os.close(fd)
         self._records = os.open(folder / "records", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
+    def follow(self, machines: Sequence[str | None]) -> None:
+        """The places of machines are these now; see :meth:`Mirror.follow`."""
+        if self._mirror is not None:
+            self._mirror.follow(machines)
+
     # -- writing -----------------------------------------------------------------------------------
 
     def publish_top(self, top: Top, parts: dict[str, Any]) -> int:
         """Publish a batch top. Returns its size in bytes."""
         payload = dumps(parts)
-        _write(self.folder / f"top.{top.index}", json.dumps(asdict(top)).encode(), payload)
+        _write(self.folder / f"top.{top.index}", json.dumps(asdict(top)).encode(), payload, self._mirror)
         if top.index in self._kept:  # a newcomer publishes its predecessor's top again
             self._kept.remove(top.index)
         self._kept.append(top.index)
@@ -111,25 +125,30 @@ class Board:
 
     def publish_mid(self, top: int, number: int, parts: dict[str, Any]) -> None:
         """Publish forward-mutated state before the first bucket of backward ``number`` of the batch after ``top``."""
-        _write(self.folder / f"mid.{top}.{number}", b"", dumps(parts))
+        _write(self.folder / f"mid.{top}.{number}", b"", dumps(parts), self._mirror)
         self._mids[top] = max(self._mids.get(top, 0), number + 1)
 
     def publish_end(self, entry: int, result: Any, parts: dict[str, Any]) -> None:
         """Publish the end of an entry call; kept for the whole job."""
-        _write(self.folder / f"end.{entry}", b"", dumps({"result": result, "parts": parts}))
+        _write(self.folder / f"end.{entry}", b"", dumps({"result": result, "parts": parts}), self._mirror)
 
     def drop_before(self, top: int) -> None:
         """Remove batch tops below ``top``; the newest is always kept."""
         while len(self._kept) > 1 and self._kept[0] < top:
             index = self._kept.pop(0)
-            (self.folder / f"top.{index}").unlink(missing_ok=True)
-            for number in range(self._mids.pop(index, 0)):
-                (self.folder / f"mid.{index}.{number}").unlink(missing_ok=True)
+            mids = [f"mid.{index}.{number}" for number in range(self._mids.pop(index, 0))]
+            for name in (f"top.{index}", *mids):
+                (self.folder / name).unlink(missing_ok=True)
+                if self._mirror is not None:
+                    self._mirror.remove(name)
 
     def record(self, key: tuple[int, str, str, int], results: list[torch.Tensor]) -> None:
         """Append the result of a start-up operation, or of DDP's agreement on its buckets."""
         payload = dumps((key, results))
-        os.write(self._records, struct.pack("<II", len(payload), zlib.crc32(payload)) + payload)
+        data = struct.pack("<II", len(payload), zlib.crc32(payload)) + payload
+        os.write(self._records, data)
+        if self._mirror is not None:
+            self._mirror.append("records", data)
 
     def tally(self, name: str) -> Tally:
         """The number called ``name``."""

@@ -76,7 +76,7 @@ class Checkpoints:
             )
             digests = {f"rank{r}": bytes(client.get(k)).decode() for r, k in enumerate(keys)}
             meta = {
-                "job": str(self._env.job_dir),
+                "job": self._env.job,
                 "world_size": self._env.world_size,
                 "top": top.index,
                 "version": top.version,
@@ -99,7 +99,7 @@ class Checkpoints:
         if self._dir is None:
             return None
         found = store.newest_valid(self._dir, self._env.world_size)
-        if found is None or found.meta.get("job") != str(self._env.job_dir):
+        if found is None or found.meta.get("job") != self._env.job:
             return None
         mine = loads(store.read_part(found, f"rank{self._env.rank}"))
         description, tensors = loads(store.read_part(found, "replicated"))

@@ -130,6 +130,7 @@ class Recovery:
             return
         self.prepared = True
         self.runtime.latest = self.env.generation
+        self.board.follow(self.env.machines)
         self._watcher = threading.Thread(target=self._watch, name="swift-watcher", daemon=True)
         if not self.newcomer:
             self._watcher.start()
@@ -193,6 +194,11 @@ class Recovery:
                 key = f"gen/{self.runtime.latest + 1}"
                 store.wait([key], _FOREVER)
                 record = json.loads(store.get(key))
+                if record.get("over"):
+                    return  # the agent does what follows
+                if record["incarnations"][self.env.rank] > self.env.incarnation:
+                    os._exit(EXIT_STALE)  # another worker has this rank: this machine was taken for lost
+                self.board.follow(record.get("machines", ()))
                 with self.runtime.lock:
                     self._records[record["generation"]] = record
                     self.runtime.latest = record["generation"]

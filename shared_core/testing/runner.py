@@ -168,16 +168,22 @@ def run_job(
         out=out,
         duration_s=time.monotonic() - begin,
         faults=list(faults),
-        struck=read_struck(out / "struck.jsonl"),
         orphans=orphans,
     )
+    collect(result)
+    return result
+
+
+def collect(result: JobResult) -> None:
+    """Read what the job wrote into its folder."""
+    out = result.out
+    result.struck = read_struck(out / "struck.jsonl")
     if (out / "events.jsonl").exists():
         result.events = list(read_events(out / "events.jsonl"))
     result.workers = _workers(out)
     for path in sorted(out.glob("rank*.json")):
         report = json.loads(path.read_text())
         result.reports[report["rank"]] = report
-    return result
 
 
 def _run_plain(

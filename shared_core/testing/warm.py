@@ -7,6 +7,7 @@ leaves behind is adopted by the server, which names and ends it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ PRELOAD = (
     "torch.distributed.algorithms.ddp_comm_hooks",
     "shared_core.cli.swiftrun",
     "shared_core.cluster.agent",
+    "shared_core.cluster.meeting",
     "shared_core.cluster.logs",
     "lightning.pytorch",
     "fsspec.implementations.chained",
@@ -64,25 +66,39 @@ class WarmLauncher:
             env=env | zygote.SINGLE_THREADED,
             start_new_session=True,
         )
-        #: Process id of the newest job's launcher.
-        self.pid = 0
+        #: Process ids of the newest job's launchers.
+        self.pids: list[int] = []
+
+    @property
+    def pid(self) -> int:
+        """Process id of the newest job's launcher."""
+        return self.pids[0]
 
     def start(self, argv: list[str], *, env: dict[str, str], cwd: str, stdout: str, stderr: str) -> None:
         """Start ``swiftrun`` with arguments ``argv`` and exactly the environment ``env``."""
-        request = {"argv": argv, "env": env, "cwd": cwd, "stdout": stdout, "stderr": stderr}
+        self.start_all([{"argv": argv, "env": env, "cwd": cwd, "stdout": stdout, "stderr": stderr}])
+
+    def start_all(self, launchers: list[dict[str, Any]]) -> None:
+        """Start the launchers of one job; each is given what :meth:`start` takes, and ``netns``, the path of a network
+        namespace to be in, if it is to have one of its own."""
         assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(request).encode() + b"\n")
+        self._server.stdin.write(json.dumps(launchers).encode() + b"\n")
         self._server.stdin.flush()
-        self.pid = int(self._answer()["pid"])
+        self.pids = list(self._answer()["pids"])
 
     def wait(self, timeout_s: float) -> tuple[int, list[str]] | None:
         """Exit status (negative for a signal) and processes the job left (killed by now); None when time is up."""
+        ended = self.wait_all(timeout_s)
+        return None if ended is None else (ended[0][0], ended[1])
+
+    def wait_all(self, timeout_s: float) -> tuple[list[int], list[str]] | None:
+        """As :meth:`wait`, with the status of each launcher."""
         assert self._server.stdout is not None
         readable, _, _ = select.select([self._server.stdout], [], [], timeout_s)
         if not readable:
             return None
         answer = self._answer()
-        return int(answer["status"]), list(answer["orphans"])
+        return list(answer["statuses"]), list(answer["orphans"])
 
     def _answer(self) -> dict[str, Any]:
         assert self._server.stdout is not None
@@ -102,16 +118,18 @@ class WarmLauncher:
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     for line in requests:
-        request = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            requests.close()
-            answers.close()
-            _launch(request)
-            return
-        _say(answers, {"pid": pid})
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        _say(answers, {"status": status, "orphans": _end_orphans()})
+        pids = []
+        for request in json.loads(line):
+            pid = os.fork()
+            if pid == 0:
+                requests.close()
+                answers.close()
+                _launch(request)
+                return
+            pids.append(pid)
+        _say(answers, {"pids": pids})
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        _say(answers, {"statuses": statuses, "orphans": _end_orphans()})
 
 
 def _say(answers: IO[bytes], message: dict[str, Any]) -> None:
@@ -140,6 +158,8 @@ def _end_orphans() -> list[str]:
 def _launch(request: dict[str, Any]) -> None:
     """Become ``swiftrun``, as the shell would start it."""
     os.setsid()
+    if request.get("netns"):
+        _enter_namespace(request["netns"], request.get("hosts", ""))
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
@@ -157,6 +177,23 @@ def _launch(request: dict[str, Any]) -> None:
 
     sys.argv = ["swiftrun", *request["argv"]]
     swiftrun.main()
+
+
+def _enter_namespace(path: str, hosts: str) -> None:
+    """Be on the machine of a network namespace, with ``hosts`` as its ``/etc/hosts``: torch looks up its peers' names,
+    and there is no name server to ask."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(path, "rb") as handle:
+        ok = libc.setns(handle.fileno(), 0x40000000) == 0  # CLONE_NEWNET
+    if ok and hosts:
+        private, bind = (1 << 18) | (1 << 14), 1 << 12  # MS_PRIVATE with MS_REC, MS_BIND
+        ok = (
+            libc.unshare(0x20000) == 0  # CLONE_NEWNS
+            and libc.mount(b"none", b"/", None, ctypes.c_ulong(private), None) == 0
+            and libc.mount(hosts.encode(), b"/etc/hosts", None, ctypes.c_ulong(bind), None) == 0
+        )
+    if not ok:
+        raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {path}")
 
 
 class _Nursery:

@@ -1,0 +1,170 @@
+"""Leases: each agent renews its own in the store, looks at those of the others, and stops its workers when it cannot.
+
+A lease is a counter. Whoever sees one stand still for the length of a lease, by its own clock, calls that machine
+lost; clocks of machines are never compared. The holder counts from the moment *before* it sent the last renewal that
+was answered, and only three quarters of the lease (:data:`FENCE`), so it has stopped its workers before anybody
+calls it lost.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Part of its lease after which a machine that could not renew it stops its workers.
+FENCE = 0.75
+#: Renewals in the length of a lease.
+RENEWALS = 10
+#: Seconds that a machine may take from its place in the rendezvous to its first renewal.
+FIRST_S = 15.0
+_PREFIX = "machines/"
+
+
+@dataclass
+class Observations:
+    """When the counters of other machines last changed, by this machine's clock. Plain data.
+
+    Attributes:
+        lease_s: length of a lease, in seconds.
+    """
+
+    lease_s: float
+    _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
+    _looked: float | None = None
+
+    def look(self, now: float, counters: Mapping[str, int]) -> set[str]:
+        """Note the counters (0: never renewed) and return the machines whose leases have run out.
+
+        A look long after the one before proves nothing: it was this machine that stood still, so all begin anew.
+        """
+        if self._looked is not None and now - self._looked > self.lease_s / 2:
+            self._seen = {name: (count, now) for name, (count, _) in self._seen.items()}
+        self._looked = now
+        late = set()
+        for name, count in counters.items():
+            before = self._seen.get(name)
+            if before is None or before[0] != count:
+                self._seen[name] = (count, now)
+            elif now - before[1] > (self.lease_s if count else max(self.lease_s, FIRST_S)):
+                late.add(name)
+        return late
+
+
+class Lease:
+    """This machine's lease and its view of the others', kept by two threads.
+
+    Attributes:
+        lost: machines that were seen to be lost or to have left.
+        alive: machines that have a lease, in the order in which they came.
+        fenced: why this machine has stopped its workers; empty while it holds its lease.
+
+    Args:
+        connect: makes a client of the store.
+        machine: this machine's name.
+        lease_s: length of a lease in seconds.
+        changed: called on a thread when a machine was lost or has come.
+        fence: called on a thread when this machine must stop its workers at once; gets the reason.
+        also: renews the lease elsewhere too (that of the store's host, in etcd) and says whether it could.
+        guard: stop when it cannot be renewed in time; not needed where the only store is in this process.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Any],
+        machine: str,
+        lease_s: float,
+        changed: Callable[[], None],
+        fence: Callable[[str], None],
+        also: Callable[[], bool] | None = None,
+        *,
+        guard: bool = True,
+    ) -> None:
+        self.lost: set[str] = set()
+        self.alive: tuple[str, ...] = ()
+        self.fenced = ""
+        self._store, self._machine, self._lease_s = connect(), machine, lease_s
+        self._changed, self._fence, self._also = changed, fence, also
+        self._expected: set[str] = set()
+        self._observations = Observations(lease_s)
+        self._stop = threading.Event()
+        self._count = 0
+        self._renewed = time.monotonic()
+        self._renew()
+        place = self._store.add(f"{_PREFIX}count", 1)
+        self._store.set(f"{_PREFIX}member/{place}", machine)
+        self._threads = [
+            threading.Thread(target=run, name=f"swift-{name}", daemon=True)
+            for name, run in (("lease", self._keep), ("fence", self._guard))
+            if guard or run != self._guard
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def expect(self, machines: Iterable[str | None]) -> None:
+        """These hold places: look after them even if they have never renewed a lease."""
+        self._expected = {name for name in machines if name}
+
+    def leave(self) -> None:
+        """Tell the others that this machine goes."""
+        self._store.set(f"{_PREFIX}left/{self._machine}", "1")
+        self._store.check([f"{_PREFIX}count"])  # a set is not acknowledged; this is, after it
+
+    def close(self) -> None:
+        """End the threads."""
+        self._stop.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(5.0)
+
+    # -- threads --------------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while not self._stop.wait(self._lease_s / RENEWALS):
+            try:
+                self._renew()
+                self._look()
+            except RuntimeError:  # a connection that broke stays broken: nobody listens there any more
+                if not self._stop.is_set():
+                    self._cut("the store of the job is gone")
+                return
+
+    def _renew(self) -> None:
+        sent = time.monotonic()
+        self._count += 1
+        self._store.set(f"{_PREFIX}beat/{self._machine}", str(self._count))
+        self._store.check([f"{_PREFIX}count"])  # answered after the renewal took effect
+        if self._also is None or self._also():
+            self._renewed = sent
+
+    def _look(self) -> None:
+        count = self._store.add(f"{_PREFIX}count", 0)
+        keys = [f"{_PREFIX}member/{place}" for place in range(1, count + 1)]
+        keys = [key for key in keys if self._store.check([key])]
+        names = [raw.decode() for raw in self._store.multi_get(keys)]
+        watched = [name for name in dict.fromkeys([*names, *sorted(self._expected)]) if name not in self.lost]
+        known = [name for name in watched if self._store.check([f"{_PREFIX}beat/{name}"])]
+        beats = self._store.multi_get([f"{_PREFIX}beat/{name}" for name in known]) if known else []
+        counters = dict.fromkeys(watched, 0) | {name: int(raw) for name, raw in zip(known, beats, strict=True)}
+        gone = {name for name in watched if self._store.check([f"{_PREFIX}left/{name}"])}
+        late = self._observations.look(time.monotonic(), counters) - {self._machine}
+        alive = tuple(name for name in names if name not in late | gone | self.lost)
+        if late or gone or alive != self.alive:
+            self.lost = self.lost | late | gone
+            self.alive = alive
+            self._changed()
+
+    def _guard(self) -> None:
+        # In a thread of its own: the one that renews may be stuck in a connection that does not answer.
+        while not self._stop.wait(max(0.0, self._renewed + FENCE * self._lease_s - time.monotonic())):
+            silent = time.monotonic() - self._renewed
+            if silent >= FENCE * self._lease_s:
+                self._cut(f"its lease could not be renewed for {silent:.1f} s")
+                return
+
+    def _cut(self, reason: str) -> None:
+        if not self.fenced:
+            self.fenced = reason
+            self._fence(reason)

@@ -1,0 +1,50 @@
+"""Who takes the place of a lost machine: a pure decision of plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Reassignment:
+    """A new map of places to machines.
+
+    Attributes:
+        machines: the map; None where nobody can take the place yet.
+        lost: places that were lost just now, with the machines that held them.
+        filled: places that a spare machine takes.
+    """
+
+    machines: tuple[str | None, ...]
+    lost: dict[int, str]
+    filled: tuple[int, ...]
+
+    def ranks(self, nproc: int) -> list[int]:
+        """Ranks of all places that change hands."""
+        places = sorted({*self.lost, *self.filled})
+        return [place * nproc + local_rank for place in places for local_rank in range(nproc)]
+
+
+def reassign(machines: Sequence[str | None], lost: Collection[str], alive: Sequence[str]) -> Reassignment | None:
+    """Give the places of lost machines to spare ones, in the order in which these came.
+
+    Args:
+        machines: who holds which place.
+        lost: machines that are lost or have left.
+        alive: machines that have a lease, in the order in which they came.
+
+    Returns:
+        The new map; None if nothing changes.
+    """
+    gone = {place: name for place, name in enumerate(machines) if name is not None and name in lost}
+    spares = [name for name in alive if name not in machines and name not in lost]
+    after: list[str | None] = [None if place in gone else name for place, name in enumerate(machines)]
+    filled = []
+    for place, name in enumerate(after):
+        if name is None and spares:
+            after[place] = spares.pop(0)
+            filled.append(place)
+    if not gone and not filled:
+        return None
+    return Reassignment(tuple(after), gone, tuple(filled))

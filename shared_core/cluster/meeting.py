@@ -1,0 +1,389 @@
+"""How machines come together: torchelastic's rendezvous with places, spare machines and leases.
+
+torchelastic's own handler starts all workers anew whenever a machine comes or goes, calls a machine lost by comparing
+clocks, and after 15 s. Here a machine keeps its place for as long as it holds its lease, and a spare machine waits in
+:meth:`Meeting.next_rendezvous` until a place is given to it. The document of :mod:`~shared_core.cluster.register` says
+where the store is; all else is in the store.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from shared_core.cluster.attempt import Team, connect, prefix_of
+from shared_core.cluster.lease import FIRST_S, Lease
+from shared_core.cluster.ledger import RELEASE, RESTART, Ledger
+from shared_core.cluster.register import C10D, Gone, Register, own_address, probe
+from shared_core.errors import ConfigError, SwiftError
+from shared_core.events import console
+
+_LOOK_S = 0.05
+_RETRY_S = 0.25
+#: How long the store's host waits for the others to go, in seconds.
+_LAST_S = 10.0
+FORMING, RUNNING, ENDED = "forming", "running", "ended"
+
+
+class JobOver(SwiftError):
+    """The job ended without this machine.
+
+    Attributes:
+        failed: whether it failed.
+    """
+
+    def __init__(self, message: str, *, failed: bool) -> None:
+        super().__init__(message)
+        self.failed = failed
+
+
+class _Again(Exception):  # noqa: N818 (not an error: begin anew)
+    pass
+
+
+@dataclass(frozen=True)
+class MeetingOptions:
+    """What a job on several machines is.
+
+    Attributes:
+        nnodes: places.
+        spares: machines that may wait beyond them.
+        nproc: workers of each machine.
+        lease_s: length of a machine's lease, in seconds.
+        join_s: longest wait for the other machines, in seconds.
+        resume: begin with the newest checkpoint of a job of this name.
+        address: of this machine; None finds the one by which it reaches the rendezvous.
+    """
+
+    nnodes: int
+    spares: int
+    nproc: int
+    lease_s: float
+    join_s: float
+    resume: bool = False
+    address: str | None = None
+
+
+class Meeting(RendezvousHandler):
+    """One machine's part in the rendezvous.
+
+    Attributes:
+        team: this machine's place, once it has one.
+        lease: its lease, once it has met the others.
+        address: of this machine.
+        name: of this machine in this part of its life, ``ADDRESS:MIRROR_PORT#RANDOM``.
+        mirror_port: where this machine's agent keeps copies for others.
+        port: of the store, 0 before there is one.
+        pause: called to wait so many seconds; may raise to give up.
+        changed: called on a thread when a machine came or was lost.
+        fence: called on a thread when this machine must stop its workers at once.
+        attempt: gives the number of the attempt that this machine is in.
+
+    Args:
+        register: where the machines meet.
+        options: see :class:`MeetingOptions`.
+    """
+
+    def __init__(self, register: Register, options: MeetingOptions) -> None:
+        self.team: Team | None = None
+        self.lease: Lease | None = None
+        self.address = options.address or ""
+        self.name = ""
+        self.mirror_port = 0
+        self.port = 0
+        self.pause: Callable[[float], None] = time.sleep
+        self.changed: Callable[[], None] = lambda: None
+        self.fence: Callable[[str], None] = lambda reason: None
+        self.attempt: Callable[[], int] = lambda: 0
+        self._register, self._options = register, options
+        self._server: Any = None
+        self._met = self._admitted = False
+        self._round = 0
+        self._beats = 0
+
+    # -- torchelastic's face ------------------------------------------------------------------------------------------
+
+    def get_backend(self) -> str:
+        """Name of the backend."""
+        return self._register.backend
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers use the agents' store."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the others; return when this machine has a place, which for a spare machine may be never.
+
+        Raises:
+            JobOver: if the job ends before.
+            RendezvousTimeoutError: if the others do not come.
+        """
+        while True:
+            self.close()
+            with suppress(_Again):
+                return self._join()
+            self.pause(_RETRY_S)
+
+    def is_closed(self) -> bool:
+        """Whether the job ended."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing: :meth:`leave` does it."""
+
+    def num_nodes_waiting(self) -> int:
+        """Machines without a place."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Name of the job."""
+        return self._register.run_id
+
+    def shutdown(self) -> bool:
+        """Give up everything; called last."""
+        self.close()
+        return True
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @property
+    def hosts_store(self) -> bool:
+        """Whether this machine hosts the store."""
+        return self._server is not None
+
+    @property
+    def store_dies_here(self) -> bool:
+        """Whether the job cannot outlive this machine."""
+        return self.hosts_store and self._register.backend == C10D
+
+    def leave(self, *, over: bool) -> None:
+        """Go, and say so. The store's host goes last.
+
+        Args:
+            over: the job is over, not only for this machine.
+        """
+        lease = self.lease
+        if lease is None or lease.fenced:
+            return
+        with suppress(RuntimeError, RendezvousConnectionError):
+            lease.leave()
+            if self.hosts_store:
+                deadline = time.monotonic() + _LAST_S
+                while set(lease.alive) - {self.name} and not lease.fenced and time.monotonic() < deadline:
+                    time.sleep(_LOOK_S)
+                if over:
+                    self._register.change(lambda doc: (doc or {}) | {"phase": ENDED})
+
+    def close(self) -> None:
+        """End the lease's threads, and the store if it is here."""
+        if self.lease is not None:
+            self.lease.close()
+            self.lease = None
+        self.team = None
+        if self._register.backend != C10D:  # there, both stores go with the process
+            self._server = None
+
+    # -- joining ------------------------------------------------------------------------------------------------------
+
+    def _join(self) -> RendezvousInfo:
+        deadline = time.monotonic() + self._options.join_s
+        self._open(deadline)
+        self.address = self.address or own_address(self._register.endpoint)
+        self.name = f"{self.address}:{self.mirror_port}#{uuid.uuid4().hex[:8]}"
+        seen: tuple[Any, float] = (None, 0.0)
+        while True:
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(
+                    f"{self._options.nnodes} machines did not meet at {self._where} within "
+                    f"{self._options.join_s:.0f} s (--rdzv-conf join_timeout=...)"
+                )
+            try:
+                document = self._register.change(self._enter)
+            except RendezvousConnectionError as error:
+                raise _Again from error
+            assert document is not None
+            if document["phase"] == ENDED:
+                raise JobOver(f"the job {self._register.run_id} at {self._where} has ended", failed=False)
+            if seen[0] != document:
+                seen = (document, time.monotonic())
+            if document["phase"] == RUNNING and self._reach(tuple(document["store"])):
+                self._round = document["round"]
+                return self._take_place(document)
+            # A host that renews nothing is lost: it has stopped its workers by now, so the others begin anew.
+            patience = self._options.lease_s if document["phase"] == RUNNING else max(self._options.lease_s, FIRST_S)
+            complete = len(document["members"]) == self._options.nnodes
+            if self._register.backend != C10D and complete and time.monotonic() - seen[1] > 1.25 * patience:
+                self._begin_anew(document)
+            self.pause(_LOOK_S)
+
+    @property
+    def _where(self) -> str:
+        host, port = self._register.endpoint
+        return f"{host}:{port} ({self._register.backend})"
+
+    def _open(self, deadline: float) -> None:
+        said = False
+        while True:
+            try:
+                return self._register.open()
+            except Gone as error:
+                if self._met:
+                    raise JobOver(
+                        f"nobody listens at {self._where} any more: the job has ended, or the machine that hosted the "
+                        "rendezvous was lost, which with c10d ends the job. Start it again with --resume to go on from "
+                        "its newest checkpoint; with --rdzv-backend etcd-v2 it would have survived",
+                        failed=True,
+                    ) from error
+                why = str(error)
+            except (OSError, RendezvousConnectionError) as error:
+                why = str(error)
+            if not said and self._met:
+                said = True
+                console(
+                    f"this machine cannot reach {self._where} ({why}); it tries for {self._options.join_s:.0f} s to "
+                    "come back as a spare machine"
+                )
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(f"no rendezvous at {self._where} in {self._options.join_s:.0f} s: {why}")
+            self.pause(_RETRY_S)
+
+    def _enter(self, document: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The document with this machine in it, if there is room."""
+        me = {"name": self.name, "nproc": self._options.nproc, "nnodes": self._options.nnodes}
+        document = document or {"phase": FORMING, "round": 0, "attempt": int(self._options.resume), "members": []}
+        members = document["members"]
+        if members and any(members[0][key] != me[key] for key in ("nproc", "nnodes")):
+            raise ConfigError(
+                f"this machine was started with --nnodes {me['nnodes']} and {me['nproc']} workers, the first one with "
+                f"{members[0]['nnodes']} and {members[0]['nproc']}: they must be equal on all machines"
+            )
+        if document["phase"] != FORMING:
+            return None
+        if self.name not in (member["name"] for member in members):
+            if self._register.hosts:
+                members = [me | {"host": True}, *members]  # with c10d both stores are lost together, or neither
+            else:
+                reserved = self._register.backend == C10D and not (members and members[0].get("host"))
+                if len(members) + reserved >= self._options.nnodes:
+                    return None
+                members = [*members, me]
+            return document | {"members": members}
+        if len(members) == self._options.nnodes and members[0]["name"] == self.name:
+            self._server = TCPStore(self.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+            return document | {"phase": RUNNING, "store": [self.address, int(self._server.port)], "beat": 0}
+        return None
+
+    def _reach(self, store: tuple[str, int]) -> bool:
+        try:
+            probe(store)
+        except OSError:
+            return False
+        return True
+
+    def _begin_anew(self, document: dict[str, Any]) -> None:
+        console("the machine that hosts the store is lost: the machines meet again, and all workers start again")
+        fresh = {"phase": FORMING, "round": document["round"] + 1, "attempt": document["attempt"] + 1, "members": []}
+        with suppress(RendezvousConnectionError):
+            self._register.change(lambda newest: fresh if newest == document else None)
+
+    def _take_place(self, document: dict[str, Any]) -> RendezvousInfo:
+        """Renew a lease from now on, and follow the ledger until this machine has a place."""
+        host, port = document["store"]
+        self.port = int(port)
+        try:
+            store = connect(host, port)
+            hold = self._hold if self.hosts_store and self._register.backend != C10D else None
+            lease = self.lease = Lease(
+                lambda: connect(host, port),
+                self.name,
+                self._options.lease_s,
+                lambda: self.changed(),
+                lambda reason: self.fence(reason),
+                hold,
+                guard=not self.hosts_store or hold is not None,
+            )
+            first = [member["name"] for member in document["members"]]
+            lease.expect(first)
+            number, machines, waiting = document["attempt"], tuple(first), False
+            while True:
+                ledger = Ledger(store, prefix_of(number), self._world_size, machines)
+                while True:
+                    ledger.follow()
+                    if ledger.over is not None:
+                        break
+                    if self.name in ledger.machines:
+                        return self._placed(ledger, machines, number, (host, port), store)
+                    if lease.fenced:
+                        raise _Again
+                    if not waiting:
+                        waiting = True
+                        console(f"this machine ({self.name}) waits as a spare")
+                        self._met = True
+                    self._turn_away(lease, ledger)
+                    self.pause(_LOOK_S)
+                if ledger.over["over"] != RESTART:
+                    self.leave(over=False)
+                    failed = ledger.over["over"] != RELEASE
+                    raise JobOver("the job ended while this machine waited", failed=failed)
+                number, machines = number + 1, tuple(ledger.machines)
+        except RuntimeError as error:
+            if isinstance(error, SwiftError):
+                raise
+            raise _Again from error  # the store went meanwhile
+
+    def _placed(
+        self, ledger: Ledger, machines: tuple[str | None, ...], number: int, place: tuple[str, int], store: Any
+    ) -> RendezvousInfo:
+        slot = ledger.machines.index(self.name)
+        if self._met:
+            console(f"this machine takes place {slot}")
+        self._met = self._admitted = True
+        self.team = Team(slot, machines, number, *place)
+        prefixed = PrefixStore(prefix_of(number) + "ranks", store)
+        return RendezvousInfo(prefixed, slot, self._options.nnodes, RendezvousStoreInfo(*place))
+
+    def _turn_away(self, lease: Lease, ledger: Ledger) -> None:
+        """More machines than were asked for are sent home; one that comes back is not."""
+        if self._admitted or self.name not in lease.alive:
+            return
+        before = [name for name in lease.alive[: lease.alive.index(self.name)] if name not in ledger.machines]
+        if len(before) >= self._options.spares + ledger.machines.count(None):
+            self.leave(over=False)
+            raise ConfigError(
+                f"the job has its {self._options.nnodes} machines and {self._options.spares} spare ones "
+                "(--spare-nodes): this one is not needed"
+            )
+        self._admitted = True
+
+    @property
+    def _world_size(self) -> int:
+        return self._options.nnodes * self._options.nproc
+
+    def _hold(self) -> bool:
+        """Renew the lease of the store's host where all machines meet; False if that cannot be done."""
+        self._beats += 1
+
+        def renew(document: dict[str, Any] | None) -> dict[str, Any] | None:
+            if document is None or document["phase"] != RUNNING or document["round"] != self._round:
+                return None  # the others have begun anew
+            return document | {"beat": self._beats, "attempt": max(document["attempt"], self.attempt())}
+
+        try:
+            document = self._register.change(renew)
+        except RendezvousConnectionError:
+            return False
+        return document is not None and document.get("beat") == self._beats and document["round"] == self._round

@@ -1,0 +1,282 @@
+"""A copy of each rank's publications on one other machine, so that they outlive their own (DESIGN section 3).
+
+What a rank publishes lies in the memory of its machine. Each worker also sends it to the agent of the machine in the
+next place, and goes on when that agent has it: before the rank contributes to any collective of that batch. A spare
+machine that takes a place asks the others for what they hold of its ranks.
+
+One frame: kind, rank, attempt, length of a name, length of the data; then both. Files are written whole and renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import struct
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from shared_core.events import console
+
+_HEAD = struct.Struct("<cIIHQ")
+_WRITE, _APPEND, _REMOVE, _BEGIN, _END, _SYNC, _GET = b"w", b"a", b"r", b"b", b"e", b"s", b"g"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_OK = b"."
+#: Files of a rank that are not copied: they are written in place, and only serve to check.
+_LOCAL = frozenset({"checks"})
+#: Longest wait for another machine, in seconds; a loss that is announced ends it before.
+_WAIT_S = 30.0
+_CONNECT_S = 3.0
+
+
+def place_of(machine: str) -> tuple[str, int]:
+    """Where a machine's agent takes copies; it is part of the machine's name, ``HOST:PORT#...``."""
+    host, _, port = machine.partition("#")[0].rpartition(":")
+    return host, int(port)
+
+
+def keeper(machines: Sequence[str | None], slot: int) -> str | None:
+    """The machine that keeps the copies of place ``slot``: the next place that somebody holds."""
+    for step in range(1, len(machines)):
+        machine = machines[(slot + step) % len(machines)]
+        if machine is not None:
+            return machine
+    return None
+
+
+def _send(sock: socket.socket, kind: bytes, rank: int, attempt: int, name: str = "", data: bytes = b"") -> None:
+    raw = name.encode()
+    head = _HEAD.pack(kind, rank, attempt, len(raw), len(data)) + raw
+    if len(data) < 65536:
+        sock.sendall(head + data)
+    else:
+        sock.sendall(head)
+        sock.sendall(data)
+
+
+def _receive(sock: socket.socket, count: int) -> bytes:
+    buffer = bytearray(count)
+    view, at = memoryview(buffer), 0
+    while at < count:
+        got = sock.recv_into(view[at:])
+        if not got:
+            raise ConnectionError("the other side has gone")
+        at += got
+    return bytes(buffer)
+
+
+def _frames(sock: socket.socket) -> Iterator[tuple[bytes, int, int, str, bytes]]:
+    while True:
+        kind, rank, attempt, name_length, length = _HEAD.unpack(_receive(sock, _HEAD.size))
+        name = _receive(sock, name_length).decode()
+        yield kind, rank, attempt, name, _receive(sock, length)
+
+
+def _write(folder: Path, name: str, data: bytes) -> None:
+    if not _NAME.fullmatch(name):
+        raise ConnectionError(f"{name!r} is no name of a publication")
+    temporary = folder / f"{name}.tmp"
+    temporary.write_bytes(data)
+    os.rename(temporary, folder / name)
+
+
+class MirrorServer:
+    """Takes copies from other machines' workers, and gives them back. Runs in the agent.
+
+    Attributes:
+        port: it listens at.
+
+    Args:
+        folder: where copies are kept, private to the user.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._listener = socket.create_server(("", 0), backlog=128)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="swift-mirror", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(sock,), name="swift-mirror", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with suppress(OSError), sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for kind, rank, attempt, name, data in _frames(sock):
+                self._do(sock, kind, rank, attempt, name, data)
+
+    def _do(self, sock: socket.socket, kind: bytes, rank: int, attempt: int, name: str, data: bytes) -> None:
+        folder = self._folder / f"rank{rank}" / f"attempt{attempt}"
+        fresh = folder.with_suffix(".new")
+        if kind == _BEGIN:
+            for other in folder.parent.glob("attempt*"):
+                if other != folder:
+                    shutil.rmtree(other, ignore_errors=True)
+            fresh.mkdir(mode=0o700, parents=True)
+        elif kind == _END:
+            # In one step, so that what was here before is there until all of the new is.
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(fresh, folder)
+        elif kind == _WRITE:
+            _write(fresh if fresh.exists() else folder, name, data)
+        elif kind == _APPEND and _NAME.fullmatch(name):
+            with open(folder / name, "ab") as file:
+                file.write(data)
+        elif kind == _REMOVE and _NAME.fullmatch(name):
+            (folder / name).unlink(missing_ok=True)
+        elif kind == _SYNC:
+            sock.sendall(_OK)
+        elif kind == _GET:
+            if folder.exists():
+                for path in sorted(folder.iterdir()):
+                    if path.suffix != ".tmp":
+                        _send(sock, _WRITE, rank, attempt, path.name, path.read_bytes())
+            _send(sock, _END, rank, attempt)
+
+
+class Mirror:
+    """One rank's copies, seen from its worker. Any thread may call.
+
+    Args:
+        rank: logical rank.
+        attempt: of the job.
+        slot: place of this machine.
+        folder: the rank's publications on this machine.
+    """
+
+    def __init__(self, rank: int, attempt: int, slot: int, folder: Path) -> None:
+        self._rank, self._attempt, self._slot, self._folder = rank, attempt, slot, folder
+        self._lock = threading.RLock()
+        self._sock: socket.socket | None = None
+        self._keeper: str | None = None
+
+    def follow(self, machines: Sequence[str | None]) -> None:
+        """The places of machines are these now: if another one keeps the copies, it gets them all, on a thread of its
+        own; whoever publishes meanwhile waits for that."""
+        chosen = keeper(machines, self._slot)
+        if chosen == self._keeper:
+            return
+        self._keeper = chosen
+        sock = self._sock
+        if sock is not None:  # somebody may wait for an answer that never comes
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        ready = threading.Event()
+        threading.Thread(target=self._connect, args=(chosen, ready), name="swift-mirror", daemon=True).start()
+        ready.wait(_CONNECT_S)
+
+    def _connect(self, chosen: str | None, ready: threading.Event) -> None:
+        with self._lock:
+            ready.set()
+            self._drop()
+            if chosen is None or chosen != self._keeper:
+                return
+            try:
+                self._sock = socket.create_connection(place_of(chosen), _CONNECT_S)
+                self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._sock.settimeout(_WAIT_S)
+                self._send(_BEGIN)
+                for path in sorted(self._folder.iterdir()):
+                    if path.suffix != ".tmp" and path.name not in _LOCAL:
+                        self._send(_WRITE, path.name, path.read_bytes())
+                self._send(_END)
+                self.sync()
+            except OSError as error:
+                self._give_up(error)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Copy a whole file."""
+        self._try(_WRITE, name, data)
+
+    def append(self, name: str, data: bytes) -> None:
+        """Copy what was appended to a file."""
+        self._try(_APPEND, name, data)
+
+    def remove(self, name: str) -> None:
+        """Remove a file's copy."""
+        self._try(_REMOVE, name, b"")
+
+    def sync(self) -> None:
+        """Return when the other machine has all; at once if there is none."""
+        with self._lock:
+            if self._sock is None:
+                return
+            try:
+                self._send(_SYNC)
+                _receive(self._sock, 1)
+            except OSError as error:
+                self._give_up(error)
+
+    def _send(self, kind: bytes, name: str = "", data: bytes = b"") -> None:
+        assert self._sock is not None
+        _send(self._sock, kind, self._rank, self._attempt, name, data)
+
+    def _try(self, kind: bytes, name: str, data: bytes) -> None:
+        with self._lock:
+            if self._sock is None:
+                return
+            try:
+                self._send(kind, name, data)
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        # Mostly the other machine is being lost, and the next generation names another.
+        self._drop()
+        console(f"rank {self._rank}: no copy of its state on another machine until the next generation ({error})")
+
+    def _drop(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+
+def fetch(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> dict[int, int]:
+    """Get the publications of ``ranks`` from the machine that has the newest batch top of each.
+
+    Args:
+        machines: to ask; those that do not answer are passed over.
+        ranks: logical ranks.
+        attempt: of the job.
+        job_dir: this machine's folder of the job; ``rank{r}/attempt{n}/`` in it is filled.
+
+    Returns:
+        Bytes received for each rank; 0 if nobody has anything.
+    """
+    places = [place_of(machine) for machine in machines if machine is not None]
+    return {rank: _fetch_one(places, rank, attempt, job_dir / f"rank{rank}" / f"attempt{attempt}") for rank in ranks}
+
+
+def _fetch_one(places: list[tuple[str, int]], rank: int, attempt: int, folder: Path) -> int:
+    best: dict[str, bytes] = {}
+    newest = -1
+    for place in places:
+        with suppress(OSError), socket.create_connection(place, _CONNECT_S) as sock:
+            sock.settimeout(_WAIT_S)
+            _send(sock, _GET, rank, attempt)
+            found: dict[str, bytes] = {}
+            for kind, _, _, name, data in _frames(sock):
+                if kind == _END:
+                    break
+                found[name] = data
+            tops = [int(name[4:]) for name in found if name.startswith("top.") and name[4:].isdigit()]
+            if found and max(tops, default=0) > newest:
+                best, newest = found, max(tops, default=0)
+    if best:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700, parents=True)
+        for name, data in best.items():
+            _write(folder, name, data)
+    return sum(map(len, best.values()))

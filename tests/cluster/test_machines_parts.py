@@ -1,0 +1,180 @@
+"""The parts that jobs on several machines are made of, without processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from shared_core.cluster.lease import FENCE, FIRST_S, Lease, Observations
+from shared_core.cluster.ledger import FAIL, Ledger
+from shared_core.cluster.machines import reassign
+from shared_core.cluster.mirror import Mirror, MirrorServer, fetch, keeper, place_of
+from shared_core.cluster.register import is_here, parse_endpoint
+from shared_core.errors import ConfigError
+
+
+def test_a_counter_that_stands_still_is_late() -> None:
+    seen = Observations(2.0)
+    assert seen.look(100.0, {"a": 1, "b": 1, "c": 0}) == set()
+    assert seen.look(101.0, {"a": 2, "b": 1, "c": 0}) == set()
+    assert seen.look(102.0, {"a": 3, "b": 1, "c": 0}) == set()
+    assert seen.look(102.1, {"a": 4, "b": 1, "c": 0}) == {"b"}
+    now = 102.1
+    while now + 0.5 < 100.0 + FIRST_S:  # one that never renewed has more time: it may still be starting
+        now += 0.5
+        assert "c" not in seen.look(now, {"a": int(now * 10), "c": 0})
+    assert "c" in seen.look(now + 0.6, {"a": 0, "c": 0})
+
+
+def test_an_observer_that_stood_still_itself_begins_anew() -> None:
+    seen = Observations(2.0)
+    seen.look(100.0, {"a": 1})
+    assert seen.look(110.0, {"a": 1}) == set()
+    assert seen.look(110.9, {"a": 1}) == set()
+    assert seen.look(111.8, {"a": 1}) == set()
+    assert seen.look(112.1, {"a": 1}) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("machines", "lost", "alive", "after", "ranks"),
+    [
+        (["a", "b"], set(), ["a", "b", "c"], None, []),
+        (["a", "b"], {"b"}, ["a", "c"], ("a", "c"), [2, 3]),
+        (["a", "b"], {"b"}, ["a"], ("a", None), [2, 3]),
+        (["a", None], {"b"}, ["a"], None, []),
+        (["a", None], {"b"}, ["a", "b2"], ("a", "b2"), [2, 3]),
+        (["a", "b", "c"], {"a", "c"}, ["b", "d"], ("d", "b", None), [0, 1, 4, 5]),
+        (["a", "b"], {"b", "c"}, ["a", "c", "d"], ("a", "d"), [2, 3]),
+    ],
+)
+def test_places_of_lost_machines_go_to_spare_ones(
+    machines: list[str | None], lost: set[str], alive: list[str], after: tuple[str | None, ...], ranks: list[int]
+) -> None:
+    change = reassign(machines, lost, alive)
+    if after is None:
+        assert change is None
+    else:
+        assert change is not None
+        assert (change.machines, change.ranks(2)) == (after, ranks)
+
+
+def test_two_writers_form_one_order() -> None:
+    """Eight agents append at once; all see the same list, in which every loss is counted once."""
+    store = HashStore()
+    ledgers = [Ledger(store, "p/", 8, ["m"]) for _ in range(8)]
+    begin = threading.Barrier(8)
+
+    def lose(rank: int) -> None:
+        begin.wait()
+        assert ledgers[rank].append(lambda: {"lost": [rank]}) is not None
+
+    threads = [threading.Thread(target=lose, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for ledger in ledgers:
+        ledger.follow()
+        assert (ledger.generation, ledger.incarnations, ledger.machines) == (8, [1] * 8, ["m"])
+
+
+def test_nothing_follows_the_last_entry() -> None:
+    store = HashStore()
+    one, other = Ledger(store, "p/", 2), Ledger(store, "p/", 2)
+    assert one.append(lambda: {"over": FAIL, "message": "x"}) is not None
+    assert other.append(lambda: {"lost": [1]}) is None
+    assert [entry["over"] for entry in other.follow()] == [FAIL]
+    assert other.generation == 0 and other.follow() == []
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[MirrorServer]:
+    running = MirrorServer(tmp_path / "mirror")
+    yield running
+    running.close()
+
+
+def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> None:
+    here = f"127.0.0.1:{server.port}#1"
+    machines = ("127.0.0.1:1#0", here)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "top.3").write_bytes(b"three")
+    (own / "records").write_bytes(b"r")
+    (own / "checks").write_bytes(b"not copied")
+    mirror = Mirror(2, 0, 0, own)
+    mirror.follow(machines)
+    mirror.write("top.4", b"four" * 50_000)
+    mirror.append("records", b"s")
+    mirror.remove("top.3")
+    mirror.sync()
+    got = fetch(machines[1:], [2, 3], 0, tmp_path / "job")
+    assert got == {2: 200_002, 3: 0}
+    files = {path.name: path.read_bytes() for path in (tmp_path / "job/rank2/attempt0").iterdir()}
+    assert files == {"top.4": b"four" * 50_000, "records": b"rs"}
+    mirror.follow(("127.0.0.1:1#0",))  # nobody keeps them now: publishing goes on without
+    mirror.write("top.5", b"")
+    mirror.sync()
+    assert fetch([here], [2], 1, tmp_path / "job") == {2: 0}  # of another attempt there is nothing
+
+
+def test_names_lead_nowhere_else(tmp_path: Path, server: MirrorServer, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own").mkdir()
+    mirror = Mirror(0, 0, 0, tmp_path / "own")
+    mirror.follow((None, f"127.0.0.1:{server.port}#1"))
+    mirror.write("../../escaped", b"x")
+    mirror.sync()
+    assert "no copy of its state on another machine" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("escaped*"))
+
+
+def test_the_next_place_keeps_the_copies() -> None:
+    assert keeper(["a", "b", "c"], 2) == "a"
+    assert keeper(["a", None, "c"], 0) == "c"
+    assert keeper(["a", None], 0) is None
+    assert place_of("10.0.0.1:5#x") == ("10.0.0.1", 5) and place_of("::1:5#x") == ("::1", 5)
+
+
+def test_a_lease_that_cannot_be_renewed_fences(tmp_path: Path) -> None:
+    """The holder stops before the lease is over; an orderly leave is seen at once."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connect = lambda: TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)  # noqa: E731
+    fenced: list[float] = []
+    reachable = threading.Event()
+    reachable.set()
+    changed = threading.Event()
+    one = Lease(connect, "one", 0.6, changed.set, lambda _: None)
+    two = Lease(connect, "two", 0.6, changed.set, lambda _: fenced.append(time.monotonic()), also=reachable.is_set)
+    try:
+        while "two" not in one.alive:
+            assert changed.wait(5.0)
+            changed.clear()
+        began = time.monotonic()
+        reachable.clear()
+        two._threads[1].join(5.0)
+        assert fenced and fenced[0] - began < 0.6
+        assert fenced[0] - began > FENCE * 0.6 - 0.6 / 10 - 0.05
+        assert "could not be renewed" in two.fenced
+        two.leave()
+        while "two" not in one.lost:
+            assert changed.wait(5.0)
+            changed.clear()
+    finally:
+        one.close()
+        two.close()
+
+
+def test_endpoints() -> None:
+    assert parse_endpoint("node1:29500", "c10d") == ("node1", 29500)
+    assert parse_endpoint("node1", "c10d") == ("node1", 29400)
+    assert parse_endpoint("node1", "etcd-v2") == ("node1", 2379)
+    assert parse_endpoint("[fd00::2]:7", "c10d") == ("fd00::2", 7)
+    for wrong in ("", ":5", "host:port"):
+        with pytest.raises(ConfigError, match="HOST:PORT is needed"):
+            parse_endpoint(wrong, "c10d")
+    assert is_here("127.0.0.1") and not is_here("198.51.100.7")

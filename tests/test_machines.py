@@ -1,0 +1,238 @@
+"""Jobs on several machines lose workers, machines and the network between them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import SCRIPTS, Jobs
+from machines import Cluster, Machine, alive, etcd, machines, unavailable
+
+from shared_core.testing import Fault
+from shared_core.testing.runner import check_clean, check_survivors, compare, unconfirmed
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")
+
+SCRIPT = "plain_ddp.py"
+LONG = ["--norm", "--steps", "150"]
+
+
+class Site:
+    """Machines and the jobs on them."""
+
+    def __init__(self, jobs: Jobs, made: list[Machine]) -> None:
+        self.machines = made
+        self._jobs = jobs
+        self._running: list[Cluster] = []
+
+    def start(self, on: list[Machine], args: list[str], **more: Any) -> Cluster:
+        out = self._jobs.folder("machines")
+        cluster = Cluster(self._jobs.warm, on, out, SCRIPTS / SCRIPT, args=args, **more)
+        self._running.append(cluster)
+        return cluster
+
+    def check(self, cluster: Cluster, args: list[str], ranks: int = 4) -> Any:
+        result, statuses = cluster.finish()
+        compare(result, self._jobs.reference(SCRIPT, nproc=ranks, args=args))
+        check_clean(result)
+        return result, statuses
+
+    def spare(self, cluster: Cluster) -> int:
+        """Which of the three machines waits."""
+        waiting = [place for place in (1, 2) if "waits as a spare" in cluster.said(place)]
+        assert len(waiting) == 1, cluster.result(0, []).tail()
+        return waiting[0]
+
+    def close(self) -> None:
+        for cluster in self._running:
+            cluster.stop()
+
+
+@pytest.fixture
+def site(jobs: Jobs) -> Iterator[Site]:
+    with machines(3) as made, contextlib.closing(Site(jobs, made)) as running:
+        yield running
+
+
+FAULTS: dict[str, list[Fault]] = {
+    "none": [],
+    "on_the_store's_machine": [Fault(0, 4, "bucket", "SIGKILL")],
+    "on_another_machine": [Fault(3, 4, "bucket", "SIGKILL")],
+    "on_both_at_once": [Fault(1, 4, "bucket", "SIGKILL"), Fault(2, 4, "bucket", "SIGKILL")],
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_worker_is_replaced_by_its_own_machine(name: str, site: Site, jobs: Jobs) -> None:
+    args = ["--norm"]
+    cluster = site.start(site.machines[:2], args, faults=FAULTS[name])
+    result, statuses = site.check(cluster, args)
+    assert statuses == [0, 0]
+    assert not unconfirmed(result), result.tail()
+    check_survivors(result, jobs.reference(SCRIPT, nproc=4, args=args))
+
+
+def test_a_spare_machine_takes_the_place_of_a_lost_one(site: Site) -> None:
+    cluster = site.start(site.machines, LONG)
+    cluster.until(lambda: cluster.tops(2) >= 20)
+    lost = 3 - site.spare(cluster)
+    site.machines[lost].kill()
+    result, statuses = site.check(cluster, LONG)
+    assert sorted(statuses) == [-9, 0, 0]
+    assert statuses[lost] == -9
+
+
+def test_with_c10d_the_loss_of_the_store_s_machine_ends_the_job(site: Site, tmp_path: Path) -> None:
+    """Started again, it goes on from its checkpoint."""
+    (tmp_path / "swift.json").write_text(json.dumps({"checkpoint_every_steps": 10, "checkpoint_dir": str(tmp_path)}))
+    options = [f"--swift-config={tmp_path / 'swift.json'}"]
+    cluster = site.start(site.machines[:2], LONG, options=options, name="again")
+    cluster.until(lambda: cluster.tops(2) >= 20)
+    for pid in site.machines[0].processes():
+        os.kill(pid, signal.SIGKILL)
+    result, statuses = cluster.finish()
+    assert statuses == [-9, 1]
+    assert "the machine that hosted the rendezvous was lost, which with c10d ends the job" in cluster.said(1)
+    assert not result.reports
+    again = site.start(site.machines[1:], LONG, options=[*options, "--resume"], name="again")
+    result, statuses = site.check(again, LONG)
+    assert statuses == [0, 0] and "continues from the checkpoint at batch top" in result.stderr
+
+
+def test_without_a_spare_machine_the_job_waits_for_one_that_comes_back(site: Site) -> None:
+    cluster = site.start(site.machines[:2], LONG)
+    cluster.until(lambda: cluster.tops(2) >= 10)
+    site.machines[1].cut()
+    cluster.until(lambda: "places: " in cluster.said(0))
+    assert "None" in cluster.said(0)
+    site.machines[1].heal()
+    result, statuses = site.check(cluster, LONG)
+    assert statuses == [0, 0]
+    assert max(one["incarnation"] for one in cluster.workers(2)) == 2  # one loss, one taking over
+
+
+def test_a_frozen_agent_loses_its_place(site: Site) -> None:
+    """It cannot fence its workers, which run on; they see that others have their ranks, and go."""
+    cluster = site.start(site.machines, LONG)
+    cluster.until(lambda: cluster.tops(2) >= 10)
+    spare = site.spare(cluster)
+    frozen, workers = 3 - spare, cluster.workers(2, 3)
+    os.kill(cluster.pids[frozen], signal.SIGSTOP)
+    cluster.until(lambda: "takes place 1" in cluster.said(spare))
+    cluster.until(lambda: not any(map(alive, workers)))
+    os.kill(cluster.pids[frozen], signal.SIGCONT)
+    result, statuses = site.check(cluster, LONG)
+    assert statuses == [0, 0, 0], result.tail()
+
+
+def test_on_failure_restart_goes_on_from_the_checkpoint(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "swift.json").write_text(json.dumps({"checkpoint_every_steps": 10, "checkpoint_dir": str(tmp_path)}))
+    options = ["--on-failure=restart", f"--swift-config={tmp_path / 'swift.json'}"]
+    cluster = site.start(site.machines, LONG, options=options)
+    cluster.until(lambda: cluster.tops(2) >= 40)
+    site.machines[3 - site.spare(cluster)].kill()
+    result, _ = site.check(cluster, LONG)
+    assert len(result.kinds("restart")) == 1
+    assert "continues from the checkpoint at batch top" in result.stderr
+
+
+def test_two_machines_at_once(jobs: Jobs) -> None:
+    """None keeps the other's copies, so both places are taken over in place."""
+    with machines(6) as six, contextlib.closing(Site(jobs, six)) as site:
+        cluster = site.start(six, LONG, nnodes=4, nproc=1)
+        cluster.until(lambda: cluster.tops(3) >= 10)
+        lost = [cluster.place_of(rank) for rank in (1, 3)]
+        for place in lost:
+            six[place].cut()
+        for place in lost:
+            six[place].kill()
+        result, statuses = site.check(cluster, LONG)
+        assert [statuses[place] for place in lost] == [-9, -9]
+        assert not result.kinds("restart"), result.tail()
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian's etcd-server)")
+@pytest.mark.parametrize("which", ["store", "other", "store_cut_off"])
+def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, jobs: Jobs, tmp_path: Path) -> None:
+    with machines(4) as four, etcd(four[3], tmp_path) as endpoint, contextlib.closing(Site(jobs, four)) as site:
+        cluster = site.start(four[:3], LONG, endpoint=endpoint, backend="etcd-v2")
+        cluster.until(lambda: cluster.tops(0) >= 20 and cluster.tops(2) >= 20)
+        lost = cluster.place_of(2 if which == "other" else 0)
+        if which == "store_cut_off":
+            workers = cluster.workers(0, 1)
+            four[lost].cut()
+            cluster.until(lambda: len(cluster.workers(0)) == 2)  # the others have begun anew
+            assert not any(map(alive, workers))
+            four[lost].heal()
+            cluster.until(lambda: "waits as a spare" in cluster.said(lost))
+        else:
+            four[lost].kill()
+        result, statuses = site.check(cluster, LONG)
+        assert sorted(statuses) == ([0, 0, 0] if which == "store_cut_off" else [-9, 0, 0])
+        restarts = [event.fields["restart"] for event in result.kinds("start")]
+        assert max(restarts) == (0 if which == "other" else 1), result.tail()
+
+
+def test_a_machine_that_was_cut_off_stops_and_comes_back_as_a_spare(site: Site) -> None:
+    """Only the side with the store goes on; then the other comes back and takes the next lost machine's place."""
+    args = ["--norm", "--steps", "300"]
+    cluster = site.start(site.machines, args, options=["--lease=3"])
+    cluster.until(lambda: cluster.tops(2) >= 20)
+    spare = site.spare(cluster)
+    cut = 3 - spare
+    site.machines[cut].cut()
+    workers = cluster.workers(2, 3)
+    assert len(workers) == 2
+    cluster.until(lambda: not any(map(alive, workers)))
+    # Fenced before anybody takes it for lost: no other machine has its place yet.
+    assert "takes place" not in cluster.said(spare)
+    cluster.until(lambda: "the workers of this machine are stopped" in cluster.said(cut))
+    cluster.until(lambda: "takes place 1" in cluster.said(spare))
+    site.machines[cut].heal()
+    cluster.until(lambda: "waits as a spare" in cluster.said(cut))
+    site.machines[spare].kill()
+    cluster.until(lambda: "takes place 1" in cluster.said(cut))
+    result, statuses = site.check(cluster, args)
+    assert statuses[spare] == -9 and statuses[0] == statuses[cut] == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("time", range(5))
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_a_spare_machine_takes_the_place_of_a_lost_one,
+        test_a_machine_that_was_cut_off_stops_and_comes_back_as_a_spare,
+        test_without_a_spare_machine_the_job_waits_for_one_that_comes_back,
+        test_a_frozen_agent_loses_its_place,
+    ],
+)
+def test_again(test: Callable[[Site], None], time: int, site: Site) -> None:
+    test(site)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("time", range(5))
+def test_two_machines_at_once_again(time: int, jobs: Jobs) -> None:
+    test_two_machines_at_once(jobs)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian's etcd-server)")
+@pytest.mark.parametrize("time", range(5))
+@pytest.mark.parametrize("which", ["store", "other", "store_cut_off"])
+def test_with_etcd_again(which: str, time: int, jobs: Jobs, tmp_path: Path) -> None:
+    test_with_etcd_the_loss_of_any_machine_is_survived(which, jobs, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("time", range(5))
+def test_with_c10d_again(time: int, site: Site, tmp_path: Path) -> None:
+    test_with_c10d_the_loss_of_the_store_s_machine_ends_the_job(site, tmp_path)
