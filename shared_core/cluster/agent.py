@@ -32,18 +32,17 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.utils.api import macros
 
-from shared_core.cluster import mirror, process, worker
-from shared_core.cluster.attempt import Attempt, Team
+from shared_core.cluster import process, worker
+from shared_core.cluster.attempt import Attempt
+from shared_core.cluster.crew import Crew
 from shared_core.cluster.environment import worker_env
-from shared_core.cluster.fencing import Fenced, sever
+from shared_core.cluster.fencing import Fenced
 from shared_core.cluster.fleet import CANCELLED, Fleet, LiveWorker
-from shared_core.cluster.jobdir import MIRROR, JobDir
+from shared_core.cluster.jobdir import JobDir
 from shared_core.cluster.ledger import FAIL, RELEASE, RESTART
 from shared_core.cluster.logs import ERROR_FILE, WorkerLogs
 from shared_core.cluster.losses import LOOP_LIMIT, Death, LossBook, RaisedError, Verdict
-from shared_core.cluster.machines import reassign
 from shared_core.cluster.meeting import JobOver, Meeting
-from shared_core.cluster.mirror import MirrorServer
 from shared_core.cluster.request import Mode, StartRequest
 from shared_core.cluster.standby import Preload, Standby, clean_env
 from shared_core.cluster.wakeup import Wakeup
@@ -141,13 +140,16 @@ class SwiftAgent(SimpleElasticAgent):
         self._start_reported = False
         self._released = False
         self._last_tick = 0.0
-        self._meeting = spec.rdzv_handler if isinstance(spec.rdzv_handler, Meeting) else None
-        self._mirror: MirrorServer | None = None
-        if self._meeting is not None:
-            self._mirror = MirrorServer(self._job_dir / MIRROR)
-            self._meeting.mirror_port = self._mirror.port
-            self._meeting.pause, self._meeting.changed = self._pause, self._wake
-            self._meeting.fence, self._meeting.attempt = self._on_fence, lambda: self._number
+        self._crew: Crew | None = None
+        if isinstance(spec.rdzv_handler, Meeting):
+            self._crew = Crew(
+                spec.rdzv_handler,
+                self._job_dir,
+                pause=self._pause,
+                wake=self._wake,
+                stop_workers=self._stop_at_once,
+                number=lambda: self._number,
+            )
 
     # -- torchelastic's face ------------------------------------------------------------------------------------------
 
@@ -176,7 +178,7 @@ class SwiftAgent(SimpleElasticAgent):
         if self._logs is None:
             self._logs = self._make_logs(ranks)
             self._logs.start()
-        team = self._team()
+        team = self._crew.team(self._attempt, self._number) if self._crew is not None else None
         if self._attempt is not None:
             self._attempt.close()
         place = (worker_group.spec.local_addr or "localhost", 0 if self._number else self._options.store_port)
@@ -188,7 +190,8 @@ class SwiftAgent(SimpleElasticAgent):
         self._due.clear()
         self._missing = set(ranks)
         self._lost.clear()
-        self._fetch_copies(ranks)
+        if self._crew is not None:
+            self._crew.fetch(self._now.ledger, ranks, self._number)
         for local_rank in range(len(ranks)):
             self._start(local_rank)
         return {}  # the pids come with the standbys' answers
@@ -219,8 +222,6 @@ class SwiftAgent(SimpleElasticAgent):
                 self._attempt.close()
             if self._logs is not None:
                 self._logs.stop()
-            if self._mirror is not None:
-                self._mirror.close()
             self._job.remove()
             self._wakeup.close()
 
@@ -237,9 +238,9 @@ class SwiftAgent(SimpleElasticAgent):
                 self._initialize_workers(self._worker_group)
                 return self._loop()
             except (Fenced, DistError) as error:
-                if self._meeting is None:
+                if self._crew is None:
                     raise
-                self._stand_down(error)
+                self._stand_down(self._crew.why(error))
             except JobOver as over:
                 if over.failed:
                     raise
@@ -313,7 +314,7 @@ class SwiftAgent(SimpleElasticAgent):
         self._lost |= {death.rank for death in deaths}
         verdicts = [self._book.judge(death) for death in deaths]
         ending = next((verdict for verdict in verdicts if verdict.action == "end"), None)
-        everyone = self._meeting is None and self._lost >= set(self._ranks())
+        everyone = self._crew is None and self._lost >= set(self._ranks())
         restart = everyone or self._options.config.on_failure == "restart"
         entry: dict[str, Any] | None = None
         if ending is None and not restart:
@@ -442,15 +443,6 @@ class SwiftAgent(SimpleElasticAgent):
 
     # -- other machines -----------------------------------------------------------------------------------------------
 
-    def _team(self) -> Team | None:
-        """This machine's place in the attempt that begins."""
-        if self._meeting is None or self._meeting.team is None:
-            return None
-        team = self._meeting.team
-        if self._attempt is None:
-            return team
-        return Team(team.slot, tuple(self._now.ledger.machines), self._number, team.host, team.port)
-
     def _pause(self, seconds: float) -> None:
         """Wait while this machine has no place; standbys and signals are seen to."""
         self._wakeup.wait(seconds)
@@ -459,25 +451,16 @@ class SwiftAgent(SimpleElasticAgent):
         self._check_signals()
 
     def _check_lease(self) -> None:
-        if self._meeting is None or self._released or self._meeting.lease is None or self._meeting.team is None:
-            return
-        if self._meeting.lease.fenced:
-            raise Fenced(self._meeting.lease.fenced)
-        if self._now.ledger.machines[self._meeting.team.slot] != self._meeting.name:
-            raise Fenced("its lease ran out, and its place was given away")
+        if self._crew is not None and not self._released:
+            self._crew.check(self._now.ledger)
 
-    def _on_fence(self, _reason: str) -> None:
-        """Thread: stop the workers at once. The main thread may be stuck in the store: its connections are cut."""
+    def _stop_at_once(self) -> None:
+        """From a thread; the loop sees to the rest."""
         for pid in list(self._fleet.live):
             process.kill_group(pid)
-        if self._meeting is not None and self._meeting.port:
-            sever(self._meeting.port)
-        self._wake()
 
-    def _stand_down(self, error: Exception) -> None:
+    def _stand_down(self, reason: str) -> None:
         """This machine may not go on: its workers end, and it is as if it had just been started."""
-        fenced = self._meeting.lease.fenced if self._meeting is not None and self._meeting.lease is not None else ""
-        reason = fenced or str(error)
         console(f"the workers of this machine are stopped: {reason}")
         self._emit("warning", message=f"workers stopped: {reason}")
         self._kill_all()
@@ -488,59 +471,30 @@ class SwiftAgent(SimpleElasticAgent):
         self._released = False
 
     def _look_at_machines(self) -> None:
-        """Give the places of lost machines to spare ones; the first agent that sees it writes it."""
-        if self._meeting is None or (lease := self._meeting.lease) is None:
+        if self._crew is None:
             return
-        ledger, nproc = self._now.ledger, self._worker_group.spec.local_world_size
-        lease.expect(ledger.machines)
-        detected = time.time()
         restart = self._options.config.on_failure == "restart"
-
-        def make() -> dict[str, Any] | None:
-            change = reassign(ledger.machines, lease.lost, lease.alive)
-            if change is None:
-                return None
-            gone = ", ".join(f"{name} (place {place})" for place, name in change.lost.items())
-            why = f"machine {gone} is lost" if gone else "a spare machine has come"
-            if restart:
-                return {"over": RESTART, "reason": why, "machines": change.machines}
-            ranks = change.ranks(nproc)
-            return {
-                "lost": ranks,
-                "cause": dict.fromkeys(map(str, ranks), why),
-                "detected": detected,
-                "machines": change.machines,
-            }
-
-        entry = self._now.append(make)
+        nproc = self._worker_group.spec.local_world_size
+        entry = self._crew.replace_machines(self._now, nproc, restart=restart)
         if entry is None:
             return
-        console(f"{entry.get('reason') or next(iter(entry['cause'].values()))}; places: {entry['machines']}")
         for rank in entry.get("lost", ()):
-            self._emit("lost", rank=rank, cause=entry["cause"][str(rank)], detected=detected)
+            self._emit("lost", rank=rank, cause=entry["cause"][str(rank)], detected=entry["detected"])
         if restart:
             self._emit("restart", reason=entry["reason"], attempt=self._number + 1)
             self._start_again(entry["reason"], 0.0)
         else:
             self._emit("generation", **{name: value for name, value in entry.items() if name != "generation"})
 
-    def _fetch_copies(self, ranks: list[int]) -> None:
-        """A place was taken over: get what its last machine's ranks had published, from who kept it."""
-        taken = [rank for rank in ranks if self._now.incarnations[rank] > 0]
-        if self._meeting is None or not taken:
-            return
-        others = [machine for machine in self._now.ledger.machines if machine != self._meeting.name]
-        fetched = mirror.fetch(others, taken, self._number, self._job_dir)
-        console(f"state of ranks {', '.join(map(str, taken))}: {sum(fetched.values())} bytes from other machines")
-
     def _say_farewell(self) -> None:
-        if self._meeting is None:
+        if self._crew is None:
             return
         over = self._attempt is not None and self._now.ledger.over is not None
-        if self._attempt is not None and not over and self._meeting.store_dies_here:
+        if self._attempt is not None and not over and self._crew.job_ends_here:
             self._failed(self._ranks()[0], 0, 1, "", "the machine that hosts the store was told to end")
             over = True
-        self._meeting.leave(over=over)
+        self._crew.leave(over=over)
+        self._crew.close()
 
     # -- slow looks ---------------------------------------------------------------------------------------------------
 
@@ -579,7 +533,7 @@ class SwiftAgent(SimpleElasticAgent):
         rank = self._worker_group.workers[local_rank].global_rank
         nth = self._starts.get(rank, 0)
         self._starts[rank] = nth + 1
-        address = self._meeting.address if self._meeting is not None else ""
+        address = self._crew.address if self._crew is not None else ""
         env = worker_env(self._worker_group, local_rank, self._now, self._job_dir, options.events, config, address)
         env[ERROR_FILE] = self._logs.error_file(local_rank, nth)
         threads = env.get("OMP_NUM_THREADS", "")

@@ -1,0 +1,144 @@
+"""An agent among those of other machines: its place, its lease, copies, and who takes a lost machine's place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shared_core.cluster import mirror
+from shared_core.cluster.attempt import Attempt, Team
+from shared_core.cluster.fencing import Fenced, sever
+from shared_core.cluster.jobdir import MIRROR
+from shared_core.cluster.ledger import RESTART, Ledger
+from shared_core.cluster.machines import reassign
+from shared_core.cluster.meeting import Meeting
+from shared_core.cluster.mirror import MirrorServer
+from shared_core.events import console
+
+
+class Crew:
+    """What an agent needs of the other machines.
+
+    Args:
+        meeting: where the machines came together.
+        job_dir: private folder of the job on this machine.
+        pause: waits so many seconds while this machine has no place; may raise to give up.
+        wake: called on a thread when there is something to look at.
+        stop_workers: called on a thread when the workers of this machine must be killed at once.
+        number: gives the number of the attempt.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        job_dir: Path,
+        *,
+        pause: Callable[[float], None],
+        wake: Callable[[], None],
+        stop_workers: Callable[[], None],
+        number: Callable[[], int],
+    ) -> None:
+        self._meeting, self._job_dir = meeting, job_dir
+        self._wake, self._stop_workers = wake, stop_workers
+        self._server = MirrorServer(job_dir / MIRROR)
+        meeting.mirror_port = self._server.port
+        meeting.pause, meeting.changed, meeting.attempt = pause, wake, number
+        meeting.fence = self._on_fence
+
+    @property
+    def address(self) -> str:
+        """This machine's."""
+        return self._meeting.address
+
+    def team(self, before: Attempt | None, number: int) -> Team | None:
+        """This machine's place in the attempt that begins.
+
+        Args:
+            before: the attempt that ends; None if this machine was just given its place.
+            number: of the attempt that begins after it.
+        """
+        team = self._meeting.team
+        if team is None or before is None:
+            return team
+        return Team(team.slot, tuple(before.ledger.machines), number, team.host, team.port)
+
+    def check(self, ledger: Ledger) -> None:
+        """May this machine's workers go on?
+
+        Raises:
+            Fenced: if not.
+        """
+        lease, team = self._meeting.lease, self._meeting.team
+        if lease is None or team is None:
+            return
+        if lease.fenced:
+            raise Fenced(lease.fenced)
+        if ledger.machines[team.slot] != self._meeting.name:
+            raise Fenced("its lease ran out, and its place was given away")
+
+    def _on_fence(self, _reason: str) -> None:
+        self._stop_workers()
+        if self._meeting.port:
+            sever(self._meeting.port)  # the agent's main thread may wait there
+        self._wake()
+
+    def why(self, error: Exception) -> str:
+        """Why this machine had to stop its workers, where ``error`` ended its part."""
+        return (self._meeting.lease.fenced if self._meeting.lease is not None else "") or str(error)
+
+    def replace_machines(self, attempt: Attempt, nproc: int, *, restart: bool) -> dict[str, Any] | None:
+        """Give the places of lost machines to spare ones.
+
+        Args:
+            attempt: the present one.
+            nproc: workers of each machine.
+            restart: all workers start again then, instead of newcomers taking over.
+
+        Returns:
+            The ledger's entry; None if there is nothing to do, or another agent was first.
+        """
+        lease, ledger = self._meeting.lease, attempt.ledger
+        if lease is None:
+            return None
+        lease.expect(ledger.machines)
+        detected = time.time()
+
+        def make() -> dict[str, Any] | None:
+            change = reassign(ledger.machines, lease.lost, lease.alive)
+            if change is None:
+                return None
+            gone = ", ".join(f"{name} (place {place})" for place, name in change.lost.items())
+            why = f"machine {gone} is lost" if gone else "a spare machine has come"
+            if restart:
+                return {"over": RESTART, "reason": why, "machines": change.machines}
+            ranks = change.ranks(nproc)
+            cause = dict.fromkeys(map(str, ranks), why)
+            return {"lost": ranks, "cause": cause, "detected": detected, "machines": change.machines}
+
+        entry = attempt.append(make)
+        if entry is not None:
+            console(f"{entry.get('reason') or next(iter(entry['cause'].values()))}; places: {entry['machines']}")
+        return entry
+
+    def fetch(self, ledger: Ledger, ranks: Sequence[int], number: int) -> None:
+        """Get what the last holders of ``ranks``, on a machine that is lost, had published, from who kept it."""
+        taken = [rank for rank in ranks if ledger.incarnations[rank] > 0]
+        if taken:
+            others = [machine for machine in ledger.machines if machine != self._meeting.name]
+            fetched = mirror.fetch(others, taken, number, self._job_dir)
+            console(f"state of ranks {', '.join(map(str, taken))}: {sum(fetched.values())} bytes from other machines")
+
+    @property
+    def job_ends_here(self) -> bool:
+        """Whether the job cannot outlive this machine."""
+        return self._meeting.store_dies_here
+
+    def leave(self, *, over: bool) -> None:
+        """Go, and say so; see :meth:`Meeting.leave`."""
+        self._meeting.leave(over=over)
+
+    def close(self) -> None:
+        """Keep no more copies."""
+        self._server.close()
