@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shared_core.testing.processes import MARK, kill_marked
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "setpriv")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "squeue", "setpriv")
 #: Nothing of the machine is used: no cgroup, no accounting, no other user, and the processor count is as written here.
 CONF = """
 ClusterName=test
