@@ -114,7 +114,9 @@ def running_slurm() -> Iterator[Slurm]:
         def daemon(name: str, *arguments: str) -> subprocess.Popen[bytes]:
             command = [program("setpriv"), "--pdeathsig", "KILL", program(name), *arguments]
             with (folder / f"{name}.out.log").open("wb") as log:
-                child = subprocess.Popen(command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                child = subprocess.Popen(
+                    command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
             stack.callback(_end, child)
             return child
 
@@ -128,9 +130,7 @@ def running_slurm() -> Iterator[Slurm]:
             two.bind(("127.0.0.1", 0))
             ports = one.getsockname()[1], two.getsockname()[1]
         host = socket.gethostname().partition(".")[0]
-        (folder / "slurm.conf").write_text(
-            CONF.format(host=host, controller=ports[0], daemon=ports[1], folder=folder)
-        )
+        (folder / "slurm.conf").write_text(CONF.format(host=host, controller=ports[0], daemon=ports[1], folder=folder))
         files = {name: folder / f"munge.{name}" for name in ("sock", "pid", "log", "seed")}
         munge = daemon(
             "munged",
@@ -143,7 +143,11 @@ def running_slurm() -> Iterator[Slurm]:
             f"--seed-file={files['seed']}",
         )
         slurm.wait("the socket of munged", lambda: files["sock"].exists() or munge.poll() is not None)
-        daemons = {"munged": munge, "slurmctld": daemon("slurmctld", "-D"), "slurmd": daemon("slurmd", "-D", "-N", host)}
+        daemons = {
+            "munged": munge,
+            "slurmctld": daemon("slurmctld", "-D"),
+            "slurmd": daemon("slurmd", "-D", "-N", host),
+        }
 
         def up() -> bool:
             for name, child in daemons.items():
