@@ -1,14 +1,15 @@
 """``srun swiftrun`` on one machine, under Debian's own SLURM and munge, which the tests start for themselves.
 
 Nothing stands in for SLURM here: ``tests/slurm.py`` runs its daemons. Where they are not installed, or the user is not
-root, the tests are skipped. What is said about several tasks is tested more quickly in ``tests/cluster/test_handover.py``
-with a stand-in for the environment; the tests of it here that are not needed every time are nightly ones.
+root, the tests are skipped. What is said about several tasks is tested more quickly in
+``tests/cluster/test_handover.py`` with a stand-in for the environment; most tests of it here are nightly ones.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 import slurm
 from slurm import Slurm, running_slurm
 
+from shared_core.events import read_events
 from shared_core.testing import Fault
 from shared_core.testing.faults import dumps
 from shared_core.testing.processes import MARK, wait_gone
@@ -160,24 +162,38 @@ def test_a_lost_worker_is_replaced(script: str, cluster: Slurm, tmp_path: Path) 
     assert "survivors cannot be kept alive" not in err
 
 
-@pytest.mark.parametrize("how", ["scancel", pytest.param("SIGTERM", marks=pytest.mark.nightly)])
-def test_the_end_of_the_job_ends_all_processes(how: str, cluster: Slurm, tmp_path: Path) -> None:
-    """``scancel`` signals the workers too: they are not taken for lost. ``srun`` answers a SIGTERM with SIGKILL to all."""
-    job = start(cluster, tmp_path, plain(10**6), "srun", *ONE_TASK, *SWIFTRUN)
-    files = [tmp_path / f"at_work.{rank}" for rank in (0, 1)]
-    cluster.wait(
-        "both workers to train", lambda: all(f.exists() for f in files) or job.poll() is not None, timeout_s=JOB_S
-    )
+def at_work(cluster: Slurm, folder: Path) -> subprocess.Popen[str]:
+    """A job under ``srun`` that does not end by itself; both of its workers are training."""
+    job = start(cluster, folder, plain(10**6), "srun", *ONE_TASK, *SWIFTRUN)
+    files = [folder / f"at_work.{rank}" for rank in (0, 1)]
+    cluster.wait("both workers to train", lambda: all(f.exists() for f in files) or job.poll() is not None, JOB_S)
     assert job.poll() is None, finish(cluster, job)
-    if how == "scancel":
-        cluster.ask("scancel", cluster.ask("squeue", "--noheader", "--format=%i"))
-    else:
-        job.send_signal(signal.SIGTERM)
+    return job
+
+
+@pytest.mark.parametrize("option", ["--verbose", pytest.param("--signal=TERM", marks=pytest.mark.nightly)])
+def test_scancel_ends_all_processes(option: str, cluster: Slurm, tmp_path: Path) -> None:
+    """Workers that get the signal too are not taken for lost."""
+    job = at_work(cluster, tmp_path)
+    cluster.ask("scancel", option, cluster.ask("squeue", "--noheader", "--format=%i"))
     code, out, err = finish(cluster, job)
-    assert code == (1 if how == "scancel" else 128 + signal.SIGKILL), err
-    assert ("received SIGTERM: ending all workers" in err) == (how == "scancel"), err
+    assert code == 1, err
+    assert "received SIGTERM: ending all workers" in err
     assert "newcomer started" not in err and ranks(out) == [], err
     assert wait_gone(os.environ[MARK], 5) == [], err
+
+
+@pytest.mark.nightly
+def test_a_sigterm_to_srun_ends_all_processes(cluster: Slurm, tmp_path: Path) -> None:
+    """``srun`` then kills everything in one moment; nobody is left to remove the folder of the job's shared memory."""
+    job = at_work(cluster, tmp_path)
+    job.send_signal(signal.SIGTERM)
+    code, _, err = finish(cluster, job)
+    assert code == 128 + signal.SIGKILL, err
+    assert wait_gone(os.environ[MARK], 5) == [], err
+    for event in read_events(tmp_path / "events.jsonl"):
+        if event.kind == "start":
+            shutil.rmtree(event.fields["job_dir"], ignore_errors=True)
 
 
 def test_srun_tasks_of_accelerate_are_told(cluster: Slurm, tmp_path: Path) -> None:
