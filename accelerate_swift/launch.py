@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shared_core import SwiftConfig, hand_over
-from shared_core.cluster.handover import under_plain_torchrun, warn_plain_torchrun_once
+from shared_core.cluster.handover import under_plain_torchrun, warn_plain_torchrun_once, warn_srun_once
 from shared_core.events import console
 
 #: Set by ``accelerate launch`` in every process it starts.
@@ -25,11 +25,12 @@ def hand_over_if_needed(num_processes: int, standbys: int, config: SwiftConfig) 
 
     ``python train.py`` with ``num_processes`` above 1 becomes the launcher. So does the one process that ``accelerate
     launch`` starts on a CPU, with the number it was asked for; where it starts several through torchrun, on one
-    machine, the worker of local rank 0 does, and the others wait for its end. Under plain ``torchrun`` there is a
-    warning.
+    machine, the worker of local rank 0 does, and the others wait for its end. Under plain ``torchrun``, and in several
+    tasks of ``srun``, there is a warning.
 
     Raises:
-        SwiftError: where it cannot be: in a notebook, or after a process group was created.
+        SwiftError: where it cannot be: in a notebook, after a process group was created, or in several tasks of
+            ``srun``.
     """
     if under_plain_torchrun():
         if _BY_ACCELERATE in os.environ and os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
@@ -41,6 +42,7 @@ def hand_over_if_needed(num_processes: int, standbys: int, config: SwiftConfig) 
     if num_processes > 1:
         _export(config)
         hand_over(num_processes, standbys)
+    warn_srun_once(alone=int(os.environ.get("WORLD_SIZE", "1") or "1") == 1)
 
 
 def _command_line(pid: int) -> list[str]:

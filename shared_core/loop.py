@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shared_core.cluster.handover import warn_plain_torchrun_once
+from shared_core.cluster.handover import warn_plain_torchrun_once, warn_srun_once
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.job import Job, current_job
@@ -309,6 +309,7 @@ def attach(*objects: Any) -> TrainingLoop:
     job = current_job()
     if job is None:
         warn_plain_torchrun_once()
+        warn_srun_once()
     elif dist.is_initialized() and not job.in_charge:
         raise SwiftError(
             "the process group was created before shared_core.install() was called, so it cannot survive a failure: "

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shared_core.cluster import preload
+from shared_core.cluster.handover import srun_tasks
 from shared_core.cluster.standby import Preload, Standby, clean_env
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, SwiftError
+from shared_core.events import console
 
 DEFAULT_BUDGET = 100
 
@@ -270,6 +272,10 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         torchrun, _, _ = config_from_args(args)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if torchrun.max_nodes == 1 and srun_tasks() > 1 and os.environ.get("SLURM_PROCID") == "0":
+        console(
+            f"srun has started swiftrun {srun_tasks()} times, and each runs a job of its own. For one job: srun -N1 -n1"
+        )
     if not args.no_python and not args.module and not os.path.exists(args.training_script):
         raise ConfigError(f"the training script {args.training_script!r} does not exist")
     mode: Any = "exec" if args.no_python and not args.run_path else "module" if args.module else "script"

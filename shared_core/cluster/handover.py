@@ -38,6 +38,30 @@ def warn_plain_torchrun_once() -> None:
         )
 
 
+def srun_tasks() -> int:
+    """How many tasks ``srun`` has started of what this process belongs to; 1 outside ``srun``, as in a batch script."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1") or "1")
+
+
+def warn_srun_once(alone: bool = False) -> None:
+    """Say, in the first task and once, that ``srun`` keeps no survivors alive where it has started several tasks.
+
+    Args:
+        alone: the tasks do not know of each other, and each is a training of its own.
+    """
+    global _warned
+    tasks = srun_tasks()
+    if _warned or tasks == 1 or worker.launched():
+        return
+    _warned = True
+    if os.environ.get("SLURM_PROCID", "0") == "0":
+        console(
+            f"started as {tasks} tasks by srun, which cannot replace one that is lost: survivors cannot be kept alive."
+            + (" WORLD_SIZE is not set, so each task trains alone." if alone else "")
+            + f" Start one task instead: srun -N1 -n1 -c{tasks} swiftrun --nproc-per-node {tasks} SCRIPT"
+        )
+
+
 def hand_over(nproc: int, standbys: int = 1, extra: Sequence[str] = ()) -> NoReturn:
     """Become ``swiftrun`` for the running script; does not return, and keeps nothing of this process.
 
@@ -75,6 +99,11 @@ def _command() -> list[str]:
         raise SwiftError(
             "cannot hand over to swiftrun: another launcher has started this process already "
             f"(WORLD_SIZE={os.environ.get('WORLD_SIZE')}). Use swiftrun in its place."
+        )
+    if srun_tasks() > 1:
+        raise SwiftError(
+            f"cannot hand over to swiftrun: srun has started {srun_tasks()} tasks of this script, and each would start "
+            "a job of its own. Start one: srun -N1 -n1 -c N swiftrun --nproc-per-node N SCRIPT"
         )
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

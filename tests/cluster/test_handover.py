@@ -73,3 +73,30 @@ def test_other_launchers_are_not_left(monkeypatch: pytest.MonkeyPatch, capsys: p
         handover.hand_over(2)
     with pytest.raises(SwiftError, match="at least 1"):
         handover.hand_over(0)
+
+
+def test_tasks_of_srun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """SLURM's variables are set by hand here; ``tests/test_slurm.py`` has them from SLURM itself."""
+    monkeypatch.setattr(handover, "_warned", False)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py")
+    monkeypatch.setenv("SLURM_NTASKS", "2")  # of a batch script: nothing has been started yet
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    handover.warn_srun_once()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    handover.warn_srun_once()
+    assert handover.srun_tasks() == 1 and capsys.readouterr().err == ""
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    handover.warn_srun_once(alone=True)
+    handover.warn_srun_once(alone=True)
+    said = capsys.readouterr().err
+    assert said.count("survivors cannot be kept alive") == said.count("each task trains alone") == 1
+    with pytest.raises(SwiftError, match="srun has started 2 tasks of this script"):
+        handover.hand_over(2)
+    monkeypatch.setattr(handover, "_warned", False)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    handover.warn_srun_once()
+    monkeypatch.setattr(handover, "_warned", False)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SWIFT_RECOVERY_JOB_DIR", "/x")
+    handover.warn_srun_once()
+    assert capsys.readouterr().err == ""
