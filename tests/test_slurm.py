@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import pytest
 import slurm
 from slurm import Slurm, running_slurm
 
+from shared_core.cluster.jobdir import JobDir
 from shared_core.events import read_events
 from shared_core.testing import Fault
 from shared_core.testing.faults import dumps
@@ -185,15 +185,15 @@ def test_scancel_ends_all_processes(option: str, cluster: Slurm, tmp_path: Path)
 
 @pytest.mark.nightly
 def test_a_sigterm_to_srun_ends_all_processes(cluster: Slurm, tmp_path: Path) -> None:
-    """``srun`` then kills everything in one moment; nobody is left to remove the folder of the job's shared memory."""
+    """``srun`` then kills everything in one moment; the next job removes the folder that it leaves."""
     job = at_work(cluster, tmp_path)
     job.send_signal(signal.SIGTERM)
     code, _, err = finish(cluster, job)
     assert code == 128 + signal.SIGKILL, err
     assert wait_gone(os.environ[MARK], 5) == [], err
-    for event in read_events(tmp_path / "events.jsonl"):
-        if event.kind == "start":
-            shutil.rmtree(event.fields["job_dir"], ignore_errors=True)
+    (begin,) = (event for event in read_events(tmp_path / "events.jsonl") if event.kind == "start")
+    JobDir().remove()
+    assert not Path(begin.fields["job_dir"]).exists()
 
 
 def test_srun_tasks_of_accelerate_are_told(cluster: Slurm, tmp_path: Path) -> None:
