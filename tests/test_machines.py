@@ -69,7 +69,9 @@ FAULTS: dict[str, list[Fault]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", [name if name == "on_another_machine" else pytest.param(name, marks=pytest.mark.nightly) for name in FAULTS]
+)
 def test_a_worker_is_replaced_by_its_own_machine(name: str, site: Site, jobs: Jobs) -> None:
     args = ["--norm"]
     cluster = site.start(site.machines[:2], args, faults=FAULTS[name])
@@ -106,6 +108,7 @@ def test_with_c10d_the_loss_of_the_store_s_machine_ends_the_job(site: Site, tmp_
     assert statuses == [0, 0] and "continues from the checkpoint at batch top" in result.stderr
 
 
+@pytest.mark.nightly
 def test_without_a_spare_machine_the_job_waits_for_one_that_comes_back(site: Site) -> None:
     cluster = site.start(site.machines[:2], LONG)
     cluster.until(lambda: cluster.tops(2) >= 10)
@@ -118,6 +121,7 @@ def test_without_a_spare_machine_the_job_waits_for_one_that_comes_back(site: Sit
     assert max(one["incarnation"] for one in cluster.workers(2)) == 2  # one loss, one taking over
 
 
+@pytest.mark.nightly
 def test_a_frozen_agent_loses_its_place(site: Site) -> None:
     """It cannot fence its workers, which run on; they see that others have their ranks, and go."""
     cluster = site.start(site.machines, LONG)
@@ -132,6 +136,7 @@ def test_a_frozen_agent_loses_its_place(site: Site) -> None:
     assert statuses == [0, 0, 0], result.tail()
 
 
+@pytest.mark.nightly
 def test_on_failure_restart_goes_on_from_the_checkpoint(site: Site, tmp_path: Path) -> None:
     (tmp_path / "swift.json").write_text(json.dumps({"checkpoint_every_steps": 10, "checkpoint_dir": str(tmp_path)}))
     options = ["--on-failure=restart", f"--swift-config={tmp_path / 'swift.json'}"]
@@ -143,6 +148,7 @@ def test_on_failure_restart_goes_on_from_the_checkpoint(site: Site, tmp_path: Pa
     assert "continues from the checkpoint at batch top" in result.stderr
 
 
+@pytest.mark.nightly
 def test_two_machines_at_once(jobs: Jobs) -> None:
     """None keeps the other's copies, so both places are taken over in place."""
     with machines(6) as six, contextlib.closing(Site(jobs, six)) as site:
@@ -159,7 +165,9 @@ def test_two_machines_at_once(jobs: Jobs) -> None:
 
 
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian's etcd-server)")
-@pytest.mark.parametrize("which", ["store", "other", "store_cut_off"])
+@pytest.mark.parametrize(
+    "which", ["store", *(pytest.param(which, marks=pytest.mark.nightly) for which in ("other", "store_cut_off"))]
+)
 def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, jobs: Jobs, tmp_path: Path) -> None:
     with machines(4) as four, etcd(four[3], tmp_path) as endpoint, contextlib.closing(Site(jobs, four)) as site:
         cluster = site.start(four[:3], LONG, endpoint=endpoint, backend="etcd-v2")
