@@ -55,8 +55,6 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any], Sequence[str]]] = {
 COMMON = ("SGD momentum", "AdamW")
 #: parameters: (width, matrices); rounds at that size
 SIZES = {1: (256, 16, 6), 10: (1024, 10, 5), 100: (2048, 24, 2)}
-#: Buckets that a model is cut into, about.
-BUCKETS = 4
 #: Bytes that the largest case needs: two optimizers with parameters, gradients, two moments; copies; a deep copy.
 LARGEST_BYTES = 100e6 * 4 * (2 * 4 + 3 + 3)
 
@@ -205,8 +203,7 @@ def overlapped(
     for way in ("plain", "plain armed", "overlapped", "overlapped armed"):
         torch.manual_seed(0)
         net, loss = build()
-        nbytes = sum(p.numel() * p.element_size() for p in net.parameters())
-        ddp = DistributedDataParallel(net, bucket_cap_mb=nbytes / BUCKETS / 2**20)
+        ddp = DistributedDataParallel(net, bucket_cap_mb=1)
         optimizer = torch.optim.AdamW(net.parameters(), **PATHS[path])
         undo = WaitFreeUpdate(ddp, optimizer).undo if "overlapped" in way else Undo([optimizer])
         if "armed" in way:
