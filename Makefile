@@ -15,7 +15,7 @@ help:
 	@echo "make test    linters, type checker and tests"
 	@echo "make lint    linters and type checker only"
 	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED)"
-	@echo "make bench   both benchmarks; results in runs/bench/"
+	@echo "make bench   all benchmarks; results in runs/bench/"
 	@echo "make clean   remove what was built, keep the sources"
 
 setup: $(STAMP)
@@ -49,6 +49,7 @@ bench: $(STAMP)
 	@mkdir -p runs/bench
 	$(PY) -m benchmarks.overhead --json runs/bench/overhead.json
 	$(PY) -m benchmarks.recovery --json runs/bench/recovery.json
+	$(PY) -m benchmarks.undo --json runs/bench/undo.json
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
