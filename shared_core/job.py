@@ -34,7 +34,7 @@ from shared_core.comm import Runtime
 from shared_core.comm import install as install_backend
 from shared_core.comm.op import Op
 from shared_core.consistency import Top
-from shared_core.errors import ReplicaMismatch, SwiftError, Unsupported, WaitTimeout
+from shared_core.errors import ConfigError, ReplicaMismatch, SwiftError, Unsupported, WaitTimeout
 from shared_core.events import EventLog, console
 from shared_core.recovery.board import Board, Tally
 from shared_core.recovery.checkpoints import Checkpoints
@@ -439,7 +439,7 @@ class Job:
     def _bucket_order(self, ddp: DistributedDataParallel, op: Op) -> None:
         number = next((i for i, known in enumerate(self._ddps) if known is ddp), None)
         if number is None:
-            raise SwiftError(
+            raise ConfigError(
                 f"rank {self.rank}: a DistributedDataParallel module is trained that job.attach() was not given: "
                 "pass it the wrapper, not only the module inside"
             )

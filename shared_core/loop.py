@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shared_core.cluster.handover import warn_plain_torchrun_once, warn_srun_once
 from shared_core.config import SwiftConfig
-from shared_core.errors import ConfigError, SwiftError
+from shared_core.errors import ConfigError
 from shared_core.job import Job, current_job
 from shared_core.loaders import read_random, wrap_loader, write_random
 from shared_core.loaders.resumable import Position
@@ -303,15 +303,15 @@ def attach(*objects: Any) -> TrainingLoop:
         objects: models, optimizers, loaders, and whatever else has ``state_dict`` (schedulers, scalers, averages).
 
     Raises:
-        SwiftError: under ``swiftrun``, if the process group was created without :func:`shared_core.install`.
-        ConfigError: if an object has no state.
+        ConfigError: under ``swiftrun``, if the process group was created without :func:`shared_core.install`; if an
+            object has no state.
     """
     job = current_job()
     if job is None:
         warn_plain_torchrun_once()
         warn_srun_once()
     elif dist.is_initialized() and not job.in_charge:
-        raise SwiftError(
+        raise ConfigError(
             "the process group was created before shared_core.install() was called, so it cannot survive a failure: "
             "call shared_core.install() first"
         )

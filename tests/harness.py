@@ -6,9 +6,12 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from shared_core.testing import Fault
 from shared_core.testing.plain import PlainLauncher
@@ -134,6 +137,11 @@ class Jobs:
         for server in (self._plain, self._warm):
             if server is not None:
                 server.close()
+
+
+def most(cases: Iterable[str], *rare: str) -> list[Any]:
+    """Parameters of a test: the cases, of which the ``rare`` ones are left to the night."""
+    return [pytest.param(name, marks=pytest.mark.nightly) if name in rare else name for name in cases]
 
 
 @contextmanager

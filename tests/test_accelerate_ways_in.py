@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import most
 
 from shared_core.testing import Fault
 from shared_core.testing.faults import dumps
@@ -80,7 +81,7 @@ WAYS: dict[str, tuple[tuple[str, ...], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", most(WAYS, "accelerate_launch_with_a_file"))
 def test_a_lost_worker_is_replaced(way: str, tmp_path: Path) -> None:
     command, options, args = WAYS[way]
     faults = dumps([Fault(1, 11, "bucket", "SIGKILL")])

@@ -7,10 +7,16 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shared_core import errors
+
 #: A rank that dies so often in a row, in the same way and without progress, ends the job.
 LOOP_LIMIT = 3
 #: Seconds to wait before the n-th start in a row of a rank that makes no progress.
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0)
+#: Exceptions that a newcomer would raise too: mistakes in the program or its options, not accidents.
+MISTAKES = frozenset(
+    kind.__name__ for kind in (errors.ConfigError, errors.MissingExtra, errors.Unsupported, errors.UnsupportedOptimizer)
+)
 _FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+), in .*$', re.MULTILINE)
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/shared_core/", "<frozen ", "<string>")
 
@@ -114,6 +120,10 @@ class LossBook:
         if streak and death.tops > streak[-1].tops:
             streak.clear()  # it made progress: not a loop
         streak.append(death)
+        if death.error is not None and death.error.kind in MISTAKES:
+            return Verdict(
+                "end", reason=f"rank {death.rank} raised {death.error.kind}, as any newcomer would", first=death
+            )
         twins = [other for other in streak[:-1] if _same_exception(other, death)]
         if twins:
             return Verdict(

@@ -23,7 +23,7 @@ from shared_core.comm.gloo import InnerGroup
 from shared_core.comm.log import BufferPool, Entry, GroupLog, Signature
 from shared_core.comm.op import Op
 from shared_core.consistency.frontier import Done
-from shared_core.errors import GenerationAbandoned, NotConnected, ReplayDivergence, SwiftError
+from shared_core.errors import ConfigError, GenerationAbandoned, NotConnected, ReplayDivergence, SwiftError, Unsupported
 from shared_core.testing import inject
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Runtime:
             first = self.world is None
             if first:
                 if group.size != self.world_size:
-                    raise SwiftError(
+                    raise ConfigError(
                         f"the first process group has {group.size} ranks, but the job has {self.world_size}; create "
                         "the default group first"
                     )
@@ -217,7 +217,7 @@ class Runtime:
     def pool_take(self, like: torch.Tensor) -> torch.Tensor:
         """A pooled buffer like ``like``."""
         if like.device.type != "cpu":
-            raise SwiftError(
+            raise Unsupported(
                 f"backend swift got a tensor on {like.device}: only CPU tensors are supported in this version"
             )
         with self.lock:

@@ -47,6 +47,12 @@ def test_the_same_exception_at_the_same_place_twice_is_shown_once() -> None:
     assert end.action == "end" and end.first is first and "twice" in end.reason
 
 
+def test_a_mistake_in_the_program_is_not_tried_again() -> None:
+    mistake = RaisedError("ConfigError: no such option", "train.py:3", "")
+    end = LossBook(budget=100).judge(death(code=1, error=mistake))
+    assert (end.action, end.first and end.first.error) == ("end", mistake)
+
+
 def test_exceptions_elsewhere_or_after_progress_are_not_the_same() -> None:
     book = LossBook(budget=100)
     assert book.judge(death(code=1, error=raised())).action == "replace"

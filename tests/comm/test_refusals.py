@@ -21,7 +21,7 @@ REFUSED = {
     "init nccl": NCCL,
     "new_group nccl": NCCL,
     "cuda backend": f"Unsupported: backend swift has no communicator for cuda: {CPU_ONLY}",
-    "other device": f"SwiftError: backend swift got a tensor on meta: {CPU_ONLY}",
+    "other device": f"Unsupported: backend swift got a tensor on meta: {CPU_ONLY}",
     "sparse all_reduce": "Unsupported: all_reduce of a sparse tensor: use dense gradients",
     "sparse reduce": "Unsupported: reduce of a sparse tensor: use dense gradients",
     "any source": "Unsupported: recv from any source cannot be replayed",

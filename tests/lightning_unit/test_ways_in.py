@@ -109,7 +109,7 @@ def start(
 
 
 #: Ways that differ from others by little, left to the night.
-RARE = ("object", "callback_and_object", "environment_and_callback", "cli_class")
+RARE = ("object", "callback", "callback_and_object", "environment_and_callback", "cli_name", "cli_class")
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.nightly) if way in RARE else way for way in WAYS])

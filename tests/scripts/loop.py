@@ -18,7 +18,7 @@ from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report, generators_digest
 
 
-def main() -> None:
+def train() -> dist.ProcessGroup:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--accumulate", type=int, default=1)
@@ -49,7 +49,7 @@ def main() -> None:
     job = shared_core.attach(model, optimizer, scheduler, loader, other)
     seen = job.register(loss=0.0, batches=0, best=SimpleNamespace(x=1.0).x)
 
-    def train(epoch: int, batches: DataLoader[object]) -> None:
+    def run(epoch: int, batches: DataLoader[object]) -> None:
         model.train()
         for step, (x,) in job.steps(batches):
             report.count(f"batch {step}")
@@ -77,17 +77,19 @@ def main() -> None:
 
     for epoch in range(args.epochs) if args.no_epochs else job.epochs(args.epochs):
         sampler.set_epoch(epoch)
-        train(epoch, loader)
+        run(epoch, loader)
     if args.second:
         for epoch in job.epochs(2):
-            train(epoch, loader)
-            train(epoch, other)
+            run(epoch, loader)
+            run(epoch, other)
     report.finish(
         training_digest(net, [optimizer], [scheduler], vars(seen)) | {"generators": generators_digest()}, **vars(seen)
     )
+    group = dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()
+    return group
 
 
 if __name__ == "__main__":
-    main()
+    group = train()  # let go of after the model: see plain_ddp.py

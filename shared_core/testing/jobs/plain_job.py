@@ -59,10 +59,12 @@ def main() -> None:
         loop["step"] += 1
     digests = training_digest(net, [optimizer], [scheduler], {"loss": loop["loss_sum"]})
     report.finish(digests | {"generators": generators_digest()}, steps=STEPS)
-    # gloo's thread may still hold the last operation's tensor. To let go of it takes the GIL, which DDP's reducer keeps
-    # while it waits for that thread if it is the last to hold the group; a barrier has no tensor.
+    # Whoever lets go of a gloo group last waits for its threads. DDP does so with the interpreter's lock, which those
+    # threads may need for the last tensor; a reference from Python does so without.
+    group = dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()
+    del ddp, group
 
 
 if __name__ == "__main__":
