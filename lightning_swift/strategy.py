@@ -46,7 +46,8 @@ class SwiftDDPStrategy(DDPStrategy):
 
     Args:
         standbys: processes kept ready to replace a lost worker, when this strategy starts ``swiftrun`` itself.
-        on_failure: ``replace`` a lost worker, or ``restart`` all from the newest checkpoint.
+        on_failure: ``replace`` a lost worker, ``shrink``: go on with fewer, or ``restart`` all from the newest
+            checkpoint.
         data: ``refetch`` or ``seeded``; see :class:`shared_core.SwiftConfig`.
         checkpoint_dir: where checkpoints for ``restart`` are written.
         checkpoint_every_steps: batch tops between two of them; 0 writes none.
@@ -76,7 +77,7 @@ class SwiftDDPStrategy(DDPStrategy):
     def __init__(
         self,
         standbys: int = 1,
-        on_failure: Literal["replace", "restart"] = "replace",
+        on_failure: Literal["replace", "shrink", "restart"] = "replace",
         data: Literal["refetch", "seeded"] = "refetch",
         checkpoint_dir: str | None = None,
         checkpoint_every_steps: int = 0,
@@ -254,6 +255,7 @@ class SwiftDDPStrategy(DDPStrategy):
             first_epoch=trainer.current_epoch,
             ahead=1 if trainer.training else 0,
             lazy=self.joining,
+            orders=self.job.orders if trainer.training else None,
         )
 
     # -- batch tops ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from shared_core.errors import ConfigError, MissingExtra
 
 ENV_PREFIX = "SWIFT_RECOVERY_"
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "on_failure": ("replace", "restart"),
+    "on_failure": ("replace", "shrink", "restart"),
+    "data_policy": ("exact", "drop"),
     "data": ("refetch", "seeded"),
     "preimages": ("auto", "always", "never"),
 }
@@ -28,6 +29,7 @@ _RESERVED = frozenset(
         "EVENTS",
         "CONFIG",
         "RESTART",
+        "RESIZED",
         "FILE",
         "ADDRESS",
         "MACHINES",
@@ -41,8 +43,13 @@ class SwiftConfig:
     """What a user may set.
 
     Attributes:
-        on_failure: ``replace`` (a newcomer takes the lost rank's place) or ``restart`` (all workers reload the
-            newest checkpoint).
+        on_failure: ``replace`` (a newcomer takes the lost rank's place), ``shrink`` (the others go on without it) or
+            ``restart`` (all workers reload the newest checkpoint).
+        replace_timeout_s: with ``replace``, shrink when nobody has taken the place after so many seconds; 0 waits on.
+        grow_after_s: seconds after which the places of workers that were lost on a living machine are filled again,
+            with ``shrink``; 0 leaves them empty. A machine that joins is let in at once.
+        data_policy: what becomes of a lost worker's rest of the pass over the data when the number of workers changes:
+            ``exact`` deals it out, ``drop`` leaves it out.
         data: how a newcomer regains its place in the data: ``refetch`` reads skipped items again, ``seeded`` makes
             an item's
             randomness a function of seed, rank, epoch and batch, so that skipping costs nothing.
@@ -60,6 +67,9 @@ class SwiftConfig:
     """
 
     on_failure: str = "replace"
+    replace_timeout_s: float = 0.0
+    grow_after_s: float = 60.0
+    data_policy: str = "exact"
     data: str = "refetch"
     preimages: str = "auto"
     checkpoint_dir: str | None = None
@@ -78,9 +88,14 @@ class SwiftConfig:
         for name in ("wait_timeout_s", "progress_timeout_s", "connect_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("checkpoint_every_steps", "log_spill_bytes"):
+        for name in ("checkpoint_every_steps", "log_spill_bytes", "replace_timeout_s", "grow_after_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    @property
+    def resizes(self) -> bool:
+        """Whether the number of workers may change."""
+        return self.on_failure == "shrink" or (self.on_failure == "replace" and self.replace_timeout_s > 0)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SwiftConfig:

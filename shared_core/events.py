@@ -23,6 +23,7 @@ KINDS = (
     "resumed",
     "checkpoint",
     "restart",
+    "resize",
     "warning",
     "log_memory",
     "fault",

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -33,12 +33,13 @@ from shared_core.cluster.mirror import Mirror
 from shared_core.comm import Runtime
 from shared_core.comm import install as install_backend
 from shared_core.comm.op import Op
-from shared_core.consistency import Top
+from shared_core.consistency import Cut, Offer, Top
 from shared_core.errors import ConfigError, ReplicaMismatch, SwiftError, Unsupported, WaitTimeout
 from shared_core.events import EventLog, console
-from shared_core.recovery.board import Board, Tally
-from shared_core.recovery.checkpoints import Checkpoints
+from shared_core.recovery.board import Board, Orders, Tally
+from shared_core.recovery.checkpoints import Checkpoints, Restored
 from shared_core.recovery.exchange import Received, Recovery
+from shared_core.recovery.resize import hand_on, take_over
 from shared_core.recovery.state import Replicated
 from shared_core.recovery.updates import Updates
 from shared_core.testing import inject
@@ -73,6 +74,7 @@ class _Part:
     capture: Capture
     restore: Restore
     forward_mutated: bool
+    sums: bool
 
 
 class Job:
@@ -85,6 +87,7 @@ class Job:
         config: the options of the job.
         joining: a newcomer (or a worker restarted from a checkpoint) that has not joined yet.
         tops: batch tops passed by the logical rank.
+        resized: what is being restored is that of another number of workers.
         reachable: a fresh worker that runs the script gets to the present place; elsewhere no checkpoint is written.
     """
 
@@ -98,6 +101,7 @@ class Job:
         self._env = env
         self.tops = 0
         self.reachable = True
+        self.resized = False
         self._entry = -1
         self._events = EventLog(env.events)
         self._board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env))
@@ -132,9 +136,13 @@ class Job:
         self._verified = 0
         self._served_before = 0
         self._checkpoints = Checkpoints(env, self._recovery)
-        self._restored = self._checkpoints.newest() if env.restart else None
+        self._restored = self._line()
+        self._tops_lock = threading.Lock()
+        self._leaving = ExitStack()
+        self.orders = Orders(self._board, env.config.data_policy == "drop") if env.config.resizes else None
         self.joining = env.incarnation > 0 or self._restored is not None
         self._peeked: dict[str, Any] | None = None
+        self._added = False
         runtime = self._runtime
         runtime.record = self._board.record
         runtime.publish_checksum = self._board.checksum
@@ -147,6 +155,13 @@ class Job:
         runtime.failed = self._failed
         self._recovery.on_recovered = self._note_recovery
         self._updates.after = self._after_update
+
+    def _line(self) -> Restored | None:
+        """What the workers of this attempt start from, if it is not the beginning."""
+        checkpoint = self._checkpoints.newest() if self._env.restart else None
+        if self._env.resized is None or (checkpoint is not None and checkpoint.top.index >= self._env.resized.top):
+            return checkpoint
+        return take_over(self._env, self._env.resized)
 
     # -- what adapters call ------------------------------------------------------------------------
 
@@ -191,7 +206,7 @@ class Job:
         self._agreed.clear()
         self._eligible_tops = 0
         replicated = Replicated(modules, optimizers)
-        self._updates.attach(replicated)
+        self._updates.attach(replicated, undo=self.config.resizes)
         if not self.config.log_spill_bytes:
             self._runtime.max_log_bytes = max(2 * replicated.nbytes, 4 << 20)
         buffers = [b for module in modules for b in module.buffers()]
@@ -222,7 +237,15 @@ class Job:
         for ddp, flag in zip(self._ddps, flags, strict=False):
             ddp.require_forward_param_sync = flag
 
-    def register(self, name: str, capture: Capture, restore: Restore, *, forward_mutated: bool = False) -> None:
+    def register(
+        self,
+        name: str,
+        capture: Capture,
+        restore: Restore,
+        *,
+        forward_mutated: bool = False,
+        sums: bool = False,
+    ) -> None:
         """Register rank-local state.
 
         Args:
@@ -231,8 +254,9 @@ class Job:
                 once, so live objects may be returned.
             restore: puts it back in a newcomer, on the main thread, in the order of registration.
             forward_mutated: changed by forward; captured again before the first gradient bucket of each backward.
+            sums: it accumulates over the batches of this rank, so a worker that is added does not take another's.
         """
-        self._parts[name] = _Part(capture, restore, forward_mutated)
+        self._parts[name] = _Part(capture, restore, forward_mutated, sums)
 
     def unregister(self, name: str) -> None:
         """Forget a registered part."""
@@ -261,13 +285,15 @@ class Job:
         grads = None
         if self._updates.pending_gradients():
             self._deferred += 1
-            if self._deferred <= _MAX_DEFERRED:
+            # Gradients of a worker that is lost could not be dealt out to others.
+            if self._deferred <= _MAX_DEFERRED or self.config.resizes:
                 return False
             grads = self._gradients()
         if self._unsettled():  # counts the tops that could be recovery points, so it is asked last
             return False
         self._deferred = 0
-        self._publish("batch", grads)
+        with self._tops_lock:
+            self._publish("batch", grads)
         return False
 
     def eval_top(self) -> bool:
@@ -278,7 +304,8 @@ class Job:
             return True
         self.tops += 1
         self._progress.top(self.tops)
-        self._publish("eval")
+        with self._tops_lock:
+            self._publish("eval")
         return False
 
     def entry(self, name: str) -> EntryDecision:
@@ -323,7 +350,8 @@ class Job:
         self.tops += 1
         parts = self._capture(lambda part: True)
         self._board.publish_end(self._entry, result, parts)
-        self._publish("end")
+        with self._tops_lock:
+            self._publish("end")
         with self._runtime.lock:
             self._runtime.in_startup = True
 
@@ -382,6 +410,31 @@ class Job:
         """The replicated state while no update runs; see :class:`~shared_core.recovery.updates.Updates`."""
         with self._updates.frozen(min_version, self.config.wait_timeout_s) as exported:
             yield exported
+
+    # -- leaving: the number of workers changes ---------------------------------------------------------------------
+
+    def offer(self) -> Offer:
+        """Say what this worker has, and pass no batch top and no update any more; see :meth:`withdraw`."""
+        self._leaving.close()
+        self._leaving.enter_context(self._tops_lock)
+        self._leaving.enter_context(self._updates.held())
+        tops = tuple((top.index, top.version, top.kind) for top in self._board.tops())
+        # A newcomer that is still behind has parameters that no batch top knows.
+        has_state = not self.joining and self._updates.exact
+        return Offer(self.rank, self._env.slot, tops, self._updates.state_version if has_state else None)
+
+    def withdraw(self) -> None:
+        """Go on: nobody leaves."""
+        self._leaving.close()
+
+    def hand_on(self, cut: Cut) -> None:
+        """Write the replicated state at the cut for the workers that follow.
+
+        Raises:
+            RecoveryFailed: if it cannot be had.
+        """
+        with self._updates.at_version(cut.version) as (description, tensors):
+            hand_on(self._env.job_dir, self._env.restart, description, tensors)
 
     # -- publishing --------------------------------------------------------------------------------
 
@@ -563,10 +616,13 @@ class Job:
         self._settle_buckets(restored.records, restored.top)
         for key, results in restored.records:
             self._board.record(key, results)
+        self.resized, self._added = restored.resized, restored.added
         self._take_place(restored.top, restored.parts)
+        self.resized = self._added = False
         self._restored = None
-        console(f"rank {self.rank}: continues from the checkpoint at batch top {restored.top.index}")
-        self._publish("batch")
+        if not restored.resized:
+            console(f"rank {self.rank}: continues from the checkpoint at batch top {restored.top.index}")
+        self._publish(restored.top.kind)
 
     def _take_place(self, top: Top, parts: dict[str, Any]) -> None:
         self.tops = top.index
@@ -582,7 +638,7 @@ class Job:
 
     def _restore(self, parts: dict[str, Any]) -> None:
         for name, part in self._parts.items():
-            if name in parts:
+            if name in parts and not (part.sums and self._added):
                 part.restore(parts[name])
         if "swift.random" in parts:
             _set_random_state(parts["swift.random"])

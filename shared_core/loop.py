@@ -36,7 +36,13 @@ class TrackedLoader:
 
     def __init__(self, loader: Any, job: Job, config: SwiftConfig, ahead: int) -> None:
         self.loader = wrap_loader(
-            loader, mode=config.data, seed=config.seed, rank=job.rank, ahead=ahead, lazy=job.joining
+            loader,
+            mode=config.data,
+            seed=config.seed,
+            rank=job.rank,
+            ahead=ahead,
+            lazy=job.joining,
+            orders=job.orders,
         )
         self._pending: Mapping[str, Any] | None = None
 

@@ -41,5 +41,5 @@ def test_a_script_of_the_readme(name: str, tmp_path: Path) -> None:
     faults = dumps([Fault(1, 20, "bucket", "SIGKILL"), Fault(0, 40, "forward", "SIGKILL")])
     lost = run(script, "shared_core.cli.swiftrun", env={"SWIFT_FAULTS": faults})
     assert lost.returncode == 0, lost.stderr
-    assert "2 lost worker(s) replaced" in lost.stderr
+    assert "2 worker(s) were lost" in lost.stderr
     assert re.findall(r"mean loss [\d.]+", lost.stdout) == re.findall(r"mean loss [\d.]+", plain.stdout)

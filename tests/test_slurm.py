@@ -158,7 +158,7 @@ def test_a_lost_worker_is_replaced(script: str, cluster: Slurm, tmp_path: Path) 
     code, out, err = finish(cluster, job)
     assert code == 0, err
     assert ranks(out) == BOTH, err
-    assert "done; 1 lost worker(s) replaced" in err
+    assert "done; 1 worker(s) were lost" in err
     assert "survivors cannot be kept alive" not in err
 
 
@@ -258,5 +258,5 @@ def test_the_batch_script_of_the_docs(cluster: Slurm, tmp_path: Path) -> None:
     (log,) = (path.read_text() for path in tmp_path.glob("train-*.log"))
     assert code == 0, f"{out}{err}{log}"
     assert ranks(log) == BOTH
-    assert "done; 1 lost worker(s) replaced" in log
+    assert "done; 1 worker(s) were lost" in log
     assert [path.name for path in tmp_path.glob("events*")] == [f"events-{out.split()[-1]}.jsonl"]

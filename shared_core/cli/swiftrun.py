@@ -57,10 +57,10 @@ def get_args_parser() -> argparse.ArgumentParser:
         "--on-failure",
         "--on_failure",
         action=env,
-        choices=("replace", "restart"),
+        choices=("replace", "shrink", "restart"),
         default=None,
-        help="replace (default): a newcomer takes the lost worker's place. restart: all workers start again from the "
-        "newest checkpoint.",
+        help="replace (default): a newcomer takes the lost worker's place. shrink: the others go on without it. "
+        "restart: all workers start again from the newest checkpoint.",
     )
     ours.add_argument(
         "--swift-config", "--swift_config", action=env, default=None, help="YAML or JSON file of options (SwiftConfig)."

@@ -39,11 +39,12 @@ from shared_core.cluster.environment import worker_env
 from shared_core.cluster.fencing import Fenced
 from shared_core.cluster.fleet import CANCELLED, Fleet, LiveWorker
 from shared_core.cluster.jobdir import JobDir
-from shared_core.cluster.ledger import FAIL, RELEASE, RESTART
+from shared_core.cluster.ledger import FAIL, RELEASE, RESIZE, RESTART
 from shared_core.cluster.logs import ERROR_FILE, WorkerLogs
 from shared_core.cluster.losses import LOOP_LIMIT, Death, LossBook, RaisedError, Verdict
 from shared_core.cluster.meeting import JobOver, Meeting
 from shared_core.cluster.request import Mode, StartRequest
+from shared_core.cluster.resizing import Resizing
 from shared_core.cluster.standby import Preload, Standby, clean_env
 from shared_core.cluster.wakeup import Wakeup
 from shared_core.config import SwiftConfig
@@ -140,6 +141,7 @@ class SwiftAgent(SimpleElasticAgent):
         self._start_reported = False
         self._released = False
         self._last_tick = 0.0
+        self._resizing = Resizing(options.config, spec.local_world_size)
         self._crew: Crew | None = None
         if isinstance(spec.rdzv_handler, Meeting):
             self._crew = Crew(
@@ -262,10 +264,11 @@ class SwiftAgent(SimpleElasticAgent):
             if (ticked or self._told) and (result := self._listen()) is not None:
                 return result
             self._start_due()
+            self._grow_if_due()
             if self._released and not self._fleet.live:
                 self._emit("end", result="succeeded", replaced=self._replaced)
                 if self._replaced:
-                    console(f"done; {self._replaced} lost worker(s) replaced")
+                    console(f"done; {self._replaced} worker(s) were lost")
                 return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._ranks()))
 
     def _check_signals(self) -> None:
@@ -277,7 +280,10 @@ class SwiftAgent(SimpleElasticAgent):
     def _timeout(self) -> float:
         if self._told or self._wakeup.received:
             return 0.0
-        return min([self._last_tick + self._tick_s, *(when for when, _ in self._due)]) - time.monotonic()
+        times = [self._last_tick + self._tick_s, *(when for when, _ in self._due)]
+        if self._resizing.grow_at is not None:
+            times.append(self._resizing.grow_at)
+        return min(times) - time.monotonic()
 
     @property
     def _tick_s(self) -> float:
@@ -310,6 +316,10 @@ class SwiftAgent(SimpleElasticAgent):
                     console(f"rank {one.rank} {process.describe_exit(code)} after its goodbye; its work was finished")
             return None
         lost = [(one, self._death(one, code, detected)) for one, code in dead]
+        if self._resizing.stay:  # a newcomer that was too late has no part in what follows
+            lost = [(one, death) for one, death in lost if death.rank in self._resizing.stay]
+            if not lost:
+                return None
         deaths = [death for _, death in lost]
         self._lost |= {death.rank for death in deaths}
         verdicts = [self._book.judge(death) for death in deaths]
@@ -317,12 +327,18 @@ class SwiftAgent(SimpleElasticAgent):
         everyone = self._crew is None and self._lost >= set(self._ranks())
         restart = everyone or self._options.config.on_failure == "restart"
         entry: dict[str, Any] | None = None
+        shrinks = self._crew is None and self._resizing.shrinks(self._now.goodbyes())
         if ending is None and not restart:
             # First of all what the survivors wait for; the telling comes last.
-            entry = self._now.next_generation(deaths, detected)
+            stay = sorted(set(self._ranks()) - self._lost) if shrinks else []
+            entry = self._now.next_generation(deaths, detected, stay)
             if entry is None:
                 return self._listen()  # another machine ended this attempt first
-            for (one, _), verdict in zip(lost, verdicts, strict=True):
+            if shrinks:
+                self._resizing.begin(stay, len(stay))
+            else:
+                self._resizing.expect([death.rank for death in deaths], time.monotonic())
+            for (one, _), verdict in zip(lost, verdicts, strict=True) if not shrinks else ():
                 self._due.append((time.monotonic() + verdict.delay_s, one.local_rank))
             self._start_due()
         self._report_start()
@@ -414,6 +430,8 @@ class SwiftAgent(SimpleElasticAgent):
             return self._failed(int(entry["rank"]), 0, 1, "", str(entry["message"]))
         elif entry.get("over") == RESTART:
             self._start_again(str(entry["reason"]), 0.0)
+        elif entry.get("over") == RESIZE:
+            self._go_on_resized(entry)
         else:
             self._check_lease()  # it may have given our place away
         return None
@@ -430,6 +448,12 @@ class SwiftAgent(SimpleElasticAgent):
             self._emit("end", rank=rank, result="failed", reason=message, replaced=self._replaced)
             pid = next((one.pid for one in self._fleet.live.values() if one.rank == rank), 0)
             return self._failed(rank, pid, 1, "", message)
+        elif name in ("handed", "declined"):
+            if self._resizing.stay and fields.get("generation") == self._now.generation:
+                if name == "handed":
+                    self._resize(int(fields["top"]))
+                else:
+                    self._stay_as_many(str(fields["reason"]))
         elif name == "restart":
             reason = str(fields.get("reason", value))
             if self._book.budget <= 0:
@@ -440,6 +464,79 @@ class SwiftAgent(SimpleElasticAgent):
             self._book.budget -= 1
             self._restart_all(reason, 0.0)
         return None
+
+    # -- another number of workers ------------------------------------------------------------------------------------
+
+    def _grow_if_due(self) -> None:
+        resizing, now = self._resizing, time.monotonic()
+        if resizing.grow_at is None or now < resizing.grow_at or self._released:
+            return
+        resizing.grow_at = None
+        if resizing.stay or self._lost or self._missing or self._now.goodbyes():
+            resizing.schedule(now, len(self._ranks()))  # later
+            return
+        console(f"the places of {resizing.full - len(self._ranks())} lost worker(s) are filled again")
+        if self._now.next_generation((), time.time(), self._ranks()) is not None:
+            resizing.begin(self._ranks(), resizing.full)
+
+    def _shrink_late(self) -> None:
+        """Newcomers that have not joined in time are not waited for any more."""
+        resizing = self._resizing
+        for rank in list(resizing.due):
+            progress = worker.read_progress(self._progress_file(rank))
+            started = max((one.started for one in self._fleet.live.values() if one.rank == rank), default=None)
+            if started is not None and progress is not None and progress[0] and progress[2] >= started:
+                del resizing.due[rank]
+        late = resizing.late(time.monotonic())
+        if not late or resizing.stay:
+            return
+        stay = sorted(set(self._ranks()) - set(late) - self._lost)
+        whose, limit = ", ".join(map(str, late)), self._options.config.replace_timeout_s
+        why = f"nobody has taken the place of rank {whose} in {limit:g} s"
+        if not stay:
+            return
+        console(f"{why} (replace_timeout_s): the others go on")
+        if self._now.next_generation((), time.time(), stay) is not None:
+            resizing.begin(stay, len(stay))
+            self._lost |= set(late)
+            for one in list(self._fleet.live.values()):
+                if one.rank in late:
+                    self._kill(one, why)
+
+    def _resize(self, top: int) -> None:
+        """The state is handed on: end this attempt and go on with another number of workers."""
+        resizing, attempt = self._resizing, self._now
+        ranks = self._ranks()
+        line = worker.Resized(attempt.number, len(ranks), resizing.stay, top) if top else resizing.line
+        entry = {"over": RESIZE, "workers": resizing.target, "line": line.to_json() if line else ""}
+        self._emit("resize", workers=resizing.target, before=len(ranks), top=top, stay=list(resizing.stay))
+        place = f"from batch top {top}" if top else "from where they had started"
+        console(f"{resizing.target} worker(s) go on {place}; they were {len(ranks)}")
+        written = attempt.append(lambda: entry)
+        if written is not None:
+            self._go_on_resized(written)
+
+    def _go_on_resized(self, entry: dict[str, Any]) -> None:
+        line = worker.Resized.from_json(entry["line"]) if entry["line"] else None
+        workers = int(entry["workers"])
+        self._kill_all()
+        self._job.clear(keep=line.attempt if line is not None else None)
+        self._worker_group.workers = [Worker(rank, rank, rank, workers, workers) for rank in range(workers)]
+        self._number += 1
+        self._resizing.done(time.monotonic(), workers, line)
+        self._start_workers(self._worker_group)
+
+    def _stay_as_many(self, reason: str) -> None:
+        """The number of workers cannot change here: lost ones are replaced after all."""
+        resizing = self._resizing
+        console(f"the number of workers cannot change at this moment ({reason})")
+        self._emit("warning", message=f"the number of workers cannot change: {reason}")
+        resizing.end()
+        resizing.schedule(time.monotonic(), len(self._ranks()))
+        if self._now.next_generation((), time.time()) is not None:
+            local = {one.global_rank: one.local_rank for one in self._worker_group.workers}
+            self._due += [(time.monotonic(), local[rank]) for rank in sorted(self._lost)]
+            self._start_due()
 
     # -- other machines -----------------------------------------------------------------------------------------------
 
@@ -519,6 +616,7 @@ class SwiftAgent(SimpleElasticAgent):
                 if tops and not inside and changed >= one.started and time.time() - changed > limit:
                     self._kill(one, f"no progress for {limit:g} s (progress_timeout_s), killed by the agent")
         self._fleet.look_after_standbys()
+        self._shrink_late()
         return True
 
     def _kill(self, one: LiveWorker, cause: str) -> None:
@@ -534,7 +632,10 @@ class SwiftAgent(SimpleElasticAgent):
         nth = self._starts.get(rank, 0)
         self._starts[rank] = nth + 1
         address = self._crew.address if self._crew is not None else ""
-        env = worker_env(self._worker_group, local_rank, self._now, self._job_dir, options.events, config, address)
+        line = self._resizing.line
+        env = worker_env(
+            self._worker_group, local_rank, self._now, self._job_dir, options.events, config, address, line
+        )
         env[ERROR_FILE] = self._logs.error_file(local_rank, nth)
         threads = env.get("OMP_NUM_THREADS", "")
         self._tokens += 1
@@ -601,7 +702,9 @@ class SwiftAgent(SimpleElasticAgent):
         whence = f"from the newest checkpoint in {folder}" if folder else "from the start, as no checkpoint_dir is set"
         console(f"restarting all workers {whence}: {reason}")
         self._kill_all()
-        self._job.clear()  # of what the attempt before published
+        self._resizing.end()
+        line = self._resizing.line
+        self._job.clear(keep=line.attempt if line is not None else None)  # of what the attempt before published
         deadline = time.monotonic() + delay_s
         while not self._wakeup.received and time.monotonic() < deadline:
             self._wakeup.wait(deadline - time.monotonic())

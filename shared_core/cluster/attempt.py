@@ -105,11 +105,24 @@ class Attempt:
         """Full name of a key of this attempt."""
         return prefix_of(self.number) + name
 
-    def next_generation(self, deaths: Sequence[Death], detected: float) -> dict[str, Any] | None:
-        """Write the generation that follows these losses, and return what was written; None if all is over."""
+    def next_generation(
+        self, deaths: Sequence[Death], detected: float, stay: Sequence[int] = ()
+    ) -> dict[str, Any] | None:
+        """Write the generation that follows these losses, and return what was written; None if all is over.
+
+        Args:
+            deaths: who was lost.
+            detected: when that was noticed.
+            stay: ranks that hand their state on, because the number of workers changes.
+        """
         lost = [death.rank for death in deaths]
         cause = {str(death.rank): death.cause for death in deaths}
-        return self.append(lambda: {"lost": lost, "cause": cause, "detected": detected})
+        more: dict[str, Any] = {"stay": list(stay)} if stay else {}
+        return self.append(lambda: {"lost": lost, "cause": cause, "detected": detected} | more)
+
+    def goodbyes(self) -> bool:
+        """Whether any worker has finished."""
+        return any(self._client.check([key]) for key in self._done_keys)
 
     def append(self, make: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
         """As :meth:`Ledger.append`; those that are lost come back and say goodbye again, and other agents are woken."""

@@ -21,6 +21,7 @@ def worker_env(
     events: str | None,
     config_json: str,
     address: str = "",
+    resized: worker.Resized | None = None,
 ) -> dict[str, str]:
     """Everything a worker finds in its environment, except the error file.
 
@@ -32,6 +33,7 @@ def worker_env(
         events: path of ``events.jsonl``, if there is one.
         config_json: options of the job.
         address: of this machine, where there are several.
+        resized: the attempt from which this one goes on, if the number of workers has changed.
     """
     spec, member = group.spec, group.workers[local_rank]
     env = clean_env(os.environ)
@@ -41,7 +43,7 @@ def worker_env(
         "GROUP_RANK": str(group.group_rank),
         "ROLE_RANK": str(member.role_rank),
         "ROLE_NAME": spec.role,
-        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "LOCAL_WORLD_SIZE": str(len(group.workers)),
         "WORLD_SIZE": str(member.world_size),
         "GROUP_WORLD_SIZE": str(group.group_world_size),
         "ROLE_WORLD_SIZE": str(member.role_world_size),
@@ -61,6 +63,8 @@ def worker_env(
         worker.CONFIG: config_json,
         worker.RESTART: str(attempt.number),
     }
+    if resized is not None:
+        env[worker.RESIZED] = resized.to_json()
     if address:
         env[worker.ADDRESS] = address
         env[worker.JOB] = spec.rdzv_handler.get_run_id()

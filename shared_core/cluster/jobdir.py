@@ -33,8 +33,15 @@ class JobDir:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         sweep(self.path.parent)
 
-    def clear(self) -> None:
-        """Remove everything but the lock and what is kept for other machines."""
+    def clear(self, keep: int | None = None) -> None:
+        """Remove what an attempt has left, but not the lock and what is kept for other machines.
+
+        Args:
+            keep: number of an attempt from which the next one goes on: its publications and what it handed on stay.
+        """
+        if keep is not None:
+            self._clear_before(keep)
+            return
         for entry in self.path.iterdir():
             if entry.name == MIRROR:
                 continue
@@ -42,6 +49,16 @@ class JobDir:
                 shutil.rmtree(entry, ignore_errors=True)
             elif entry.name != _LOCK:
                 entry.unlink(missing_ok=True)
+
+    def _clear_before(self, attempt: int) -> None:
+        for folder in self.path.glob("rank*/attempt*"):
+            if int(folder.name.removeprefix("attempt")) != attempt:
+                shutil.rmtree(folder, ignore_errors=True)
+        for file in self.path.glob("resized.*"):
+            if int(file.suffix[1:]) != attempt:
+                file.unlink(missing_ok=True)
+        for progress in self.path.glob("rank*/progress"):
+            progress.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove the folder. A second call does nothing."""

@@ -11,8 +11,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-#: What ends an attempt: all workers said goodbye, all start again, the job failed.
-RELEASE, RESTART, FAIL = "release", "restart", "fail"
+#: What ends an attempt: all workers said goodbye, all start again, another number goes on, the job failed.
+RELEASE, RESTART, RESIZE, FAIL = "release", "restart", "resize", "fail"
 
 
 class Ledger:

@@ -20,10 +20,12 @@ from shared_core.cluster.worker import FOREVER_S, WORDS
 
 _ONCE = ("fail", "restart")
 _DIVERGENT = "divergent"
+#: Said anew in each generation.
+_AGAIN = ("handed", "declined")
 
 
 class KeyWatcher:
-    """Watches the keys of one attempt: ``fail``, ``restart``, ``divergent`` and goodbyes.
+    """Watches the keys of one attempt: ``fail``, ``restart``, ``divergent``, ``handed``, ``declined`` and goodbyes.
 
     Args:
         connect: makes a store client; one is made for the thread, one for :meth:`look`.
@@ -67,6 +69,10 @@ class KeyWatcher:
             if name not in self._seen and store.check([self._prefix + name]):
                 self._seen.add(name)
                 heard.append((name, _decode(store.get(self._prefix + name))))
+        for name in _AGAIN:
+            if store.check([self._prefix + name]):
+                heard.append((name, _decode(store.get(self._prefix + name))))
+                store.delete_key(self._prefix + name)
         if mine := self._divergent():
             heard.append((_DIVERGENT, mine))
         return heard

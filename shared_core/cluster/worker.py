@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ EVENTS = "SWIFT_RECOVERY_EVENTS"
 CONFIG = "SWIFT_RECOVERY_CONFIG"
 RESTART = "SWIFT_RECOVERY_RESTART"
 ADDRESS = "SWIFT_RECOVERY_ADDRESS"
+RESIZED = "SWIFT_RECOVERY_RESIZED"
 MACHINES = "SWIFT_RECOVERY_MACHINES"
 JOB = "SWIFT_RECOVERY_JOB"
 
@@ -46,6 +47,33 @@ WORDS = "words"
 
 _failed = False
 _done = False
+
+
+@dataclass(frozen=True)
+class Resized:
+    """The attempt before, which had another number of workers and has handed its state on.
+
+    Attributes:
+        attempt: its number.
+        world_size: its number of logical ranks.
+        stay: those of them whose workers handed over.
+        top: the batch top from which the job goes on.
+    """
+
+    attempt: int
+    world_size: int
+    stay: tuple[int, ...]
+    top: int
+
+    def to_json(self) -> str:
+        """Inverse of :meth:`from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, raw: str) -> Resized:
+        """Inverse of :meth:`to_json`."""
+        values = json.loads(raw)
+        return cls(values["attempt"], values["world_size"], tuple(values["stay"]), values["top"])
 
 
 @dataclass(frozen=True)
@@ -66,6 +94,7 @@ class WorkerEnv:
         slot: place of this machine, from 0.
         job: what checkpoints name as the job they belong to, equal on all machines.
         machines: who holds which place in the generation in which this worker starts; empty on one machine.
+        resized: the attempt from which this one goes on, if the number of workers has changed.
     """
 
     rank: int
@@ -81,6 +110,7 @@ class WorkerEnv:
     slot: int = 0
     job: str = ""
     machines: tuple[str | None, ...] = ()
+    resized: Resized | None = None
 
     @property
     def prefix(self) -> str:
@@ -124,6 +154,7 @@ def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
         job=source.get(JOB, source[JOB_DIR]),
         slot=int(source.get("GROUP_RANK", "0")),
         machines=tuple(json.loads(source.get(MACHINES) or "[]")),
+        resized=Resized.from_json(source[RESIZED]) if source.get(RESIZED) else None,
     )
 
 

@@ -1,9 +1,10 @@
 """Loaders that can be put back to where a lost worker was; knows ``torch.utils.data``, no framework."""
 
 from shared_core.loaders.randomness import RandomParts, changed, read_random, seed_random, write_random
-from shared_core.loaders.resumable import Position, ResumableLoader, wrap_loader
+from shared_core.loaders.resumable import Orders, Position, ResumableLoader, wrap_loader
 
 __all__ = [
+    "Orders",
     "Position",
     "RandomParts",
     "ResumableLoader",

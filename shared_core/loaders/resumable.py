@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import (
     BatchSampler,
@@ -31,6 +31,7 @@ from shared_core.loaders.randomness import (
     restore_raw,
     write_random,
 )
+from shared_core.loaders.reshard import MARK
 from shared_core.loaders.seeded import Draws, Indices, engine_of
 
 #: Samplers known to draw global randomness at most with their first index: nothing to watch later.
@@ -42,6 +43,9 @@ _KNOWN_SAMPLERS = (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+
+#: Passes whose order is kept: a publication may name the one before the last.
+_ORDERS_KEPT = 3
 
 
 @dataclass
@@ -57,9 +61,48 @@ class _Iteration:
     draws: Draws = field(default_factory=dict)  # what a watched sampler drew from
     delivered: int = 0
     exhausted: bool = False
+    order: str = ""  # name under which its indices were published
+    first: int = 0  # number of its first batch, where the rest of a pass was dealt out anew
+    dealt: bool = False  # its indices are the published ones, not the sampler's
 
     def plain(self) -> dict[str, Any]:
         return dict(vars(self))
+
+
+class Orders(Protocol):
+    """Where the order of each pass over the data is published.
+
+    Attributes:
+        may_drop: samples may be left out when the number of workers changes.
+    """
+
+    may_drop: bool
+
+    def write(self, indices: list[Any]) -> str:
+        """Publish the indices of a pass, batch by batch. Returns the name for :meth:`read`."""
+
+    def read(self, name: str) -> list[Any]:
+        """What was published under ``name``."""
+
+    def drop(self, name: str) -> None:
+        """It will not be asked for any more."""
+
+
+class _Notary:
+    """Publishes the order of each pass and notes its name."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        self.record: _Iteration | None = None
+        self._names: deque[str] = deque()
+
+    def __call__(self, indices: list[Any]) -> None:
+        name = self.orders.write(indices)
+        if self.record is not None:
+            self.record.order = name
+        self._names.append(name)
+        while len(self._names) > _ORDERS_KEPT:
+            self.orders.drop(self._names.popleft())
 
 
 class Position(Iterator[Any]):
@@ -128,6 +171,8 @@ class ResumableLoader:
         ahead: how many items the caller fetches before it uses them; that many can be had again after a restore
             (:attr:`Position.last_items`).
         lazy: build iterators (and worker processes) at the first fetch: a newcomer restores before that.
+        orders: where the order of each pass is published, so that its rest can be dealt out to another number of
+            workers; None where that will not be asked for.
 
     Raises:
         Unsupported: for ``in_order=False``, where the order of batches depends on time.
@@ -143,6 +188,7 @@ class ResumableLoader:
         first_epoch: int = 0,
         ahead: int = 1,
         lazy: bool = False,
+        orders: Orders | None = None,
     ) -> None:
         self._swift_loader = loader
         self._swift_ahead = ahead
@@ -173,9 +219,14 @@ class ResumableLoader:
                 self._swift_seeded = True
                 # Without a reference to the wrapper: a cycle would keep worker processes until the next collection.
                 self._swift_engine, self._swift_indices = engine_of(loader, known, self._swift_place)
-            elif not iterable and not known:
+            elif not iterable and (not known or orders is not None):
                 self._swift_engine, self._swift_indices = engine_of(loader, known, None)
+        # Holds no reference to the wrapper, see above.
+        self._swift_notary = _Notary(orders) if orders is not None else None
+        if self._swift_indices is not None:
+            self._swift_indices.announce = self._swift_notary
         self._swift_owned = OwnedState({"loader": loader})
+        self._swift_built = self._swift_owned.capture()["scalars"] if orders is not None else {}
 
     # -- what the wrapper looks like ----------------------------------------------------------------------------------
 
@@ -250,6 +301,13 @@ class ResumableLoader:
         recent: list[RandomParts] = []
         pool = self._swift_pool
         if found is not None:
+            notary = self._swift_notary
+            if notary is not None and self._swift_indices is None and not (notary.orders.may_drop or found.exhausted):
+                raise Unsupported(
+                    f"a {type(self._swift_loader).__name__} that gives a stream of items is iterated: what a lost "
+                    "worker has left of it cannot be dealt out to others when the number of workers changes. Use a "
+                    "map-style DataLoader, or data_policy='drop', or neither on_failure='shrink' nor replace_timeout_s"
+                )
             started = found._inner is not None
             record = found._record
             if self._swift_indices is not None and started and pool and pool[-1] is record:
@@ -259,12 +317,17 @@ class ResumableLoader:
             recent = [raw.pack() for raw in found._recent] if self._swift_ahead else []
         elif pool and self._swift_continues():
             iterations = [r.plain() for r in pool]
+        owned = self._swift_owned.capture()
         return {
             "count": self._swift_count,
+            MARK: True,
+            "ahead": self._swift_ahead,
+            # Another number of workers has built its own samplers: only what has changed since then follows.
+            "moved": _changes(self._swift_built, owned["scalars"]) if self._swift_notary is not None else {},
             "live": found is not None,
             "iterations": iterations,
             "recent": recent,
-            "owned": self._swift_owned.capture(),
+            "owned": owned,
         }
 
     def restore(self, state: Mapping[str, Any], position: Iterator[Any] | None = None) -> None:
@@ -279,6 +342,13 @@ class ResumableLoader:
         items: deque[Any] = deque(found.last_items if own_iterator and found else (), maxlen=max(self._swift_ahead, 1))
         self._swift_stop(found)
         self._swift_lazy = False
+        if state.get("fresh"):  # no worker had begun this pass: it is divided as the sampler does
+            self._swift_count = state["count"]
+            self._swift_keep = 0
+            if found is not None:
+                found._record.epoch = state["iterations"][-1]["epoch"]
+            self._swift_owned.restore(state["owned"])
+            return
         records = [_Iteration(**values) for values in state["iterations"]]
         if self._swift_seeded:
             records = records[-1:]
@@ -287,7 +357,13 @@ class ResumableLoader:
         for record in records:
             already = min(taken, record.delivered)
             taken -= already
+            if record.dealt and self._swift_indices is not None and self._swift_notary is not None:
+                published = self._swift_notary.orders.read
+                self._swift_indices.listed = state["indices"] if "indices" in state else published(record.order)
+                self._swift_indices.first = record.first
             inner = self._swift_replay(record, already, state["recent"] if record is records[-1] else [], items)
+            if self._swift_indices is not None:
+                self._swift_indices.listed, self._swift_indices.first = None, 0
         self._swift_count = state["count"]
         self._swift_keep = 0
         if found is not None and state["live"]:
@@ -321,6 +397,8 @@ class ResumableLoader:
         record.owned = self._swift_owned.capture()
         self._swift_place[2] = record.epoch
         before = RawRandom()
+        if self._swift_notary is not None:
+            self._swift_notary.record = record
         inner: Iterator[Any] = iter(self._swift_engine)
         if not self._swift_seeded:
             record.before = before.pack(changed(before, RawRandom()))
@@ -369,6 +447,9 @@ class ResumableLoader:
             items.append(self._swift_fetch(inner))
         if record.exhausted:
             next(inner, None)
+        if self._swift_notary is not None and self._swift_notary.record is not None:
+            record.order = self._swift_notary.record.order or record.order
+            self._swift_notary.record = record
         self._swift_pool[-1] = record
         return inner
 
@@ -401,6 +482,14 @@ def wrap_loader(loader: Any, **options: Any) -> ResumableLoader:
         return wrapper
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return (_StatefulResumableLoader if stateful else ResumableLoader)(loader, **options)
+
+
+def _changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        path: changed
+        for path, values in now.items()
+        if (changed := {k: v for k, v in values.items() if k not in before.get(path, {}) or before[path][k] != v})
+    }
 
 
 def _all_known(loader: DataLoader[Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -56,6 +56,11 @@ class Indices:
         #: Taken over by iterators made while they are set (a loader with workers makes two).
         self.skip = 0
         self.replay: Draws = {}
+        #: What to draw instead of the sampler's indices, and the number of its first.
+        self.listed: list[Any] | None = None
+        self.first = 0
+        #: Given the indices of an iteration before the first is drawn, where they must be known in advance.
+        self.announce: Callable[[list[Any]], None] | None = None
         #: Draws of the current iteration that consumed global randomness (refetch mode).
         self.draws: Draws = {}
 
@@ -70,10 +75,23 @@ class Indices:
     def __iter__(self) -> Iterator[Any]:
         log = DrawLog()
         self.draws = log.notes
-        return self._watched(log, self.replay) if self._place is None else self._seeded(tuple(self._place), self.skip)
+        source = self._source(self.listed)
+        if self._place is None:
+            return self._watched(source, log, self.replay)
+        return self._seeded(source, tuple(self._place), self.skip, self.first)
 
-    def _watched(self, log: DrawLog, replay: Draws) -> Iterator[Any]:
-        iterator, number = iter(self.inner), 0
+    def _source(self, listed: list[Any] | None) -> Iterator[Any]:
+        """Indices of an iteration, drawn when the first is asked for."""
+        if listed is None and self.announce is None:
+            yield from self.inner
+            return
+        drawn = list(self.inner) if listed is None else listed
+        if self.announce is not None:
+            self.announce(drawn)
+        yield from drawn
+
+    def _watched(self, iterator: Iterator[Any], log: DrawLog, replay: Draws) -> Iterator[Any]:
+        number = 0
         while True:
             if number in replay:
                 write_random(replay[number])
@@ -86,14 +104,14 @@ class Indices:
             yield drawn
             number += 1
 
-    def _seeded(self, place: tuple[int, ...], skip: int) -> Iterator[Any]:
+    def _seeded(self, iterator: Iterator[Any], place: tuple[int, ...], skip: int, first: int) -> Iterator[Any]:
         seed, rank, epoch = place
-        number = 0
+        number = first
+        skip += first
         # The sampler's draws are a stream of their own, swapped in where they can happen. It starts the same on every
         # rank, as after seed_everything: samplers that split one permutation rely on it.
         swapped, outside = True, RawRandom()
         seed_random(place_seed(seed, _SAMPLER, epoch))
-        iterator = iter(self.inner)
         while True:
             try:
                 while number < skip:

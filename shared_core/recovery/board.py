@@ -6,6 +6,7 @@ half a file:
 - ``top.{n}``: a batch top with the rank-local state there; ``mid.{n}.{k}``: forward-mutated state again, before the
   first gradient bucket of the k-th backward;
 - ``end.{e}``: the state and result at the end of entry call e;
+- ``order.{id}``: the indices of a pass over the data, where its rest may be dealt out to another number of workers;
 - ``records``: results of start-up operations, appended; ``checks``: a ring of input checksums.
 """
 
@@ -34,7 +35,8 @@ _CHECKS = 8192
 _TALLY = struct.Struct("<Q")
 
 
-def _write(path: Path, head: bytes, payload: bytes, mirror: Mirror | None) -> None:
+def write_file(path: Path, head: bytes, payload: bytes, mirror: Mirror | None = None) -> None:
+    """Write a file whole, with a checksum."""
     temporary = path.with_name(path.name + ".tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     data = [_HEADER.pack(len(head), len(payload), zlib.crc32(payload, zlib.crc32(head))), head, payload]
@@ -48,7 +50,12 @@ def _write(path: Path, head: bytes, payload: bytes, mirror: Mirror | None) -> No
         mirror.sync()
 
 
-def _read(path: Path, *, payload: bool = True) -> tuple[bytes, bytes]:
+def read_file(path: Path, *, payload: bool = True) -> tuple[bytes, bytes]:
+    """What :func:`write_file` was given.
+
+    Raises:
+        CorruptFile: if its checksum does not match.
+    """
     data = path.read_bytes()
     head_len, payload_len, crc = _HEADER.unpack_from(data)
     head = data[_HEADER.size : _HEADER.size + head_len]
@@ -117,7 +124,7 @@ class Board:
     def publish_top(self, top: Top, parts: dict[str, Any]) -> int:
         """Publish a batch top. Returns its size in bytes."""
         payload = dumps(parts)
-        _write(self.folder / f"top.{top.index}", json.dumps(asdict(top)).encode(), payload, self._mirror)
+        write_file(self.folder / f"top.{top.index}", json.dumps(asdict(top)).encode(), payload, self._mirror)
         if top.index in self._kept:  # a newcomer publishes its predecessor's top again
             self._kept.remove(top.index)
         self._kept.append(top.index)
@@ -125,12 +132,12 @@ class Board:
 
     def publish_mid(self, top: int, number: int, parts: dict[str, Any]) -> None:
         """Publish forward-mutated state before the first bucket of backward ``number`` of the batch after ``top``."""
-        _write(self.folder / f"mid.{top}.{number}", b"", dumps(parts), self._mirror)
+        write_file(self.folder / f"mid.{top}.{number}", b"", dumps(parts), self._mirror)
         self._mids[top] = max(self._mids.get(top, 0), number + 1)
 
     def publish_end(self, entry: int, result: Any, parts: dict[str, Any]) -> None:
         """Publish the end of an entry call; kept for the whole job."""
-        _write(self.folder / f"end.{entry}", b"", dumps({"result": result, "parts": parts}), self._mirror)
+        write_file(self.folder / f"end.{entry}", b"", dumps({"result": result, "parts": parts}), self._mirror)
 
     def drop_before(self, top: int) -> None:
         """Remove batch tops below ``top``; the newest is always kept."""
@@ -150,6 +157,22 @@ class Board:
         if self._mirror is not None:
             self._mirror.append("records", data)
 
+    def write_order(self, indices: list[Any]) -> str:
+        """Publish the indices of a pass over the data. Returns its name."""
+        name = f"order.{os.urandom(6).hex()}"
+        write_file(self.folder / name, b"", dumps(indices), self._mirror)
+        return name
+
+    def read_order(self, name: str) -> list[Any]:
+        """The indices published under ``name``."""
+        return loads(read_file(self.folder / name)[1])  # type: ignore[no-any-return]
+
+    def drop_order(self, name: str) -> None:
+        """Remove an order that will not be asked for."""
+        (self.folder / name).unlink(missing_ok=True)
+        if self._mirror is not None:
+            self._mirror.remove(name)
+
     def tally(self, name: str) -> Tally:
         """The number called ``name``."""
         return Tally(self.folder / f"tally.{name}")
@@ -168,7 +191,7 @@ class Board:
             if path.suffix == ".tmp":
                 continue
             try:
-                found.append(Top(**json.loads(_read(path, payload=False)[0])))
+                found.append(Top(**json.loads(read_file(path, payload=False)[0])))
             except (CorruptFile, struct.error):
                 continue
         return sorted(found, key=lambda top: top.index)
@@ -179,18 +202,18 @@ class Board:
         Raises:
             CorruptFile: if it is damaged.
         """
-        return loads(_read(self.folder / f"top.{index}")[1])  # type: ignore[no-any-return]
+        return loads(read_file(self.folder / f"top.{index}")[1])  # type: ignore[no-any-return]
 
     def read_mid(self, top: int, number: int) -> dict[str, Any] | None:
         """Forward-mutated state of a backward, or None if the predecessor did not get there."""
         try:
-            return loads(_read(self.folder / f"mid.{top}.{number}")[1])  # type: ignore[no-any-return]
+            return loads(read_file(self.folder / f"mid.{top}.{number}")[1])  # type: ignore[no-any-return]
         except FileNotFoundError:
             return None
 
     def read_end(self, entry: int) -> tuple[Any, dict[str, Any]]:
         """(result, parts) of a finished entry call."""
-        stored = loads(_read(self.folder / f"end.{entry}")[1])
+        stored = loads(read_file(self.folder / f"end.{entry}")[1])
         return stored["result"], stored["parts"]
 
     def records(self) -> list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]:
@@ -215,3 +238,16 @@ class Board:
             if seq:
                 found[(group, seq - 1)] = checksum
         return found
+
+
+class Orders:
+    """Where loaders publish the order of their passes; see :class:`shared_core.loaders.Orders`.
+
+    Args:
+        board: of this rank.
+        may_drop: samples may be left out when the number of workers changes.
+    """
+
+    def __init__(self, board: Board, may_drop: bool) -> None:
+        self.may_drop = may_drop
+        self.write, self.read, self.drop = board.write_order, board.read_order, board.drop_order

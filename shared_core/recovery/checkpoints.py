@@ -24,7 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Restored:
-    """A checkpoint as one rank loads it."""
+    """What one rank goes on from: a checkpoint, or what the workers handed on when their number changed.
+
+    Attributes:
+        top: the batch top.
+        parts: rank-local state there.
+        ends: results and state of finished entry calls.
+        records: results of start-up operations, and of DDP's agreement on buckets.
+        description: of the replicated state.
+        tensors: of the replicated state.
+        resized: it was another number of workers.
+        added: this rank had no predecessor; ``parts`` are another's.
+    """
 
     top: Top
     parts: dict[str, Any]
@@ -32,6 +43,8 @@ class Restored:
     records: list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
     description: dict[str, Any]
     tensors: list[torch.Tensor] = field(default_factory=list)
+    resized: bool = False
+    added: bool = False
 
 
 class Checkpoints:
@@ -58,7 +71,12 @@ class Checkpoints:
         generation = self._recovery.runtime.generation
         client = self._recovery.new_store("")
         try:
-            mine = {"top": asdict(top), "parts": parts, "ends": _ends(board, top.entry), "records": board.records()}
+            mine = {
+                "top": asdict(top),
+                "parts": parts,
+                "ends": ends_before(board, top.entry),
+                "records": board.records(),
+            }
             digest = store.write_part(self._dir, top.index, f"rank{rank}", dumps(mine))
             if rank == 0:
                 with updates.frozen(top.version, 60.0) as (description, tensors):
@@ -106,7 +124,8 @@ class Checkpoints:
         return Restored(Top(**mine["top"]), mine["parts"], mine["ends"], mine["records"], description, tensors)
 
 
-def _ends(board: Board, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:
+def ends_before(board: Board, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:
+    """Results and state of the entry calls that were finished before ``entry``."""
     ends: dict[int, tuple[Any, dict[str, Any]]] = {}
     for number in range(entry):
         try:

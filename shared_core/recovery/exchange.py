@@ -24,14 +24,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shared_core.cluster.worker import FOREVER_S, WorkerEnv, connect_store, tell
+from shared_core.cluster.worker import FOREVER_S, Resized, WorkerEnv, connect_store, tell
 from shared_core.comm.gloo import InnerGroup, wait_for
 from shared_core.comm.log import Signature
 from shared_core.comm.runtime import MAX_ATTEMPTS, GroupState, Runtime
-from shared_core.consistency import Frontier, GroupFrontier, Plan, Top, decide
+from shared_core.consistency import Cut, Frontier, GroupFrontier, Offer, Plan, Top, choose_cut, decide
 from shared_core.errors import GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError
 from shared_core.events import EventLog
 from shared_core.recovery.board import Board
+from shared_core.recovery.resize import local_state
 from shared_core.recovery.state import pack, unpack
 from shared_core.testing import inject
 
@@ -54,6 +55,15 @@ class StateProvider(Protocol):
     @property
     def version(self) -> int:
         """Optimizer steps the state contains."""
+
+    def offer(self) -> Offer:
+        """What this worker has, which goes on no further until :meth:`withdraw`."""
+
+    def withdraw(self) -> None:
+        """Go on."""
+
+    def hand_on(self, cut: Cut) -> None:
+        """Write the state at the cut for the workers that follow."""
 
     def frozen(self, min_version: int) -> AbstractContextManager[tuple[dict[str, Any], list[torch.Tensor]]]:
         """The state at a moment when no update runs and at least ``min_version`` steps are in it; no update begins
@@ -173,7 +183,10 @@ class Recovery:
         """
         store = self.new_store("")
         while True:
-            generation = self.runtime.latest
+            with self.runtime.lock:
+                # While the number of workers changes nothing is formed.
+                self.runtime.changed.wait_for(lambda: "stay" not in self._records.get(self.runtime.latest, {}))
+                generation = self.runtime.latest
             try:
                 with (
                     self._recovering
@@ -206,7 +219,10 @@ class Recovery:
                     live = self.runtime.generation >= 0
                     if self._forming is not None:
                         self._forming.sever()
-                if live:
+                if "stay" in record:
+                    if self.env.rank in record["stay"]:
+                        threading.Thread(target=self._leave, args=(record,), name="swift-leave", daemon=True).start()
+                elif live:
                     threading.Thread(target=self._recover, args=(record,), name="swift-recovery", daemon=True).start()
                 elif self.newcomer and self._prepared_for >= 0:
                     self._post_front(self.new_store(""), record["generation"], self._newcomer_front())
@@ -214,6 +230,47 @@ class Recovery:
             os._exit(1)  # the store is gone: so is the agent
         except Exception as error:  # noqa: BLE001 (a dead watcher would hang the job: end it with the reason)
             self._fatal(error)
+
+    def _leave(self, record: dict[str, Any]) -> None:
+        """Thread: the number of workers changes."""
+        with self._recovering:
+            try:
+                self._leave_once(record["generation"], record["stay"])
+            except GenerationAbandoned:
+                return  # somebody else was lost, or nobody leaves
+            except Exception as error:  # noqa: BLE001 (a full disk, too: whatever it is, another way must be found)
+                traceback.print_exc()
+                self.tell("declined", {"generation": record["generation"], "reason": f"rank {self.env.rank}: {error}"})
+
+    def _leave_once(self, generation: int, stay: list[int]) -> None:
+        if self.runtime.generation >= 0:
+            self.runtime.break_off()
+        if self._abandoned(generation):
+            return
+        inject.point("resize.severed")
+        store, key = self.new_store(""), f"gen/{generation}"
+
+        def wait(keys: list[str], what: str) -> None:
+            wait_for(store, keys, lambda: self._abandoned(generation), self.runtime.wait_timeout_s, what)
+
+        store.set(f"{key}/offer/{self.env.rank}", self.state.offer().to_json())
+        keys = [f"{key}/offer/{rank}" for rank in stay]
+        wait(keys, f"what the workers have that stay in generation {generation} (rank {self.env.rank})")
+        offers = [Offer.from_json(bytes(raw).decode()) for raw in store.multi_get(keys)]
+        cut = choose_cut({offer.rank: offer for offer in offers})
+        inject.point("resize.cut")
+        if self.env.rank in cut.donors.values():
+            self.state.hand_on(cut)
+            store.set(f"{key}/handed/{self.env.rank}", "1")
+        if self.env.rank == min(stay):
+            resized = Resized(self.env.restart, self.env.world_size, tuple(stay), cut.top)
+            if cut.top and not self.env.machines:
+                local_state(self.env, resized)  # only to know that it can be done
+            wait(
+                [f"{key}/handed/{rank}" for rank in cut.donors.values()],
+                f"the state to be handed on in generation {generation} (rank {self.env.rank})",
+            )
+            self.tell("handed", {"generation": generation, "top": cut.top})
 
     def _recover(self, record: dict[str, Any]) -> None:
         generation = record["generation"]
@@ -234,6 +291,7 @@ class Recovery:
             # Cut anyway: whoever waits for the lost rank must not wait for us.
             self.runtime.break_off()
             return
+        self.state.withdraw()
         self.runtime.break_off()
         inject.point("recovery.severed")
         store = self.new_store("")

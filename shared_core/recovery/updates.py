@@ -13,9 +13,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shared_core.consistency.undo import Undo
 from shared_core.errors import RecoveryFailed
 from shared_core.recovery.state import Replicated
 from shared_core.testing import inject
@@ -56,6 +58,7 @@ class Updates:
         self._clean: dict[int, list[tuple[int, int]]] = {}
         self._window: AbstractContextManager[Any] | None = None
         self.replicated: Replicated | None = None
+        self._undo: Undo | None = None
         self.after: Callable[[], None] = lambda: None
         self._handles: list[Any] = []
 
@@ -85,8 +88,22 @@ class Updates:
         """False while a newcomer computes with parameters that are newer than its place in the program."""
         return self._skip == 0 or bool(self._newest)
 
-    def attach(self, replicated: Replicated) -> None:
-        """Watch the optimizers of ``replicated`` from now on."""
+    def attach(self, replicated: Replicated, *, undo: bool = False) -> None:
+        """Watch the optimizers of ``replicated`` from now on.
+
+        Args:
+            replicated: what is trained.
+            undo: keep what updates overwrite until the next batch top, for :meth:`at_version`.
+
+        Raises:
+            UnsupportedOptimizer: with ``undo``, for an optimizer whose updates cannot be undone.
+        """
+        if self._undo is not None:
+            self._undo.disarm()
+            self._undo = None
+        if undo and replicated.optimizers:
+            self._undo = Undo(replicated.optimizers)
+            self._undo.arm()
         with self._condition:
             self.replicated = replicated
             self._several = self._several or len(replicated.optimizers) > 1
@@ -109,6 +126,8 @@ class Updates:
     def at_top(self) -> None:
         """A batch top was published: images older than the one before it cannot be asked for any more."""
         self._several = self._several or self._wants_images
+        if self._undo is not None:
+            self._undo.commit()
         self._versions_at_tops.append(self._applied)
         del self._versions_at_tops[:-2]
         self._images = [image for image in self._images if image[0] >= self._versions_at_tops[0]]
@@ -161,6 +180,40 @@ class Updates:
                 self._frozen -= 1
                 self._condition.notify_all()
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No update runs in here."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._updating)
+            self._frozen += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._frozen -= 1
+                self._condition.notify_all()
+
+    @contextmanager
+    def at_version(self, version: int) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """State with ``version`` updates in it, as it was at the last batch top; updates since then are undone.
+
+        Call inside :meth:`held`.
+
+        Raises:
+            RecoveryFailed: if that state cannot be had.
+        """
+        if self.state_version < version or (self.state_version > version and self._undo is None):
+            raise RecoveryFailed(f"the state contains {self.state_version} updates, and {version} are asked for")
+        if self.state_version > version:
+            assert self._undo is not None and self.replicated is not None
+            # A backward may be under way; it goes on with what it has, and what it gives is not used.
+            with _unsafe_preserve_version_counter(tuple(self.replicated.parameters)):
+                self._undo.undo()
+            self._applied, self._skip = version, 0
+        nothing: dict[str, Any] = {"parameters": 0, "states": [], "tensors": []}
+        description, tensors = self.replicated.export() if self.replicated is not None else (nothing, [])
+        yield description | {"version": version, "images": []}, tensors
+
     def begin_install(self) -> None:
         """A newcomer is about to join: it is no donor until :meth:`load`."""
         self._installing = True
@@ -188,6 +241,8 @@ class Updates:
                     for _, params in reversed(self._images):
                         self._put(params)
             self._versions_at_tops = [version]
+            if self._undo is not None:
+                self._undo.commit()
             self._installing = False
             self._condition.notify_all()
 

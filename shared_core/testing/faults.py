@@ -35,6 +35,8 @@ POINTS: tuple[str, ...] = (
     "recovery.connected",
     "recovery.exchanged",
     "recovery.installed",
+    "resize.severed",
+    "resize.cut",
 )
 
 #: Value of ``Fault.step`` that matches every step; recoveries have no step of their own.

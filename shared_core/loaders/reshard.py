@@ -1,0 +1,109 @@
+"""The rest of an epoch for another number of workers: every sample once, none left out. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shared_core.errors import RecoveryFailed
+
+#: Key that marks the state of a loader inside published parts.
+MARK = "swift.loader"
+
+
+def divide(rests: Sequence[Sequence[Any]], workers: int) -> list[list[Any]]:
+    """Divide what old workers had not used among new ones.
+
+    Batches keep the size they had; where the samples do not fill the last ones, the last two steps are made smaller,
+    so that every worker has equally many batches and none is empty.
+
+    Args:
+        rests: for each old worker the batches (lists of indices) it had not used, in order; or single indices, of
+            loaders that do not batch.
+        workers: number of new workers.
+
+    Returns:
+        For each new worker its batches. Only where fewer samples than workers are left (for loaders that do not batch:
+        where they cannot be divided evenly) some are used twice, as ``DistributedSampler`` does.
+    """
+    longest = max((len(rest) for rest in rests), default=0)
+    in_turn = [rest[step] for step in range(longest) for rest in rests if step < len(rest)]
+    if not in_turn:
+        return [[] for _ in range(workers)]
+    if not isinstance(in_turn[0], (list, tuple)):
+        padded = in_turn + in_turn[: -len(in_turn) % workers]
+        return [padded[worker::workers] for worker in range(workers)]
+    samples = [sample for batch in in_turn for sample in batch]
+    while len(samples) < workers:
+        samples += samples[: workers - len(samples)]
+    sizes = _step_sizes(len(samples), workers, workers * max(len(batch) for batch in in_turn))
+    divided: list[list[Any]] = [[] for _ in range(workers)]
+    at = 0
+    for size in sizes:
+        for worker in range(workers):
+            share = size // workers + (worker < size % workers)
+            divided[worker].append(samples[at : at + share])
+            at += share
+    return divided
+
+
+def _step_sizes(samples: int, workers: int, step: int) -> list[int]:
+    """Samples of each step: full ones, and the last two alike if the last would leave a worker without."""
+    sizes = [step] * (samples // step)
+    rest = samples - sum(sizes)
+    if rest and rest < workers:
+        both = sizes.pop() + rest
+        sizes += [both - both // 2, both // 2]
+    elif rest:
+        sizes.append(rest)
+    return sizes
+
+
+def loader_states(parts: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """``(path, state)`` of every loader's state inside published parts."""
+    if isinstance(parts, dict):
+        if parts.get(MARK):
+            yield path, parts
+            return
+        for key, value in parts.items():
+            yield from loader_states(value, (*path, key))
+    elif isinstance(parts, (list, tuple)):
+        for number, value in enumerate(parts):
+            yield from loader_states(value, (*path, number))
+
+
+def at_path(parts: Any, path: Sequence[Any]) -> dict[str, Any] | None:
+    """The loader's state at ``path`` in another worker's parts; None if it has none there."""
+    for key in path:
+        try:
+            parts = parts[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return parts if isinstance(parts, dict) and parts.get(MARK) else None
+
+
+def used(state: Mapping[str, Any]) -> int:
+    """Batches that a worker had used of the iteration in progress: what it fetched ahead does not count."""
+    delivered = state["iterations"][-1]["delivered"]
+    return int(delivered - min(state["ahead"], delivered))
+
+
+def order_name(state: Mapping[str, Any]) -> str:
+    """Name under which the order of the iteration in progress was published; empty if none has begun."""
+    return str(state["iterations"][-1]["order"]) if state["live"] and state["iterations"] else ""
+
+
+def advance(state: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
+    """Batches used at a later top by a worker of which only an earlier one is known.
+
+    Args:
+        state: its state at the earlier top.
+        before: another worker's there.
+        after: that worker's at the later top.
+
+    Raises:
+        RecoveryFailed: if another pass over the data has begun in between.
+    """
+    if order_name(before) != order_name(after):
+        raise RecoveryFailed("a pass over the data began while the worker was lost, and its order is not known")
+    return used(state) + used(after) - used(before)

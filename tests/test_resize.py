@@ -1,0 +1,79 @@
+"""The number of workers changes in the middle of an epoch: no sample is lost or used twice, and training goes on."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Jobs, most
+
+from shared_core.testing import ANY_STEP, Fault
+from shared_core.testing.runner import JobResult, unconfirmed
+
+SHRINK = ["--on-failure=shrink"]
+#: Where a rank is lost; each leaves the survivors elsewhere.
+CASES: dict[str, tuple[list[str], list[Fault]]] = {
+    "in_backward": ([], [Fault(1, 5, "bucket", "SIGKILL")]),
+    "rank_0": ([], [Fault(0, 5, "bucket", "SIGKILL", nth=2)]),
+    "at_a_batch_top": ([], [Fault(2, 6, "batch_top", "SIGKILL")]),
+    "in_the_update": ([], [Fault(1, 5, "update.during", "SIGKILL", nth=3)]),
+    # the survivors have made the update and wait in a collective that cannot be completed: they undo it
+    "after_the_update": ([], [Fault(1, 5, "update.after", "SIGKILL", nth=2)]),
+    "in_the_first_batch": ([], [Fault(1, 1, "forward", "SIGKILL")]),
+    "before_the_first_batch": ([], [Fault(1, 0, "startup", "SIGKILL")]),
+    "in_the_last_batch": ([], [Fault(1, 20, "bucket", "SIGKILL")]),
+    "after_the_last_batch": ([], [Fault(1, 21, "batch_top", "SIGKILL")]),
+    "in_the_second_epoch": ([], [Fault(1, 30, "bucket", "SIGKILL")]),
+    "two_at_once": ([], [Fault(1, 5, "bucket", "SIGKILL"), Fault(2, 5, "bucket", "SIGKILL")]),
+    "another_meanwhile": ([], [Fault(1, 5, "bucket", "SIGKILL"), Fault(2, ANY_STEP, "resize.severed", "SIGKILL")]),
+    "the_donor_meanwhile": ([], [Fault(1, 5, "bucket", "SIGKILL"), Fault(0, ANY_STEP, "resize.cut", "SIGKILL")]),
+    "a_frozen_worker": ([], [Fault(1, 5, "bucket", "SIGSTOP")]),
+    "loader_processes": (["--workers", "1"], [Fault(1, 5, "bucket", "SIGKILL")]),
+    "an_odd_batch_size": (["--batch", "7"], [Fault(1, 5, "bucket", "SIGKILL")]),
+}
+RARE = (
+    "in_the_first_batch",
+    "in_the_last_batch",
+    "in_the_second_epoch",
+    "two_at_once",
+    "a_frozen_worker",
+    "an_odd_batch_size",
+    "at_a_batch_top",
+)
+
+
+def run(
+    jobs: Jobs, faults: list[Fault], *args: str, nproc: int = 3, options: list[str] | None = None, **env: str
+) -> JobResult:
+    result = jobs.run(
+        "resize.py",
+        nproc=nproc,
+        faults=faults,
+        args=["--epochs", "2", *args],
+        launcher_args=SHRINK if options is None else options,
+        env=env,
+    )
+    assert result.status == 0, result.tail()
+    assert not unconfirmed(result), "\n".join([*unconfirmed(result), result.tail()])
+    return result
+
+
+def check_exact(result: JobResult, workers: int) -> None:
+    """All ranks have the same state at the end, which has seen each sample once an epoch."""
+    assert sorted(result.reports) == list(range(workers)), result.tail()
+    assert len({report["digests"]["all"] for report in result.reports.values()}) == 1, result.tail()
+    extra = result.reports[0]["extra"]
+    assert all(extra["exact"]) and extra["losses"][-1] < extra["losses"][0] / 2, (extra, result.tail())
+
+
+@pytest.mark.parametrize("name", most(CASES, *RARE))
+def test_the_others_go_on(name: str, jobs: Jobs) -> None:
+    args, faults = CASES[name]
+    result = run(jobs, faults, *args)
+    check_exact(result, 3 - len(faults))
+    assert result.kinds("resize")[-1].fields["workers"] == 3 - len(faults)
+
+
+def test_four_three_two_four(jobs: Jobs) -> None:
+    faults = [Fault(2, 5, "bucket", "SIGKILL"), Fault(1, 12, "update.during", "SIGKILL", nth=3)]
+    result = run(jobs, faults, "--until", "4", nproc=4, SWIFT_RECOVERY_GROW_AFTER_S="1")
+    check_exact(result, 4)
+    assert [event.fields["workers"] for event in result.kinds("resize")] == [3, 2, 4]
