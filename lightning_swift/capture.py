@@ -12,6 +12,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress, _BatchProgress, _ReadyCompletedTracker
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torchmetrics import Metric
 
 from lightning_swift.attributes import Holder, Holders
 from lightning_swift.data import Data
@@ -45,18 +46,19 @@ class RunState:
 
     def register(self, job: Job) -> None:
         """Register every part; the order is the order in which a newcomer restores them."""
+        self._job = job
         for name, capture, restore, forward in (
             ("progress", self._capture_progress, self._restore_progress, False),
             ("module", self._capture_module, self._restore_module, True),
             ("flags", self._capture_flags, self._restore_flags, False),
             ("callbacks", self._of("callbacks").capture, self._of("callbacks").restore, False),
             ("callbacks.user", self._of("user callbacks").capture, self._of("user callbacks").restore, True),
-            ("results", self._results.capture, self._results.restore, True),
+            ("results", self._results.capture, self._restore_results, True),
             ("schedulers", self._capture_schedulers, self._restore_schedulers, False),
-            ("data", self.data.capture, self.data.restore, False),
-            ("loggers", self.loggers.capture, self.loggers.restore, False),
+            ("data", self.data.capture, lambda data: self.data.restore(data, resized=job.resized), False),
         ):
             job.register(f"lightning.{name}", capture, restore, forward_mutated=forward)
+        job.register("lightning.loggers", self.loggers.capture, self.loggers.restore, main=True)
 
     def forget(self) -> None:
         """Look up anew what there is to visit: the entry has added modules or callbacks."""
@@ -110,8 +112,11 @@ class RunState:
         holders, leaves, batches = self._loops()
         wall, monotonic = data["clock"]
         self._shift = (time.monotonic() - time.time()) - (monotonic - wall)
+        lengths = self.data.lengths() if self._job.resized else None
         for holder, values in zip(holders, data["attributes"], strict=True):
             holder.restore(values)
+        if lengths is not None:
+            self.data.set_lengths(lengths)
         for leaf, counts in zip(leaves, data["counters"], strict=True):
             leaf.__dict__.update(zip(vars(leaf), counts, strict=True))
         for progress, last in zip(batches, data["last"], strict=True):
@@ -151,6 +156,15 @@ class RunState:
 
     def _restore_module(self, data: Mapping[str, Any]) -> None:
         self._holders("module").restore(data)
+        if self._job.added:
+            for child in self._model()[0]:
+                if isinstance(child, Metric):
+                    child.reset()  # what another rank has seen
+
+    def _restore_results(self, data: Any) -> None:
+        self._results.restore(data)
+        if self._job.added:
+            self._results.reset()
 
     def _capture_schedulers(self) -> Any:
         return [encode_state(config.scheduler.state_dict()) for config in self.trainer.strategy.lr_scheduler_configs]

@@ -9,9 +9,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
-from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSize
+from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSize, _MinSize
 from torch.utils._pytree import tree_unflatten
 
+from shared_core.errors import Unsupported
 from shared_core.loaders import Position, ResumableLoader, read_random, write_random
 
 
@@ -23,6 +24,8 @@ class Data:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
+        #: The lengths of an ordinary pass, while one of which the rest was dealt out anew is in progress.
+        self._ordinary: list[Any] | None = None
         #: Random generators before the loaders of the fit loop and of its validation loop were last requested.
         self._requested: dict[str, Any] = {}
 
@@ -41,6 +44,43 @@ class Data:
         for loader in _wrapped(self._trainer.fit_loop._combined_loader):
             loader.fetches_ahead(ahead)
 
+    def lengths(self) -> list[Any]:
+        """What depends on the number of batches of this rank in a pass over the data."""
+        fit = self._trainer.fit_loop
+        return [fit.max_batches, self._trainer.val_check_batch, list(fit.epoch_loop.val_loop._max_batches)]
+
+    def set_lengths(self, lengths: list[Any]) -> None:
+        """Inverse of :meth:`lengths`."""
+        fit = self._trainer.fit_loop
+        fit.max_batches, self._trainer.val_check_batch, fit.epoch_loop.val_loop._max_batches = lengths
+
+    def begin_pass(self) -> None:
+        """An ordinary pass begins."""
+        if self._ordinary is not None:
+            lengths, self._ordinary = self._ordinary, None
+            self.set_lengths(lengths)
+
+    def _shorten(self) -> None:
+        """The pass in progress has as many batches as were used before the number of workers changed, and are left."""
+        trainer, fit = self._trainer, self._trainer.fit_loop
+        combined, fetcher = fit._combined_loader, fit._data_fetcher
+        left = [p.left for p in (_positions(combined) if combined is not None else ()) if p and p.left is not None]
+        if not left or fetcher is None:
+            return
+        if isinstance(fetcher, _DataLoaderIterDataFetcher):
+            raise Unsupported(
+                "training_step(dataloader_iter) fetches its batches itself, so the number of workers cannot change "
+                "in the middle of a pass over the data; use training_step(batch, batch_idx)"
+            )
+        self._ordinary = self.lengths()
+        shortest = isinstance(combined._iterator, _MinSize) if combined is not None else False
+        length = fetcher.fetched + (min(left) if shortest else max(left))
+        fetcher.length = fit.max_batches = length
+        fetcher.done = fetcher.fetched >= length
+        # Where batches are counted over epochs, or by a number that the user gave, nothing depends on the length.
+        if isinstance(trainer.val_check_interval, float) and trainer.check_val_every_n_epoch is not None:
+            trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
+
     # -- capture ------------------------------------------------------------------------------------------------------
 
     def capture(self) -> Any:
@@ -51,6 +91,7 @@ class Data:
             "val": _capture_combined(val._combined_loader, between=True),
             "fetcher": None if fit._data_fetcher is None else _capture_fetcher(fit._data_fetcher),
             # Only where loaders are requested again during a fit does a newcomer need to do so too.
+            "ordinary": self._ordinary,
             "requested": dict(self._requested) if reloads else {},
             "reloaded": {"train": fit._last_train_dl_reload_epoch, "val": val._last_val_dl_reload_epoch}
             if reloads
@@ -59,14 +100,25 @@ class Data:
 
     # -- restore ------------------------------------------------------------------------------------------------------
 
-    def restore(self, data: Mapping[str, Any]) -> None:
+    def restore(self, data: Mapping[str, Any], resized: bool = False) -> None:
+        """Put back what :meth:`capture` took.
+
+        Args:
+            data: from this rank's predecessor.
+            resized: of another number of workers.
+        """
+        self._ordinary = None if resized else data["ordinary"]
         fit, val = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
         if data["reloaded"]:
             self._request_again(data)
         if fit._combined_loader is not None and data["train"] is not None:
             _restore_combined(fit._combined_loader, data["train"])
             if fit._data_fetcher is not None and data["fetcher"] is not None:
+                length = fit._data_fetcher.length
                 _restore_fetcher(fit._data_fetcher, fit._combined_loader, data["fetcher"])
+                if resized:
+                    fit._data_fetcher.length = length
+                    self._shorten()
         if val._combined_loader is not None and data["val"] is not None:
             _restore_combined(val._combined_loader, data["val"])
 

@@ -50,9 +50,10 @@ class SwiftFitLoop(_FitLoop):
     """
 
     def setup_data(self) -> None:
+        data = _strategy(self.trainer).run_state.data
+        data.begin_pass()
         if self._combined_loader is not None and not self._should_reload_train_dl:
             return
-        data = _strategy(self.trainer).run_state.data
         data.before_request("train")
         super().setup_data()
         data.tell_fetch_ahead()

@@ -78,6 +78,13 @@ class Results:
                 metric.has_reset = values["reset"]
                 metric.meta.sync.should = meta["should"]
 
+    def reset(self) -> None:
+        """Forget the values of what is logged, not that it is."""
+        for collection in self._collections().values():
+            for metric in collection.values():
+                if metric.is_tensor:
+                    metric.reset()
+
     def _meta(self, metric: _ResultMetric) -> dict[str, Any]:
         cached = self._metas.get(id(metric))
         if cached is not None and cached[0] is metric and cached[1]["should"] == metric.meta.sync.should:

@@ -242,6 +242,11 @@ class SwiftDDPStrategy(DDPStrategy):
         """Whether this is a newcomer that has not reached its predecessor's place yet."""
         return self.job is not None and self.job.joining
 
+    @property
+    def num_processes(self) -> int:
+        """Workers of this machine, which may be fewer than devices were asked for."""
+        return super().num_processes if getattr(self, "job", None) is None else int(os.environ["LOCAL_WORLD_SIZE"])
+
     def process_dataloader(self, dataloader: object) -> object:
         """Loaders of a fit get the wrapper that can be put back to where it was."""
         trainer = self._trainer

@@ -74,7 +74,7 @@ class _Part:
     capture: Capture
     restore: Restore
     forward_mutated: bool
-    sums: bool
+    main: bool
 
 
 class Job:
@@ -87,7 +87,9 @@ class Job:
         config: the options of the job.
         joining: a newcomer (or a worker restarted from a checkpoint) that has not joined yet.
         tops: batch tops passed by the logical rank.
+        attempt: number of times that all workers have been started again.
         resized: what is being restored is that of another number of workers.
+        added: what is being restored is a copy of another rank's, because this one has been added.
         reachable: a fresh worker that runs the script gets to the present place; elsewhere no checkpoint is written.
     """
 
@@ -99,9 +101,10 @@ class Job:
             env.config,
         )
         self._env = env
+        self.attempt = env.restart
         self.tops = 0
         self.reachable = True
-        self.resized = False
+        self.resized = self.added = False
         self._entry = -1
         self._events = EventLog(env.events)
         self._board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env))
@@ -142,7 +145,6 @@ class Job:
         self.orders = Orders(self._board, env.config.data_policy == "drop") if env.config.resizes else None
         self.joining = env.incarnation > 0 or self._restored is not None
         self._peeked: dict[str, Any] | None = None
-        self._added = False
         runtime = self._runtime
         runtime.record = self._board.record
         runtime.publish_checksum = self._board.checksum
@@ -244,7 +246,7 @@ class Job:
         restore: Restore,
         *,
         forward_mutated: bool = False,
-        sums: bool = False,
+        main: bool = False,
     ) -> None:
         """Register rank-local state.
 
@@ -254,9 +256,9 @@ class Job:
                 once, so live objects may be returned.
             restore: puts it back in a newcomer, on the main thread, in the order of registration.
             forward_mutated: changed by forward; captured again before the first gradient bucket of each backward.
-            sums: it accumulates over the batches of this rank, so a worker that is added does not take another's.
+            main: it is rank 0's alone, also where another worker becomes rank 0.
         """
-        self._parts[name] = _Part(capture, restore, forward_mutated, sums)
+        self._parts[name] = _Part(capture, restore, forward_mutated, main)
 
     def unregister(self, name: str) -> None:
         """Forget a registered part."""
@@ -616,9 +618,10 @@ class Job:
         self._settle_buckets(restored.records, restored.top)
         for key, results in restored.records:
             self._board.record(key, results)
-        self.resized, self._added = restored.resized, restored.added
-        self._take_place(restored.top, restored.parts)
-        self.resized = self._added = False
+        self.resized, self.added = restored.resized, restored.added
+        main = {name: restored.main[name] for name, part in self._parts.items() if part.main and name in restored.main}
+        self._take_place(restored.top, restored.parts | main)
+        self.resized = self.added = False
         self._restored = None
         if not restored.resized:
             console(f"rank {self.rank}: continues from the checkpoint at batch top {restored.top.index}")
@@ -638,7 +641,7 @@ class Job:
 
     def _restore(self, parts: dict[str, Any]) -> None:
         for name, part in self._parts.items():
-            if name in parts and not (part.sums and self._added):
+            if name in parts:
                 part.restore(parts[name])
         if "swift.random" in parts:
             _set_random_state(parts["swift.random"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+from typing import Any
+
 import pytest
 from harness import Jobs, most
 
@@ -41,10 +44,16 @@ RARE = (
 
 
 def run(
-    jobs: Jobs, faults: list[Fault], *args: str, nproc: int = 3, options: list[str] | None = None, **env: str
+    jobs: Jobs,
+    faults: list[Fault],
+    *args: str,
+    nproc: int = 3,
+    script: str = "resize.py",
+    options: list[str] | None = None,
+    **env: str,
 ) -> JobResult:
     result = jobs.run(
-        "resize.py",
+        script,
         nproc=nproc,
         faults=faults,
         args=["--epochs", "2", *args],
@@ -77,3 +86,35 @@ def test_four_three_two_four(jobs: Jobs) -> None:
     result = run(jobs, faults, "--until", "4", nproc=4, SWIFT_RECOVERY_GROW_AFTER_S="1")
     check_exact(result, 4)
     assert [event.fields["workers"] for event in result.kinds("resize")] == [3, 2, 4]
+
+
+LIGHTNING: dict[str, list[Fault]] = {
+    "in_backward": [Fault(1, 5, "bucket", "SIGKILL")],
+    "rank_0": [Fault(0, 5, "update.during", "SIGKILL", nth=2)],
+    "validation": [Fault(2, 20, "validation", "SIGKILL")],
+}
+
+
+@pytest.mark.parametrize("name", LIGHTNING)
+def test_the_trainer_of_lightning(name: str, jobs: Jobs) -> None:
+    """One validation an epoch, and one row a step in the log."""
+    result = run(jobs, LIGHTNING[name], "--devices", "3", script="lit_resize.py")
+    check_exact(result, 2)
+    extra = result.reports[0]["extra"]
+    assert extra["validations"] == len(extra["losses"])
+    check_rows(extra, may_miss=int(name == "rank_0"))
+
+
+def test_lightning_four_three_two_four(jobs: Jobs) -> None:
+    faults = [Fault(2, 5, "bucket", "SIGKILL"), Fault(1, 12, "update.during", "SIGKILL", nth=3)]
+    args = ("--devices", "4", "--until", "4")
+    result = run(jobs, faults, *args, nproc=4, script="lit_resize.py", SWIFT_RECOVERY_GROW_AFTER_S="2")
+    check_exact(result, 4)
+    assert [event.fields["workers"] for event in result.kinds("resize")] == [3, 2, 4]
+
+
+def check_rows(extra: dict[str, Any], may_miss: int) -> None:
+    rows = list(csv.DictReader(extra["rows"].splitlines()))
+    steps = [int(row["step"]) for row in rows if row["loss_step"]]
+    # What rank 0 had not logged yet of the batch in which it was lost, nobody can log.
+    assert steps == sorted(set(steps)) and extra["steps"] - len(steps) <= may_miss, steps

@@ -64,6 +64,7 @@ class _Iteration:
     order: str = ""  # name under which its indices were published
     first: int = 0  # number of its first batch, where the rest of a pass was dealt out anew
     dealt: bool = False  # its indices are the published ones, not the sampler's
+    length: int = 0  # of the pass, then
 
     def plain(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -120,6 +121,11 @@ class Position(Iterator[Any]):
     def exhausted(self) -> bool:
         """Whether the end was reached."""
         return self._record.exhausted
+
+    @property
+    def left(self) -> int | None:
+        """Items not yet fetched, where the rest of the pass was dealt out to another number of workers."""
+        return self._record.length - self._record.delivered if self._record.dealt else None
 
     @property
     def delivered(self) -> int:

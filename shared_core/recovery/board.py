@@ -32,6 +32,8 @@ from shared_core.recovery.plain import dumps, loads
 _HEADER = struct.Struct("<III")  # length of the header, length of the payload, checksum of both
 _CHECK = struct.Struct("<IIQ")  # group, checksum, sequence number + 1
 _CHECKS = 8192
+#: Start of the names of files with numbers.
+TALLY = "tally."
 _TALLY = struct.Struct("<Q")
 
 
@@ -175,7 +177,7 @@ class Board:
 
     def tally(self, name: str) -> Tally:
         """The number called ``name``."""
-        return Tally(self.folder / f"tally.{name}")
+        return Tally(self.folder / f"{TALLY}{name}")
 
     def checksum(self, group: int, seq: int, checksum: int) -> None:
         """Publish the checksum of an operation's input."""

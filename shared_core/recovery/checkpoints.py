@@ -35,6 +35,7 @@ class Restored:
         tensors: of the replicated state.
         resized: it was another number of workers.
         added: this rank had no predecessor; ``parts`` are another's.
+        main: what rank 0 had published last, where another takes its place.
     """
 
     top: Top
@@ -45,6 +46,7 @@ class Restored:
     tensors: list[torch.Tensor] = field(default_factory=list)
     resized: bool = False
     added: bool = False
+    main: dict[str, Any] = field(default_factory=dict)
 
 
 class Checkpoints:

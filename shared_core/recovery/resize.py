@@ -9,6 +9,7 @@ top they take the state over and deal out what is left of the pass over the data
 from __future__ import annotations
 
 import random
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from shared_core.consistency import Top
 from shared_core.errors import RecoveryFailed
 from shared_core.loaders.reshard import advance, at_path, divide, loader_states, order_name, used
 from shared_core.loaders.seeded import place_seed
-from shared_core.recovery.board import Board, read_file, write_file
+from shared_core.recovery.board import TALLY, Board, read_file, write_file
 from shared_core.recovery.checkpoints import Restored, ends_before
 from shared_core.recovery.plain import dumps, loads
 
@@ -56,9 +57,15 @@ def take_over(env: WorkerEnv, resized: Resized) -> Restored:
         RecoveryFailed: if a lost worker's place in the data cannot be told.
     """
     mine, added = local_state(env, resized)
+    folder = env.rank_dir / f"attempt{env.restart}"
+    for tally in () if added else mine.board.folder.glob(f"{TALLY}*"):
+        shutil.copy(tally, folder)
+    main = _read(env, resized, 0) if env.rank == 0 and 0 not in resized.stay else None
     description, tensors = loads(read_file(state_file(env.job_dir, resized.attempt))[1])
     ends = ends_before(mine.board, mine.top.entry)
-    return Restored(mine.top, mine.parts, ends, mine.board.records(), description, tensors, resized=True, added=added)
+    return Restored(
+        mine.top, mine.parts, ends, mine.board.records(), description, tensors, True, added, main.parts if main else {}
+    )
 
 
 def local_state(env: WorkerEnv, resized: Resized) -> tuple[_Old, bool]:
@@ -130,6 +137,7 @@ def _deal(
         "delivered": min(state["ahead"], len(dealt)),
         "first": used(state),
         "dealt": True,
+        "length": len(dealt),
         "owned": {"scalars": {}, "generators": {}},
         "order": "",
         "fetches": {},
