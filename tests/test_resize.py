@@ -118,3 +118,22 @@ def check_rows(extra: dict[str, Any], may_miss: int) -> None:
     steps = [int(row["step"]) for row in rows if row["loss_step"]]
     # What rank 0 had not logged yet of the batch in which it was lost, nobody can log.
     assert steps == sorted(set(steps)) and extra["steps"] - len(steps) <= may_miss, steps
+
+
+ACCELERATE: dict[str, tuple[list[str], list[Fault]]] = {
+    "in_backward": ([], [Fault(1, 5, "bucket", "SIGKILL")]),
+    "accumulating": (["--accumulate", "2"], [Fault(0, 6, "bucket", "SIGKILL")]),
+}
+
+
+@pytest.mark.parametrize("name", ACCELERATE)
+def test_a_loop_of_accelerate(name: str, jobs: Jobs) -> None:
+    args, faults = ACCELERATE[name]
+    check_exact(run(jobs, faults, *args, script="acc_resize.py"), 2)
+
+
+def test_accelerate_four_three_two_four(jobs: Jobs) -> None:
+    faults = [Fault(2, 5, "bucket", "SIGKILL"), Fault(1, 12, "update.during", "SIGKILL", nth=3)]
+    result = run(jobs, faults, "--until", "4", nproc=4, script="acc_resize.py", SWIFT_RECOVERY_GROW_AFTER_S="2")
+    check_exact(result, 4)
+    assert [event.fields["workers"] for event in result.kinds("resize")] == [3, 2, 4]
