@@ -14,6 +14,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import broadcast, concatenate, find_batch_size, initialize_tensors, send_to_device
 from accelerate.utils.dataclasses import TensorInformation
 
+from shared_core.errors import Unsupported
 from shared_core.loaders.resumable import Position
 from shared_core.recovery.values import decode, encode
 
@@ -26,14 +27,23 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
 
     @classmethod
     def adopt(cls, plugin: SwiftPlugin, prepared: DataLoaderDispatcher, number: int) -> SwiftDispatcher:
-        """The same loader, the ``number``-th of the script, with batch tops."""
+        """The same loader, the ``number``-th of the script, with batch tops.
+
+        Raises:
+            Unsupported: where the number of workers may change.
+        """
+        assert plugin.loop.job is not None
+        if plugin.loop.job.config.resizes:
+            raise Unsupported(
+                "with dispatch_batches=True rank 0 holds batches for all, which cannot be dealt out when the number of "
+                "workers changes: set dispatch_batches=False, or leave out on_failure='shrink' and replace_timeout_s"
+            )
         made: SwiftDispatcher = cls.__new__(cls)
         made.__dict__.update(vars(prepared))
         made._plugin = plugin
         made._tracked = plugin.loop.track(prepared.base_dataloader, number, ahead=made.state.num_processes)
         made.base_dataloader = made._tracked.loader
         made._ahead = _Ahead()
-        assert plugin.loop.job is not None
         plugin.loop.job.register(f"accelerate.dispatch.{number}", made._capture, made._restore)
         return made
 

@@ -16,6 +16,7 @@ from transformers.trainer_utils import TrainOutput
 
 from accelerate_swift.plugin import SwiftPlugin, enabled
 from shared_core import install, launched_by_swiftrun
+from shared_core.errors import Unsupported
 from shared_core.recovery.values import assign, decode, encode_state
 
 if launched_by_swiftrun() and enabled():
@@ -62,6 +63,11 @@ class SwiftTrainer(transformers.Trainer):
         self._swift_phase += 1
         job = self._swift.loop.job
         if job is not None:
+            if job.config.resizes:
+                raise Unsupported(
+                    "transformers.Trainer counts the steps of an epoch in advance, so the number of workers cannot "
+                    "change in the middle of one: leave on_failure='replace' and replace_timeout_s=0"
+                )
             job.reachable = self._swift_phase == 1
             if self._swift.loop.joining:
                 target = self._swift_target = job.peek(_NAME)

@@ -30,7 +30,17 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    most(CASES, "first_batch_of_an_epoch", "last_batch_of_an_epoch", "split_batches", "dispatch_the_rest", "newcomer"),
+    most(
+        CASES,
+        "first_batch_of_an_epoch",
+        "last_batch_of_an_epoch",
+        "split_batches",
+        "dispatch_the_rest",
+        "newcomer",
+        "dispatch_split",
+        "workers",
+        "seedable_sampler",
+    ),
 )
 def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
@@ -56,7 +66,7 @@ TEXT: dict[str, tuple[list[str], list[Fault]]] = {
 }
 
 
-@pytest.mark.parametrize("name", most(TEXT, "second_update", "evaluation"))
+@pytest.mark.parametrize("name", most(TEXT, "second_update", "evaluation", "between_optimizers"))
 def test_a_language_model_its_trackers_and_checkpoints(name: str, jobs: Jobs) -> None:
     args, faults = TEXT[name]
     result = jobs.check("acc_text.py", faults=faults, args=args)
@@ -90,12 +100,13 @@ TRAINER: dict[str, tuple[list[str], list[Fault]]] = {
 }
 
 
-@pytest.mark.parametrize("name", most(TRAINER, "first_step_of_an_epoch", "saving"))
+@pytest.mark.parametrize("name", most(TRAINER, "first_step_of_an_epoch", "saving", "first_epoch"))
 def test_the_trainer_of_transformers(name: str, jobs: Jobs) -> None:
     args, faults = TRAINER[name]
     jobs.check("hf_trainer.py", faults=faults, args=args)
 
 
+@pytest.mark.nightly
 def test_a_second_call_of_train_starts_again_and_says_why(jobs: Jobs) -> None:
     result = jobs.run("hf_trainer.py", faults=[Fault(1, 25, "bucket", "SIGKILL")], args=["--twice"])
     compare(result, jobs.reference("hf_trainer.py", args=["--twice"]))

@@ -81,7 +81,7 @@ WAYS: dict[str, tuple[tuple[str, ...], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("way", most(WAYS, "accelerate_launch_with_a_file"))
+@pytest.mark.parametrize("way", most(WAYS, "accelerate_launch_with_a_file", "accelerate_launch_through_torchrun"))
 def test_a_lost_worker_is_replaced(way: str, tmp_path: Path) -> None:
     command, options, args = WAYS[way]
     faults = dumps([Fault(1, 11, "bucket", "SIGKILL")])
@@ -101,6 +101,7 @@ def test_a_failure_under_accelerate_launch_is_its_failure(tmp_path: Path) -> Non
         assert "no such thing" in result.stderr
 
 
+@pytest.mark.nightly
 def test_plain_torchrun_trains_and_says_so_once(tmp_path: Path) -> None:
     result = start(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py")
     assert result.returncode == 0, result.stderr
@@ -115,6 +116,7 @@ def test_a_flag_turns_it_off(tmp_path: Path) -> None:
     assert result.stdout.count("recovery False") == 2
 
 
+@pytest.mark.nightly
 def test_no_device_is_explained(tmp_path: Path) -> None:
     command = ("-m", "shared_core.cli.swiftrun", "--nproc-per-node", "2", "train.py")
     result = start(tmp_path, *command, args="")

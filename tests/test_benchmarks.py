@@ -131,6 +131,7 @@ def test_a_short_real_run_of_recovery(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_a_short_real_run_of_overhead() -> None:
     with overhead.sides(["gloo", "swift"]) as ready:
         rows = overhead.measure("mlp", ready, steps=2, rounds=3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness import Jobs
+from harness import Jobs, most
 
 from shared_core.testing import ANY_STEP, Fault
 from shared_core.testing.runner import check_survivors, compare, unconfirmed
@@ -52,8 +52,22 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "resume": ("resume", [Fault(1, 14, "forward", "SIGKILL")]),
 }
 
+#: Much like others.
+RARE = (
+    "scheduler_epoch",
+    "scheduler_step",
+    "clip_value",
+    "no_sampler",
+    "epochs_rank_0",
+    "dropout",
+    "two_losses",
+    "metrics_rank_0",
+    "batchnorm_bucket",
+    "gan_second_update",
+)
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize("name", most(CASES, *RARE))
 def test_feature_with_a_loss(name: str, jobs: Jobs) -> None:
     feature, faults = CASES[name]
     result = jobs.check("lit.py", faults=faults, args=["--feature", feature])

@@ -69,9 +69,7 @@ FAULTS: dict[str, list[Fault]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "on_another_machine" else pytest.param(name, marks=pytest.mark.nightly) for name in FAULTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.nightly) for name in FAULTS])
 def test_a_worker_is_replaced_by_its_own_machine(name: str, site: Site, jobs: Jobs) -> None:
     args = ["--norm"]
     cluster = site.start(site.machines[:2], args, faults=FAULTS[name])

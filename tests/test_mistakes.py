@@ -57,6 +57,7 @@ def test_an_exception_that_comes_again_ends_the_job_with_it(jobs: Jobs) -> None:
     assert len(result.kinds("lost")) == 2
 
 
+@pytest.mark.nightly
 def test_torchrun_is_told_once_that_survivors_cannot_be_kept_alive(jobs: Jobs) -> None:
     args = ["--feature", "epochs"]
     result = jobs.run("lit.py", launcher="torchrun", env={"SWIFT_BASELINE": ""}, args=args)

@@ -37,6 +37,7 @@ def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
     jobs.check("plain_ddp.py", nproc=4, faults=CASES[name], args=NORM)
 
 
+@pytest.mark.nightly
 def test_without_standbys_a_fresh_process_takes_the_place(jobs: Jobs) -> None:
     jobs.check("plain_ddp.py", nproc=4, faults=[Fault(1, 4, "bucket", "SIGKILL")], args=NORM, standbys=0)
 

@@ -33,6 +33,8 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "an_odd_batch_size": (["--batch", "7"], [Fault(1, 5, "bucket", "SIGKILL")]),
 }
 RARE = (
+    "in_backward",
+    "before_the_first_batch",
     "in_the_first_batch",
     "in_the_last_batch",
     "in_the_second_epoch",
@@ -95,7 +97,7 @@ LIGHTNING: dict[str, list[Fault]] = {
 }
 
 
-@pytest.mark.parametrize("name", LIGHTNING)
+@pytest.mark.parametrize("name", most(LIGHTNING, "in_backward"))
 def test_the_trainer_of_lightning(name: str, jobs: Jobs) -> None:
     """One validation an epoch, and one row a step in the log."""
     result = run(jobs, LIGHTNING[name], "--devices", "3", script="lit_resize.py")
@@ -126,7 +128,7 @@ ACCELERATE: dict[str, tuple[list[str], list[Fault]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ACCELERATE)
+@pytest.mark.parametrize("name", most(ACCELERATE, "in_backward"))
 def test_a_loop_of_accelerate(name: str, jobs: Jobs) -> None:
     args, faults = ACCELERATE[name]
     check_exact(run(jobs, faults, *args, script="acc_resize.py"), 2)
@@ -137,3 +139,60 @@ def test_accelerate_four_three_two_four(jobs: Jobs) -> None:
     result = run(jobs, faults, "--until", "4", nproc=4, script="acc_resize.py", SWIFT_RECOVERY_GROW_AFTER_S="2")
     check_exact(result, 4)
     assert [event.fields["workers"] for event in result.kinds("resize")] == [3, 2, 4]
+
+
+def test_nobody_takes_the_place_in_time(jobs: Jobs) -> None:
+    """The first newcomer freezes, and the agent waits before it starts another."""
+    faults = [Fault(1, 5, "bucket", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGSTOP", incarnation=1)]
+    result = run(jobs, faults, options=[], SWIFT_RECOVERY_REPLACE_TIMEOUT_S="0.3")
+    check_exact(result, 2)
+    assert "nobody has taken the place of rank 1 in 0.3 s" in result.stderr
+
+
+def test_a_newcomer_in_time_takes_the_place(jobs: Jobs) -> None:
+    env = {"SWIFT_RECOVERY_REPLACE_TIMEOUT_S": "40"}
+    result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], options=[], **env)
+    check_exact(result, 3)
+    assert not result.kinds("resize")
+
+
+def test_the_rest_of_a_lost_worker_may_be_dropped(jobs: Jobs) -> None:
+    """The first pass has not seen what the lost worker had left: 15 of 20 batches of 4."""
+    result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], "--epochs", "1", SWIFT_RECOVERY_DATA_POLICY="drop")
+    assert result.reports[0]["extra"]["used"] == [240 - 4 * 16], result.tail()
+
+
+def test_a_stream_is_refused_unless_it_may_be_dropped(jobs: Jobs) -> None:
+    faults = [Fault(1, 5, "bucket", "SIGKILL")]
+    refused = jobs.run("resize.py", nproc=3, args=["--stream"], launcher_args=SHRINK)
+    assert refused.status == 1 and "data_policy='drop'" in refused.stderr, refused.tail()
+    result = run(jobs, faults, "--stream", SWIFT_RECOVERY_DATA_POLICY="drop")
+    assert result.reports[0]["extra"]["worlds"] == [2, 2], result.tail()
+
+
+def test_a_worker_lost_after_others_have_finished_is_replaced(jobs: Jobs) -> None:
+    """What the others did at their end must not be done twice."""
+    result = run(jobs, [], "--last", "1")
+    assert not result.kinds("resize") and result.kinds("newcomer_start"), result.tail()
+    check_exact(result, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [(["--optimizer", "LBFGS"], "LBFGS"), (["--optimizer", "SparseAdam"], "SparseAdam takes sparse gradients only")],
+)
+def test_an_update_that_cannot_be_undone_is_refused(args: list[str], words: str, jobs: Jobs) -> None:
+    result = jobs.run("resize.py", nproc=2, args=args, launcher_args=SHRINK)
+    assert result.status == 1 and words in result.stderr, result.tail()
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "words"),
+    [
+        ("acc_resize.py", ["--dispatch"], "set dispatch_batches=False"),
+        ("hf_trainer.py", [], "transformers.Trainer counts the steps of an epoch in advance"),
+    ],
+)
+def test_what_is_refused_under_accelerate(script: str, args: list[str], words: str, jobs: Jobs) -> None:
+    result = jobs.run(script, nproc=2, args=args, launcher_args=SHRINK)
+    assert result.status == 1 and words in result.stderr, result.tail()

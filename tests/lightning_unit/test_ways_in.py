@@ -109,7 +109,7 @@ def start(
 
 
 #: Ways that differ from others by little, left to the night.
-RARE = ("object", "callback", "callback_and_object", "environment_and_callback", "cli_name", "cli_class")
+RARE = ("object", "callback", "callback_and_object", "yaml", "environment_and_callback", "cli_name", "cli_class")
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.nightly) if way in RARE else way for way in WAYS])
@@ -131,6 +131,7 @@ def test_plain_torchrun_trains_and_says_so_once(tmp_path: Path) -> None:
     assert done.stderr.count("started by plain torchrun") == 1, done.stderr
 
 
+@pytest.mark.nightly
 def test_fabric_is_told_apart(tmp_path: Path) -> None:
     tail = "from lightning.fabric import Fabric\nFabric(strategy='swift_ddp', accelerator='cpu', devices=2).launch()"
     done = start(tmp_path, "import lightning_swift", tail, [], {})

@@ -7,6 +7,8 @@ workers is right, and its learning rate is 1: after each epoch ``uses`` says wha
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import shared_core
+from shared_core.cluster import worker
 from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report
 
@@ -61,12 +64,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--stream", action="store_true", help="an IterableDataset")
+    parser.add_argument("--last", type=int, default=-1, help="a rank that is lost when all others have finished")
     parser.add_argument("--optimizer", default="AdamW")
     args = parser.parse_args()
     report = Report()
     shared_core.install()
     dist.init_process_group("gloo")
-    world = dist.get_world_size()
+    world, dist_rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(3)
     model = Net()
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
@@ -78,9 +82,9 @@ def main() -> None:
         loader = DataLoader(Stream(), batch_size=args.batch)
     else:
         loader = DataLoader(data, batch_size=args.batch, sampler=sampler, num_workers=args.workers)
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(dist_rank)
     job = shared_core.attach(ddp, *optimizers, loader)
-    seen = job.register(losses=[], exact=[], worlds=[], total=0.0, batches=0)
+    seen = job.register(losses=[], exact=[], worlds=[], used=[], total=0.0, batches=0)
     for epoch in job.epochs(200):
         sampler.set_epoch(epoch)
         for step, (indices, x) in job.steps(loader):
@@ -99,6 +103,7 @@ def main() -> None:
         seen.losses.append(seen.total / seen.batches)
         seen.exact.append(bool((model.uses.detach() == epoch + 1).all()))
         seen.worlds.append(world)
+        seen.used.append(int(model.uses.sum()))
         seen.total, seen.batches = 0.0, 0
         if epoch + 1 >= args.epochs and (not args.until or world == args.until):
             break
@@ -106,6 +111,11 @@ def main() -> None:
     group = dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()
+    if args.last == dist_rank and report.who["incarnation"] == 0:
+        here = worker.env()
+        store = worker.connect_store(where=here)
+        store.wait([f"{here.prefix}done/{rank}" for rank in range(world) if rank != dist_rank])
+        os.kill(os.getpid(), signal.SIGKILL)
     del ddp, job, group
 
 
