@@ -34,7 +34,15 @@ from shared_core.comm import Runtime
 from shared_core.comm import install as install_backend
 from shared_core.comm.op import Op
 from shared_core.consistency import Cut, Offer, Top
-from shared_core.errors import ConfigError, ReplicaMismatch, SwiftError, Unsupported, WaitTimeout
+from shared_core.errors import (
+    ConfigError,
+    CorruptFile,
+    RecoveryFailed,
+    ReplicaMismatch,
+    SwiftError,
+    Unsupported,
+    WaitTimeout,
+)
 from shared_core.events import EventLog, console
 from shared_core.recovery.board import Board, Orders, Tally
 from shared_core.recovery.checkpoints import Checkpoints, Restored
@@ -163,7 +171,10 @@ class Job:
         checkpoint = self._checkpoints.newest() if self._env.restart else None
         if self._env.resized is None or (checkpoint is not None and checkpoint.top.index >= self._env.resized.top):
             return checkpoint
-        return take_over(self._env, self._env.resized)
+        try:
+            return take_over(self._env, self._env.resized)
+        except (RecoveryFailed, CorruptFile) as error:
+            self._recovery.fall_back(str(error))
 
     # -- what adapters call ------------------------------------------------------------------------
 
@@ -420,6 +431,7 @@ class Job:
         self._leaving.close()
         self._leaving.enter_context(self._tops_lock)
         self._leaving.enter_context(self._updates.held())
+        self._board.sync()
         tops = tuple((top.index, top.version, top.kind) for top in self._board.tops())
         # A newcomer that is still behind has parameters that no batch top knows.
         has_state = not self.joining and self._updates.exact
@@ -436,7 +448,7 @@ class Job:
             RecoveryFailed: if it cannot be had.
         """
         with self._updates.at_version(cut.version) as (description, tensors):
-            hand_on(self._env.job_dir, self._env.restart, description, tensors)
+            hand_on(self._board.folder, description, tensors)
 
     # -- publishing --------------------------------------------------------------------------------
 

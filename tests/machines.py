@@ -182,7 +182,7 @@ class Cluster:
         on: the machines.
         out: an empty folder.
         script: path of the script.
-        nnodes: places; the machines beyond are spares.
+        nnodes: places, or MIN:MAX; the machines beyond are spares.
         nproc: workers a machine.
         endpoint: where the machines meet; the first machine by default.
         backend: of the rendezvous.
@@ -199,7 +199,7 @@ class Cluster:
         out: Path,
         script: Path,
         *,
-        nnodes: int = 2,
+        nnodes: int | str = 2,
         nproc: int = 2,
         endpoint: str = "",
         backend: str = "c10d",
@@ -217,7 +217,8 @@ class Cluster:
         env |= {OUT: str(out), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: self._mark}
         env |= {FAULTS: dumps(self.faults), STRUCK: str(out / "struck.jsonl")}
         endpoint = endpoint or f"{on[0].address}:29400"
-        self.argv = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", f"--spare-nodes={len(on) - nnodes}"]
+        most = int(str(nnodes).rpartition(":")[2])
+        self.argv = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", f"--spare-nodes={max(0, len(on) - most)}"]
         self.argv += [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={name or self._mark}"]
         self.argv += [f"--events={out / 'events.jsonl'}", *options, str(script), *args]
         names = [f"{machine.address} {machine.name}" for machine in on]

@@ -16,7 +16,7 @@ from harness import SCRIPTS, Jobs
 from machines import Cluster, Machine, alive, etcd, machines, unavailable
 
 from shared_core.testing import Fault
-from shared_core.testing.runner import check_clean, check_survivors, compare, unconfirmed
+from shared_core.testing.runner import JobResult, check_clean, check_survivors, compare, unconfirmed
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")
 
@@ -32,9 +32,9 @@ class Site:
         self._jobs = jobs
         self._running: list[Cluster] = []
 
-    def start(self, on: list[Machine], args: list[str], **more: Any) -> Cluster:
+    def start(self, on: list[Machine], args: list[str], script: str = SCRIPT, **more: Any) -> Cluster:
         out = self._jobs.folder("machines")
-        cluster = Cluster(self._jobs.warm, on, out, SCRIPTS / SCRIPT, args=args, **more)
+        cluster = Cluster(self._jobs.warm, on, out, SCRIPTS / script, args=args, **more)
         self._running.append(cluster)
         return cluster
 
@@ -241,3 +241,77 @@ def test_with_etcd_again(which: str, time: int, jobs: Jobs, tmp_path: Path) -> N
 @pytest.mark.parametrize("time", range(5))
 def test_with_c10d_again(time: int, site: Site, tmp_path: Path) -> None:
     test_with_c10d_the_loss_of_the_store_s_machine_ends_the_job(site, tmp_path)
+
+
+def check_exact(cluster: Cluster, worlds: set[int]) -> JobResult:
+    """All ranks have the same state at the end, which has seen each sample once an epoch."""
+    result, _ = cluster.finish()
+    check_clean(result)
+    extra = result.reports[0]["extra"] if result.reports else {"exact": [], "worlds": []}
+    assert len({report["digests"]["all"] for report in result.reports.values()}) == 1, result.tail()
+    assert extra["exact"] and all(extra["exact"]), (extra, result.tail())
+    assert worlds <= set(extra["worlds"]), (extra, result.tail())
+    return result
+
+
+def test_fewer_machines_go_on_and_more_are_let_in(site: Site) -> None:
+    """One is cut off: the other goes on alone, until the first is there again."""
+    cluster = site.start(site.machines[:2], ["--epochs", "8", "--until", "4"], "resize.py", nnodes="1:2")
+    cluster.until(lambda: cluster.tops(2) >= 5)
+    site.machines[1].cut()
+    cluster.until(lambda: "2 worker(s) go on from batch top" in cluster.said(0))
+    site.machines[1].heal()
+    result = check_exact(cluster, {4})
+    assert [event.fields["workers"] for event in result.kinds("resize")] == [2, 4]
+
+
+FEWER: dict[str, tuple[str, list[int], set[int]]] = {
+    # machines, those that are lost, numbers of workers
+    "one_of_three": ("2:3", [2], {4}),
+    "one_of_three_beside_the_store": ("2:3", [1], {4}),
+    # the memory that held the lost ranks' publications is lost as well: all start again
+    "two_at_once": ("1:3", [1, 2], {2}),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FEWER)
+def test_fewer_machines_go_on(name: str, site: Site) -> None:
+    nnodes, lost, worlds = FEWER[name]
+    cluster = site.start(site.machines, ["--epochs", "4"], "resize.py", nnodes=nnodes)
+    cluster.until(lambda: cluster.tops(0) >= 5)
+    for place in lost:
+        site.machines[place].kill()
+    check_exact(cluster, worlds)
+
+
+@pytest.mark.nightly
+def test_a_machine_that_does_not_come_in_time_is_done_without(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "swift.json").write_text(json.dumps({"replace_timeout_s": 1.0}))
+    options = [f"--swift-config={tmp_path / 'swift.json'}"]
+    cluster = site.start(site.machines[:2], ["--epochs", "4"], "resize.py", nnodes="1:2", options=options)
+    cluster.until(lambda: cluster.tops(2) >= 5)
+    site.machines[1].kill()
+    result = check_exact(cluster, {2})
+    [lost, *_] = result.kinds("lost")
+    [change] = result.kinds("resize")
+    assert change.time - lost.time >= 1.0
+
+
+@pytest.mark.nightly
+def test_with_fewer_machines_than_the_least_the_job_waits(site: Site) -> None:
+    cluster = site.start(
+        site.machines[:2], ["--epochs", "8"], "resize.py", nnodes="2:3", options=["--rdzv-conf=last_call_timeout=1"]
+    )
+    cluster.until(lambda: cluster.tops(2) >= 5)
+    site.machines[1].cut()
+    cluster.until(lambda: "None" in cluster.said(0))
+    site.machines[1].heal()
+    result = check_exact(cluster, {4})
+    assert not result.kinds("resize")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("time", range(5))
+def test_fewer_machines_again(time: int, site: Site) -> None:
+    test_fewer_machines_go_on_and_more_are_let_in(site)

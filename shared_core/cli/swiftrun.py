@@ -43,7 +43,10 @@ def get_args_parser() -> argparse.ArgumentParser:
             if "PET_MAX_RESTARTS" not in os.environ:
                 action.default = DEFAULT_BUDGET
         elif action.dest == "nnodes":
-            action.help = "Number of machines, each with an agent of its own. Default: 1."
+            action.help = (
+                "Number of machines, each with an agent of its own, or MIN:MAX: the job goes on while there are at "
+                "least MIN, and lets others in up to MAX. Default: 1."
+            )
     ours = parser.add_argument_group("recovery")
     ours.add_argument(
         "--standbys",
@@ -129,18 +132,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     args = get_args_parser().parse_args(argv)
     low, high = parse_min_max_nnodes(args.nnodes)
-    if low != high:
-        raise ConfigError(
-            f"--nnodes {args.nnodes}: a number of machines that changes is not in this version. Use --nnodes {low} "
-            f"--spare-nodes {high - low} for machines that wait to replace lost ones."
-        )
-    if low < 1:
-        raise ConfigError(f"--nnodes must be at least 1, got {low}")
+    if low < 1 or high < low:
+        raise ConfigError(f"--nnodes must be a number of machines or MIN:MAX, at least 1, got {args.nnodes}")
     if args.spare_nodes < 0:
         raise ConfigError(f"--spare-nodes must not be negative, got {args.spare_nodes}")
     if not 0.2 <= args.lease <= 3600:
         raise ConfigError(f"--lease must be between 0.2 and 3600 seconds, got {args.lease}")
-    args.several = low > 1 or args.spare_nodes > 0
+    args.several = high > 1 or args.spare_nodes > 0
+    args.machines = (low, high)
     if args.several:
         _check_meeting(args)
     elif args.resume:
@@ -192,6 +191,8 @@ def build_config(args: argparse.Namespace) -> SwiftConfig:
     base = SwiftConfig.from_file(args.swift_config) if args.swift_config else None
     config = SwiftConfig.from_env(base=base)
     given = {name: getattr(args, name) for name in ("on_failure", "checkpoint_dir") if getattr(args, name) is not None}
+    if args.machines[0] < args.machines[1] and config.on_failure == "replace" and not config.replace_timeout_s:
+        given.setdefault("on_failure", "shrink")  # what --nnodes MIN:MAX means
     if "checkpoint_dir" in given:
         given["checkpoint_dir"] = os.path.abspath(given["checkpoint_dir"])
     return SwiftConfig.from_dict(dataclasses.asdict(config) | given)
@@ -231,7 +232,9 @@ def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
     endpoint = parse_endpoint(torchrun.rdzv_endpoint, torchrun.rdzv_backend)
     register = Register(torchrun.rdzv_backend, endpoint, torchrun.run_id, conf, timeout_s=max(1.0, args.lease / 2))
     options = MeetingOptions(
-        nnodes=torchrun.min_nodes,
+        nnodes=torchrun.max_nodes,
+        least=torchrun.min_nodes,
+        last_call_s=float(conf.get("last_call_timeout", 30)),
         spares=args.spare_nodes,
         nproc=torchrun.nproc_per_node,
         lease_s=args.lease,
@@ -308,6 +311,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         loop_limit=args.crash_loop,
         signals=tuple(name.strip() for name in torchrun.signals_to_handle.split(",")),
         store_port=args.store_port,
+        machines=args.machines,
     )
 
     logs_specs = torchrun.logs_specs or DefaultLogsSpecs()

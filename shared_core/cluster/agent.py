@@ -86,6 +86,7 @@ class AgentOptions:
         loop_limit: see :class:`~shared_core.cluster.losses.LossBook`.
         signals: names of the signals that end the job.
         store_port: port of the store; 0 takes a free one.
+        machines: how many there are at least, and at most.
     """
 
     config: SwiftConfig
@@ -96,6 +97,7 @@ class AgentOptions:
     loop_limit: int = LOOP_LIMIT
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     store_port: int = 0
+    machines: tuple[int, int] = (1, 1)
 
 
 class SwiftAgent(SimpleElasticAgent):
@@ -141,7 +143,9 @@ class SwiftAgent(SimpleElasticAgent):
         self._start_reported = False
         self._released = False
         self._last_tick = 0.0
-        self._resizing = Resizing(options.config, spec.local_world_size)
+        self._resizing = Resizing(
+            options.config, spec.local_world_size, least=options.machines[0], most=options.machines[1]
+        )
         self._crew: Crew | None = None
         if isinstance(spec.rdzv_handler, Meeting):
             self._crew = Crew(
@@ -184,10 +188,16 @@ class SwiftAgent(SimpleElasticAgent):
         if self._attempt is not None:
             self._attempt.close()
         place = (worker_group.spec.local_addr or "localhost", 0 if self._number else self._options.store_port)
-        if team is not None:
+        if team is not None and self._crew is not None:
+            if self._attempt is None and self._crew.line:  # given a place in the middle of the job
+                self._resizing.line = worker.Resized.from_json(self._crew.line)
+                self._crew.gather(team.machines, self._resizing.line)
             self._number, place = team.number, (team.host, team.port)
         world_size = worker_group.workers[0].world_size
         self._attempt = Attempt(self._number, place, ranks, world_size, self._wake, team)
+        if team is not None:
+            line = self._resizing.line
+            self._attempt.begin(team.machines, line.to_json() if line is not None else "")
         self._start_reported = False
         self._due.clear()
         self._missing = set(ranks)
@@ -327,17 +337,20 @@ class SwiftAgent(SimpleElasticAgent):
         everyone = self._crew is None and self._lost >= set(self._ranks())
         restart = everyone or self._options.config.on_failure == "restart"
         entry: dict[str, Any] | None = None
-        shrinks = self._crew is None and self._resizing.shrinks(self._now.goodbyes())
+        # Among several machines a lost worker is replaced by its own; during a change the others hand over without it.
+        resizing, alone = self._resizing, self._crew is None
+        shrinks = bool(resizing.stay) or (alone and resizing.shrinks(self._now.goodbyes()))
+        stay = sorted(set(resizing.stay or self._ranks()) - self._lost) if shrinks else []
+        restart = restart or (shrinks and not stay)
         if ending is None and not restart:
             # First of all what the survivors wait for; the telling comes last.
-            stay = sorted(set(self._ranks()) - self._lost) if shrinks else []
-            entry = self._now.next_generation(deaths, detected, stay)
+            entry = self._now.next_generation(deaths, detected, stay, resizing.after)
             if entry is None:
                 return self._listen()  # another machine ended this attempt first
             if shrinks:
-                self._resizing.begin(stay, len(stay))
+                resizing.begin(stay, len(stay) if alone else resizing.target)
             else:
-                self._resizing.expect([death.rank for death in deaths], time.monotonic())
+                resizing.expect([death.rank for death in deaths], time.monotonic())
             for (one, _), verdict in zip(lost, verdicts, strict=True) if not shrinks else ():
                 self._due.append((time.monotonic() + verdict.delay_s, one.local_rank))
             self._start_due()
@@ -349,7 +362,7 @@ class SwiftAgent(SimpleElasticAgent):
         if restart:
             self._book.budget += len(deaths) - 1  # a restart of all counts once
             why = "all workers are lost" if everyone else "on_failure is restart"
-            self._restart_all(why, max(verdict.delay_s for verdict in verdicts))
+            self._restart_all(why, max(verdict.delay_s for verdict in verdicts), line=resizing.line)
             return None
         assert entry is not None
         self._emit("generation", **{name: value for name, value in entry.items() if name != "generation"})
@@ -429,10 +442,11 @@ class SwiftAgent(SimpleElasticAgent):
             console(f"the job ends: {entry['message']}")
             return self._failed(int(entry["rank"]), 0, 1, "", str(entry["message"]))
         elif entry.get("over") == RESTART:
-            self._start_again(str(entry["reason"]), 0.0)
+            self._start_again(entry, 0.0)
         elif entry.get("over") == RESIZE:
             self._go_on_resized(entry)
         else:
+            self._note(entry)
             self._check_lease()  # it may have given our place away
         return None
 
@@ -462,7 +476,7 @@ class SwiftAgent(SimpleElasticAgent):
                 self._emit("end", result="failed", reason=reason, replaced=self._replaced)
                 return self._failed(self._ranks()[0], 0, 1, "", reason)
             self._book.budget -= 1
-            self._restart_all(reason, 0.0)
+            self._restart_all(reason, 0.0, line=None)  # a worker that says so could not go on from the present one
         return None
 
     # -- another number of workers ------------------------------------------------------------------------------------
@@ -482,6 +496,8 @@ class SwiftAgent(SimpleElasticAgent):
     def _shrink_late(self) -> None:
         """Newcomers that have not joined in time are not waited for any more."""
         resizing = self._resizing
+        if self._crew is not None:
+            return
         for rank in list(resizing.due):
             progress = worker.read_progress(self._progress_file(rank))
             started = max((one.started for one in self._fleet.live.values() if one.rank == rank), default=None)
@@ -506,23 +522,33 @@ class SwiftAgent(SimpleElasticAgent):
     def _resize(self, top: int) -> None:
         """The state is handed on: end this attempt and go on with another number of workers."""
         resizing, attempt = self._resizing, self._now
-        ranks = self._ranks()
-        line = worker.Resized(attempt.number, len(ranks), resizing.stay, top) if top else resizing.line
-        entry = {"over": RESIZE, "workers": resizing.target, "line": line.to_json() if line else ""}
-        self._emit("resize", workers=resizing.target, before=len(ranks), top=top, stay=list(resizing.stay))
+        before = self._worker_group.workers[0].world_size
+        line = worker.Resized(attempt.number, before, resizing.stay, top) if top else resizing.line
+        entry: dict[str, Any] = {"over": RESIZE, "workers": resizing.target, "line": line.to_json() if line else ""}
+        if self._crew is not None:
+            entry["machines"] = list(resizing.after)
+        self._emit("resize", workers=resizing.target, before=before, top=top, stay=list(resizing.stay))
         place = f"from batch top {top}" if top else "from where they had started"
-        console(f"{resizing.target} worker(s) go on {place}; they were {len(ranks)}")
+        console(f"{resizing.target} worker(s) go on {place}; they were {before}")
         written = attempt.append(lambda: entry)
         if written is not None:
             self._go_on_resized(written)
 
     def _go_on_resized(self, entry: dict[str, Any]) -> None:
         line = worker.Resized.from_json(entry["line"]) if entry["line"] else None
-        workers = int(entry["workers"])
+        group, workers = self._worker_group, int(entry["workers"])
         self._kill_all()
         self._job.clear(keep=line.attempt if line is not None else None)
-        self._worker_group.workers = [Worker(rank, rank, rank, workers, workers) for rank in range(workers)]
         self._number += 1
+        here, first = range(workers), 0
+        if self._crew is not None:
+            nproc = group.spec.local_world_size
+            place = self._crew.regroup(entry["machines"], self._number)
+            here, first = range(nproc), place * nproc
+            group.group_rank, group.group_world_size = place, len(entry["machines"])  # type: ignore[assignment]
+            if line is not None:
+                self._crew.gather(entry["machines"], line)
+        group.workers = [Worker(i, first + i, first + i, workers, workers) for i in here]
         self._resizing.done(time.monotonic(), workers, line)
         self._start_workers(self._worker_group)
 
@@ -531,11 +557,18 @@ class SwiftAgent(SimpleElasticAgent):
         resizing = self._resizing
         console(f"the number of workers cannot change at this moment ({reason})")
         self._emit("warning", message=f"the number of workers cannot change: {reason}")
-        resizing.end()
+        resizing.declined = True
         resizing.schedule(time.monotonic(), len(self._ranks()))
-        if self._now.next_generation((), time.time()) is not None:
+        if (entry := self._now.next_generation((), time.time())) is not None:
+            self._note(entry)
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        """A generation was written that may begin or end a change of the number of workers."""
+        changing = bool(self._resizing.stay)
+        self._resizing.follow(entry, self._worker_group.spec.local_world_size)
+        if changing and not self._resizing.stay:
             local = {one.global_rank: one.local_rank for one in self._worker_group.workers}
-            self._due += [(time.monotonic(), local[rank]) for rank in sorted(self._lost)]
+            self._due += [(time.monotonic(), local[rank]) for rank in sorted(self._lost) if rank in local]
             self._start_due()
 
     # -- other machines -----------------------------------------------------------------------------------------------
@@ -565,6 +598,8 @@ class SwiftAgent(SimpleElasticAgent):
             self._attempt.close()
             self._attempt = None
         self._job.clear()
+        self._resizing.end()
+        self._resizing.line = None
         self._released = False
 
     def _look_at_machines(self) -> None:
@@ -572,14 +607,15 @@ class SwiftAgent(SimpleElasticAgent):
             return
         restart = self._options.config.on_failure == "restart"
         nproc = self._worker_group.spec.local_world_size
-        entry = self._crew.replace_machines(self._now, nproc, restart=restart)
+        entry = self._crew.replace_machines(self._now, nproc, self._resizing, restart=restart)
         if entry is None:
             return
+        self._note(entry)
         for rank in entry.get("lost", ()):
             self._emit("lost", rank=rank, cause=entry["cause"][str(rank)], detected=entry["detected"])
         if restart:
             self._emit("restart", reason=entry["reason"], attempt=self._number + 1)
-            self._start_again(entry["reason"], 0.0)
+            self._start_again(entry, 0.0)
         else:
             self._emit("generation", **{name: value for name, value in entry.items() if name != "generation"})
 
@@ -688,22 +724,26 @@ class SwiftAgent(SimpleElasticAgent):
                 pids={str(one.rank): one.pid for one in self._fleet.live.values()},
             )
 
-    def _restart_all(self, reason: str, delay_s: float, **more: Any) -> None:
+    def _restart_all(self, reason: str, delay_s: float, *, line: worker.Resized | None) -> None:
         """End this attempt for all agents, unless another did, and begin the next."""
-        if self._now.append(lambda: {"over": RESTART, "reason": reason} | more) is None:
+        over = {"over": RESTART, "reason": reason, "line": line.to_json() if line is not None else ""}
+        if (entry := self._now.append(lambda: over)) is None:
             self._told = True
             return
         self._emit("restart", reason=reason, attempt=self._number + 1)
-        self._start_again(reason, delay_s)
+        self._start_again(entry, delay_s)
 
-    def _start_again(self, reason: str, delay_s: float) -> None:
+    def _start_again(self, entry: dict[str, Any], delay_s: float) -> None:
         """Kill every worker and start all again as generation 0 of the next attempt."""
-        folder = self._options.config.checkpoint_dir
+        folder, line = self._options.config.checkpoint_dir, None
         whence = f"from the newest checkpoint in {folder}" if folder else "from the start, as no checkpoint_dir is set"
-        console(f"restarting all workers {whence}: {reason}")
+        if entry.get("line"):
+            line = worker.Resized.from_json(entry["line"])
+            whence = f"from batch top {line.top}, where their number had changed, or a newer checkpoint"
+        console(f"restarting all workers {whence}: {entry['reason']}")
         self._kill_all()
         self._resizing.end()
-        line = self._resizing.line
+        self._resizing.line = line
         self._job.clear(keep=line.attempt if line is not None else None)  # of what the attempt before published
         deadline = time.monotonic() + delay_s
         while not self._wakeup.received and time.monotonic() < deadline:

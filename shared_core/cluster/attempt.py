@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from shared_core.cluster.losses import Death
 from shared_core.cluster.watch import KeyWatcher
 from shared_core.cluster.worker import WORDS
 
+_FIRST = "first"
+
 
 def connect(host: str, port: int, timeout_s: float = 30.0) -> Any:
     """A client of a store; ``timeout_s`` bounds its waits."""
@@ -24,6 +27,14 @@ def connect(host: str, port: int, timeout_s: float = 30.0) -> Any:
 def prefix_of(number: int) -> str:
     """Prefix of the keys of an attempt."""
     return f"swift/{number}/"
+
+
+def first_of(store: Any, number: int) -> dict[str, Any] | None:
+    """With what an attempt begins: ``machines`` in their places, and ``line`` (see :class:`Resizing`); None if no agent
+    has begun it.
+    """
+    key = prefix_of(number) + _FIRST
+    return json.loads(store.get(key)) if store.check([key]) else None
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,10 @@ class Attempt:
             lambda: connect(self.host, self.port), self.key(""), wake, slot=self._slot, ranks=ranks
         )
 
+    def begin(self, machines: Sequence[str | None], line: str) -> None:
+        """Say with what this attempt begins; the first agent's word counts."""
+        self._client.compare_set(self.key(_FIRST), "", json.dumps({"machines": list(machines), "line": line}))
+
     @property
     def generation(self) -> int:
         """Number of the newest generation."""
@@ -106,7 +121,7 @@ class Attempt:
         return prefix_of(self.number) + name
 
     def next_generation(
-        self, deaths: Sequence[Death], detected: float, stay: Sequence[int] = ()
+        self, deaths: Sequence[Death], detected: float, stay: Sequence[int] = (), after: Sequence[str] = ()
     ) -> dict[str, Any] | None:
         """Write the generation that follows these losses, and return what was written; None if all is over.
 
@@ -114,10 +129,12 @@ class Attempt:
             deaths: who was lost.
             detected: when that was noticed.
             stay: ranks that hand their state on, because the number of workers changes.
+            after: machines that go on then, where there are several.
         """
         lost = [death.rank for death in deaths]
         cause = {str(death.rank): death.cause for death in deaths}
         more: dict[str, Any] = {"stay": list(stay)} if stay else {}
+        more |= {"after": list(after)} if stay and after else {}
         return self.append(lambda: {"lost": lost, "cause": cause, "detected": detected} | more)
 
     def goodbyes(self) -> bool:

@@ -15,6 +15,8 @@ from shared_core.cluster.ledger import RESTART, Ledger
 from shared_core.cluster.machines import reassign
 from shared_core.cluster.meeting import Meeting
 from shared_core.cluster.mirror import MirrorServer
+from shared_core.cluster.resizing import Resizing
+from shared_core.cluster.worker import Resized
 from shared_core.events import console
 
 
@@ -88,12 +90,15 @@ class Crew:
         """Why this machine had to stop its workers, where ``error`` ended its part."""
         return (self._meeting.lease.fenced if self._meeting.lease is not None else "") or str(error)
 
-    def replace_machines(self, attempt: Attempt, nproc: int, *, restart: bool) -> dict[str, Any] | None:
-        """Give the places of lost machines to spare ones.
+    def replace_machines(
+        self, attempt: Attempt, nproc: int, resizing: Resizing, *, restart: bool
+    ) -> dict[str, Any] | None:
+        """Give the places of lost machines to spare ones, or go on with another number of machines.
 
         Args:
             attempt: the present one.
             nproc: workers of each machine.
+            resizing: the number of workers.
             restart: all workers start again then, instead of newcomers taking over.
 
         Returns:
@@ -107,20 +112,57 @@ class Crew:
 
         def make() -> dict[str, Any] | None:
             change = reassign(ledger.machines, lease.lost, lease.alive)
-            if change is None:
-                return None
-            gone = ", ".join(f"{name} (place {place})" for place, name in change.lost.items())
-            why = f"machine {gone} is lost" if gone else "a spare machine has come"
-            if restart:
-                return {"over": RESTART, "reason": why, "machines": change.machines}
-            ranks = change.ranks(nproc)
-            cause = dict.fromkeys(map(str, ranks), why)
-            return {"lost": ranks, "cause": cause, "detected": detected, "machines": change.machines}
+            machines = ledger.machines if change is None else change.machines
+            entry: dict[str, Any] = {"lost": [], "cause": {}, "detected": detected, "machines": machines}
+            why = ""
+            if change is not None:
+                gone = ", ".join(f"{name} (place {place})" for place, name in change.lost.items())
+                why = f"machine {gone} is lost" if gone else "a spare machine has come"
+                if restart:
+                    return {"over": RESTART, "reason": why, "machines": change.machines}
+                entry["lost"] = change.ranks(nproc)
+                entry["cause"] = dict.fromkeys(map(str, entry["lost"]), why)
+            after = resizing.machines(machines, lease.alive, changed=change is not None, now=time.monotonic())
+            if after is not None:
+                held = [place for place, name in enumerate(machines) if name is not None]
+                stay = [place * nproc + local_rank for place in held for local_rank in range(nproc)]
+                entry |= {"stay": [rank for rank in stay if rank not in entry["lost"]], "after": after}
+                why = f"{why}; " if why else ""
+                why += f"{len(after)} machine(s) go on"
+            return entry | {"reason": why} if why else None
 
         entry = attempt.append(make)
         if entry is not None:
-            console(f"{entry.get('reason') or next(iter(entry['cause'].values()))}; places: {entry['machines']}")
+            console(f"{entry['reason']}; places: {entry['machines']}")
         return entry
+
+    def regroup(self, machines: Sequence[str | None], number: int) -> int:
+        """The machines of attempt ``number`` are these. Returns this machine's place.
+
+        Raises:
+            Fenced: if it has none.
+        """
+        if not self._meeting.regroup(machines, number) or self._meeting.team is None:
+            raise Fenced("the others go on without this machine")
+        return self._meeting.team.slot
+
+    @property
+    def line(self) -> str:
+        """What the attempt goes on from in which this machine was given its place; see :class:`Resizing`."""
+        return self._meeting.line
+
+    def gather(self, machines: Sequence[str | None], line: Resized) -> None:
+        """Get what all ranks of the attempt before had published, and the state that was handed on."""
+
+        def here(rank: int) -> Path:
+            return self._job_dir / f"rank{rank}" / f"attempt{line.attempt}"
+
+        away = [rank for rank in range(line.world_size) if not here(rank).exists()]
+        got = sum(mirror.fetch(machines, away, line.attempt, self._job_dir).values())
+        if not any((here(rank) / mirror.REPLICATED).exists() for rank in line.stay):
+            got += mirror.fetch_replicated(machines, line.stay, line.attempt, self._job_dir)
+        if away:
+            console(f"state of ranks {', '.join(map(str, away))}: {got} bytes from other machines")
 
     def fetch(self, ledger: Ledger, ranks: Sequence[int], number: int) -> None:
         """Get what the last holders of ``ranks``, on a machine that is lost, had published, from who kept it."""

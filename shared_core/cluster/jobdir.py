@@ -54,9 +54,6 @@ class JobDir:
         for folder in self.path.glob("rank*/attempt*"):
             if int(folder.name.removeprefix("attempt")) != attempt:
                 shutil.rmtree(folder, ignore_errors=True)
-        for file in self.path.glob("resized.*"):
-            if int(file.suffix[1:]) != attempt:
-                file.unlink(missing_ok=True)
         for progress in self.path.glob("rank*/progress"):
             progress.unlink(missing_ok=True)
 

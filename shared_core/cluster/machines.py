@@ -26,6 +26,19 @@ class Reassignment:
         return [place * nproc + local_rank for place in places for local_rank in range(nproc)]
 
 
+def grown(machines: Sequence[str | None], alive: Sequence[str], most: int) -> tuple[str, ...]:
+    """The machines that hold places, with spare ones after them where there may be more.
+
+    Args:
+        machines: who holds which place.
+        alive: machines that have a lease, in the order in which they came.
+        most: machines that there may be.
+    """
+    held = [name for name in machines if name is not None]
+    spares = [name for name in alive if name not in machines]
+    return (*held, *spares[: max(0, most - len(held))])
+
+
 def reassign(machines: Sequence[str | None], lost: Collection[str], alive: Sequence[str]) -> Reassignment | None:
     """Give the places of lost machines to spare ones, in the order in which these came.
 

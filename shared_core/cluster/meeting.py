@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +24,9 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from shared_core.cluster.attempt import Team, connect, prefix_of
+from shared_core.cluster.attempt import Team, connect, first_of, prefix_of
 from shared_core.cluster.lease import FIRST_S, Lease
-from shared_core.cluster.ledger import RELEASE, RESTART, Ledger
+from shared_core.cluster.ledger import RELEASE, RESIZE, RESTART, Ledger
 from shared_core.cluster.register import C10D, Gone, Register, own_address, probe
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import console
@@ -59,7 +59,9 @@ class MeetingOptions:
     """What a job on several machines is.
 
     Attributes:
-        nnodes: places.
+        nnodes: places, at most.
+        least: machines that are enough.
+        last_call_s: how long to wait for more of them then, in seconds.
         spares: machines that may wait beyond them.
         nproc: workers of each machine.
         lease_s: length of a machine's lease, in seconds.
@@ -75,6 +77,8 @@ class MeetingOptions:
     join_s: float
     resume: bool = False
     address: str | None = None
+    least: int = 0
+    last_call_s: float = 30.0
 
 
 class Meeting(RendezvousHandler):
@@ -113,6 +117,9 @@ class Meeting(RendezvousHandler):
         self._met = self._admitted = False
         self._round = 0
         self._beats = 0
+        self._enough = False
+        #: What the workers of the attempt go on from, if their number has changed; see :class:`Resizing`.
+        self.line = ""
 
     # -- torchelastic's face ------------------------------------------------------------------------------------------
 
@@ -156,6 +163,14 @@ class Meeting(RendezvousHandler):
     def shutdown(self) -> bool:
         """Give up everything; called last."""
         self.close()
+        return True
+
+    def regroup(self, machines: Sequence[str | None], number: int) -> bool:
+        """The machines of the attempt that begins are these. Returns whether this one is among them."""
+        assert self.team is not None
+        if self.name not in machines:
+            return False
+        self.team = Team(machines.index(self.name), tuple(machines), number, self.team.host, self.team.port)
         return True
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -220,12 +235,15 @@ class Meeting(RendezvousHandler):
                 raise JobOver(f"the job {self._register.run_id} at {self._where} has ended", failed=False)
             if seen[0] != document:
                 seen = (document, time.monotonic())
+            least = self._options.least or self._options.nnodes
+            waited = time.monotonic() - seen[1]
+            self._enough = least <= len(document["members"]) and waited > self._options.last_call_s
             if document["phase"] == RUNNING and self._reach(tuple(document["store"])):
                 self._round = document["round"]
                 return self._take_place(document)
             # A host that renews nothing is lost: it has stopped its workers by now, so the others begin anew.
             patience = self._options.lease_s if document["phase"] == RUNNING else max(self._options.lease_s, FIRST_S)
-            complete = len(document["members"]) == self._options.nnodes
+            complete = document["phase"] == RUNNING or len(document["members"]) == self._options.nnodes
             if self._register.backend != C10D and complete and time.monotonic() - seen[1] > 1.25 * patience:
                 self._begin_anew(document)
             self.pause(_LOOK_S)
@@ -263,7 +281,9 @@ class Meeting(RendezvousHandler):
 
     def _enter(self, document: dict[str, Any] | None) -> dict[str, Any] | None:
         """The document with this machine in it, if there is room."""
-        me = {"name": self.name, "nproc": self._options.nproc, "nnodes": self._options.nnodes}
+        options = self._options
+        nnodes = f"{options.least or options.nnodes}:{options.nnodes}"
+        me = {"name": self.name, "nproc": options.nproc, "nnodes": nnodes}
         document = document or {"phase": FORMING, "round": 0, "attempt": int(self._options.resume), "members": []}
         members = document["members"]
         if members and any(members[0][key] != me[key] for key in ("nproc", "nnodes")):
@@ -278,11 +298,11 @@ class Meeting(RendezvousHandler):
                 members = [me | {"host": True}, *members]  # with c10d both stores are lost together, or neither
             else:
                 reserved = self._register.backend == C10D and not (members and members[0].get("host"))
-                if len(members) + reserved >= self._options.nnodes:
+                if len(members) + reserved >= options.nnodes:
                     return None
                 members = [*members, me]
             return document | {"members": members}
-        if len(members) == self._options.nnodes and members[0]["name"] == self.name:
+        if (len(members) == options.nnodes or self._enough) and members[0]["name"] == self.name:
             self._server = TCPStore(self.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
             return document | {"phase": RUNNING, "store": [self.address, int(self._server.port)], "beat": 0}
         return None
@@ -320,7 +340,10 @@ class Meeting(RendezvousHandler):
             lease.expect(first)
             number, machines, waiting = document["attempt"], tuple(first), False
             while True:
-                ledger = Ledger(store, prefix_of(number), self._world_size, machines)
+                start = first_of(store, number)
+                if start is not None:
+                    machines, self.line = tuple(start["machines"]), start["line"]
+                ledger = Ledger(store, prefix_of(number), len(machines) * self._options.nproc, machines)
                 while True:
                     ledger.follow()
                     if ledger.over is not None:
@@ -335,11 +358,11 @@ class Meeting(RendezvousHandler):
                         self._met = True
                     self._turn_away(lease, ledger)
                     self.pause(_LOOK_S)
-                if ledger.over["over"] != RESTART:
+                if ledger.over["over"] not in (RESTART, RESIZE):
                     self.leave(over=False)
                     failed = ledger.over["over"] != RELEASE
                     raise JobOver("the job ended while this machine waited", failed=failed)
-                number, machines = number + 1, tuple(ledger.machines)
+                number, machines, self.line = number + 1, tuple(ledger.machines), str(ledger.over.get("line", ""))
         except RuntimeError as error:
             if isinstance(error, SwiftError):
                 raise
@@ -354,24 +377,21 @@ class Meeting(RendezvousHandler):
         self._met = self._admitted = True
         self.team = Team(slot, machines, number, *place)
         prefixed = PrefixStore(prefix_of(number) + "ranks", store)
-        return RendezvousInfo(prefixed, slot, self._options.nnodes, RendezvousStoreInfo(*place))
+        return RendezvousInfo(prefixed, slot, len(ledger.machines), RendezvousStoreInfo(*place))
 
     def _turn_away(self, lease: Lease, ledger: Ledger) -> None:
         """More machines than were asked for are sent home; one that comes back is not."""
         if self._admitted or self.name not in lease.alive:
             return
         before = [name for name in lease.alive[: lease.alive.index(self.name)] if name not in ledger.machines]
-        if len(before) >= self._options.spares + ledger.machines.count(None):
+        room = self._options.nnodes - sum(name is not None for name in ledger.machines)
+        if len(before) >= self._options.spares + room:
             self.leave(over=False)
             raise ConfigError(
                 f"the job has its {self._options.nnodes} machines and {self._options.spares} spare ones "
                 "(--spare-nodes): this one is not needed"
             )
         self._admitted = True
-
-    @property
-    def _world_size(self) -> int:
-        return self._options.nnodes * self._options.nproc
 
     def _hold(self) -> bool:
         """Renew the lease of the store's host where all machines meet; False if that cannot be done."""

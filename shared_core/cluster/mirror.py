@@ -27,6 +27,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OK = b"."
 #: Files of a rank that are not copied: they are written in place, and only serve to check.
 _LOCAL = frozenset({"checks"})
+#: Name of the replicated state that a rank hands on when the number of workers changes; asked for by its name.
+REPLICATED = "replicated"
 #: Longest wait for another machine, in seconds; a loss that is announced ends it before.
 _WAIT_S = 30.0
 _CONNECT_S = 3.0
@@ -122,7 +124,8 @@ class MirrorServer:
         fresh = folder.with_suffix(".new")
         if kind == _BEGIN:
             for other in folder.parent.glob("attempt*"):
-                if other != folder:
+                # The one before may still be asked for, when the number of workers has just changed.
+                if other not in (folder, folder.with_name(f"attempt{attempt - 1}")):
                     shutil.rmtree(other, ignore_errors=True)
             fresh.mkdir(mode=0o700, parents=True)
         elif kind == _END:
@@ -139,10 +142,10 @@ class MirrorServer:
         elif kind == _SYNC:
             sock.sendall(_OK)
         elif kind == _GET:
-            if folder.exists():
-                for path in sorted(folder.iterdir()):
-                    if path.suffix != ".tmp":
-                        _send(sock, _WRITE, rank, attempt, path.name, path.read_bytes())
+            here = self._folder.parent / f"rank{rank}" / f"attempt{attempt}"  # the rank's own, on its machine
+            for path in sorted((here if here.exists() else folder).glob("*")):
+                if path.suffix != ".tmp" and (path.name == name if name else path.name != REPLICATED):
+                    _send(sock, _WRITE, rank, attempt, path.name, path.read_bytes())
             _send(sock, _END, rank, attempt)
 
 
@@ -259,21 +262,38 @@ def fetch(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, jo
     return {rank: _fetch_one(places, rank, attempt, job_dir / f"rank{rank}" / f"attempt{attempt}") for rank in ranks}
 
 
+def fetch_replicated(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> int:
+    """Get the replicated state that one of ``ranks`` has handed on. Returns its size in bytes, 0 if nobody has it."""
+    for machine in machines:
+        for rank in ranks if machine is not None else ():
+            found = _ask(place_of(machine or ""), rank, attempt, REPLICATED).get(REPLICATED)
+            if found:
+                _write(job_dir / f"rank{rank}" / f"attempt{attempt}", REPLICATED, found)
+                return len(found)
+    return 0
+
+
+def _ask(place: tuple[str, int], rank: int, attempt: int, name: str = "") -> dict[str, bytes]:
+    """What a machine has of a rank; nothing if it cannot be reached."""
+    found: dict[str, bytes] = {}
+    with suppress(OSError), socket.create_connection(place, _CONNECT_S) as sock:
+        sock.settimeout(_WAIT_S)
+        _send(sock, _GET, rank, attempt, name)
+        for kind, _, _, file, data in _frames(sock):
+            if kind == _END:
+                return found
+            found[file] = data
+    return {}
+
+
 def _fetch_one(places: list[tuple[str, int]], rank: int, attempt: int, folder: Path) -> int:
     best: dict[str, bytes] = {}
     newest = -1
     for place in places:
-        with suppress(OSError), socket.create_connection(place, _CONNECT_S) as sock:
-            sock.settimeout(_WAIT_S)
-            _send(sock, _GET, rank, attempt)
-            found: dict[str, bytes] = {}
-            for kind, _, _, name, data in _frames(sock):
-                if kind == _END:
-                    break
-                found[name] = data
-            tops = [int(name[4:]) for name in found if name.startswith("top.") and name[4:].isdigit()]
-            if found and max(tops, default=0) > newest:
-                best, newest = found, max(tops, default=0)
+        found = _ask(place, rank, attempt)
+        tops = [int(name[4:]) for name in found if name.startswith("top.") and name[4:].isdigit()]
+        if found and max(tops, default=0) > newest:
+            best, newest = found, max(tops, default=0)
     if best:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True)

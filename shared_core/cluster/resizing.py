@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from shared_core.cluster.machines import grown
 from shared_core.cluster.worker import Resized
 from shared_core.config import SwiftConfig
 
@@ -21,6 +23,11 @@ class Resizing:
         grow_at: ``time.monotonic()`` when empty places are filled again; None if not at all.
         due: until when the newcomer of a rank has to have joined.
         line: what the present workers went on from, when their number last changed.
+        least: machines that are enough.
+        most: machines that there may be.
+        after: machines that go on after the change under way.
+        vacant: ``time.monotonic()`` since when a machine's place is empty.
+        declined: the number of workers could not change; it is not tried again before places change hands.
     """
 
     config: SwiftConfig
@@ -30,12 +37,52 @@ class Resizing:
     grow_at: float | None = None
     due: dict[int, float] = field(default_factory=dict)
     line: Resized | None = None
+    least: int = 1
+    most: int = 1
+    after: tuple[str, ...] = ()
+    vacant: float | None = None
+    declined: bool = False
 
     def begin(self, stay: Iterable[int], target: int) -> None:
         """A change begins, or begins anew with other survivors."""
         self.stay, self.target = tuple(sorted(stay)), target
         self.grow_at = None
         self.due.clear()
+
+    def follow(self, entry: Mapping[str, Any], nproc: int) -> None:
+        """An agent has written a generation: a change begins with it, or the one under way is given up."""
+        if "after" in entry:
+            self.after = tuple(entry["after"])
+            self.begin(entry["stay"], len(self.after) * nproc)
+        elif "stay" not in entry:
+            self.end()
+
+    def machines(
+        self, machines: Sequence[str | None], alive: Sequence[str], *, changed: bool, now: float
+    ) -> tuple[str, ...] | None:
+        """The machines that are to go on, if their number is to change now.
+
+        Args:
+            machines: who holds which place.
+            alive: machines that have a lease, in the order in which they came.
+            changed: places have just changed hands.
+            now: ``time.monotonic()``.
+        """
+        self.declined = self.declined and not changed
+        if self.declined:
+            return None
+        if None not in machines:
+            self.vacant = None
+            after = grown(machines, alive, self.most)
+            return after if len(after) > len(machines) and not changed and not self.stay else None
+        self.vacant = now if self.vacant is None else self.vacant
+        held = tuple(name for name in machines if name is not None)
+        config = self.config
+        at_once = bool(self.stay) or config.on_failure == "shrink"
+        in_time = config.replace_timeout_s and now >= self.vacant + config.replace_timeout_s
+        if len(held) < max(1, self.least) or (self.stay and not changed) or not (at_once or in_time):
+            return None
+        return held
 
     def end(self) -> None:
         """There is no change under way any more."""
@@ -44,6 +91,7 @@ class Resizing:
     def done(self, now: float, workers: int, line: Resized | None) -> None:
         """The workers that follow are being started."""
         self.end()
+        self.vacant, self.declined, self.after = None, False, ()
         self.line = line
         self.schedule(now, workers)
 

@@ -121,6 +121,11 @@ class Board:
         if self._mirror is not None:
             self._mirror.follow(machines)
 
+    def sync(self) -> None:
+        """Return when the other machine has all that was published."""
+        if self._mirror is not None:
+            self._mirror.sync()
+
     # -- writing -----------------------------------------------------------------------------------
 
     def publish_top(self, top: Top, parts: dict[str, Any]) -> int:

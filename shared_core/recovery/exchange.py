@@ -148,6 +148,9 @@ class Recovery:
         self._tops = tuple(self.board.tops())
         self._watcher.start()
         store = self.new_store("")
+        record = json.loads(store.get(f"gen/{self.env.generation}"))
+        if self.env.rank in record.get("stay", ()):  # started while the number of workers changes
+            threading.Thread(target=self._leave, args=(record,), name="swift-leave", daemon=True).start()
         while True:
             generation = self.runtime.latest
             try:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from shared_core.cluster.mirror import REPLICATED
 from shared_core.cluster.worker import Resized, WorkerEnv
 from shared_core.consistency import Top
 from shared_core.errors import RecoveryFailed
@@ -30,14 +31,9 @@ from shared_core.recovery.plain import dumps, loads
 RANDOM = "swift.random"
 
 
-def state_file(job_dir: Path, attempt: int) -> Path:
-    """Where the replicated state of an attempt that ends is handed on."""
-    return job_dir / f"resized.{attempt}"
-
-
-def hand_on(job_dir: Path, attempt: int, description: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-    """Write the replicated state for the workers of the next attempt."""
-    write_file(state_file(job_dir, attempt), b"", dumps((description, list(tensors))))
+def hand_on(folder: Path, description: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+    """Write the replicated state for the workers of the next attempt, beside what this rank has published."""
+    write_file(folder / REPLICATED, b"", dumps((description, list(tensors))))
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,10 @@ def take_over(env: WorkerEnv, resized: Resized) -> Restored:
     for tally in () if added else mine.board.folder.glob(f"{TALLY}*"):
         shutil.copy(tally, folder)
     main = _read(env, resized, 0) if env.rank == 0 and 0 not in resized.stay else None
-    description, tensors = loads(read_file(state_file(env.job_dir, resized.attempt))[1])
+    handed = next(env.job_dir.glob(f"rank*/attempt{resized.attempt}/{REPLICATED}"), None)
+    if handed is None:
+        raise RecoveryFailed(f"nobody has handed the state of batch top {resized.top} on to this machine")
+    description, tensors = loads(read_file(handed)[1])
     ends = ends_before(mine.board, mine.top.entry)
     return Restored(
         mine.top, mine.parts, ends, mine.board.records(), description, tensors, True, added, main.parts if main else {}

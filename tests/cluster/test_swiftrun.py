@@ -487,7 +487,8 @@ def test_modules_programs_and_exit_codes(tmp_path: Path) -> None:
     [
         (["--nnodes", "2", "--rdzv-backend", "c10d", "x.py"], "need --rdzv-endpoint"),
         (["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "h:1", "x.py"], "need one of c10d, etcd-v2"),
-        (["--nnodes", "1:2", "x.py"], "a number of machines that changes is not in this version"),
+        (["--nnodes", "1:2", "--rdzv-backend", "c10d", "x.py"], "need --rdzv-endpoint"),
+        (["--nnodes", "3:2", "x.py"], "a number of machines or MIN:MAX"),
         (["--nnodes", "2", "--lease", "0", "x.py"], "--lease must be between"),
         (["--standbys", "-1", "x.py"], "--standbys must not be negative"),
         (["--numa-binding", "node", "x.py"], "--numa-binding: not in this version"),
