@@ -339,19 +339,20 @@ class SwiftAgent(SimpleElasticAgent):
         entry: dict[str, Any] | None = None
         # Among several machines a lost worker is replaced by its own; during a change the others hand over without it.
         resizing, alone = self._resizing, self._crew is None
-        shrinks = bool(resizing.stay) or (alone and resizing.shrinks(self._now.goodbyes()))
-        stay = sorted(set(resizing.stay or self._ranks()) - self._lost) if shrinks else []
-        restart = restart or (shrinks and not stay)
+        shrinks = alone and resizing.shrinks(self._now.goodbyes())
+        stay = sorted(set(self._ranks()) - self._lost) if shrinks else []
         if ending is None and not restart:
             # First of all what the survivors wait for; the telling comes last.
-            entry = self._now.next_generation(deaths, detected, stay, resizing.after)
+            entry = self._now.next_generation(deaths, detected, stay)
             if entry is None:
                 return self._listen()  # another machine ended this attempt first
-            if shrinks:
-                resizing.begin(stay, len(stay) if alone else resizing.target)
+            if entry.get("stay"):
+                resizing.begin(entry["stay"], len(stay) if alone else resizing.target)
+            elif "stay" in entry:
+                restart = True  # nobody is left who could hand over
             else:
                 resizing.expect([death.rank for death in deaths], time.monotonic())
-            for (one, _), verdict in zip(lost, verdicts, strict=True) if not shrinks else ():
+            for (one, _), verdict in zip(lost, verdicts, strict=True) if "stay" not in entry else ():
                 self._due.append((time.monotonic() + verdict.delay_s, one.local_rank))
             self._start_due()
         self._report_start()
@@ -361,7 +362,7 @@ class SwiftAgent(SimpleElasticAgent):
             return self._fail(ending)
         if restart:
             self._book.budget += len(deaths) - 1  # a restart of all counts once
-            why = "all workers are lost" if everyone else "on_failure is restart"
+            why = "on_failure is restart" if self._options.config.on_failure == "restart" else "all workers are lost"
             self._restart_all(why, max(verdict.delay_s for verdict in verdicts), line=resizing.line)
             return None
         assert entry is not None
@@ -559,7 +560,7 @@ class SwiftAgent(SimpleElasticAgent):
         self._emit("warning", message=f"the number of workers cannot change: {reason}")
         resizing.declined = True
         resizing.schedule(time.monotonic(), len(self._ranks()))
-        if (entry := self._now.next_generation((), time.time())) is not None:
+        if (entry := self._now.next_generation((), time.time(), ends=True)) is not None:
             self._note(entry)
 
     def _note(self, entry: dict[str, Any]) -> None:

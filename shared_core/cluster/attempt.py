@@ -121,21 +121,27 @@ class Attempt:
         return prefix_of(self.number) + name
 
     def next_generation(
-        self, deaths: Sequence[Death], detected: float, stay: Sequence[int] = (), after: Sequence[str] = ()
+        self, deaths: Sequence[Death], detected: float, stay: Sequence[int] = (), *, ends: bool = False
     ) -> dict[str, Any] | None:
         """Write the generation that follows these losses, and return what was written; None if all is over.
 
         Args:
             deaths: who was lost.
             detected: when that was noticed.
-            stay: ranks that hand their state on, because the number of workers changes.
-            after: machines that go on then, where there are several.
+            stay: ranks that hand their state on, because the number of workers changes. A change that is under way
+                goes on with those that are left.
+            ends: it is given up.
         """
         lost = [death.rank for death in deaths]
         cause = {str(death.rank): death.cause for death in deaths}
-        more: dict[str, Any] = {"stay": list(stay)} if stay else {}
-        more |= {"after": list(after)} if stay and after else {}
-        return self.append(lambda: {"lost": lost, "cause": cause, "detected": detected} | more)
+
+        def make() -> dict[str, Any]:
+            change = {} if ends else dict(self.ledger.change)
+            if stay or change:
+                change["stay"] = [rank for rank in stay or change["stay"] if rank not in lost]
+            return {"lost": lost, "cause": cause, "detected": detected} | change
+
+        return self.append(make)
 
     def goodbyes(self) -> bool:
         """Whether any worker has finished."""

@@ -44,6 +44,7 @@ class Crew:
     ) -> None:
         self._meeting, self._job_dir = meeting, job_dir
         self._wake, self._stop_workers = wake, stop_workers
+        self._gone: set[str] = set()
         self._server = MirrorServer(job_dir / MIRROR)
         meeting.mirror_port = self._server.port
         meeting.pause, meeting.changed, meeting.attempt = pause, wake, number
@@ -111,7 +112,9 @@ class Crew:
         detected = time.time()
 
         def make() -> dict[str, Any] | None:
-            change = reassign(ledger.machines, lease.lost, lease.alive)
+            self._gone |= ledger.gone  # this agent may still believe in a lease that another has seen to end
+            alive = [name for name in lease.alive if name not in self._gone]
+            change = reassign(ledger.machines, lease.lost, alive)
             machines = ledger.machines if change is None else change.machines
             entry: dict[str, Any] = {"lost": [], "cause": {}, "detected": detected, "machines": machines}
             why = ""
@@ -122,7 +125,7 @@ class Crew:
                     return {"over": RESTART, "reason": why, "machines": change.machines}
                 entry["lost"] = change.ranks(nproc)
                 entry["cause"] = dict.fromkeys(map(str, entry["lost"]), why)
-            after = resizing.machines(machines, lease.alive, changed=change is not None, now=time.monotonic())
+            after = resizing.machines(machines, alive, changed=change is not None, now=time.monotonic())
             if after is not None:
                 held = [place for place, name in enumerate(machines) if name is not None]
                 stay = [place * nproc + local_rank for place in held for local_rank in range(nproc)]

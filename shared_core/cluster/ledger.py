@@ -23,6 +23,8 @@ class Ledger:
         incarnations: for each rank, how many workers held it before the present one.
         machines: for each place, the machine that holds it; None while nobody does. Empty for a job on one machine.
         over: the last entry once the attempt is over.
+        gone: machines that have lost their place; each has another name if it comes back.
+        change: ``stay`` and ``after`` of the newest generation, while the number of workers changes.
 
     Args:
         store: a client of the store; any object with ``check``, ``get`` and ``compare_set``.
@@ -37,6 +39,8 @@ class Ledger:
         self.incarnations = [0] * world_size
         self.machines = list(machines)
         self.over: dict[str, Any] | None = None
+        self.gone: set[str] = set()
+        self.change: dict[str, Any] = {}
         self._news: list[dict[str, Any]] = []
 
     def follow(self) -> list[dict[str, Any]]:
@@ -80,10 +84,12 @@ class Ledger:
 
     def _take(self, raw: bytes, *, ours: bool) -> None:
         entry = json.loads(raw)
-        self.machines = entry.get("machines", self.machines)
+        before, self.machines = self.machines, entry.get("machines", self.machines)
+        self.gone |= {name for name in before if name is not None and name not in self.machines}
         if entry.get("over"):
             self.over = entry
         else:
+            self.change = {name: entry[name] for name in ("stay", "after") if name in entry}
             self.generation, self.incarnations = entry["generation"], entry["incarnations"]
         if not ours:
             self._news.append(entry)

@@ -50,6 +50,7 @@ class KeyWatcher:
         self._wake = wake
         self._stop = threading.Event()
         self._seen: set[str] = set()
+        self._said: dict[str, bytes] = {}
         self._client = connect()
         self._thread = threading.Thread(target=self._run, args=(connect(),), name="swift-keys", daemon=True)
         self._thread.start()
@@ -71,8 +72,10 @@ class KeyWatcher:
                 heard.append((name, _decode(store.get(self._prefix + name))))
         for name in _AGAIN:
             if store.check([self._prefix + name]):
-                heard.append((name, _decode(store.get(self._prefix + name))))
-                store.delete_key(self._prefix + name)
+                raw = store.get(self._prefix + name)
+                if self._said.get(name) != raw:
+                    self._said[name] = raw
+                    heard.append((name, _decode(raw)))
         if mine := self._divergent():
             heard.append((_DIVERGENT, mine))
         return heard

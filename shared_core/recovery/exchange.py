@@ -227,8 +227,10 @@ class Recovery:
                         threading.Thread(target=self._leave, args=(record,), name="swift-leave", daemon=True).start()
                 elif live:
                     threading.Thread(target=self._recover, args=(record,), name="swift-recovery", daemon=True).start()
-                elif self.newcomer and self._prepared_for >= 0:
-                    self._post_front(self.new_store(""), record["generation"], self._newcomer_front())
+                else:
+                    threading.Thread(target=self._stay, name="swift-stay", daemon=True).start()
+                    if self.newcomer and self._prepared_for >= 0:
+                        self._post_front(self.new_store(""), record["generation"], self._newcomer_front())
         except RuntimeError:
             os._exit(1)  # the store is gone: so is the agent
         except Exception as error:  # noqa: BLE001 (a dead watcher would hang the job: end it with the reason)
@@ -274,6 +276,12 @@ class Recovery:
                 f"the state to be handed on in generation {generation} (rank {self.env.rank})",
             )
             self.tell("handed", {"generation": generation, "top": cut.top})
+
+    def _stay(self) -> None:
+        """Thread of a worker that has not joined yet: if the number of workers was to change, it does not."""
+        with self._recovering:
+            if "stay" not in self._records.get(self.runtime.latest, {}):
+                self.state.withdraw()
 
     def _recover(self, record: dict[str, Any]) -> None:
         generation = record["generation"]
