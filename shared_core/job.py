@@ -457,7 +457,7 @@ class Job:
         parts["swift.random"] = _random_state()
         return parts
 
-    def _publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
+    def _publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None, *, save: bool = True) -> None:
         parts = self._capture(lambda part: True)
         parts["swift.eligible"] = self._eligible_tops
         parts["swift.images"] = self._updates.keeps_images
@@ -486,7 +486,7 @@ class Job:
         self._updates.at_top()
         self._backwards, self._graph, self._outputs = 0, -1, []
         self._compare_replicas()
-        if kind == "batch" and self.reachable and self._checkpoints.due(self.tops):
+        if save and kind == "batch" and self.reachable and self._checkpoints.due(self.tops):
             self._checkpoints.write(top, parts, self._updates, self._board)
 
     def _gradients(self) -> dict[int, torch.Tensor]:
@@ -637,7 +637,7 @@ class Job:
         self._restored = None
         if not restored.resized:
             console(f"rank {self.rank}: continues from the checkpoint at batch top {restored.top.index}")
-        self._publish(restored.top.kind)
+        self._publish(restored.top.kind, save=restored.resized)  # a checkpoint is there already
 
     def _take_place(self, top: Top, parts: dict[str, Any]) -> None:
         self.tops = top.index

@@ -162,10 +162,31 @@ def test_two_machines_at_once(jobs: Jobs) -> None:
         assert not result.kinds("restart"), result.tail()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian's etcd-server)")
-@pytest.mark.parametrize(
-    "which", ["store", *(pytest.param(which, marks=pytest.mark.nightly) for which in ("other", "store_cut_off"))]
-)
+def test_checkpoints_come_from_one_side_only(jobs: Jobs, tmp_path: Path) -> None:
+    """The machine of rank 0 is cut off. The others go on from its last checkpoint, and none is written twice."""
+    kept = tmp_path / "kept"
+    (tmp_path / "swift.json").write_text(json.dumps({"checkpoint_every_steps": 5, "checkpoint_dir": str(kept)}))
+    options = [f"--swift-config={tmp_path / 'swift.json'}"]
+    with machines(4) as four, etcd(four[3], tmp_path) as endpoint, contextlib.closing(Site(jobs, four)) as site:
+        cluster = site.start(four[:3], LONG, endpoint=endpoint, backend="etcd-v2", options=options)
+        cluster.until(lambda: cluster.tops(0) >= 20 and cluster.tops(2) >= 20)
+        cut, workers = cluster.place_of(0), cluster.workers(0, 1)
+        four[cut].cut()
+        cluster.until(lambda: len(cluster.workers(0)) == 2)  # the others have begun anew
+        assert not any(map(alive, workers))
+        four[cut].heal()
+        cluster.until(lambda: "waits as a spare" in cluster.said(cut))
+        result, statuses = site.check(cluster, LONG)
+        assert statuses == [0, 0, 0], result.tail()
+        written = [event.fields["top"] for event in result.kinds("checkpoint")]
+        assert len(written) > 20 and written == sorted(set(written)), written
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian's etcd-server)")
+@pytest.mark.parametrize("which", ["store", "other", "store_cut_off"])
 def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, jobs: Jobs, tmp_path: Path) -> None:
     with machines(4) as four, etcd(four[3], tmp_path) as endpoint, contextlib.closing(Site(jobs, four)) as site:
         cluster = site.start(four[:3], LONG, endpoint=endpoint, backend="etcd-v2")
