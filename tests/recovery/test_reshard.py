@@ -110,10 +110,10 @@ def test_workers_that_have_fewer_left_than_others() -> None:
 # -- the state of a loader --------------------------------------------------------------------------------------------
 
 
-def loader(delivered: int, ahead: int = 0, order: str = "order.1", live: bool = True) -> dict[str, Any]:
+def loader(delivered: int, ahead: int = 0, order: str = "order.1", live: bool = True, count: int = 1) -> dict[str, Any]:
     """What a worker publishes of a loader, as far as it matters here."""
     iterations = [{"delivered": delivered, "order": order}] if live else []
-    return {MARK: True, "ahead": ahead, "live": live, "iterations": iterations}
+    return {MARK: True, "ahead": ahead, "live": live, "count": count, "iterations": iterations}
 
 
 @FIXED
@@ -132,7 +132,7 @@ def test_a_lost_worker_is_as_far_as_the_others(begin: int, steps: int, offset: i
 
 def test_a_pass_that_began_while_a_worker_was_lost_is_not_guessed_at() -> None:
     with pytest.raises(RecoveryFailed, match="its order is not known"):
-        advance(loader(9), loader(9), loader(1, order="order.2"))
+        advance(loader(9), loader(9), loader(1, count=2))
     with pytest.raises(RecoveryFailed, match="its order is not known"):
         advance(loader(0, live=False), loader(0, live=False), loader(1))
 
