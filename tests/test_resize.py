@@ -175,6 +175,19 @@ def test_a_restart_in_a_pass_that_was_dealt_out(jobs: Jobs, tmp_path: Path) -> N
     assert result.kinds("resize") and result.kinds("restart"), result.tail()
 
 
+@pytest.mark.nightly
+def test_a_loss_right_after_a_restart(jobs: Jobs, tmp_path: Path) -> None:
+    """The newcomer goes on in the middle of the pass, where the checkpoint was."""
+    at_8, at_9 = (
+        Fault(1, 8, "bucket", "SIGKILL"),
+        [Fault(rank, 9, "bucket", "SIGKILL", incarnation=rank) for rank in (0, 1)],
+    )
+    options = ["--checkpoint-dir", str(tmp_path), "--crash-loop", "9"]
+    result = run(jobs, [at_8, at_8, *at_9], nproc=2, options=options, SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS="4")
+    check_exact(result, 2)
+    assert result.kinds("restart") and len(result.kinds("lost")) == 4, result.tail()
+
+
 def test_a_stream_is_refused_unless_it_may_be_dropped(jobs: Jobs) -> None:
     faults = [Fault(1, 5, "bucket", "SIGKILL")]
     refused = jobs.run("resize.py", nproc=3, args=["--stream"], launcher_args=SHRINK)

@@ -702,8 +702,8 @@ class SwiftAgent(SimpleElasticAgent):
         whence = f"from the newest checkpoint in {folder}" if folder else "from the start, as no checkpoint_dir is set"
         console(f"restarting all workers {whence}: {reason}")
         self._kill_all()
-        self._resizing.end()
         line = self._resizing.line
+        self._resizing.done(time.monotonic(), len(self._ranks()), line)
         self._job.clear(keep=line.attempt if line is not None else None)  # of what the attempt before published
         deadline = time.monotonic() + delay_s
         while not self._wakeup.received and time.monotonic() < deadline:

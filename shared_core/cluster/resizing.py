@@ -44,6 +44,7 @@ class Resizing:
     def done(self, now: float, workers: int, line: Resized | None) -> None:
         """The workers that follow are being started."""
         self.end()
+        self.due.clear()
         self.line = line
         self.schedule(now, workers)
 

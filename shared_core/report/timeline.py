@@ -201,7 +201,16 @@ def format_timeline(events: Sequence[Event], *, color: bool = False) -> str:
     return "\n".join(_line(event, start, color) for event in events)
 
 
-_COLORS = {"lost": 31, "fault": 31, "restart": 31, "resize": 33, "warning": 33, "recovered": 32, "resumed": 32, "generation": 36}
+_COLORS = {
+    "lost": 31,
+    "fault": 31,
+    "restart": 31,
+    "resize": 33,
+    "warning": 33,
+    "recovered": 32,
+    "resumed": 32,
+    "generation": 36,
+}
 
 
 def _line(event: Event, start: float, color: bool) -> str:

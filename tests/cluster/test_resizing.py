@@ -74,6 +74,13 @@ def test_newcomers_have_so_much_time() -> None:
     assert resizing.late(100.0) == [], "the others go on"
 
 
+def test_a_restart_of_all_forgets_who_was_awaited() -> None:
+    resizing = Resizing(LATE, 4, line=LINE)
+    resizing.expect([2], 10.0)
+    resizing.done(11.0, 3, resizing.line)
+    assert resizing.late(100.0) == [] and resizing.grow_at == 71.0 and resizing.line == LINE
+
+
 @FIXED
 @given(configs, st.floats(0, 1e6))
 def test_nobody_is_late_where_the_others_wait_on(config: SwiftConfig, now: float) -> None:
