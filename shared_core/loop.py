@@ -47,8 +47,8 @@ class TrackedLoader:
         self._pending: Mapping[str, Any] | None = None
 
     def capture(self) -> Mapping[str, Any]:
-        """Where it is, as plain data."""
-        return self.loader.state()
+        """Where it is, or where it will go on when it is next asked for an item, as plain data."""
+        return self.loader.state() if self._pending is None else self._pending
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go there: at once, or, where an iteration was in progress, when it is asked for its first item."""

@@ -23,7 +23,9 @@ def test_defaults_are_valid_and_survive_json() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"on_failure": "reroute"}, r"on_failure='reroute' is not one of 'replace', 'restart'"),
+        ({"on_failure": "reroute"}, r"on_failure='reroute' is not one of 'replace', 'shrink', 'restart'"),
+        ({"data_policy": "guess"}, r"data_policy='guess' is not one of 'exact', 'drop'"),
+        ({"grow_after_s": -1}, r"grow_after_s must not be negative, got -1"),
         ({"data": "skip"}, r"data='skip' is not one of"),
         ({"wait_timeout_s": 0}, r"wait_timeout_s must be positive, got 0"),
         ({"progress_timeout_s": -3}, r"progress_timeout_s must be positive"),
@@ -40,7 +42,7 @@ def test_bad_values(values: dict[str, Any], message: str) -> None:
 def test_an_unknown_option_names_the_closest_known_one() -> None:
     with pytest.raises(ConfigError, match=r"unknown option 'on_failre'; did you mean 'on_failure'\?"):
         SwiftConfig.from_dict({"on_failre": "replace"})
-    with pytest.raises(ConfigError, match=r"unknown option 'zzzz'; known options: on_failure, data"):
+    with pytest.raises(ConfigError, match=r"unknown option 'zzzz'; known options: on_failure, replace_timeout_s"):
         SwiftConfig.from_dict({"zzzz": 1})
 
 

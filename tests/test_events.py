@@ -146,6 +146,21 @@ def test_generations_of_a_restarted_job_are_kept_apart() -> None:
     assert found[0].longest_stall_s == found[1].longest_stall_s == 0.43
 
 
+def test_generations_before_and_after_a_resize_are_kept_apart() -> None:
+    resize = at(5.01, "resize", generation=1, workers=2, before=3, top=17, stay=[0, 1])
+    cut = [
+        at(5.0, "lost", 2, 1, cause="killed by SIGKILL", detected=START + 5.0),
+        at(5.0, "generation", generation=1, lost=[2], stay=[0, 1]),
+    ]
+    found = recoveries([*cut, resize, at(5.3, "start"), *one_loss(1, when=9.0)])
+    assert [(one.attempt, one.generation, one.lost) for one in found] == [(0, 1, [2]), (1, 1, [2])]
+    # Nobody goes on in the generation in which the workers hand over, and the next attempt does not take it over.
+    assert not found[0].complete and found[0].superseded_by is None and found[0].survivor_ready_s == {}
+    assert found[1].longest_stall_s == 0.43
+    assert "workers 2, before 3, top 17" in format_timeline([resize])
+    assert "\x1b[33mresize" in format_timeline([resize], color=True)
+
+
 def test_what_nobody_said_is_left_out() -> None:
     (one,) = recoveries([at(3, "generation", generation=4, lost=[0])])
     assert one.lost == [0] and one.losses[0].cause == "" and one.detected == START + 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "two_at_once": ([], [Fault(1, 5, "bucket", "SIGKILL"), Fault(2, 5, "bucket", "SIGKILL")]),
     "another_meanwhile": ([], [Fault(1, 5, "bucket", "SIGKILL"), Fault(2, ANY_STEP, "resize.severed", "SIGKILL")]),
     "the_donor_meanwhile": ([], [Fault(1, 5, "bucket", "SIGKILL"), Fault(0, ANY_STEP, "resize.cut", "SIGKILL")]),
+    "another_in_the_first_batch_after": ([], [Fault(1, 5, "bucket", "SIGKILL")] * 2),
     "a_frozen_worker": ([], [Fault(1, 5, "bucket", "SIGSTOP")]),
     "loader_processes": (["--workers", "1"], [Fault(1, 5, "bucket", "SIGKILL")]),
     "an_odd_batch_size": (["--batch", "7"], [Fault(1, 5, "bucket", "SIGKILL")]),
@@ -85,7 +87,7 @@ def test_the_others_go_on(name: str, jobs: Jobs) -> None:
 
 def test_four_three_two_four(jobs: Jobs) -> None:
     faults = [Fault(2, 5, "bucket", "SIGKILL"), Fault(1, 12, "update.during", "SIGKILL", nth=3)]
-    result = run(jobs, faults, "--until", "4", nproc=4, SWIFT_RECOVERY_GROW_AFTER_S="1")
+    result = run(jobs, faults, "--until", "4", nproc=4, SWIFT_RECOVERY_GROW_AFTER_S="2")
     check_exact(result, 4)
     assert [event.fields["workers"] for event in result.kinds("resize")] == [3, 2, 4]
 
@@ -94,13 +96,15 @@ LIGHTNING: dict[str, list[Fault]] = {
     "in_backward": [Fault(1, 5, "bucket", "SIGKILL")],
     "rank_0": [Fault(0, 5, "update.during", "SIGKILL", nth=2)],
     "validation": [Fault(2, 20, "validation", "SIGKILL")],
+    "another_in_the_first_batch_after": [Fault(1, 5, "bucket", "SIGKILL")] * 2,
 }
 
 
 @pytest.mark.parametrize("name", most(LIGHTNING, "in_backward"))
 def test_the_trainer_of_lightning(name: str, jobs: Jobs) -> None:
     """One validation an epoch, and one row a step in the log."""
-    result = run(jobs, LIGHTNING[name], "--devices", "3", script="lit_resize.py")
+    workers = 2 + len(LIGHTNING[name])
+    result = run(jobs, LIGHTNING[name], "--devices", str(workers), nproc=workers, script="lit_resize.py")
     check_exact(result, 2)
     extra = result.reports[0]["extra"]
     assert extra["validations"] == len(extra["losses"])
@@ -160,6 +164,28 @@ def test_the_rest_of_a_lost_worker_may_be_dropped(jobs: Jobs) -> None:
     """The first pass has not seen what the lost worker had left: 15 of 20 batches of 4."""
     result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], "--epochs", "1", SWIFT_RECOVERY_DATA_POLICY="drop")
     assert result.reports[0]["extra"]["used"] == [240 - 4 * 16], result.tail()
+
+
+def test_a_restart_in_a_pass_that_was_dealt_out(jobs: Jobs, tmp_path: Path) -> None:
+    """What the checkpoint says of the pass is enough; what was published about it is gone."""
+    faults = [Fault(1, 5, "bucket", "SIGKILL"), *(Fault(rank, 9, "bucket", "SIGKILL") for rank in range(2))]
+    options = [*SHRINK, "--checkpoint-dir", str(tmp_path)]
+    result = run(jobs, faults, options=options, SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS="4")
+    check_exact(result, 2)
+    assert result.kinds("resize") and result.kinds("restart"), result.tail()
+
+
+@pytest.mark.nightly
+def test_a_loss_right_after_a_restart(jobs: Jobs, tmp_path: Path) -> None:
+    """The newcomer goes on in the middle of the pass, where the checkpoint was."""
+    at_8, at_9 = (
+        Fault(1, 8, "bucket", "SIGKILL"),
+        [Fault(rank, 9, "bucket", "SIGKILL", incarnation=rank) for rank in (0, 1)],
+    )
+    options = ["--checkpoint-dir", str(tmp_path), "--crash-loop", "9"]
+    result = run(jobs, [at_8, at_8, *at_9], nproc=2, options=options, SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS="4")
+    check_exact(result, 2)
+    assert result.kinds("restart") and len(result.kinds("lost")) == 4, result.tail()
 
 
 def test_a_stream_is_refused_unless_it_may_be_dropped(jobs: Jobs) -> None:

@@ -551,6 +551,7 @@ class SwiftAgent(SimpleElasticAgent):
                 self._crew.gather(entry["machines"], line)
         group.workers = [Worker(i, first + i, first + i, workers, workers) for i in here]
         self._resizing.done(time.monotonic(), workers, line)
+        self._book.forget_ranks()  # they are others now
         self._start_workers(self._worker_group)
 
     def _stay_as_many(self, reason: str) -> None:
@@ -569,7 +570,9 @@ class SwiftAgent(SimpleElasticAgent):
         self._resizing.follow(entry, self._worker_group.spec.local_world_size)
         if changing and not self._resizing.stay:
             local = {one.global_rank: one.local_rank for one in self._worker_group.workers}
-            self._due += [(time.monotonic(), local[rank]) for rank in sorted(self._lost) if rank in local]
+            waiting = {place for _, place in self._due}
+            lost = [local[rank] for rank in sorted(self._lost) if rank in local and local[rank] not in waiting]
+            self._due += [(time.monotonic(), place) for place in lost]
             self._start_due()
 
     # -- other machines -----------------------------------------------------------------------------------------------
@@ -743,8 +746,7 @@ class SwiftAgent(SimpleElasticAgent):
             whence = f"from batch top {line.top}, where their number had changed, or a newer checkpoint"
         console(f"restarting all workers {whence}: {entry['reason']}")
         self._kill_all()
-        self._resizing.end()
-        self._resizing.line = line
+        self._resizing.done(time.monotonic(), len(self._ranks()), line)
         self._job.clear(keep=line.attempt if line is not None else None)  # of what the attempt before published
         deadline = time.monotonic() + delay_s
         while not self._wakeup.received and time.monotonic() < deadline:

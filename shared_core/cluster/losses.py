@@ -140,6 +140,10 @@ class LossBook:
         self.budget -= 1
         return Verdict("replace", delay_s=BACK_OFF_S[min(len(streak), len(BACK_OFF_S)) - 1])
 
+    def forget_ranks(self) -> None:
+        """The ranks are numbered anew: no row of deaths goes on."""
+        self._streaks.clear()
+
 
 def _same_exception(one: Death, other: Death) -> bool:
     if one.error is None or other.error is None:

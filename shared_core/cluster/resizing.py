@@ -92,6 +92,7 @@ class Resizing:
         """The workers that follow are being started."""
         self.end()
         self.vacant, self.declined, self.after = None, False, ()
+        self.due.clear()
         self.line = line
         self.schedule(now, workers)
 

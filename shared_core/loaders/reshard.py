@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 from shared_core.errors import RecoveryFailed
@@ -23,20 +24,21 @@ def divide(rests: Sequence[Sequence[Any]], workers: int) -> list[list[Any]]:
         workers: number of new workers.
 
     Returns:
-        For each new worker its batches. Only where fewer samples than workers are left (for loaders that do not batch:
-        where they cannot be divided evenly) some are used twice, as ``DistributedSampler`` does.
+        For each new worker its batches. Only where fewer samples than workers are left (for batches of one, and loaders
+        that do not batch: where they cannot be divided evenly) some are used twice, as ``DistributedSampler`` does.
     """
     longest = max((len(rest) for rest in rests), default=0)
     in_turn = [rest[step] for step in range(longest) for rest in rests if step < len(rest)]
     if not in_turn:
         return [[] for _ in range(workers)]
     if not isinstance(in_turn[0], (list, tuple)):
-        padded = in_turn + in_turn[: -len(in_turn) % workers]
+        padded = _fill(in_turn, workers)
         return [padded[worker::workers] for worker in range(workers)]
     samples = [sample for batch in in_turn for sample in batch]
-    while len(samples) < workers:
-        samples += samples[: workers - len(samples)]
-    sizes = _step_sizes(len(samples), workers, workers * max(len(batch) for batch in in_turn))
+    largest = max(len(batch) for batch in in_turn)
+    if len(samples) < workers or largest == 1:
+        samples = _fill(samples, workers)
+    sizes = _step_sizes(len(samples), workers, workers * largest)
     divided: list[list[Any]] = [[] for _ in range(workers)]
     at = 0
     for size in sizes:
@@ -47,8 +49,16 @@ def divide(rests: Sequence[Sequence[Any]], workers: int) -> list[list[Any]]:
     return divided
 
 
+def _fill(samples: list[Any], workers: int) -> list[Any]:
+    """The samples, and as many of the first again as make them a multiple of the number of workers."""
+    return [*samples, *islice(cycle(samples), -len(samples) % workers)]
+
+
 def _step_sizes(samples: int, workers: int, step: int) -> list[int]:
-    """Samples of each step: full ones, and the last two alike if the last would leave a worker without."""
+    """Samples of each step: full ones, and the last two alike if the last would leave a worker without.
+
+    With at least two in a full batch both halves are enough for all.
+    """
     sizes = [step] * (samples // step)
     rest = samples - sum(sizes)
     if rest and rest < workers:
@@ -104,6 +114,6 @@ def advance(state: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[
     Raises:
         RecoveryFailed: if another pass over the data has begun in between.
     """
-    if order_name(before) != order_name(after):
+    if not before["live"] or before["count"] != after["count"]:
         raise RecoveryFailed("a pass over the data began while the worker was lost, and its order is not known")
     return used(state) + used(after) - used(before)

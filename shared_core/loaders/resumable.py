@@ -364,8 +364,10 @@ class ResumableLoader:
             already = min(taken, record.delivered)
             taken -= already
             if record.dealt and self._swift_indices is not None and self._swift_notary is not None:
-                published = self._swift_notary.orders.read
-                self._swift_indices.listed = state["indices"] if "indices" in state else published(record.order)
+                orders = self._swift_notary.orders
+                if "indices" in state:  # it is never dropped: worker processes that last may need it much later
+                    record.order = orders.write(state["indices"])
+                self._swift_indices.listed = orders.read(record.order)
                 self._swift_indices.first = record.first
             inner = self._swift_replay(record, already, state["recent"] if record is records[-1] else [], items)
             if self._swift_indices is not None:

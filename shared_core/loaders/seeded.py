@@ -85,7 +85,10 @@ class Indices:
         if listed is None and self.announce is None:
             yield from self.inner
             return
-        drawn = list(self.inner) if listed is None else listed
+        if listed is not None:
+            yield from listed
+            return
+        drawn = list(self.inner)
         if self.announce is not None:
             self.announce(drawn)
         yield from drawn

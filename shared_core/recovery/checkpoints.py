@@ -13,6 +13,7 @@ from shared_core.comm.gloo import wait_for
 from shared_core.consistency import Top
 from shared_core.errors import CorruptFile, GenerationAbandoned, SwiftError
 from shared_core.events import console
+from shared_core.loaders.reshard import loader_states, order_name
 from shared_core.recovery.board import Board
 from shared_core.recovery.plain import dumps, loads
 from shared_core.recovery.updates import Updates
@@ -72,6 +73,9 @@ class Checkpoints:
         rank, key = self._env.rank, f"checkpoint/{top.index}"
         generation = self._recovery.runtime.generation
         client = self._recovery.new_store("")
+        for _, state in loader_states(parts):
+            if state["live"] and state["iterations"][-1]["dealt"] and "indices" not in state:
+                state["indices"] = board.read_order(order_name(state))  # the board will be gone
         try:
             mine = {
                 "top": asdict(top),

@@ -115,9 +115,10 @@ def _deal(
     """Changes to a loader's state, so that this rank goes on with its part of the rest."""
     if not state["live"]:
         return {"iterations": []}  # earlier passes shape the next one only in worker processes, which are new
-    if not used(state):
+    last = state["iterations"][-1]
+    if not used(state) and not last["dealt"]:
         return {"fresh": True}
-    if not order_name(state):
+    if not order_name(state) and "indices" not in state:
         return {"live": False, "iterations": []}  # a stream: the pass ends here
     exact = env.config.data_policy == "exact"
     rests = []
@@ -130,11 +131,11 @@ def _deal(
         if each.top.index != mine.top.index:
             # It was lost between its last contribution to a batch and the next top: that batch is used.
             done = advance(theirs, *_between(resized, old, path, each.top.index))
-        rests.append(each.board.read_order(order_name(theirs))[done:])
+        rests.append(_order(each.board, theirs)[done:])
     dealt = divide(rests, env.world_size)[env.rank]
-    record = dict(state["iterations"][-1]) | {
+    record = dict(last) | {
         "delivered": min(state["ahead"], len(dealt)),
-        "first": used(state),
+        "first": last["first"] + used(state),
         "dealt": True,
         "length": len(dealt),
         "owned": {"scalars": {}, "generators": {}},
@@ -144,6 +145,12 @@ def _deal(
         "owned_first": {},
     }
     return {"iterations": [record], "recent": [], "indices": dealt}
+
+
+def _order(board: Board, state: Mapping[str, Any]) -> list[Any]:
+    """The order of the iteration in progress; it comes with the state where that has just been dealt out."""
+    indices: list[Any] = state["indices"] if "indices" in state else board.read_order(order_name(state))
+    return indices
 
 
 def _between(

@@ -33,7 +33,7 @@ class Recovery:
 
     Attributes:
         generation: its number, from 1.
-        attempt: how often the whole job had been restarted before.
+        attempt: how often all workers had been started again before, also because their number changed.
         losses: workers whose loss made it necessary.
         detected: when the first of them was noticed, in seconds since the epoch.
         survivor_ready_s: by rank, until a survivor was out of its blocked call and ready to take part.
@@ -104,7 +104,7 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
     attempt = 0
     for event in events:
         key = (attempt, event.generation)
-        if event.kind == "restart":
+        if event.kind in ("restart", "resize"):  # generations count from 0 again
             attempt += 1
         elif event.kind == "lost":
             unplaced.append((attempt, event))
@@ -201,7 +201,16 @@ def format_timeline(events: Sequence[Event], *, color: bool = False) -> str:
     return "\n".join(_line(event, start, color) for event in events)
 
 
-_COLORS = {"lost": 31, "fault": 31, "restart": 31, "warning": 33, "recovered": 32, "resumed": 32, "generation": 36}
+_COLORS = {
+    "lost": 31,
+    "fault": 31,
+    "restart": 31,
+    "resize": 33,
+    "warning": 33,
+    "recovered": 32,
+    "resumed": 32,
+    "generation": 36,
+}
 
 
 def _line(event: Event, start: float, color: bool) -> str:
