@@ -146,6 +146,12 @@ def test_generations_of_a_restarted_job_are_kept_apart() -> None:
     assert found[0].longest_stall_s == found[1].longest_stall_s == 0.43
 
 
+def test_growing_is_no_recovery() -> None:
+    grows = at(1, "generation", generation=1, lost=[], stay=[0, 1])
+    assert recoveries([grows]) == []
+    assert "ranks 0, 1 hand on to another number of workers" in format_timeline([grows])
+
+
 def test_what_nobody_said_is_left_out() -> None:
     (one,) = recoveries([at(3, "generation", generation=4, lost=[0])])
     assert one.lost == [0] and one.losses[0].cause == "" and one.detected == START + 3

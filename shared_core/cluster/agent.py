@@ -491,8 +491,10 @@ class SwiftAgent(SimpleElasticAgent):
             resizing.schedule(now, len(self._ranks()))  # later
             return
         console(f"the places of {resizing.full - len(self._ranks())} lost worker(s) are filled again")
-        if self._now.next_generation((), time.time(), self._ranks()) is not None:
+        entry = self._now.next_generation((), time.time(), self._ranks())
+        if entry is not None:
             resizing.begin(self._ranks(), resizing.full)
+            self._emit("generation", **{name: value for name, value in entry.items() if name != "generation"})
 
     def _shrink_late(self) -> None:
         """Newcomers that have not joined in time are not waited for any more."""
