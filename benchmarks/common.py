@@ -13,10 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from shared_core.testing.namespaces import Machine, write_hosts
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = 4
@@ -149,6 +152,7 @@ class Workers:
         standbys: standbys of ``swift``.
         restarts: how often torchrun may start all workers again.
         env: more environment.
+        machines: those of a ``swift`` job on several, one more than it has places.
     """
 
     def __init__(
@@ -161,6 +165,7 @@ class Workers:
         standbys: int = 1,
         restarts: int = 0,
         env: Mapping[str, str] | None = None,
+        machines: Sequence[Machine] = (),
     ) -> None:
         self.system, self.script, self.args = system, script, list(args)
         self.log = out / f"{system}.log"
@@ -170,7 +175,16 @@ class Workers:
         self.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # without it torchrun cannot restart gloo jobs
         self.env |= dict(env or {})
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        if system in ("swift", "accelerate"):
+        self.machines = list(machines)
+        if machines:
+            nnodes, self.hosts = len(machines) - 1, write_hosts(machines, out / "hosts")
+            command = ["-m", "shared_core.cli.swiftrun", f"--nnodes={nnodes}", "--spare-nodes=1"]
+            command += [f"--nproc-per-node={WORKERS // nnodes}", f"--standbys={standbys}", "--rdzv-backend=c10d"]
+            command += [f"--rdzv-endpoint={machines[0].address}:29400", f"--rdzv-id={uuid.uuid4().hex}"]
+            self.command = [*command, f"--events={out / 'events.jsonl'}", str(script), *self.args]
+            for place in range(len(machines)):
+                self.start_machine(place)
+        elif system in ("swift", "accelerate"):
             command = ["-m", "shared_core.cli.swiftrun", f"--nproc-per-node={WORKERS}", f"--standbys={standbys}"]
             self._launch(-1, [*command, f"--events={out / 'events.jsonl'}", str(script), *self.args], {})
         elif system in ("torchrun", "checkfreq"):
@@ -184,10 +198,17 @@ class Workers:
         """Start (again) the one process of a rank, where nobody else does."""
         self._launch(rank, [str(self.script), *self.args], {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)})
 
-    def _launch(self, key: int, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+    def start_machine(self, place: int) -> None:
+        """Start (again) the launcher of a machine."""
+        self._launch(-1 - place, self.command, {}, self.machines[place])
+
+    def _launch(
+        self, key: int, arguments: Sequence[str], env: Mapping[str, str], machine: Machine | None = None
+    ) -> None:
+        command = [sys.executable, *arguments]
         with self.log.open("ab") as log:
             self.processes[key] = subprocess.Popen(
-                [sys.executable, *arguments],
+                machine.command(*command, hosts=self.hosts) if machine is not None else command,
                 env=self.env | dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,7 +1,9 @@
 """What a lost worker costs: under each system one is killed (SIGKILL) again and again, and all ranks' traces are read.
 
-Systems: this one with a standby, and without (``--standbys 0``); torchrun with a checkpoint every 1, 5 and 20 steps;
-torchft where it is installed. The job is plain DDP on a 6-layer MLP of width 512 with four workers. For each kill:
+Systems: this one with a standby, and without (``--standbys 0``); with fewer workers after a loss, and as many again
+later; on two machines (network namespaces), one of which is lost while a third waits; torchrun with a checkpoint every
+1, 5 and 20 steps; torchft where it is installed. The job is plain DDP on a 6-layer MLP of width 512 with four workers.
+For each kill:
 
 - stall: from the kill until ``optimizer.step`` has next returned on all ranks, and on the survivors alone (torchft's go
   on without the lost one, and its samples);
@@ -21,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ from benchmarks.common import (
 )
 from shared_core.events import read_events
 from shared_core.report import recoveries
+from shared_core.testing.namespaces import machines, unavailable
 
 SCRIPT = Path(__file__).with_name("recovery_worker.py")
 BATCH = 32
@@ -53,11 +56,28 @@ PATIENCE_S = 120.0
 STALL_TARGET_S = 0.6
 FACTOR_TARGET = 8.0
 READY_TARGET_MS = 60.0
+#: Seconds that a job goes on with fewer workers, starting them included, until it grows again.
+GROW_AFTER_S = 4.0
+#: Seconds that a spare machine waits before the next is lost, so that its standby has imported what it needs.
+SPARE_WAITS_S = 5.0
 
 
 @dataclass(frozen=True)
 class System:
-    """One way to run the job."""
+    """One way to run the job.
+
+    Attributes:
+        name: in the table.
+        system: what the worker script calls it.
+        kills: kills in a whole run.
+        quick_kills: kills in a quick one; 0 leaves it out.
+        standbys: of this product, on each machine.
+        every: steps between two checkpoints or commits.
+        heartbeat_ms: torchft's heartbeat time-out.
+        timeout_s: torchft's other time-outs.
+        resizes: the others go on without the lost worker, and the job grows again later.
+        machines: whole machines are killed, and one more waits.
+    """
 
     name: str
     system: str
@@ -67,17 +87,26 @@ class System:
     every: int = 0
     heartbeat_ms: int = 5000
     timeout_s: int = 60
+    resizes: bool = False
+    machines: int = 1
 
     @property
     def ours(self) -> bool:
         """Whether it is this product."""
         return self.system in ("swift", "accelerate")
 
+    @property
+    def judged(self) -> bool:
+        """Whether the targets for a lost worker whose place a standby takes apply."""
+        return self.ours and self.standbys > 0 and not self.resizes and self.machines == 1
+
 
 SYSTEMS = [
     System("swift, standby", "swift", 10, 3),
     System("swift, respawn (no standby)", "swift", 5, 1, standbys=0),
     System("swift under Accelerate, standby", "accelerate", 5, 0),
+    System("swift, shrink and growth", "swift", 5, 0, resizes=True),
+    System("swift, spare machine", "swift", 3, 0, machines=2),
     System("torchrun, checkpoint every step", "torchrun", 4, 0, every=1),
     System("torchrun, checkpoint every 5 steps", "torchrun", 4, 0, every=5),
     System("torchrun, checkpoint every 20 steps", "torchrun", 4, 1, every=20),
@@ -109,6 +138,10 @@ class Traces:
                 self.read_to[rank] += len(whole) + 1
                 self.lines[rank] += [json.loads(line) for line in whole.split(b"\n")]
 
+    def pids(self) -> set[int]:
+        """Processes that have noted anything."""
+        return {line["pid"] for lines in self.lines for line in lines}
+
     def steps(self, rank: int, after: float = 0.0) -> list[dict[str, Any]]:
         """Steps that a rank has made after a time, in order."""
         return [line for line in self.lines[rank] if line["kind"] == "step" and line["time"] > after]
@@ -121,16 +154,18 @@ class Traces:
 
 @dataclass
 class Kill:
-    """One kill and what followed; times in seconds from the kill."""
+    """One kill and what followed; times in seconds from the kill, ``growth_s`` from the decision to grow."""
 
-    rank: int
+    ranks: tuple[int, ...]
     at: float
     stall_s: float
     survivors_s: float
     regained_s: float
     recomputed: int
     user_s: float
+    detected_s: float | None = None
     ready_s: float | None = None
+    growth_s: float | None = None
 
 
 @dataclass
@@ -140,7 +175,7 @@ class Outcome:
     system: System
     kills: list[Kill] = field(default_factory=list)
     step_s: float = 0.0
-    lost_samples: int = 0
+    lost_samples: int | None = 0
 
 
 def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome:
@@ -150,6 +185,8 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
     traces = Traces(out)
     args = ["--system", system.system, "--out", str(out), "--every", str(system.every)]
     env = {"BENCH_TORCHFT_TIMEOUT_S": str(system.timeout_s)}
+    if system.resizes:
+        env |= {"SWIFT_RECOVERY_ON_FAILURE": "shrink", "SWIFT_RECOVERY_GROW_AFTER_S": str(GROW_AFTER_S)}
     outcome = Outcome(system)
     with contextlib.ExitStack() as stack:
         if system.system == "torchft":
@@ -159,21 +196,29 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             store.set("round", "0")
             env |= {commit_side.STORE: f"127.0.0.1:{store.port}", commit_side.WORKERS: str(WORKERS)}
+        on = stack.enter_context(machines(system.machines + 1)) if system.machines > 1 else []
         workers = stack.enter_context(
-            Workers(system.system, SCRIPT, args, out, standbys=system.standbys, restarts=1000, env=env)
+            Workers(system.system, SCRIPT, args, out, standbys=system.standbys, restarts=1000, env=env, machines=on)
         )
         wait(traces, workers, lambda: settled(traces, 25))
         outcome.step_s = step_time(traces)
         for number in range(kills):
             rank = (WORKERS - 1 + number) % WORKERS
-            kill = strike(
-                rank, workers, traces, rng, outcome.step_s, lambda n=number: store and store.set("round", str(n + 1))
-            )
+            wait_for_a_moment(workers, traces, rng, outcome.step_s)
+            if system.resizes:
+                kill = resize(rank, workers, traces, out / "events.jsonl")
+            elif on:
+                kill = strike_machine(workers, traces, outcome.step_s)
+            else:
+                kill = strike(rank, workers, traces, outcome.step_s, store, number)
             outcome.kills.append(kill)
+            growth = "" if kill.growth_s is None else f", grew in {kill.growth_s:.2f} s"
             say(
-                f"{system.name}: kill {number + 1}/{kills} of rank {rank}: stalled {kill.stall_s:.2f} s, "
-                f"regained after {kill.regained_s:.2f} s, {kill.recomputed} steps recomputed"
+                f"{system.name}: kill {number + 1}/{kills} of rank {', '.join(map(str, kill.ranks))}: "
+                f"stalled {kill.stall_s:.2f} s, regained after {kill.regained_s:.2f} s, "
+                f"{kill.recomputed} steps recomputed{growth}"
             )
+        traces.refresh()
         last = traces.furthest() + 60
         (out / "stop").write_text(str(last))
         try:
@@ -183,37 +228,59 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
         if status and -1 in workers.processes:
             raise RuntimeError(f"{system.name} ended with status {status}\n{workers.tail()}")
     traces.refresh()
-    outcome.lost_samples = lost_samples(traces)
-    if system.ours:
+    # With another number of workers a step is of other samples.
+    outcome.lost_samples = None if system.resizes else lost_samples(traces)
+    if system.ours and not system.resizes:
         add_readiness(outcome, out / "events.jsonl")
     return outcome
 
 
-def next_round(store: Any, number: int) -> None:
-    """Tell a worker that is started again which communicator the survivors are about to form."""
-    if store is not None:
-        store.set("round", str(number))
-
-
-def strike(
-    rank: int, workers: Workers, traces: Traces, rng: random.Random, step_s: float, killed: Callable[[], None]
-) -> Kill:
-    """Kill ``rank`` somewhere in a step, wait until all is as before, and read the traces.
-
-    ``killed`` is called after the kill, before a worker that nobody else starts again is started here.
-    """
-    # Up to 20 steps later, so that kills fall anywhere between two checkpoints.
+def wait_for_a_moment(workers: Workers, traces: Traces, rng: random.Random, step_s: float) -> None:
+    """Let the job go on until somewhere in a step, up to 20 steps later, so anywhere between two checkpoints."""
     target = traces.furthest() + rng.randint(5, 25)
     wait(traces, workers, lambda: traces.furthest() >= target)
     time.sleep(rng.random() * step_s)
     traces.refresh()
+
+
+def strike(rank: int, workers: Workers, traces: Traces, step_s: float, store: Any, number: int) -> Kill:
+    """Kill a worker and wait until all is as before.
+
+    A worker that nobody else starts again is started here; before that it is told in ``store``, if there is one, which
+    communicator the survivors are about to form.
+    """
     at = time.time()
-    pid = traces.lines[rank][-1]["pid"]
-    os.kill(pid, signal.SIGKILL)
-    killed()
+    os.kill(traces.lines[rank][-1]["pid"], signal.SIGKILL)
+    if store is not None:
+        store.set("round", str(number + 1))
     if rank in workers.processes:
         workers.processes[rank].wait()
         workers.start_replica(rank)
+    return measure([rank], at, workers, traces, step_s)
+
+
+def strike_machine(workers: Workers, traces: Traces, step_s: float) -> Kill:
+    """Kill the machine of the last rank and wait until all is as before; then it is started again, as the spare one.
+
+    The first machine hosts the meeting point, and with c10d the job ends with it.
+    """
+    pid = traces.lines[WORKERS - 1][-1]["pid"]
+    place = next(place for place, machine in enumerate(workers.machines) if pid in machine.processes())
+    there = workers.machines[place].processes()
+    ranks = [rank for rank in range(WORKERS) if traces.lines[rank][-1]["pid"] in there]
+    at = time.time()
+    workers.machines[place].kill()
+    kill = measure(ranks, at, workers, traces, step_s)
+    waiting = workers.log.read_text().count("waits as a spare")
+    workers.machines[place].heal()
+    workers.start_machine(place)
+    wait(traces, workers, lambda: workers.log.read_text().count("waits as a spare") > waiting)
+    time.sleep(SPARE_WAITS_S)
+    return kill
+
+
+def measure(lost: Sequence[int], at: float, workers: Workers, traces: Traces, step_s: float) -> Kill:
+    """Wait until all is as before the loss of some ranks, and read the traces."""
     traces.refresh()
     furthest = traces.furthest(before=at)
 
@@ -221,18 +288,55 @@ def strike(
         return next((line["time"] for line in traces.steps(one, at) if line["step"] > furthest), None)
 
     wait(traces, workers, lambda: all(beyond(one) is not None for one in range(WORKERS)))
-    others = [one for one in range(WORKERS) if one != rank]
+    others = [one for one in range(WORKERS) if one not in lost]
     stalled = {one: stalled_until(traces, one, at, step_s) - at for one in range(WORKERS)}
-    loops = [line for line in traces.lines[rank] if line["kind"] == "loop" and line["time"] > at]
     return Kill(
-        rank,
+        tuple(lost),
         at,
         stall_s=max(stalled.values()),
         survivors_s=max(stalled[one] for one in others),
         regained_s=max(beyond(one) or at for one in range(WORKERS)) - at,
         recomputed=max(repeated(traces, one, at) for one in others),
-        user_s=loops[0]["user_s"] if loops else 0.0,
+        user_s=user_time(traces, at),
     )
+
+
+def resize(rank: int, workers: Workers, traces: Traces, events: Path) -> Kill:
+    """Kill a worker; wait until the others have gone on without it, in new processes, and until the job has grown."""
+    before = traces.pids()
+    killed, at = traces.lines[rank][-1]["pid"], time.time()
+    os.kill(killed, signal.SIGKILL)
+    left, everyone = range(WORKERS - 1), range(WORKERS)
+    stall_s = wait_for_steps(left, before, workers, traces) - at
+    steps = [line for one in everyone for line in traces.steps(one)]
+    furthest = max(line["step"] for line in steps if line["pid"] in before)
+    regained_s = wait_for_steps(left, before, workers, traces, furthest) - at
+    made = {line["step"] for line in steps if line["pid"] in before - {killed}}
+    again = {line["step"] for one in left for line in traces.steps(one) if line["pid"] not in before} & made
+    user_s = user_time(traces, at)
+    grown = wait_for_steps(everyone, traces.pids(), workers, traces)
+    decided = [
+        event.fields["detected"]
+        for event in read_events(events)
+        if event.kind == "generation" and event.fields.get("stay") and not event.fields["lost"] and event.time > at
+    ]
+    return Kill((rank,), at, stall_s, stall_s, regained_s, len(again), user_s, growth_s=grown - max(decided))
+
+
+def wait_for_steps(ranks: Sequence[int], before: set[int], workers: Workers, traces: Traces, beyond: int = 0) -> float:
+    """When new processes of all these ranks, not those ``before``, had made a step beyond a number of steps."""
+
+    def first(rank: int) -> float | None:
+        return next((x["time"] for x in traces.steps(rank) if x["pid"] not in before and x["step"] > beyond), None)
+
+    wait(traces, workers, lambda: None not in map(first, ranks))
+    return max(first(rank) or 0.0 for rank in ranks)
+
+
+def user_time(traces: Traces, at: float) -> float:
+    """The longest start of the user's code, up to the loop, in workers that were started after a time."""
+    loops = (line for lines in traces.lines for line in lines if line["kind"] == "loop" and line["time"] > at)
+    return float(max((line["user_s"] for line in loops), default=0.0))
 
 
 def stalled_until(traces: Traces, rank: int, at: float, step_s: float) -> float:
@@ -296,24 +400,29 @@ def add_readiness(outcome: Outcome, path: Path) -> None:
         for one in found:
             ready = one.slowest_survivor_ready_s
             if ready is not None and 0 <= one.detected - kill.at < kill.regained_s:
-                kill.ready_s = one.detected - kill.at + ready
+                kill.detected_s = one.detected - kill.at
+                kill.ready_s = kill.detected_s + ready
                 break
 
 
 def rows_of(outcome: Outcome, best_other: float | None) -> list[Row]:
     """Rows of one system."""
-    name, kills, ours = outcome.system.name, outcome.kills, outcome.system.ours
-    standby = ours and outcome.system.standbys > 0
+    name, kills, ours, judged = outcome.system.name, outcome.kills, outcome.system.ours, outcome.system.judged
     stalls = [kill.stall_s for kill in kills]
     median = statistics.median(stalls)
     rows = [Row(name, "kills", len(kills), "")]
-    if standby:
+    if judged:
         rows.append(at_most(name, "stall, median", median, "s", STALL_TARGET_S))
     else:
         rows.append(Row(name, "stall, median", median, "s"))
     rows.append(Row(name, "stall, maximum", max(stalls), "s"))
+    if outcome.system.machines > 1:
+        noticed = [kill.detected_s for kill in kills if kill.detected_s is not None]
+        after = [kill.stall_s - kill.detected_s for kill in kills if kill.detected_s is not None]
+        rows.append(Row(name, "loss noticed, median", statistics.median(noticed) if noticed else None, "s"))
+        rows.append(Row(name, "stall after it was noticed, median", statistics.median(after) if after else None, "s"))
     rows.append(Row(name, "stall of survivors alone, median", statistics.median(k.survivors_s for k in kills), "s"))
-    if standby:
+    if judged:
         factor = None if best_other is None else best_other / median
         metric = "stall, how many times shorter than the best other"
         rows.append(
@@ -322,19 +431,27 @@ def rows_of(outcome: Outcome, best_other: float | None) -> list[Row]:
     rows.append(Row(name, "step regained, median", statistics.median(kill.regained_s for kill in kills), "s"))
     rows.append(Row(name, "step regained, maximum", max(kill.regained_s for kill in kills), "s"))
     rows.append(Row(name, "user's start-up code", statistics.median(kill.user_s for kill in kills), "s"))
+    in_place = ours and not outcome.system.resizes
     if ours:
         ready = [1e3 * kill.ready_s for kill in kills if kill.ready_s is not None]
         slowest = max(ready) if len(ready) == len(kills) else None
         rows.append(Row(name, "survivors ready, median", statistics.median(ready) if ready else None, "ms"))
-        rows.append(at_most(name, "survivors ready, maximum", slowest, "ms", READY_TARGET_MS))
+        if in_place and outcome.system.machines == 1:
+            rows.append(at_most(name, "survivors ready, maximum", slowest, "ms", READY_TARGET_MS))
+        else:
+            rows.append(Row(name, "survivors ready, maximum", slowest, "ms"))
     recomputed = max(kill.recomputed for kill in kills)
     mean = statistics.mean(kill.recomputed for kill in kills)
-    if ours:
+    if in_place:
         rows.append(at_most(name, "steps recomputed, maximum", recomputed, "steps", 0))
         rows.append(at_most(name, "samples lost", outcome.lost_samples, "samples", 0))
     else:
         rows.append(Row(name, "steps recomputed, mean", mean, "steps"))
         rows.append(Row(name, "samples lost", outcome.lost_samples, "samples"))
+    grown = [kill.growth_s for kill in kills if kill.growth_s is not None]
+    if grown:
+        rows.append(Row(name, "growth, median", statistics.median(grown), "s"))
+        rows.append(Row(name, "growth, maximum", max(grown), "s"))
     rows.append(Row(name, "step time without failures, median", 1e3 * outcome.step_s, "ms"))
     return rows
 
@@ -354,6 +471,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not kills or (options.only and options.only not in system.name):
                 continue
             if system.system == "torchft" and not torchft:
+                continue
+            if system.machines > 1 and unavailable():
+                say(f"{system.name}: left out, {unavailable()}")
                 continue
             say(f"{system.name}: starting, {kills} kills")
             outcomes.append(run(system, kills, folder, random.Random(options.seed)))

@@ -1,17 +1,11 @@
-"""Machines for tests: network namespaces on one bridge, which can be killed whole, cut off and healed.
-
-Namespaces share ``/proc``, ``/dev/shm`` and the disk; only the network is each one's own. A machine that is killed
-goes silently: its link is down before its processes end, so that no connection is closed in an orderly way.
-"""
+"""Jobs on the machines of :mod:`shared_core.testing.namespaces`."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import signal
-import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -22,124 +16,13 @@ from shared_core.cluster import jobdir, worker
 from shared_core.cluster.process import state_of
 from shared_core.testing.faults import Fault, dumps
 from shared_core.testing.inject import FAULTS, STRUCK
+from shared_core.testing.namespaces import Machine, write_hosts
 from shared_core.testing.processes import MARK
 from shared_core.testing.report import OUT, start_time
 from shared_core.testing.runner import JobResult, collect
 from shared_core.testing.warm import WarmLauncher
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def _ip(*words: str, check: bool = True) -> str:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
-    if check and done.returncode != 0:
-        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
-    return done.stdout
-
-
-@functools.cache
-def unavailable() -> str:
-    """Why machines cannot be made here; empty if they can."""
-    name = f"swt{uuid.uuid4().hex[:8]}"
-    try:
-        _ip("netns", "add", name)
-        try:
-            _ip("link", "add", f"{name}b", "type", "bridge")
-            _ip("link", "del", f"{name}b")
-        finally:
-            _ip("netns", "del", name, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"network namespaces cannot be made here (root and iproute2 are needed): {error}"
-    return ""
-
-
-class Machine:
-    """One namespace.
-
-    Attributes:
-        name: of the namespace.
-        address: its IPv4 address on the bridge.
-    """
-
-    def __init__(self, name: str, address: str, port: str) -> None:
-        self.name, self.address = name, address
-        self._port = port
-
-    @property
-    def path(self) -> str:
-        """Handle of the namespace."""
-        return f"/run/netns/{self.name}"
-
-    def processes(self) -> list[int]:
-        """All that run in it."""
-        inode = os.stat(self.path).st_ino
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdecimal() and os.stat(entry / "ns/net").st_ino == inode:
-                    found.append(int(entry.name))
-        return found
-
-    def popen(self, *command: str, output: Path) -> subprocess.Popen[bytes]:
-        """Run a program on it."""
-        with open(output, "wb") as file:
-            return subprocess.Popen(
-                ["ip", "netns", "exec", self.name, *command],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def cut(self) -> None:
-        """Take its link down."""
-        _ip("link", "set", self._port, "down")
-
-    def heal(self) -> None:
-        """Take its link up again."""
-        _ip("link", "set", self._port, "up")
-
-    def kill(self) -> None:
-        """The machine is gone: silently, with all that ran there and all that lay in its memory."""
-        self.cut()
-        for _ in range(100):
-            pids = self.processes()
-            if not pids:
-                break
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
-        jobdir.sweep(Path("/dev/shm"))
-
-
-@contextlib.contextmanager
-def machines(count: int) -> Iterator[list[Machine]]:
-    """So many machines that reach each other; everything is removed afterwards."""
-    tag = uuid.uuid4().hex[:6]
-    net = f"10.{200 + os.getpid() % 50}.{int(tag[:2], 16)}"
-    bridge = f"sb{tag}"
-    made: list[Machine] = []
-    try:
-        _ip("link", "add", bridge, "type", "bridge", "forward_delay", "0")
-        _ip("link", "set", bridge, "up")
-        for place in range(count):
-            name, port, address = f"sn{tag}{place}", f"sv{tag}{place}", f"{net}.{place + 1}"
-            _ip("netns", "add", name)
-            made.append(Machine(name, address, port))
-            _ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("link", "set", port, "master", bridge, "up")
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", "eth0", "up")
-        yield made
-    finally:
-        for machine in made:
-            if machine.processes():
-                machine.kill()
-            _ip("netns", "del", machine.name, check=False)
-            _ip("link", "del", machine._port, check=False)
-        _ip("link", "del", bridge, check=False)
 
 
 def alive(one: dict[str, Any]) -> bool:
@@ -221,8 +104,7 @@ class Cluster:
         self.argv = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", f"--spare-nodes={max(0, len(on) - most)}"]
         self.argv += [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={name or self._mark}"]
         self.argv += [f"--events={out / 'events.jsonl'}", *options, str(script), *args]
-        names = [f"{machine.address} {machine.name}" for machine in on]
-        (out / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names]) + "\n")
+        hosts = write_hosts(on, out / "hosts")
         warm.start_all(
             [
                 {
@@ -232,7 +114,7 @@ class Cluster:
                     "stdout": str(out / f"stdout.{place}.txt"),
                     "stderr": str(out / f"stderr.{place}.txt"),
                     "netns": machine.path,
-                    "hosts": str(out / "hosts"),
+                    "hosts": str(hosts),
                 }
                 for place, machine in enumerate(on)
             ]

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import common, overhead, recovery
 from benchmarks.common import WORKERS, Line, Row, at_least, at_most, finish, table
+from shared_core.testing.namespaces import unavailable
 
 FORM = {"case", "metric", "value", "unit", "target", "holds"}
 
@@ -117,7 +118,7 @@ def test_steps_made_again_and_samples_lost(tmp_path: Path) -> None:
 def test_a_short_real_run_of_recovery(tmp_path: Path) -> None:
     system = recovery.System("swift, standby", "swift", 1, 1)
     outcome = recovery.run(system, 2, tmp_path, random.Random(3))
-    assert [kill.rank for kill in outcome.kills] == [3, 0]
+    assert [kill.ranks for kill in outcome.kills] == [(3,), (0,)]
     assert outcome.lost_samples == 0
     for kill in outcome.kills:
         assert kill.recomputed == 0
@@ -129,6 +130,40 @@ def test_a_short_real_run_of_recovery(tmp_path: Path) -> None:
     assert named["stall, how many times shorter than the best other"].value == pytest.approx(
         5.0 / (named["stall, median"].value or 0)
     )
+
+
+def system(name: str) -> recovery.System:
+    return next(one for one in recovery.SYSTEMS if name in one.name)
+
+
+def test_what_means_nothing_is_not_judged() -> None:
+    """With another number of workers samples are not comparable; a machine is noticed after a lease."""
+    kill = recovery.Kill((1,), 5.0, 0.9, 0.9, 1.0, 1, 0.4, growth_s=1.5)
+    rows = recovery.rows_of(recovery.Outcome(system("shrink"), [kill], 0.1, None), best_other=5.0)
+    named = {row.metric: row for row in rows}
+    assert all(row.holds is None for row in rows)
+    assert named["samples lost"].value is None and named["steps recomputed, mean"].value == 1
+    assert named["growth, median"].value == named["growth, maximum"].value == 1.5
+    kill = recovery.Kill((2, 3), 5.0, 2.5, 2.5, 2.5, 0, 0.1, detected_s=2.0, ready_s=2.1)
+    rows = recovery.rows_of(recovery.Outcome(system("spare"), [kill], 0.1, 0), best_other=5.0)
+    assert {row.metric for row in rows if row.holds is not None} == {"steps recomputed, maximum", "samples lost"}
+    assert {row.metric: row.value for row in rows}["stall after it was noticed, median"] == 0.5
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["shrink", "spare"])
+def test_a_short_real_run_with_other_workers(name: str, tmp_path: Path) -> None:
+    if name == "spare" and unavailable():
+        pytest.skip(unavailable())
+    outcome = recovery.run(system(name), 2, tmp_path, random.Random(3))
+    for kill in outcome.kills:
+        assert 0 < kill.survivors_s <= kill.stall_s <= kill.regained_s + 1e-6 and kill.user_s > 0
+        if name == "shrink":
+            assert kill.recomputed <= 1 and kill.growth_s is not None and kill.growth_s > 0
+        else:
+            assert kill.recomputed == 0 and kill.ranks == (2, 3)
+            assert kill.detected_s is not None and 1.0 < kill.detected_s < kill.stall_s
+    assert outcome.lost_samples == (None if name == "shrink" else 0)
 
 
 @pytest.mark.nightly

@@ -161,6 +161,12 @@ def test_generations_before_and_after_a_resize_are_kept_apart() -> None:
     assert "\x1b[33mresize" in format_timeline([resize], color=True)
 
 
+def test_growing_is_no_recovery() -> None:
+    grows = at(1, "generation", generation=1, lost=[], stay=[0, 1])
+    assert recoveries([grows]) == []
+    assert "ranks 0, 1 hand on to another number of workers" in format_timeline([grows])
+
+
 def test_what_nobody_said_is_left_out() -> None:
     (one,) = recoveries([at(3, "generation", generation=4, lost=[0])])
     assert one.lost == [0] and one.losses[0].cause == "" and one.detected == START + 3

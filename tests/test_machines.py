@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from harness import SCRIPTS, Jobs
-from machines import Cluster, Machine, alive, etcd, machines, unavailable
+from machines import Cluster, alive, etcd
 
 from shared_core.testing import Fault
+from shared_core.testing.namespaces import Machine, machines, unavailable
 from shared_core.testing.runner import JobResult, check_clean, check_survivors, compare, unconfirmed
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")

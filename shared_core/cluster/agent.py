@@ -366,7 +366,7 @@ class SwiftAgent(SimpleElasticAgent):
             self._restart_all(why, max(verdict.delay_s for verdict in verdicts), line=resizing.line)
             return None
         assert entry is not None
-        self._emit("generation", **{name: value for name, value in entry.items() if name != "generation"})
+        self._emit_generation(entry)
         return None
 
     def _death(self, one: LiveWorker, code: int, detected: float) -> Death:
@@ -491,8 +491,10 @@ class SwiftAgent(SimpleElasticAgent):
             resizing.schedule(now, len(self._ranks()))  # later
             return
         console(f"the places of {resizing.full - len(self._ranks())} lost worker(s) are filled again")
-        if self._now.next_generation((), time.time(), self._ranks()) is not None:
+        entry = self._now.next_generation((), time.time(), self._ranks())
+        if entry is not None:
             resizing.begin(self._ranks(), resizing.full)
+            self._emit_generation(entry)
 
     def _shrink_late(self) -> None:
         """Newcomers that have not joined in time are not waited for any more."""
@@ -513,7 +515,8 @@ class SwiftAgent(SimpleElasticAgent):
         if not stay:
             return
         console(f"{why} (replace_timeout_s): the others go on")
-        if self._now.next_generation((), time.time(), stay) is not None:
+        if (entry := self._now.next_generation((), time.time(), stay)) is not None:
+            self._emit_generation(entry)
             resizing.begin(stay, len(stay))
             self._lost |= set(late)
             for one in list(self._fleet.live.values()):
@@ -562,6 +565,7 @@ class SwiftAgent(SimpleElasticAgent):
         resizing.declined = True
         resizing.schedule(time.monotonic(), len(self._ranks()))
         if (entry := self._now.next_generation((), time.time(), ends=True)) is not None:
+            self._emit_generation(entry)
             self._note(entry)
 
     def _note(self, entry: dict[str, Any]) -> None:
@@ -621,7 +625,7 @@ class SwiftAgent(SimpleElasticAgent):
             self._emit("restart", reason=entry["reason"], attempt=self._number + 1)
             self._start_again(entry, 0.0)
         else:
-            self._emit("generation", **{name: value for name, value in entry.items() if name != "generation"})
+            self._emit_generation(entry)
 
     def _say_farewell(self) -> None:
         if self._crew is None:
@@ -766,6 +770,9 @@ class SwiftAgent(SimpleElasticAgent):
             self._wakeup.wait(self._tick_s)
             self._fleet.reap()
             self._fleet.look_after_standbys()
+
+    def _emit_generation(self, entry: dict[str, Any]) -> None:
+        self._emit("generation", **{name: value for name, value in entry.items() if name != "generation"})
 
     def _emit(self, kind: str, *, rank: int = -1, **fields: Any) -> None:
         generation = self._attempt.generation if self._attempt is not None else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,8 @@ from shared_core.events import console
 
 _LOOK_S = 0.05
 _RETRY_S = 0.25
+#: Leases after which a machine that is lost has been seen to be.
+_SURE = 1.25
 #: How long the store's host waits for the others to go, in seconds.
 _LAST_S = 10.0
 FORMING, RUNNING, ENDED = "forming", "running", "ended"
@@ -339,6 +341,8 @@ class Meeting(RendezvousHandler):
             first = [member["name"] for member in document["members"]]
             lease.expect(first)
             number, machines, waiting = document["attempt"], tuple(first), False
+            gone: set[str] = set()
+            begun = time.monotonic()
             while True:
                 start = first_of(store, number)
                 if start is not None:
@@ -356,8 +360,11 @@ class Meeting(RendezvousHandler):
                         waiting = True
                         console(f"this machine ({self.name}) waits as a spare")
                         self._met = True
-                    self._turn_away(lease, ledger)
+                    # Until a lease has gone by, a machine that is lost counts as one that lives.
+                    if time.monotonic() - begun > _SURE * self._options.lease_s:
+                        self._turn_away(lease, ledger, gone | ledger.gone)
                     self.pause(_LOOK_S)
+                gone |= ledger.gone
                 if ledger.over["over"] not in (RESTART, RESIZE):
                     self.leave(over=False)
                     failed = ledger.over["over"] != RELEASE
@@ -379,11 +386,12 @@ class Meeting(RendezvousHandler):
         prefixed = PrefixStore(prefix_of(number) + "ranks", store)
         return RendezvousInfo(prefixed, slot, len(ledger.machines), RendezvousStoreInfo(*place))
 
-    def _turn_away(self, lease: Lease, ledger: Ledger) -> None:
+    def _turn_away(self, lease: Lease, ledger: Ledger, gone: Collection[str]) -> None:
         """More machines than were asked for are sent home; one that comes back is not."""
         if self._admitted or self.name not in lease.alive:
             return
-        before = [name for name in lease.alive[: lease.alive.index(self.name)] if name not in ledger.machines]
+        earlier = lease.alive[: lease.alive.index(self.name)]
+        before = [name for name in earlier if name not in ledger.machines and name not in gone]
         room = self._options.nnodes - sum(name is not None for name in ledger.machines)
         if len(before) >= self._options.spares + room:
             self.leave(over=False)

@@ -108,7 +108,7 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
             attempt += 1
         elif event.kind == "lost":
             unplaced.append((attempt, event))
-        elif event.kind == "generation":
+        elif event.kind == "generation" and (event.fields.get("lost") or not event.fields.get("stay")):
             recovery = found.setdefault(key, Recovery(event.generation, attempt, detected=event.time))
             for rank in event.fields.get("lost", []):
                 recovery.losses.append(_take_loss(unplaced, attempt, int(rank)))
@@ -231,6 +231,8 @@ def _lost(said: dict[str, Any]) -> str:
 
 
 def _generation(said: dict[str, Any]) -> str:
+    if said.get("stay"):
+        return f"ranks {', '.join(map(str, said['stay']))} hand on to another number of workers"
     return f"replaces rank {', '.join(map(str, said.get('lost', [])))}"
 
 
