@@ -64,7 +64,7 @@ class Cluster:
         warm: starts the launchers.
         on: the machines.
         out: an empty folder.
-        script: path of the script.
+        script: path of the script; of no meaning with ``command``.
         nnodes: places, or MIN:MAX; the machines beyond are spares.
         nproc: workers a machine.
         endpoint: where the machines meet; the first machine by default.
@@ -73,6 +73,7 @@ class Cluster:
         faults: faults to inject.
         args: of the script.
         options: more options of ``swiftrun``.
+        command: all arguments of ``swiftrun``, in place of those above; the machines are called node1, node2, ...
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Cluster:
         faults: Sequence[Fault] = (),
         args: Sequence[str] = (),
         options: Sequence[str] = (),
+        command: Sequence[str] = (),
     ) -> None:
         self.out, self.faults, self.machines = out, list(faults), list(on)
         self._warm = warm
@@ -104,6 +106,7 @@ class Cluster:
         self.argv = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", f"--spare-nodes={max(0, len(on) - most)}"]
         self.argv += [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={name or self._mark}"]
         self.argv += [f"--events={out / 'events.jsonl'}", *options, str(script), *args]
+        self.argv = list(command) or self.argv
         hosts = write_hosts(on, out / "hosts")
         warm.start_all(
             [

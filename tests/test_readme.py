@@ -1,4 +1,4 @@
-"""The scripts in the README run as they stand there, lose a worker, and print the same as without a loss."""
+"""What the README shows runs as it stands there, and loses a worker."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import Jobs
+from machines import Cluster
 
 from shared_core.testing import Fault
 from shared_core.testing.faults import dumps
+from shared_core.testing.namespaces import machines, unavailable
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -44,3 +47,44 @@ def test_a_script_of_the_readme(name: str, tmp_path: Path) -> None:
     assert "2 worker(s) were lost" in lost.stderr
     losses = [sorted(re.findall(r"mean loss [\d.]+", each.stdout)) for each in (plain, lost)]  # ranks in any order
     assert losses[0] == losses[1]
+
+
+def test_the_first_lines_of_the_readme(tmp_path: Path) -> None:
+    """The three-line change for Lightning, around a model of Lightning's own, started by ``python train.py``."""
+    lines = re.findall(r"```diff\n(.*?)```", README, re.S)[0].splitlines()
+    snippet = "\n".join(line[2:] for line in lines if not line.startswith("-"))
+    script = tmp_path / "train.py"
+    script.write_text(f"""
+from lightning.pytorch.demos.boring_classes import BoringModel
+{snippet}
+trainer.fit_loop.max_epochs = 1
+trainer.fit(BoringModel())
+print("steps", trainer.global_step)
+""")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_")}
+    environ |= {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "SWIFT_FAULTS": dumps([Fault(2, 5, "bucket", "SIGKILL")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 worker(s) were lost" in done.stderr
+    assert done.stdout.count("steps 16") == 4, done.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")
+def test_several_machines_as_in_the_readme(jobs: Jobs) -> None:
+    """Two machines with four workers each, and a spare one."""
+    [line] = re.findall(r"### Several machines.*?```bash\nswiftrun (.*?)```", README, re.S)
+    out = jobs.folder("readme")
+    (out / "train.py").write_text(SCRIPTS["train_torch.py"])
+    with machines(3) as three:
+        cluster = Cluster(jobs.warm, three, out, out / "train.py", command=line.replace("\\\n", " ").split())
+        result, statuses = cluster.finish(100.0)
+    assert statuses == [0, 0, 0], result.tail()
+    said = [(out / f"stdout.{place}.txt").read_text().count("mean loss") for place in range(3)]
+    assert sorted(said) == [0, 4, 4], said

@@ -137,7 +137,9 @@ def machines(count: int) -> Iterator[list[Machine]]:
 
 
 def write_hosts(on: Sequence[Machine], path: Path) -> Path:
-    """Write an ``/etc/hosts`` for these machines: torch looks up its peers' names, and there is no name server."""
-    names = [f"{machine.address} {machine.name}" for machine in on]
+    """Write an ``/etc/hosts`` for these machines, also called node1, node2, ...: torch looks up its peers' names, and
+    there is no name server.
+    """
+    names = [f"{machine.address} {machine.name} node{place}" for place, machine in enumerate(on, 1)]
     path.write_text("\n".join(["127.0.0.1 localhost", *names]) + "\n")
     return path
