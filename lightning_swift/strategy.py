@@ -245,7 +245,8 @@ class SwiftDDPStrategy(DDPStrategy):
     @property
     def num_processes(self) -> int:
         """Workers of this machine, which may be fewer than devices were asked for."""
-        return super().num_processes if getattr(self, "job", None) is None else int(os.environ["LOCAL_WORLD_SIZE"])
+        started = os.environ.get("LOCAL_WORLD_SIZE") if getattr(self, "job", None) is not None else None
+        return super().num_processes if started is None else int(started)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Loaders of a fit get the wrapper that can be put back to where it was."""

@@ -147,7 +147,8 @@ class Job:
         self._verified = 0
         self._served_before = 0
         self._checkpoints = Checkpoints(env, self._recovery)
-        self._restored = self._line()
+        # A newcomer whose predecessor has passed a batch top mostly starts there.
+        self._restored = None if env.incarnation and self._board.tops() else self._line()
         self._tops_lock = threading.Lock()
         self._leaving = ExitStack()
         self.orders = Orders(self._board, env.config.data_policy == "drop") if env.config.resizes else None
@@ -583,6 +584,8 @@ class Job:
         self._recovery.prepare()
         if self._recovery.target is not None:
             self._restored = None  # a predecessor has got further than the checkpoint of this attempt
+        elif self._recovery.newcomer and self._restored is None and self.joining:
+            self._restored = self._line()
 
     def _first_group(self) -> None:
         recovery = self._recovery

@@ -41,7 +41,12 @@ class LocalJob:
         self.joining = published is not None
         self.tops = 0
 
-    def register(self, name: str, capture: Any, restore: Any, *, forward_mutated: bool = False) -> None:
+    resized = added = False
+    orders = None
+
+    def register(
+        self, name: str, capture: Any, restore: Any, *, forward_mutated: bool = False, main: bool = False
+    ) -> None:
         self.parts[name] = (capture, restore)
 
     def attach(self, modules: Any, optimizers: Any) -> None:
