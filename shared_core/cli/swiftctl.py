@@ -1,4 +1,4 @@
-"""``swiftctl``: looks at what a job left behind."""
+"""``swiftctl``: looks at what a job left behind, and plans for the next one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from shared_core.errors import ConfigError
 from shared_core.events import Event, read_events
+from shared_core.pipeline.grouping import Budget, Plan, Profile, plan_groups, trade_off
+from shared_core.report.plans import format_plans
 from shared_core.report.timeline import format_recoveries, format_timeline, recoveries
 
 
@@ -24,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="swiftctl", description="Look at what a swiftrun job left behind.")
+    parser = argparse.ArgumentParser(prog="swiftctl", description="Look at what a swiftrun job left behind, and plan.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     events = commands.add_parser(
         "events",
@@ -34,6 +38,17 @@ def _parser() -> argparse.ArgumentParser:
     events.add_argument("file", metavar="FILE", type=Path, help="events.jsonl of the job")
     events.add_argument("--json", action="store_true", help="print the recoveries as JSON instead")
     events.set_defaults(run=_events)
+    logging = commands.add_parser(
+        "plan-logging",
+        help="which machines of a pipeline restart together, so that messages between them need no log",
+        description="Print the plan that keeps within a budget or, without one, the trade-off of storage and time.",
+    )
+    logging.add_argument("file", metavar="PROFILE.json", type=Path, help="what was measured; see docs/logging.md")
+    logging.add_argument("--storage", metavar="BYTES", type=float, help="most that all logs together may take")
+    logging.add_argument("--bandwidth", metavar="BYTES", type=float, help="most that they may grow by in a second")
+    logging.add_argument("--curve", action="store_true", help="print the trade-off too, with the plan marked by a star")
+    logging.add_argument("--json", action="store_true", help="print JSON instead")
+    logging.set_defaults(run=_plan_logging)
     return parser
 
 
@@ -51,6 +66,30 @@ def _events(options: argparse.Namespace) -> int:
     print()
     print(format_recoveries(grouped, found[0].time if found else 0.0), flush=True)
     return 0
+
+
+def _plan_logging(options: argparse.Namespace) -> int:
+    try:
+        profile = Profile.from_dict(json.loads(options.file.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        print(f"swiftctl: cannot read {options.file}: {error}; see docs/logging.md", file=sys.stderr)
+        return 1
+    try:
+        chosen = plan_groups(profile, Budget(options.storage, options.bandwidth))
+    except ConfigError as error:
+        print(f"swiftctl: {error}", file=sys.stderr)
+        return 2
+    budgeted = options.storage is not None or options.bandwidth is not None
+    plans = trade_off(profile) if options.curve or not budgeted else [chosen]
+    if options.json:
+        print(json.dumps([_plan_to_dict(plan) for plan in plans], indent=2), flush=True)
+    else:
+        print(format_plans(plans, chosen if budgeted else None), flush=True)
+    return 0
+
+
+def _plan_to_dict(plan: Plan) -> dict[str, object]:
+    return asdict(plan) | {"logged": plan.logged}
 
 
 def _read(path: Path) -> list[Event]:

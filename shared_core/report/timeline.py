@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shared_core.events import Event
+from shared_core.report.text import columns, in_bytes, in_seconds
 
 #: Kinds that say something about one generation's recovery.
 _OF_A_RECOVERY = frozenset({"survivor_ready", "newcomer_start", "newcomer_ready", "recovered", "resumed"})
@@ -171,7 +172,7 @@ def format_recoveries(found: Sequence[Recovery], start: float) -> str:
     )
     rows = [header]
     for one in found:
-        stall = _seconds(one.longest_stall_s)
+        stall = in_seconds(one.longest_stall_s)
         if one.superseded_by is not None:
             stall = f"see {one.superseded_by}"
         rows.append(
@@ -180,17 +181,14 @@ def format_recoveries(found: Sequence[Recovery], start: float) -> str:
                 ", ".join(map(str, one.lost)),
                 _short("; ".join(dict.fromkeys(loss.cause or "unknown" for loss in one.losses))),
                 f"+{one.detected - start:.2f} s",
-                _seconds(one.slowest_survivor_ready_s),
-                _seconds(max(one.newcomer_ready_s.values(), default=None)),
+                in_seconds(one.slowest_survivor_ready_s),
+                in_seconds(max(one.newcomer_ready_s.values(), default=None)),
                 stall,
-                _bytes(one.bytes_moved),
+                in_bytes(one.bytes_moved),
                 f"{one.recomputed_steps} steps",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    return columns(rows)
 
 
 def format_timeline(events: Sequence[Event], *, color: bool = False) -> str:
@@ -237,7 +235,7 @@ def _generation(said: dict[str, Any]) -> str:
 
 
 def _ready(said: dict[str, Any]) -> str:
-    return f"after {_seconds(said.get('ready_s'))}"
+    return f"after {in_seconds(said.get('ready_s'))}"
 
 
 def _recovered(said: dict[str, Any]) -> str:
@@ -245,9 +243,9 @@ def _recovered(said: dict[str, Any]) -> str:
     if said.get("top") is not None:
         parts.append(f"from batch top {said['top']}")
     if "stall_s" in said:
-        parts.append(f"stalled {_seconds(said['stall_s'])}")
+        parts.append(f"stalled {in_seconds(said['stall_s'])}")
     if said.get("bytes_moved"):
-        parts.append(f"{_bytes(said['bytes_moved'])} moved")
+        parts.append(f"{in_bytes(said['bytes_moved'])} moved")
     if said.get("served_operations"):
         parts.append(f"{said['served_operations']} operations served")
     if "recomputed_steps" in said:
@@ -271,25 +269,11 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def _value(name: str, value: Any) -> str:
     if isinstance(value, float):
-        return _seconds(value) if name.endswith("_s") else f"{value:g}"
+        return in_seconds(value) if name.endswith("_s") else f"{value:g}"
     if isinstance(value, int) and "bytes" in name:
-        return _bytes(value)
+        return in_bytes(value)
     return str(value)
 
 
 def _short(text: str, width: int = 48) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

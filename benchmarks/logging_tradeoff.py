@@ -1,0 +1,111 @@
+"""Recovery time against storage of logs: exact plans beside Swift's, for the pipelines that Swift was measured on.
+
+Everything is computed from published inputs, in two ways:
+
+- with Swift's own cost (machines of a group replay one after another), for which ViT-128's compute times are known;
+- with equal stages, of a pipeline whose normal step takes as long as the published one. This is Swift's bound on
+  replay, (M + S_group - 1) / (M + S - 1) of a normal step, averaged over the machine that fails.
+
+Measured recovery times are Swift's, on 16 machines with 8 GPUs. They are not judged: they contain fixed costs that are
+not published, and are of one failed rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from benchmarks.common import Row, arguments, at_most, finish, say
+from benchmarks.swift_published import (
+    BERT,
+    LINK_BYTES_PER_S,
+    MACHINES,
+    REPLAYED_STEPS,
+    STAGES_PER_MACHINE,
+    STEPS_BETWEEN_CHECKPOINTS,
+    VIT,
+    VIT_COMPUTE_S,
+    Model,
+    greedy,
+)
+from shared_core.pipeline.grouping import Budget, Machine, Profile, evaluate, plan_groups
+from shared_core.report.plans import format_groups
+
+NOT_COMPUTED = (
+    "BERT-128, Swift's cost and greedy: the compute times of its machines are not published",
+    "ViT-128, the groups that Swift ran with 900 GB (10 of them, but not which) and with 100 GB",
+    "groups that Swift ran for BERT-128: not known at any budget",
+    "recovery time from the two costs: loading the checkpoint, starting again and reading logs are not published "
+    "apart, nor whether recovery was parallel",
+)
+
+
+def swift_cost() -> Profile:
+    """ViT-128 as Swift's grouping sees it: one micro-batch, one stage a machine."""
+    machines = tuple(Machine(seconds) for seconds in VIT_COMPUTE_S)
+    boundaries = (VIT.boundary_bytes,) * (MACHINES - 1)
+    return Profile(machines, boundaries, STEPS_BETWEEN_CHECKPOINTS, 1, LINK_BYTES_PER_S)
+
+
+def equal_stages(model: Model) -> Profile:
+    """A pipeline of equal stages whose step takes as long as the model's."""
+    stages = MACHINES * STAGES_PER_MACHINE
+    compute_s = model.step_s * model.micro_batches / (model.micro_batches + stages - 1)
+    machines = (Machine(compute_s, stages=STAGES_PER_MACHINE),) * MACHINES
+    boundaries = (model.boundary_bytes,) * (MACHINES - 1)
+    return Profile(machines, boundaries, STEPS_BETWEEN_CHECKPOINTS, model.micro_batches, step_s=model.step_s)
+
+
+def swift_rows(budget: float) -> list[Row]:
+    """ViT-128 with Swift's cost: the exact plan, the greedy's, and the groups that Swift ran."""
+    profile, case = swift_cost(), f"{VIT.name}, {budget / 1e9:g} GB, Swift's cost"
+    exact = plan_groups(profile, Budget(budget))
+    published = evaluate(profile, greedy(VIT_COMPUTE_S, profile.boundary_bytes, budget))
+    mended = evaluate(profile, greedy(VIT_COMPUTE_S, profile.boundary_bytes, budget, right_sizes=True))
+    say(f"{case}: exact plan {format_groups(exact.groups)}; Swift's greedy {format_groups(published.groups)}")
+    rows = [
+        Row(case, "logs of the exact plan", exact.storage_bytes / 1e9, "GB"),
+        at_most(case, "replay of a step, exact plan (target: greedy)", exact.replay_s, "s", published.replay_s),
+        Row(case, "replay of a step, Swift's greedy", published.replay_s, "s"),
+        Row(case, "replay of a step, greedy with the right group sizes", mended.replay_s, "s"),
+    ]
+    if budget in VIT.ran:
+        ran = evaluate(profile, VIT.ran[budget])
+        same = "the greedy's" if ran == published else format_groups(ran.groups)
+        say(f"{case}: Swift ran {same}")
+        rows.append(Row(case, "replay of a step, groups that Swift ran", ran.replay_s, "s"))
+    return rows
+
+
+def bound_rows(model: Model, budget: float) -> list[Row]:
+    """Equal stages: the exact plan, and what Swift measured with this budget."""
+    profile, case = equal_stages(model), f"{model.name}, {budget / 1e9:g} GB, equal stages"
+    exact = plan_groups(profile, Budget(budget))
+    say(f"{case}: exact plan {format_groups(exact.groups)}")
+    rows = [
+        Row(case, "logs of the exact plan", exact.storage_bytes / 1e9, "GB"),
+        Row(case, f"replay of {REPLAYED_STEPS} steps, exact plan", REPLAYED_STEPS * exact.replay_s, "s"),
+    ]
+    if budget in model.recovery_s:
+        rows.append(Row(case, "recovery that Swift measured", model.recovery_s[budget], "s"))
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns 1 if a greedy plan is better than the exact one."""
+    parser = arguments("logging_tradeoff", "Recovery time against storage of logs, for the pipelines of Swift's paper.")
+    options = parser.parse_args(argv)  # it takes no time: --quick is the same
+    vit = sorted({*VIT.recovery_s, *VIT.ran}, reverse=True)
+    rows = [row for budget in vit for row in swift_rows(budget)]
+    for model, budgets in ((VIT, vit), (BERT, list(BERT.recovery_s))):
+        rows.append(Row(model.name, f"{REPLAYED_STEPS} normal steps", REPLAYED_STEPS * model.step_s, "s"))
+        rows += [row for budget in budgets for row in bound_rows(model, budget)]
+    status = finish(rows, options.json)
+    print("\nNot computed:")
+    for text in NOT_COMPUTED:
+        print(f"- {text}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Selective logging: exact plans against brute force and published figures, the curve, and when to plan again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.logging_tradeoff import swift_cost
+from benchmarks.swift_published import VIT, VIT_COMPUTE_S, greedy
+from shared_core.errors import ConfigError
+from shared_core.pipeline.grouping import Budget, Machine, Plan, Profile, drifted, evaluate, plan_groups, trade_off
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    """Small profiles whose costs are whole multiples of a power of two, so that sums in any order are the same."""
+    count = draw(st.integers(1, 10))
+    machine = st.builds(Machine, st.integers(0, 9), st.integers(0, 4), st.integers(1, 3))
+    machines = draw(st.lists(machine, min_size=count, max_size=count).filter(lambda all: any(m.weight for m in all)))
+    nbytes = draw(st.sampled_from([st.just(3), st.integers(0, 5), st.integers(0, 10**6)]))
+    return Profile(
+        tuple(machines),
+        tuple(draw(st.lists(nbytes, min_size=count - 1, max_size=count - 1))),
+        draw(st.integers(1, 5)),
+        draw(st.sampled_from([1, 2, 8])),
+        draw(st.sampled_from([None, 1.0, 2.0**16])),
+    )
+
+
+def groupings(count: int) -> Iterator[list[list[int]]]:
+    """All 2^(count - 1) of them."""
+    for cuts in range(2 ** (count - 1)):
+        groups = [[0]]
+        for i in range(1, count):
+            if cuts >> (i - 1) & 1:
+                groups.append([i])
+            else:
+                groups[-1].append(i)
+        yield groups
+
+
+def cost(profile: Profile, groups: list[list[int]]) -> tuple[int, float]:
+    """Bytes of all logs and expected replay seconds, written down anew from the definition."""
+    logged, expected = 0, 0.0
+    for group in groups:
+        line = [profile.machines[i].compute_s for i in group for _ in range(profile.machines[i].stages)]
+        if profile.link_bytes_per_s is not None:
+            line += [profile.boundary_bytes[i] / profile.link_bytes_per_s for i in group[:-1]]
+        replay = sum(line) / profile.micro_batches + (1 - 1 / profile.micro_batches) * max(line)
+        expected += sum(profile.machines[i].weight for i in group) * replay
+        if group[-1] + 1 < len(profile.machines):
+            logged += profile.boundary_bytes[group[-1]]
+    return logged * profile.steps_between_checkpoints, expected / sum(m.weight for m in profile.machines)
+
+
+def costs(plan: Plan) -> tuple[int, float]:
+    return plan.storage_bytes, plan.replay_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(profiles(), st.integers(0, 30))
+def test_exact_against_brute_force(profile: Profile, budget: int) -> None:
+    every = sorted(cost(profile, groups) for groups in groupings(len(profile.machines)))
+    best: list[tuple[int, float]] = []
+    for one in every:
+        if not best or one[1] < best[-1][1]:
+            best.append(one)
+    curve = trade_off(profile)
+    assert [costs(plan) for plan in curve] == best
+    for plan in curve:
+        assert cost(profile, [list(group) for group in plan.groups]) == costs(plan)
+    for storage in (0, budget, every[-1][0] // 2, every[-1][0]):
+        plan = plan_groups(profile, Budget(storage))
+        assert costs(plan) == min((one for one in every if one[0] <= storage), key=lambda one: one[::-1])
+
+
+@settings(max_examples=30, deadline=None)
+@given(profiles())
+def test_the_curve_is_monotone(profile: Profile) -> None:
+    curve = trade_off(profile)
+    for less, more in zip(curve, curve[1:], strict=False):
+        assert less.storage_bytes < more.storage_bytes and less.replay_s > more.replay_s
+    assert curve[0].storage_bytes == 0 and curve[-1] == plan_groups(profile, Budget())
+
+
+# -- what is published ------------------------------------------------------------------------------------
+
+
+def test_swifts_greedy_gives_the_published_groups() -> None:
+    groups = greedy(VIT_COMPUTE_S, (VIT.boundary_bytes,) * 15, 8e11)
+    assert groups == [[0], [1], [2], [3], [4], [5], [6], [7, 8], [9, 10], [11, 12, 13, 14, 15]]
+    assert groups == [list(group) for group in VIT.ran[8e11]]
+
+
+@pytest.mark.parametrize(
+    ("storage", "published", "right_sizes", "exact"),
+    [
+        (9e11, 3.00, 2.88, 2.86),
+        (8e11, 3.27, 3.22, 3.19),
+        (6e11, 5.02, 4.02, 4.02),
+        (3e11, 8.13, 7.96, 7.75),
+        (1e11, 16.65, 16.26, 16.09),
+    ],
+)
+def test_replay_of_a_step_of_vit_128(storage: float, published: float, right_sizes: float, exact: float) -> None:
+    profile = swift_cost()
+    plan = plan_groups(profile, Budget(storage))
+    assert plan.replay_s == pytest.approx(exact, abs=0.005) and plan.storage_bytes <= storage
+    assert plan in trade_off(profile)
+    for mended, expected in ((False, published), (True, right_sizes)):
+        groups = greedy(VIT_COMPUTE_S, profile.boundary_bytes, storage, right_sizes=mended)
+        assert evaluate(profile, groups).replay_s == pytest.approx(expected, abs=0.0051)
+
+
+@pytest.mark.parametrize(("micro_batches", "bound"), [(256, 263 / 383), (128, 135 / 255)])
+def test_equal_stages_give_swifts_bound(micro_batches: int, bound: float) -> None:
+    """(M + S_group - 1) / (M + S - 1) of a normal step, for one machine with 8 stages of 16."""
+    profile = Profile((Machine(3.0, stages=8),) * 16, (10,) * 15, 100, micro_batches)
+    normal, alone = trade_off(profile)[0], trade_off(profile)[-1]
+    assert normal.groups == (tuple(range(16)),) and len(alone.groups) == 16
+    assert alone.replay_s / normal.replay_s == pytest.approx(bound)
+
+
+# -- one thing at a time ----------------------------------------------------------------------------------
+
+
+def chain(*compute_s: float, **options: Any) -> Profile:
+    values = {"boundary_bytes": (100,) * (len(compute_s) - 1), "steps_between_checkpoints": 10} | options
+    return Profile(tuple(map(Machine, compute_s)), **values)
+
+
+def test_a_budget_is_kept_to_the_byte() -> None:
+    profile = chain(1, 1, 1)
+    kept = {storage: plan_groups(profile, Budget(storage)).storage_bytes for storage in (0, 999, 1000, 1999, 2000)}
+    assert kept == {0: 0, 999: 0, 1000: 1000, 1999: 1000, 2000: 2000}
+    assert plan_groups(profile, Budget(1000)).logged in ((0,), (1,))
+
+
+def test_a_budget_in_bytes_per_second() -> None:
+    profile = chain(1, 1, 1, step_s=0.5)
+    assert plan_groups(profile, Budget(bytes_per_s=399)).bytes_a_step == 100
+    assert plan_groups(profile, Budget(bytes_per_s=400)).bytes_a_step == 200
+    assert plan_groups(profile, Budget(1000, 400)).bytes_a_step == 100, "both hold"
+    with pytest.raises(ConfigError, match="needs 'step_s'"):
+        plan_groups(chain(1, 1), Budget(bytes_per_s=1))
+
+
+def test_machines_that_fail_often_are_left_alone() -> None:
+    profile = Profile((Machine(1, 5), Machine(1), Machine(1)), (100, 100), 10)
+    assert plan_groups(profile, Budget(1000)).groups == ((0,), (1, 2))
+
+
+def test_a_slow_link_is_better_logged() -> None:
+    profile = chain(1, 1, 1, boundary_bytes=(100, 50), link_bytes_per_s=50.0)
+    assert evaluate(profile, [[0, 1], [2]]).slowest_replay_s == 4
+    assert plan_groups(profile, Budget(1000)).groups == ((0,), (1, 2))
+
+
+def test_long_chains_with_boundaries_that_differ() -> None:
+    generator = random.Random(5)
+    machines = tuple(Machine(generator.uniform(1, 2), stages=4) for _ in range(24))
+    profile = Profile(machines, tuple(generator.randrange(10**9) for _ in range(23)), 100, 32, 1e9)
+    plans = trade_off(profile)
+    assert len(plans) > 50
+    for plan in plans[:: len(plans) // 10]:
+        assert plan_groups(profile, Budget(plan.storage_bytes)) == plan
+
+
+def test_what_may_drift() -> None:
+    planned = chain(1.0, 2.0, 0.03, boundary_bytes=(100, 300), step_s=4.0, link_bytes_per_s=1e3)
+    assert not drifted(planned, planned, 0.0)
+    small = replace(planned, machines=(Machine(1.1), Machine(1.9), Machine(0.1)), boundary_bytes=(80, 310), step_s=4.1)
+    assert not drifted(small, planned, 0.11) and drifted(small, planned, 0.09)
+    for change in (
+        {"machines": (Machine(1.0), Machine(2.3), Machine(0.03))},
+        {"machines": (Machine(1.0), Machine(2.0, weight=2), Machine(0.03))},
+        {"machines": (Machine(1.0), Machine(2.0, stages=2), Machine(0.03))},
+        {"boundary_bytes": (100, 325)},
+        {"step_s": 5.0},
+        {"step_s": None},
+        {"link_bytes_per_s": 8e2},
+        {"steps_between_checkpoints": 11},
+        {"micro_batches": 2},
+    ):
+        assert drifted(replace(planned, **change), planned, 0.1), change
+    same_shares = tuple(replace(machine, weight=7.0) for machine in planned.machines)
+    assert not drifted(replace(planned, machines=same_shares), planned, 0.0)
+    assert drifted(chain(1.0, 2.0), planned)
+    with pytest.raises(ConfigError, match="tolerance"):
+        drifted(planned, planned, -0.1)
+
+
+GOOD: dict[str, Any] = {
+    "machines": [{"compute_s": 1.0}, {"compute_s": 2, "weight": 0.5, "stages": 2}],
+    "boundary_bytes": [8e8],
+    "steps_between_checkpoints": 100,
+}
+
+
+def test_a_profile_from_plain_data() -> None:
+    profile = Profile.from_dict(GOOD)
+    assert profile == Profile((Machine(1.0), Machine(2, 0.5, 2)), (800_000_000,), 100)
+    assert isinstance(profile.boundary_bytes[0], int)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"machines": []}, "at least one machine"),
+        ({"machines": {"compute_s": 1}}, "machines must be a list"),
+        ({"machines": [1.0, 2.0]}, "a machine must be a mapping, got 1.0"),
+        ({"machines": [{"compute": 1.0}] * 2}, "unknown field 'compute' of a machine; did you mean 'compute_s'"),
+        ({"machines": [{"weight": 1}] * 2}, "needs 'compute_s'"),
+        ({"machines": [{"compute_s": -1}] * 2}, "compute_s must be a finite number of at least 0, got -1"),
+        ({"machines": [{"compute_s": float("nan")}] * 2}, "compute_s must be a finite number"),
+        ({"machines": [{"compute_s": "1"}] * 2}, "compute_s must be a finite number"),
+        ({"machines": [{"compute_s": 1, "weight": 0}] * 2}, "a weight above 0"),
+        ({"machines": [{"compute_s": 1, "stages": 0}] * 2}, "stages must be a whole number of at least 1"),
+        ({"boundary_bytes": [1, 2]}, "2 machines have 1 boundaries, but boundary_bytes has 2"),
+        ({"boundary_bytes": [0.5]}, "boundary_bytes must be a whole number"),
+        ({"boundary_bytes": [True]}, "boundary_bytes must be a whole number"),
+        ({"steps_between_checkpoints": 0}, "steps_between_checkpoints must be a whole number of at least 1"),
+        ({"micro_batches": 2.5}, "micro_batches must be a whole number"),
+        ({"link_bytes_per_s": 0}, "link_bytes_per_s must be a finite number above 0"),
+        ({"step_s": -3}, "step_s must be a finite number above 0"),
+        ({"budget": 3}, "unknown field 'budget' of a profile; known: machines, "),
+    ],
+)
+def test_bad_profiles_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Profile.from_dict(GOOD | change)
+    assert message in str(caught.value)
+
+
+def test_other_bad_input_is_refused() -> None:
+    for name in GOOD:
+        with pytest.raises(ConfigError, match=f"needs '{name}'"):
+            Profile.from_dict({key: value for key, value in GOOD.items() if key != name})
+    with pytest.raises(ConfigError, match="a profile must be a mapping"):
+        Profile.from_dict([1])
+    with pytest.raises(ConfigError, match="storage_bytes must be a finite number of at least 0, got -1"):
+        Budget(-1)
+    for groups in ([[0], [2]], [[1], [0]], [[0, 1], [1, 2]], [[0, 1], [], [2]], []):
+        with pytest.raises(ConfigError, match="groups must be machines 0 to 2 in order"):
+            evaluate(chain(1, 1, 1), groups)
