@@ -54,6 +54,13 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
 
 #: Much like others.
 RARE = (
+    "first_fit_of_two",
+    "validate_fit",
+    "accumulate_last",
+    "checkpoint_validation",
+    "validation_rank_0",
+    "gan_in_the_second_update",
+    "first_batch",
     "scheduler_epoch",
     "scheduler_step",
     "clip_value",

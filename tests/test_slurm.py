@@ -149,7 +149,9 @@ def ranks(out: str) -> list[str]:
 BOTH = ["rank 0 of 2", "rank 1 of 2"]
 
 
-@pytest.mark.parametrize("script", [ACCELERATE, LIGHTNING], ids=["accelerate", "lightning"])
+@pytest.mark.parametrize(
+    "script", [pytest.param(ACCELERATE, marks=pytest.mark.nightly), LIGHTNING], ids=["accelerate", "lightning"]
+)
 def test_a_lost_worker_is_replaced(script: str, cluster: Slurm, tmp_path: Path) -> None:
     """``SLURM_*`` says one task; the workers of ``swiftrun`` are two all the same, also to Lightning."""
     faults = dumps([Fault(1, 11, "bucket", "SIGKILL")])
@@ -196,6 +198,7 @@ def test_a_sigterm_to_srun_ends_all_processes(cluster: Slurm, tmp_path: Path) ->
     assert not Path(begin.fields["job_dir"]).exists()
 
 
+@pytest.mark.nightly
 def test_srun_tasks_of_accelerate_are_told(cluster: Slurm, tmp_path: Path) -> None:
     """Accelerate reads nothing of SLURM's: stock Accelerate, too, trains alone in each task."""
     script = ACCELERATE.replace("PROCESSES", "1")
@@ -215,6 +218,7 @@ def test_srun_tasks_do_not_become_a_job_each(cluster: Slurm, tmp_path: Path) -> 
     assert not (tmp_path / "events.jsonl").exists()
 
 
+@pytest.mark.nightly
 def test_srun_tasks_of_lightning_are_told(cluster: Slurm, tmp_path: Path) -> None:
     """Lightning makes one job of the tasks, as with ``strategy="ddp"``; ours adds one line."""
     command = ("srun", "--ntasks-per-node=2", sys.executable, "train.py")
