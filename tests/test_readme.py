@@ -59,7 +59,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 {snippet}
 trainer.fit_loop.max_epochs = 1
 trainer.fit(BoringModel())
-print("steps", trainer.global_step)
+print(f"steps {{trainer.global_step}};")
 """)
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_")}
     environ |= {
@@ -72,7 +72,7 @@ print("steps", trainer.global_step)
     )
     assert done.returncode == 0, done.stderr
     assert "1 worker(s) were lost" in done.stderr
-    assert done.stdout.count("steps 16") == 4, done.stdout
+    assert done.stdout.count("steps 16;") == 4, done.stdout
 
 
 @pytest.mark.nightly
