@@ -531,12 +531,14 @@ class SwiftAgent(SimpleElasticAgent):
         entry: dict[str, Any] = {"over": RESIZE, "workers": resizing.target, "line": line.to_json() if line else ""}
         if self._crew is not None:
             entry["machines"] = list(resizing.after)
+        generation = attempt.generation
+        written = attempt.append(lambda: entry if attempt.generation == generation else None)
+        if written is None:
+            return  # another agent was first, or has seen another loss
         self._emit("resize", workers=resizing.target, before=before, top=top, stay=list(resizing.stay))
         place = f"from batch top {top}" if top else "from where they had started"
         console(f"{resizing.target} worker(s) go on {place}; they were {before}")
-        written = attempt.append(lambda: entry)
-        if written is not None:
-            self._go_on_resized(written)
+        self._go_on_resized(written)
 
     def _go_on_resized(self, entry: dict[str, Any]) -> None:
         line = worker.Resized.from_json(entry["line"]) if entry["line"] else None
