@@ -29,6 +29,16 @@ def run(script: Path, *launcher: str, env: dict[str, str] | None = None) -> subp
     return subprocess.run(command, cwd=script.parent, env=environ, capture_output=True, text=True, timeout=100)
 
 
+def stock(script: Path) -> subprocess.CompletedProcess[str]:
+    """The run under torchrun, whose workers gloo aborts now and then when they have finished."""
+    for _ in range(4):
+        plain = run(script, "torch.distributed.run")
+        if "terminate called without an active exception" not in plain.stderr:
+            break
+    assert plain.returncode == 0, plain.stderr
+    return plain
+
+
 def test_the_readme_shows_them() -> None:
     assert sorted(SCRIPTS) == ["train_accelerate.py", "train_torch.py"]
 
@@ -38,8 +48,7 @@ def test_a_script_of_the_readme(name: str, tmp_path: Path) -> None:
     script = tmp_path / name
     # The README does not seed its generators, which two runs that are compared must.
     script.write_text("import torch; torch.manual_seed(int(__import__('os').environ['RANK']))\n" + SCRIPTS[name])
-    plain = run(script, "torch.distributed.run")
-    assert plain.returncode == 0, plain.stderr
+    plain = stock(script)
     assert "mean loss" in plain.stdout
     faults = dumps([Fault(1, 20, "bucket", "SIGKILL"), Fault(0, 40, "forward", "SIGKILL")])
     lost = run(script, "shared_core.cli.swiftrun", env={"SWIFT_FAULTS": faults})
