@@ -87,7 +87,7 @@ def test_the_others_go_on(name: str, jobs: Jobs) -> None:
 
 def test_four_three_two_four(jobs: Jobs) -> None:
     faults = [Fault(2, 5, "bucket", "SIGKILL"), Fault(1, 12, "update.during", "SIGKILL", nth=3)]
-    result = run(jobs, faults, "--until", "4", nproc=4, SWIFT_RECOVERY_GROW_AFTER_S="2")
+    result = run(jobs, faults, "--until", "4", nproc=4, SWIFT_RECOVERY_GROW_AFTER_S="4")
     check_exact(result, 4)
     assert [event.fields["workers"] for event in result.kinds("resize")] == [3, 2, 4]
 
@@ -114,7 +114,7 @@ def test_the_trainer_of_lightning(name: str, jobs: Jobs) -> None:
 def test_lightning_four_three_two_four(jobs: Jobs) -> None:
     faults = [Fault(2, 5, "bucket", "SIGKILL"), Fault(1, 12, "update.during", "SIGKILL", nth=3)]
     args = ("--devices", "4", "--until", "4")
-    result = run(jobs, faults, *args, nproc=4, script="lit_resize.py", SWIFT_RECOVERY_GROW_AFTER_S="2")
+    result = run(jobs, faults, *args, nproc=4, script="lit_resize.py", SWIFT_RECOVERY_GROW_AFTER_S="4")
     check_exact(result, 4)
     assert [event.fields["workers"] for event in result.kinds("resize")] == [3, 2, 4]
 
@@ -140,7 +140,7 @@ def test_a_loop_of_accelerate(name: str, jobs: Jobs) -> None:
 
 def test_accelerate_four_three_two_four(jobs: Jobs) -> None:
     faults = [Fault(2, 5, "bucket", "SIGKILL"), Fault(1, 12, "update.during", "SIGKILL", nth=3)]
-    result = run(jobs, faults, "--until", "4", nproc=4, script="acc_resize.py", SWIFT_RECOVERY_GROW_AFTER_S="2")
+    result = run(jobs, faults, "--until", "4", nproc=4, script="acc_resize.py", SWIFT_RECOVERY_GROW_AFTER_S="4")
     check_exact(result, 4)
     assert [event.fields["workers"] for event in result.kinds("resize")] == [3, 2, 4]
 
