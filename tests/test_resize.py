@@ -203,6 +203,14 @@ def test_a_worker_lost_after_others_have_finished_is_replaced(jobs: Jobs) -> Non
     check_exact(result, 3)
 
 
+def test_between_two_calls_of_the_trainer_a_lost_worker_is_replaced(jobs: Jobs) -> None:
+    """The workers that stay have no batch to go on from, so the agent is told that the number cannot change."""
+    result = run(jobs, [], "--devices", "3", "--lost-after", "1", script="lit_resize.py")
+    check_exact(result, 3)
+    assert "the number of workers cannot change at this moment" in result.stderr, result.tail()
+    assert not result.kinds("resize") and result.kinds("newcomer_start"), result.tail()
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [(["--optimizer", "LBFGS"], "LBFGS"), (["--optimizer", "SparseAdam"], "SparseAdam takes sparse gradients only")],

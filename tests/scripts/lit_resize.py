@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -68,6 +70,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--until", type=int, default=0)
     parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--lost-after", type=int, default=-1, help="a rank that is lost when the fit is over")
     args = parser.parse_args()
     report = Report()
     pl.seed_everything(3)
@@ -85,6 +88,9 @@ def main() -> None:
     )
     data = Numbered()
     trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=SAMPLES // 4))
+    if args.lost_after == dist.get_rank() and report.who["incarnation"] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()  # nobody says goodbye before
     seen = {name: getattr(module, name) for name in ("losses", "exact", "worlds", "validations", "batches")}
     rows = Path(report.out, "logs", "version_0", "metrics.csv")
     report.finish(
