@@ -17,7 +17,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shared_core.consistency.undo import Undo
+from shared_core.consistency.undo import Arguments, Undo, begin_after_closure
 from shared_core.errors import RecoveryFailed
 from shared_core.recovery.state import Replicated
 from shared_core.testing import inject
@@ -256,22 +256,10 @@ class Updates:
     def _mine(self, optimizer: Optimizer) -> bool:
         return self.replicated is not None and any(o is optimizer for o in self.replicated.optimizers)
 
-    def _before(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if not self._mine(optimizer):
             return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._begin(optimizer)
-            return None
-
-        def then_begin() -> Any:
-            result = closure()
-            self._begin(optimizer)
-            return result
-
-        return (args[0],), {**kwargs, "closure": then_begin}
+        return begin_after_closure(args, kwargs, lambda: self._begin(optimizer))
 
     def _begin(self, optimizer: Optimizer) -> None:
         inject.point("update.before")

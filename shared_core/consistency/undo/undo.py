@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from shared_core.consistency.undo.images import Buffers, Images, Restore
+from shared_core.consistency.undo.stepping import Arguments, begin_after_closure
 from shared_core.errors import UnsupportedOptimizer
 
 #: Their native code keeps nothing between steps (read in their source); all else that they keep is seen.
@@ -157,26 +158,14 @@ class Undo:
 
     # -- hooks -------------------------------------------------------------------------------------
 
-    def _before(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         kept = self._kept[id(optimizer)]
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if len(args) > 2 or any(value is not None for key, value in kwargs.items() if key != "closure"):
             raise UnsupportedOptimizer(
                 f"{type(optimizer).__name__}.step was given more than a closure; what it then changes besides its own "
                 "parameters could not be undone. Call step() alone, or leave undo off."
             )
-        if closure is None:
-            self._keep(kept)
-            return None
-
-        def then_keep() -> Any:
-            result = closure()
-            self._keep(kept)
-            return result
-
-        return (args[0],), {**kwargs, "closure": then_keep}
+        return begin_after_closure(args, kwargs, lambda: self._keep(kept))
 
     def _keep(self, kept: _Kept) -> None:
         """Copy what the update may change and has not been copied since the last commit.

@@ -3,7 +3,7 @@
 # Annotations are evaluated here: DistributedDataParallel compares those of a hook with types, not with text.
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shared_core.consistency.undo.partial import step_parameters
+from shared_core.consistency.undo.stepping import Arguments, begin_after_closure
 from shared_core.consistency.undo.undo import Undo, is_of_torch
 from shared_core.errors import Unsupported, UnsupportedOptimizer
 
@@ -168,22 +169,10 @@ class WaitFreeUpdate:
 
     # -- optimizer.step() --------------------------------------------------------------------------
 
-    def _before(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if self._in_bucket:
             return None
-        closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._hide()
-            return None
-
-        def then_hide() -> Any:
-            result = closure()
-            self._hide()
-            return result
-
-        return (args[0],), {**kwargs, "closure": then_hide}
+        return begin_after_closure(args, kwargs, self._hide)
 
     def _hide(self) -> None:
         """Without a gradient, torch's optimizers leave a parameter alone."""

@@ -1,0 +1,30 @@
+"""When an optimizer's update begins: after the closure, if ``step`` has one; Lightning's runs forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+#: What a step pre-hook is given and may return in its place.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def begin_after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], begin: Callable[[], None]) -> Arguments | None:
+    """For a step pre-hook: have ``begin`` called when the update begins; what the hook is to return.
+
+    Args:
+        args: of the hook: the optimizer, and the closure where it is not in ``kwargs``.
+        kwargs: of the hook.
+        begin: called now, or when the closure has returned.
+    """
+    closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        begin()
+        return None
+
+    def then_begin() -> Any:
+        result = closure()
+        begin()
+        return result
+
+    return (args[0],), {**kwargs, "closure": then_begin}
