@@ -10,7 +10,6 @@ logged results until it is level with the others.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import random
 import sys
@@ -38,15 +37,14 @@ from shared_core.errors import (
     ConfigError,
     CorruptFile,
     RecoveryFailed,
-    ReplicaMismatch,
     SwiftError,
     Unsupported,
-    WaitTimeout,
 )
 from shared_core.events import EventLog, console
 from shared_core.recovery.board import Board, Orders, Tally
 from shared_core.recovery.checkpoints import Checkpoints, Restored
 from shared_core.recovery.exchange import Received, Recovery
+from shared_core.recovery.replicas import Replicas
 from shared_core.recovery.resize import hand_on, take_over
 from shared_core.recovery.state import Replicated
 from shared_core.recovery.updates import Updates
@@ -128,6 +126,7 @@ class Job:
             log_spill_bytes=env.config.log_spill_bytes,
         )
         self._recovery = Recovery(env, self._runtime, self._board, self._events, self)
+        self._replicas = Replicas(env, self._recovery, self._updates)
         self._parts: dict[str, _Part] = {}
         self._unclaimed: dict[str, Any] = {}
         self._ddps: list[DistributedDataParallel] = []
@@ -144,7 +143,6 @@ class Job:
         self._recovered: deque[dict[str, Any]] = deque()
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._stalled_since: float | None = None
-        self._verified = 0
         self._served_before = 0
         self._checkpoints = Checkpoints(env, self._recovery)
         # A newcomer whose predecessor has passed a batch top mostly starts there.
@@ -486,7 +484,7 @@ class Job:
         self._board.drop_before(stable)
         self._updates.at_top()
         self._backwards, self._graph, self._outputs = 0, -1, []
-        self._compare_replicas()
+        self._replicas.compare(replicated=bool(self._ddps))
         if save and kind == "batch" and self.reachable and self._checkpoints.due(self.tops):
             self._checkpoints.write(top, parts, self._updates, self._board)
 
@@ -725,60 +723,6 @@ class Job:
             for listener in self._listeners:
                 listener(fields)
 
-    def _compare_replicas(self) -> None:
-        """At the first top after all have stepped beyond a recovery, compare a checksum of the replicated state
-        over all ranks.
-        """
-        due = self._recovery.verify_version
-        generation = self._runtime.generation
-        if (
-            due is None
-            or not self.config.verify_checksums
-            or generation <= self._verified
-            or self._updates.version < due
-        ):
-            return
-        self._verified = generation
-        replicated = self._updates.replicated
-        if replicated is None or not self._ddps or self._updates.state_version != self._updates.version:
-            return
-        sums = replicated.checksums()
-        key = f"sums/{generation}/{due}"
-        store = self._recovery.new_store("")
-        store.set(f"{key}/{self.rank}", json.dumps({"version": self._updates.version, "sums": sums}))
-        if self.rank == 0:
-            names = list(replicated.names)
-            threading.Thread(target=self._judge, args=(key, names), name="swift-compare", daemon=True).start()
-
-    def _judge(self, key: str, names: list[str]) -> None:
-        from shared_core.comm.gloo import wait_for
-        from shared_core.errors import GenerationAbandoned
-
-        generation = self._runtime.generation
-        store = self._recovery.new_store("")
-        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
-        try:
-            wait_for(store, keys, lambda: self._runtime.latest > generation, 60.0, "the checksums of all replicas")
-        except (GenerationAbandoned, WaitTimeout):
-            return
-        reports = [json.loads(store.get(k)) for k in keys]
-        if len({report["version"] for report in reports}) != 1:
-            return
-        verdict = minority([report["sums"] for report in reports])
-        if verdict is None:
-            return
-        ranks, place = verdict
-        if ranks:
-            self._recovery.tell("divergent", ranks)
-        else:
-            self._failed(
-                ReplicaMismatch(
-                    f"after the recovery in generation {generation} the replicas differ in parameter {names[place]}, "
-                    "and there is no majority to tell "
-                    "which is right. Restart from a checkpoint; if it happens again, memory may be faulty."
-                )
-            )
-
     def report_memory(self) -> None:
         """Log how much memory the logs took at most; called when the process ends."""
         replicated = self._updates.replicated
@@ -790,26 +734,7 @@ class Job:
         )
 
     def _failed(self, error: SwiftError) -> None:
-        self._recovery.tell("fail", {"rank": self.rank, "message": f"{type(error).__name__}: {error}"})
-
-
-def minority(sums: Sequence[Sequence[int]]) -> tuple[list[int], int] | None:
-    """Ranks whose checksums differ from those of more than half, and the first place that differs; None if all are
-    equal.
-
-    Without a majority the list of ranks is empty.
-    """
-    votes: dict[tuple[int, ...], list[int]] = {}
-    for rank, each in enumerate(sums):
-        votes.setdefault(tuple(each), []).append(rank)
-    if len(votes) == 1:
-        return None
-    best = max(votes, key=lambda each: len(votes[each]))
-    other = next(each for each in votes if each != best)
-    place = next((i for i, (a, b) in enumerate(zip(best, other, strict=False)) if a != b), 0)
-    if 2 * len(votes[best]) > len(sums):
-        return sorted(rank for each, ranks in votes.items() if each != best for rank in ranks), place
-    return [], place
+        self._recovery.fail(error)
 
 
 def _plain(value: Any) -> bool:

@@ -541,6 +541,7 @@ class SwiftAgent(SimpleElasticAgent):
         self._go_on_resized(written)
 
     def _go_on_resized(self, entry: dict[str, Any]) -> None:
+        """Kill every worker and start the next attempt with the number of workers that the ledger's entry says."""
         line = worker.Resized.from_json(entry["line"]) if entry["line"] else None
         group, workers = self._worker_group, int(entry["workers"])
         self._kill_all()

@@ -32,21 +32,17 @@ from shared_core.consistency import Cut, Frontier, GroupFrontier, Offer, Plan, T
 from shared_core.errors import GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError
 from shared_core.events import EventLog
 from shared_core.recovery.board import Board
+from shared_core.recovery.messages import receive, send
 from shared_core.recovery.resize import local_state
-from shared_core.recovery.state import pack, unpack
 from shared_core.testing import inject
 
 #: Exit code of a newcomer that prepared for a batch top which a further loss made useless; the agent starts another.
 EXIT_STALE = 75
 #: The agent's words for the cause of a loss when it replaces a worker whose state is in the minority.
 DIVERGENT = "state differs from its replicas'"
-_TAG = 2**30
-#: Longest time for one message of an exchange; a loss ends it at once.
-_TRANSFER = timedelta(minutes=30)
 #: Results to serve: per group and sequence number, what was called and what it gave.
 Replay = dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]]
 _FOREVER = timedelta(days=365)
-_CHUNK = 32 << 20
 
 
 class StateProvider(Protocol):
@@ -148,7 +144,7 @@ class Recovery:
         self._tops = tuple(self.board.tops())
         self._watcher.start()
         store = self.new_store("")
-        record = json.loads(store.get(f"gen/{self.env.generation}"))
+        record = self._records[self.env.generation] = json.loads(store.get(f"gen/{self.env.generation}"))
         if self.env.rank in record.get("stay", ()):  # started while the number of workers changes
             threading.Thread(target=self._leave, args=(record,), name="swift-leave", daemon=True).start()
         while True:
@@ -479,7 +475,7 @@ class Recovery:
 
     def _predecessor_was_wrong(self) -> bool:
         """Whether the predecessor was replaced because its state was damaged: then what it computed is no measure."""
-        record = json.loads(self.new_store("").get(f"gen/{self.env.generation}"))
+        record = self._records[self.env.generation]
         return DIVERGENT in str(record.get("cause", {}).get(str(self.env.rank), ""))
 
     def adopt(self, group: GroupState) -> None:
@@ -495,10 +491,10 @@ class Recovery:
         for transfer in plan.transfers:
             if rank == transfer.source:
                 rows, tensors = self._logged(transfer.entries)
-                _send(inner, transfer.destination, {"rows": rows}, tensors)
+                send(inner, transfer.destination, {"rows": rows}, tensors)
                 received.nbytes += _nbytes(tensors)
             elif rank == transfer.destination:
-                head, tensors = _receive(inner, transfer.source)
+                head, tensors = receive(inner, transfer.source)
                 received.nbytes += _nbytes(tensors)
                 at = 0
                 for name, seq, sig, count in head["rows"]:
@@ -511,10 +507,10 @@ class Recovery:
                 continue  # starts from the beginning: computes its state itself
             if rank == donor:
                 with self.state.frozen(top.version) as (description, tensors):
-                    _send(inner, newcomer, description, tensors)
+                    send(inner, newcomer, description, tensors)
                     received.nbytes += _nbytes(tensors)
             elif rank == newcomer:
-                received.description, received.tensors = _receive(inner, donor)
+                received.description, received.tensors = receive(inner, donor)
                 received.nbytes += _nbytes(received.tensors)
         return replay
 
@@ -541,9 +537,13 @@ class Recovery:
         while True:
             threading.Event().wait()
 
+    def fail(self, error: BaseException) -> None:
+        """End the job with this error."""
+        self.tell("fail", {"rank": self.env.rank, "message": f"{type(error).__name__}: {error}"})
+
     def _fatal(self, error: BaseException) -> None:
         traceback.print_exception(error)
-        self.tell("fail", {"rank": self.env.rank, "message": f"{type(error).__name__}: {error}"})
+        self.fail(error)
         threading.Event().wait(60.0)
         os._exit(1)
 
@@ -570,49 +570,3 @@ def _nbytes(tensors: list[torch.Tensor]) -> int:
 def _signature(raw: list[Any]) -> Signature:
     name, shapes, dtypes, detail = raw
     return name, tuple(tuple(shape) for shape in shapes), tuple(dtypes), detail
-
-
-def _chunks(sizes: list[int]) -> list[list[int]]:
-    """Consecutive places whose sizes add up to at most one chunk (or a single larger one)."""
-    out: list[list[int]] = []
-    total = _CHUNK
-    for place, size in enumerate(sizes):
-        if total + size > _CHUNK or not out:
-            out.append([])
-            total = 0
-        out[-1].append(place)
-        total += size
-    return out
-
-
-def _send(inner: InnerGroup, destination: int, head: dict[str, Any], tensors: list[torch.Tensor]) -> None:
-    layout = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
-    packed = pack({"head": head, "layout": layout})
-    inner.pg.send([torch.tensor([packed.numel()])], destination, _TAG).wait(_TRANSFER)
-    inner.pg.send([packed], destination, _TAG).wait(_TRANSFER)
-    views = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
-    for places in _chunks([v.numel() for v in views]):
-        chunk = torch.cat([views[p] for p in places]) if len(places) > 1 else views[places[0]]
-        if chunk.numel():
-            inner.pg.send([chunk], destination, _TAG).wait(_TRANSFER)
-
-
-def _receive(inner: InnerGroup, source: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    size = torch.zeros(1, dtype=torch.int64)
-    inner.pg.recv([size], source, _TAG).wait(_TRANSFER)
-    packed = torch.empty(int(size), dtype=torch.uint8)
-    inner.pg.recv([packed], source, _TAG).wait(_TRANSFER)
-    described = unpack(packed)
-    tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in described["layout"]]
-    sizes = [t.numel() * t.element_size() for t in tensors]
-    for places in _chunks(sizes):
-        total = sum(sizes[p] for p in places)
-        if not total:
-            continue
-        chunk = torch.empty(total, dtype=torch.uint8)
-        inner.pg.recv([chunk], source, _TAG).wait(_TRANSFER)
-        at = 0
-        for place in places:
-            tensors[place].view(-1).view(torch.uint8).copy_(chunk[at : at + sizes[place]])
-            at += sizes[place]
-    return described["head"], tensors

@@ -63,7 +63,15 @@ def take_over(env: WorkerEnv, resized: Resized) -> Restored:
     description, tensors = loads(read_file(handed)[1])
     ends = ends_before(mine.board, mine.top.entry)
     return Restored(
-        mine.top, mine.parts, ends, mine.board.records(), description, tensors, True, added, main.parts if main else {}
+        mine.top,
+        mine.parts,
+        ends,
+        mine.board.records(),
+        description,
+        tensors,
+        resized=True,
+        added=added,
+        main=main.parts if main is not None else {},
     )
 
 

@@ -1,0 +1,96 @@
+"""Replicas are compared after each recovery: a minority is replaced, without a majority the job ends."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+
+from shared_core.cluster.worker import WorkerEnv
+from shared_core.comm.gloo import wait_for
+from shared_core.errors import GenerationAbandoned, ReplicaMismatch, WaitTimeout
+from shared_core.recovery.exchange import Recovery
+from shared_core.recovery.updates import Updates
+
+_WAIT_S = 60.0
+
+
+class Replicas:
+    """Compares this rank's replicated state with the others'.
+
+    Args:
+        env: what the launcher told this worker.
+        recovery: says when a comparison is due.
+        updates: the replicated state.
+    """
+
+    def __init__(self, env: WorkerEnv, recovery: Recovery, updates: Updates) -> None:
+        self._env, self._recovery, self._updates = env, recovery, updates
+        self._compared = 0
+
+    def compare(self, *, replicated: bool) -> None:
+        """Call at each batch top; acts at the first one after all have stepped beyond a recovery.
+
+        Args:
+            replicated: all ranks hold the same state.
+        """
+        due, generation = self._recovery.verify_version, self._recovery.runtime.generation
+        if due is None or not self._env.config.verify_checksums or generation <= self._compared:
+            return
+        if self._updates.version < due:
+            return
+        self._compared = generation
+        state = self._updates.replicated
+        if state is None or not replicated or self._updates.state_version != self._updates.version:
+            return
+        key = f"sums/{generation}/{due}"
+        report = {"version": self._updates.version, "sums": state.checksums()}
+        self._recovery.new_store("").set(f"{key}/{self._env.rank}", json.dumps(report))
+        if self._env.rank == 0:
+            args = (key, list(state.names))
+            threading.Thread(target=self._judge, args=args, name="swift-compare", daemon=True).start()
+
+    def _judge(self, key: str, names: list[str]) -> None:
+        runtime, store = self._recovery.runtime, self._recovery.new_store("")
+        generation = runtime.generation
+        keys = [f"{key}/{rank}" for rank in range(self._env.world_size)]
+        try:
+            wait_for(store, keys, lambda: runtime.latest > generation, _WAIT_S, "the checksums of all replicas")
+        except (GenerationAbandoned, WaitTimeout):
+            return
+        reports = [json.loads(store.get(each)) for each in keys]
+        if len({report["version"] for report in reports}) != 1:
+            return
+        verdict = minority([report["sums"] for report in reports])
+        if verdict is None:
+            return
+        ranks, place = verdict
+        if ranks:
+            self._recovery.tell("divergent", ranks)
+            return
+        self._recovery.fail(
+            ReplicaMismatch(
+                f"after the recovery in generation {generation} the replicas differ in parameter {names[place]}, and "
+                "there is no majority to tell which is right. Restart from a checkpoint; if it happens again, memory "
+                "may be faulty."
+            )
+        )
+
+
+def minority(sums: Sequence[Sequence[int]]) -> tuple[list[int], int] | None:
+    """Ranks whose checksums differ from those of more than half, and the first place that differs; None if all are
+    equal.
+
+    Without a majority the list of ranks is empty.
+    """
+    votes: dict[tuple[int, ...], list[int]] = {}
+    for rank, each in enumerate(sums):
+        votes.setdefault(tuple(each), []).append(rank)
+    if len(votes) == 1:
+        return None
+    best = max(votes, key=lambda each: len(votes[each]))
+    other = next(each for each in votes if each != best)
+    place = next((i for i, (a, b) in enumerate(zip(best, other, strict=False)) if a != b), 0)
+    if 2 * len(votes[best]) > len(sums):
+        return sorted(rank for each, ranks in votes.items() if each != best for rank in ranks), place
+    return [], place
