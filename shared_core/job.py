@@ -109,6 +109,7 @@ class Job:
         self._env = env
         self.attempt = env.restart
         self.tops = 0
+        self._replica_ranks: list[int] = []
         self.reachable = True
         self.resized = self.added = False
         self._entry = -1
@@ -182,7 +183,9 @@ class Job:
         """Optimizer steps applied."""
         return self._updates.state_version
 
-    def attach(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def attach(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], *, replicas: Sequence[int] | None = None
+    ) -> None:
         """Say what is trained. Parameters of ``modules`` and the state of ``optimizers`` are replicated state;
         buffers, hyper-parameters of
         the optimizers and random generators are published at each batch top. A later call replaces an earlier one.
@@ -190,6 +193,9 @@ class Job:
         Args:
             modules: all modules that are trained, wrapped in ``DistributedDataParallel`` where they are.
             optimizers: their optimizers.
+            replicas: ranks that train the same parameters, where not all do: those of this rank's pipeline stage. Then
+                parameters are also kept before each update, because a message that a lost rank has not delivered must
+                be computed with the parameters that it had, which its replica may have updated.
 
         Raises:
             Unsupported: for parameters that are not on the CPU, and for DDP with ``static_graph``.
@@ -219,6 +225,9 @@ class Job:
         self._eligible_tops = 0
         replicated = Replicated(modules, optimizers)
         self._updates.attach(replicated, undo=self.config.resizes)
+        self._replica_ranks = sorted(replicas or ())
+        if replicas is not None:
+            self._updates.keep_images(at_once=True)
         if not self.config.log_spill_bytes:
             self._runtime.max_log_bytes = max(2 * replicated.nbytes, 4 << 20)
         buffers = [b for module in modules for b in module.buffers()]
@@ -382,6 +391,15 @@ class Job:
                 self._peeked = self._board.read_top(target.index) if target is not None else {}
         return self._peeked.get(name)
 
+    def remember(self, kind: str, name: str, value: Any) -> None:
+        """Keep plain data for newcomers of this rank, for the whole job; see :meth:`remembered`."""
+        self._board.record((self._entry, kind, name, self.tops), value)
+
+    def remembered(self, kind: str) -> dict[str, Any]:
+        """What predecessors have kept under ``kind``, by name; the newest of each."""
+        records = self._restored.records if self._restored is not None else self._board.records()
+        return {name: value for (_, stored, name, _), value in records if stored == kind}
+
     def tally(self, name: str) -> Tally:
         """A number that a newcomer finds as its predecessor left it: how often something was done that must not be
         done twice.
@@ -475,6 +493,7 @@ class Job:
             received={name: mark[0] for name, mark in marks.items() if mark[0]},
             sent={name: mark[1] for name, mark in marks.items() if mark[1]},
             members={name: list(group.ranks) for name, group in runtime.groups.items()},
+            replicas=self._replica_ranks,
         )
         self._board.publish_top(top, parts)
         with runtime.lock:
@@ -484,7 +503,7 @@ class Job:
         self._board.drop_before(stable)
         self._updates.at_top()
         self._backwards, self._graph, self._outputs = 0, -1, []
-        self._replicas.compare(replicated=bool(self._ddps))
+        self._replicas.compare(self._replica_ranks or range(self.world_size if self._ddps else 0))
         if save and kind == "batch" and self.reachable and self._checkpoints.due(self.tops):
             self._checkpoints.write(top, parts, self._updates, self._board)
 

@@ -166,12 +166,12 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
 
         def start(inner: Any) -> Any:
             for buffer, tensor in zip(buffers, tensors, strict=True):
-                buffer.copy_(tensor)
+                buffer.copy_(tensor.detach())
             return inner.allreduce(buffers, opts)
 
         def install(results: Sequence[torch.Tensor]) -> None:
             for tensor, result in zip(tensors, results, strict=True):
-                tensor.copy_(result)
+                tensor.data.copy_(result)
 
         # DDP's reducer calls from inside the autograd engine and takes the future's value: it gets the buffer itself.
         frame = sys._getframe(1)
@@ -203,12 +203,12 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
 
         def start(inner: Any) -> Any:
             for buffer, tensor in zip(buffers, tensors, strict=True):
-                buffer.copy_(tensor)
+                buffer.copy_(tensor.detach())
             return inner.allreduce_coalesced(buffers, coalesced)
 
         def install(results: Sequence[torch.Tensor]) -> None:
             for tensor, result in zip(tensors, results, strict=True):
-                tensor.copy_(result)
+                tensor.data.copy_(result)
 
         op = Op(
             signature("all_reduce_coalesced", tensors, _reduce_detail(coalesced)),
@@ -323,7 +323,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
 
         def call(inner: Any, inputs: Tensors, outs: Tensors) -> Any:
             for out, tensor in zip(outs, inputs, strict=True):
-                out.copy_(tensor)
+                out.data.copy_(tensor.detach())
             return inner.reduce(outs, opts)
 
         return self._exclusive("reduce", tensors, outputs, tensors, _root_detail(opts), call, full=False)

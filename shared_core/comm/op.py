@@ -98,7 +98,7 @@ class Op:
     def serve(self, results: Sequence[torch.Tensor]) -> None:
         """Complete with a logged result instead of running."""
         for own, logged in zip(self.results, results, strict=True):
-            own.copy_(logged.view(own.shape))
+            own.data.copy_(logged.view(own.shape))
         self.put()
         self.future.set_result(self.value)
 

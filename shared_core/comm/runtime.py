@@ -378,13 +378,13 @@ class Runtime:
         name = op.signature[0]
         if name.startswith("all_reduce"):
             for buffer, tensor in zip(op.results, inputs, strict=True):
-                buffer.copy_(tensor)
+                buffer.copy_(tensor.detach())
         elif name.startswith("all_gather") and inputs:
             for out in op.results:
                 if out.numel() == inputs[0].numel():
-                    out.copy_(inputs[0].view(out.shape))
+                    out.data.copy_(inputs[0].detach().view(out.shape))
                 elif inputs[0].numel():
-                    out.view(-1, inputs[0].numel()).copy_(
+                    out.data.view(-1, inputs[0].numel()).copy_(
                         inputs[0].reshape(1, -1).expand(out.numel() // inputs[0].numel(), -1)
                     )
         op.put()

@@ -72,6 +72,7 @@ class Top:
         received: per group and channel, messages received before the top.
         sent: per group and channel, messages sent before the top.
         members: global ranks of each group, in group order.
+        replicas: ranks that hold the same parameters and optimizer state, this one among them; empty: all.
     """
 
     index: int
@@ -82,6 +83,7 @@ class Top:
     received: dict[str, dict[str, int]] = field(default_factory=dict)
     sent: dict[str, dict[str, int]] = field(default_factory=dict)
     members: dict[str, list[int]] = field(default_factory=dict)
+    replicas: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,11 @@ def _without_donor(
     messages = any(top.sent or top.received for top in tops.values() if top is not None)
     messages = messages or any(group.sent or group.received for f in survivors.values() for group in f.groups.values())
     for rank, top in tops.items():
-        able = [donor for donor in sorted(survivors) if top is None or _reaches(survivors[donor], top, messages)]
+        able = [
+            donor
+            for donor in sorted(survivors)
+            if top is None or (_replica(donor, top) and _reaches(survivors[donor], top, messages))
+        ]
         if not able:
             return rank
         # One that is there already is not waited for.
@@ -174,6 +178,10 @@ def _without_donor(
             (donor for donor in able if top is None or survivors[donor].version >= top.version), able[0]
         )
     return None
+
+
+def _replica(donor: int, top: Top) -> bool:
+    return not top.replicas or donor in top.replicas
 
 
 def _reaches(survivor: Frontier, top: Top, messages: bool) -> bool:

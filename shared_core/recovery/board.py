@@ -156,8 +156,8 @@ class Board:
                 if self._mirror is not None:
                     self._mirror.remove(name)
 
-    def record(self, key: tuple[int, str, str, int], results: list[torch.Tensor]) -> None:
-        """Append the result of a start-up operation, or of DDP's agreement on its buckets."""
+    def record(self, key: tuple[int, str, str, int], results: Any) -> None:
+        """Append the result of a start-up operation, what DDP agreed on, or what a job keeps for its newcomers."""
         payload = dumps((key, results))
         data = struct.pack("<II", len(payload), zlib.crc32(payload)) + payload
         os.write(self._records, data)

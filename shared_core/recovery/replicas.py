@@ -28,11 +28,11 @@ class Replicas:
         self._env, self._recovery, self._updates = env, recovery, updates
         self._compared = 0
 
-    def compare(self, *, replicated: bool) -> None:
+    def compare(self, ranks: Sequence[int]) -> None:
         """Call at each batch top; acts at the first one after all have stepped beyond a recovery.
 
         Args:
-            replicated: all ranks hold the same state.
+            ranks: those that hold the same state, this one among them.
         """
         due, generation = self._recovery.verify_version, self._recovery.runtime.generation
         if due is None or not self._env.config.verify_checksums or generation <= self._compared:
@@ -41,19 +41,19 @@ class Replicas:
             return
         self._compared = generation
         state = self._updates.replicated
-        if state is None or not replicated or self._updates.state_version != self._updates.version:
+        if state is None or len(ranks) < 2 or self._updates.state_version != self._updates.version:
             return
         key = f"sums/{generation}/{due}"
         report = {"version": self._updates.version, "sums": state.checksums()}
         self._recovery.new_store("").set(f"{key}/{self._env.rank}", json.dumps(report))
-        if self._env.rank == 0:
-            args = (key, list(state.names))
+        if self._env.rank == min(ranks):
+            args = (key, ranks, list(state.names))
             threading.Thread(target=self._judge, args=args, name="swift-compare", daemon=True).start()
 
-    def _judge(self, key: str, names: list[str]) -> None:
+    def _judge(self, key: str, members: Sequence[int], names: list[str]) -> None:
         runtime, store = self._recovery.runtime, self._recovery.new_store("")
         generation = runtime.generation
-        keys = [f"{key}/{rank}" for rank in range(self._env.world_size)]
+        keys = [f"{key}/{rank}" for rank in members]
         try:
             wait_for(store, keys, lambda: runtime.latest > generation, _WAIT_S, "the checksums of all replicas")
         except (GenerationAbandoned, WaitTimeout):
@@ -64,9 +64,9 @@ class Replicas:
         verdict = minority([report["sums"] for report in reports])
         if verdict is None:
             return
-        ranks, place = verdict
-        if ranks:
-            self._recovery.tell("divergent", ranks)
+        places, place = verdict
+        if places:
+            self._recovery.tell("divergent", [members[each] for each in places])
             return
         self._recovery.fail(
             ReplicaMismatch(
@@ -78,10 +78,10 @@ class Replicas:
 
 
 def minority(sums: Sequence[Sequence[int]]) -> tuple[list[int], int] | None:
-    """Ranks whose checksums differ from those of more than half, and the first place that differs; None if all are
-    equal.
+    """Places in ``sums`` that differ from more than half of them, and the first parameter that differs; None if all
+    are equal.
 
-    Without a majority the list of ranks is empty.
+    Without a majority the list of places is empty.
     """
     votes: dict[tuple[int, ...], list[int]] = {}
     for rank, each in enumerate(sums):

@@ -79,9 +79,10 @@ class Updates:
         """Whether parameters are kept before each update."""
         return self._policy == "always" or (self._policy == "auto" and self._several)
 
-    def keep_images(self) -> None:
-        """Keep parameters before each update from the next batch top on (where the policy is ``auto``)."""
+    def keep_images(self, *, at_once: bool = False) -> None:
+        """Keep parameters before each update from the next batch top on, or at once (where the policy is ``auto``)."""
         self._wants_images = True
+        self._several = self._several or at_once
 
     @property
     def exact(self) -> bool:

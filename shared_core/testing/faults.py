@@ -37,6 +37,18 @@ POINTS: tuple[str, ...] = (
     "recovery.installed",
     "resize.severed",
     "resize.cut",
+    # Instructions of a pipeline's schedule, before each: any of them, or those of one kind.
+    "pipe.instruction",
+    "pipe.load",
+    "pipe.forward",
+    "pipe.backward",
+    "pipe.send_activation",
+    "pipe.recv_activation",
+    "pipe.send_grad",
+    "pipe.recv_grad",
+    "pipe.reduce_tied",
+    "pipe.reduce",
+    "pipe.step",
 )
 
 #: Value of ``Fault.step`` that matches every step; recoveries have no step of their own.

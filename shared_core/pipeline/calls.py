@@ -1,0 +1,91 @@
+"""Calls of a pipeline engine by a script that knows nothing of recoveries.
+
+A newcomer runs the script from its start. The calls that its predecessor had finished return at once what they
+returned then, and take from the data what they took, so the script comes to the predecessor's place with everything
+it computed from losses as it was. Random numbers that the script or its data draw between batches are drawn again
+from where the generators were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from shared_core.job import Job
+from shared_core.loaders import write_random
+from shared_core.loaders.randomness import DrawLog, RawRandom, changed
+
+#: Name of the registered state that holds the number of calls.
+STATE = "swift.pipeline"
+_RESULTS, _DRAWS, _ENDS = "pipeline results", "pipeline draws", "pipeline ends"
+
+
+class Calls:
+    """The calls of one engine.
+
+    Args:
+        job: keeps what they returned.
+
+    Attributes:
+        count: calls finished or skipped.
+        draws: items taken from the data.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.count = self.draws = 0
+        self._log = DrawLog()
+        self._end: RawRandom | None = None
+        self._target: int | None = None
+        self._recorded: dict[str, dict[str, Any]] = {}
+
+    # -- in a newcomer -----------------------------------------------------------------------------
+
+    def finished(self) -> bool:
+        """Whether the predecessor had finished the next call, so that it is skipped."""
+        if not self._job.joining:
+            return False
+        if self._target is None:
+            published = self._job.peek(STATE)
+            self._target = published["calls"] if published else 0
+            self._recorded = {kind: self._job.remembered(kind) for kind in (_RESULTS, _DRAWS, _ENDS)}
+        return self.count < self._target
+
+    def skip(self, data: Iterator[Any], draws: int) -> Any:
+        """Take ``draws`` items from ``data`` and return what the predecessor returned."""
+        for _ in range(draws):
+            write_random(self._recorded[_DRAWS].get(str(self.draws), {}))
+            next(data)
+            self.draws += 1
+        write_random(self._recorded[_ENDS].get(str(self.count), {}))
+        result = self._recorded[_RESULTS][str(self.count)]
+        self.count += 1
+        return result
+
+    # -- live --------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A call begins, before its batch top: if the script has drawn random numbers since the last one, remember
+        from where."""
+        if self._end is not None and self.count:
+            drawn = changed(self._end, RawRandom())
+            if drawn:
+                self._job.remember(_ENDS, str(self.count - 1), self._end.pack(drawn))
+        self._end = None
+
+    def draw(self, take: Callable[[], Any]) -> Any:
+        """Take the next item."""
+        before = RawRandom()
+        item = take()
+        self._log.note(self.draws, before, RawRandom())
+        for note in self._log.notes.values():
+            self._job.remember(_DRAWS, str(self.draws), note)
+        self._log.notes.clear()
+        self.draws += 1
+        return item
+
+    def done(self, result: Any) -> None:
+        """The call has returned ``result``."""
+        self._job.remember(_RESULTS, str(self.count), result)
+        self.count += 1
+        self._end = RawRandom()

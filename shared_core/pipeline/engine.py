@@ -1,0 +1,217 @@
+"""DeepSpeed's pipeline engine with stages that can be replaced while the others wait.
+
+The engine keeps DeepSpeed's own schedule, instructions and arithmetic. What is added: a batch top before each call,
+the engine's hidden state among what the rank publishes, the ranks of the stage as its replicas, and a place for
+faults before each instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from shared_core.errors import ConfigError, Unsupported
+from shared_core.job import Job, current_job
+from shared_core.pipeline.calls import STATE, Calls
+from shared_core.testing import inject
+
+_POINTS = {
+    schedule.LoadMicroBatch: "pipe.load",
+    schedule.ForwardPass: "pipe.forward",
+    schedule.BackwardPass: "pipe.backward",
+    schedule.SendActivation: "pipe.send_activation",
+    schedule.RecvActivation: "pipe.recv_activation",
+    schedule.SendGrad: "pipe.send_grad",
+    schedule.RecvGrad: "pipe.recv_grad",
+    schedule.ReduceTiedGrads: "pipe.reduce_tied",
+    schedule.ReduceGrads: "pipe.reduce",
+    schedule.OptimizerStep: "pipe.step",
+}
+#: Plain numbers of the engine that change from batch to batch.
+_NUMBERS = (
+    "global_steps",
+    "global_samples",
+    "micro_steps",
+    "skipped_steps",
+    "first_output_send",
+    "first_gradient_send",
+)
+#: Buffers that are allocated in the first batch, when shapes become known, and only overwritten later.
+_BUFFERS = ("pipe_recv_buf", "grad_layer", "meta_buffer")
+
+
+def _with_faults(point: str, execute: Callable[..., None]) -> Callable[..., None]:
+    def run(engine: SwiftPipelineEngine, *args: Any, **kwargs: Any) -> None:
+        inject.point("pipe.instruction")
+        inject.point(point)
+        execute(engine, *args, **kwargs)
+
+    return run
+
+
+class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
+    """A :class:`deepspeed.PipelineEngine` whose stages survive; made by :func:`shared_core.pipeline.initialize`.
+
+    Outside ``swiftrun`` it is DeepSpeed's engine.
+
+    Attributes:
+        drives: the engine marks the batch tops, at each call of :meth:`train_batch` and :meth:`eval_batch`; an adapter
+            whose framework has tops of its own sets it to False before the first call.
+
+    Raises:
+        Unsupported: for tensor parallelism, and for optimizers whose state is sharded over the data-parallel ranks.
+        ConfigError: if the default process group was made before the product was installed.
+    """
+
+    _INSTRUCTION_MAP = {
+        kind: _with_faults(_POINTS[kind], execute) for kind, execute in PipelineEngine._INSTRUCTION_MAP.items()
+    }
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.drives = True
+        self._mark: Any = None
+        self._calls: Calls | None = None
+        self._job: Job | None = current_job()
+        if self._job is None:
+            return
+        if not self._job.in_charge:
+            raise ConfigError(
+                "the default process group is not one that survives failures: call shared_core.install() before "
+                "torch.distributed.init_process_group() or deepspeed.init_distributed()"
+            )
+        self._refuse()
+        self._job.attach([self.module], [self.optimizer], replicas=self.grid.dp_group)
+        self._job.register(STATE, self._capture, self._restore)
+        self._calls = Calls(self._job)
+
+    def _refuse(self) -> None:
+        if self.is_model_parallel:
+            raise Unsupported("pipelines with a model-parallel axis cannot be recovered: use pipe and data axes only")
+        if self.zero_optimization() or self.bfloat16_enabled() or self.fp16_enabled():
+            raise Unsupported(
+                "ZeRO, bf16 and fp16 keep optimizer state that no other rank holds, which cannot be recovered in this "
+                "version: train in fp32 with ZeRO stage 0"
+            )
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise Unsupported(
+                f"the optimizer is {type(self.optimizer).__name__}, not one of torch's: pass one, or choose a type "
+                "with torch_adam in the DeepSpeed configuration"
+            )
+
+    # -- what a rank publishes ---------------------------------------------------------------------
+
+    def _capture(self) -> dict[str, Any]:
+        return {
+            "numbers": {name: getattr(self, name) for name in _NUMBERS},
+            "buffers": {name: _shapes(getattr(self, name)) for name in _BUFFERS},
+            "micro_offset": self.module.micro_offset,
+            "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+            "calls": self._calls.count if self._calls is not None else 0,
+            "draws": self._calls.draws if self._calls is not None else 0,
+        }
+
+    def _restore(self, values: dict[str, Any]) -> None:
+        for name, number in values["numbers"].items():
+            setattr(self, name, number)
+        for name, shapes in values["buffers"].items():
+            setattr(self, name, _allocate(shapes))
+        self.module.micro_offset = values["micro_offset"]
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(values["scheduler"])
+        if self._calls is not None:
+            self._calls.count, self._calls.draws = values["calls"], values["draws"]
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Any = None) -> Any:
+        """Train on the next global batch; see :meth:`deepspeed.PipelineEngine.train_batch`.
+
+        Returns:
+            The mean loss of the global batch, on every rank: a tensor without dimensions.
+        """
+        return self._call(
+            self.micro_batches, data_iter, lambda: super(SwiftPipelineEngine, self).train_batch(data_iter)
+        )
+
+    def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate on the next global batch; see :meth:`deepspeed.PipelineEngine.eval_batch`."""
+        number = kwargs.get("num_micro_batches") or self.micro_batches
+        call = super().eval_batch
+        return self._call(number, data_iter, lambda: call(data_iter, *args, **kwargs))
+
+    def _call(self, micro_batches: int, data_iter: Any, call: Callable[[], Any]) -> Any:
+        if self._job is None:
+            return call()
+        if not self.drives or self._calls is None:
+            self.mark()
+            return call()
+        if self._calls.finished():
+            source = data_iter if data_iter is not None else self.data_iterator
+            draws = micro_batches if self.is_first_stage() or self.is_last_stage() else 0
+            return self._calls.skip(source, draws)
+        self._calls.begin()
+        self._job.batch_top()
+        self.mark()
+        result = call()
+        self._calls.done(result)
+        return result
+
+    def mark(self) -> None:
+        """Tell all ranks that this one has published its batch top: what lies further back is dropped from the logs.
+
+        Nobody waits for it before the next top.
+        """
+        if self._mark is not None:
+            self._mark.wait()
+        self._mark = dist.all_reduce(torch.zeros(1), async_op=True)
+
+    def _next_batch(self) -> Any:
+        if self._calls is None or not self.drives:
+            return super()._next_batch()
+        return self._calls.draw(super()._next_batch)
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return [list(value.shape), str(value.dtype).removeprefix("torch."), value.requires_grad]
+    return None if value is None else {type(value).__name__: [_shapes(each) for each in value]}
+
+
+def _allocate(shapes: Any) -> Any:
+    if shapes is None:
+        return None
+    if isinstance(shapes, list):
+        shape, dtype, grad = shapes
+        return torch.zeros(shape, dtype=getattr(torch, dtype), requires_grad=grad)
+    ((kind, items),) = shapes.items()
+    made = [_allocate(each) for each in items]
+    return tuple(made) if kind == "tuple" else made
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[SwiftPipelineEngine, Any, Any, Any]:
+    """As ``deepspeed.initialize``, for a ``deepspeed.pipe.PipelineModule``.
+
+    Returns:
+        The engine, its optimizer, the training loader and the scheduler, as DeepSpeed does.
+
+    Raises:
+        TypeError: if the model is no ``PipelineModule``.
+        Unsupported: for what cannot be recovered; see :class:`SwiftPipelineEngine`.
+    """
+    model = kwargs.get("model", args[1] if len(args) > 1 else None)
+    if not isinstance(model, deepspeed.PipelineModule):
+        raise TypeError(f"model must be a deepspeed.pipe.PipelineModule, got {type(model).__name__}")
+    # deepspeed.initialize names the class of the engine, and offers no hook to say another.
+    stock = deepspeed.PipelineEngine
+    deepspeed.PipelineEngine = SwiftPipelineEngine
+    try:
+        return deepspeed.initialize(*args, **kwargs)  # type: ignore[no-any-return]
+    finally:
+        deepspeed.PipelineEngine = stock
