@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable
@@ -12,6 +13,13 @@ import torch
 
 #: (operation, shapes, dtypes, root or reduce operation): what a replayed call must match.
 Signature = tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...], int]
+
+
+def same_call(one: Signature, two: Signature) -> bool:
+    """Whether two members called the same operation: a scalar and a vector of length one are the same to gloo, and
+    DeepSpeed's clipping passes the one on one stage and the other on another."""
+    sizes = [[math.prod(shape) for shape in each[1]] for each in (one, two)]
+    return sizes[0] == sizes[1] and (one[0], one[2], one[3]) == (two[0], two[2], two[3])
 
 
 @dataclass

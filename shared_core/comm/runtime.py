@@ -20,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from shared_core.comm.gloo import InnerGroup
-from shared_core.comm.log import BufferPool, Entry, GroupLog, Signature
+from shared_core.comm.log import BufferPool, Entry, GroupLog, Signature, same_call
 from shared_core.comm.op import Op
 from shared_core.consistency.frontier import Done
 from shared_core.errors import ConfigError, GenerationAbandoned, NotConnected, ReplayDivergence, SwiftError, Unsupported
@@ -252,7 +252,7 @@ class Runtime:
             op.seq, op.top = group.next, self.top
             group.next += 1
             logged = group.replay.pop(op.seq, None)
-            if op.checksum and (logged is None or logged[0] == op.signature):
+            if op.checksum and (logged is None or same_call(logged[0], op.signature)):
                 self._check(group, op)
             if logged is None:
                 group.pending[op.seq] = op
@@ -334,7 +334,7 @@ class Runtime:
         self.peak_log_bytes = max(self.peak_log_bytes, group.log.nbytes)
 
     def _serve(self, group: GroupState, op: Op, logged: Signature, results: list[torch.Tensor]) -> None:
-        if logged != op.signature:
+        if not same_call(logged, op.signature):
             raise self._end(
                 ReplayDivergence(
                     f"rank {self.rank} takes over from a lost worker and calls {_describe(op.signature)} as "
