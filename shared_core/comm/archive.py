@@ -85,6 +85,7 @@ class Archive:
         segment_bytes: a segment takes no more records beyond this size.
         owner: name of the job and rank. Records of another owner are not read.
         stall_s: logging stops when ``put`` has waited for the disk for so long, in seconds.
+        keep: what :meth:`reopen` is for.
 
     Raises:
         ValueError: the folder holds segments, which :meth:`reopen` would read.
@@ -98,11 +99,7 @@ class Archive:
         segment_bytes: int = 64 << 20,
         owner: str = "",
         stall_s: float = 120.0,
-    ) -> None:
-        self._begin(folder, ring_bytes, segment_bytes, owner, stall_s, fresh=True)
-
-    def _begin(
-        self, folder: Path, ring_bytes: int, segment_bytes: int, owner: str, stall_s: float, *, fresh: bool
+        keep: bool = False,
     ) -> None:
         self.folder, self.owner = folder, owner
         self._ring_bytes, self._segment_bytes, self._stall_s = ring_bytes, segment_bytes, stall_s
@@ -125,7 +122,7 @@ class Archive:
         try:
             self._make_folder()
             self.folder.chmod(0o700)
-            if fresh and next(_files(folder), None) is not None:
+            if not keep and next(_files(folder), None) is not None:
                 raise ValueError(f"{folder} holds a log: reopen it, or delete the folder")
             self._load()
         except OSError as error:
@@ -150,9 +147,7 @@ class Archive:
         read through. Damaged records are left out, missing segments are gaps, and a record the file ends in counts
         as never put.
         """
-        archive = cls.__new__(cls)
-        archive._begin(folder, ring_bytes, segment_bytes, owner, stall_s, fresh=False)
-        return archive
+        return cls(folder, ring_bytes=ring_bytes, segment_bytes=segment_bytes, owner=owner, stall_s=stall_s, keep=True)
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -330,7 +325,7 @@ class Archive:
         in_time = self._changed.wait_for(room, self._stall_s)
         self._stats.blocked_s += time.monotonic() - begin
         if not in_time:
-            self._stop(TimeoutError(errno.ETIMEDOUT, f"the disk took nothing for {self._stall_s:g} s"))
+            self._stop(TimeoutError(errno.ETIMEDOUT, f"the disk is too slow: waited {self._stall_s:g} s for it"))
 
     def _drop(self, segment: Segment) -> None:
         """Forget the records of a segment and have its file deleted."""

@@ -226,6 +226,21 @@ def test_a_record_that_waits_is_not_lost_by_a_drop(tmp_path: Path) -> None:
     archive.close()
 
 
+def test_a_segment_that_gets_a_newer_record_is_not_dropped(tmp_path: Path) -> None:
+    archive = Gated(tmp_path)
+    archive.permits.release(2)
+    put(archive, A, 0, top=0)
+    archive.flush(WAIT_S)
+    put(archive, A, 1, top=5)
+    for _ in range(3):
+        assert archive.asked.acquire(timeout=WAIT_S)  # the segment's header, record 0, record 1
+    archive.drop_before(3)  # while record 1 is being written behind record 0
+    archive.open_gate()
+    archive.flush(WAIT_S)
+    assert archive.first(A) == 0 and same(archive, A, 1, top=5)
+    archive.close()
+
+
 def test_a_record_is_written_once(tmp_path: Path) -> None:
     archive = Archive(tmp_path)
     for _ in range(2):
@@ -282,7 +297,7 @@ def test_a_disk_that_never_answers_stops_the_log_not_training(
     archive = Gated(tmp_path, ring_bytes=2000, stall_s=0.05)
     for index in range(5):
         put(archive, A, index, size=250)
-    assert archive.stats.failed == "the disk took nothing for 0.05 s" and archive.stats.bytes_waiting == 0
+    assert archive.stats.failed == "the disk is too slow: waited 0.05 s for it" and archive.stats.bytes_waiting == 0
     assert archive.first(A) is None and archive.indices(A) == []
     with pytest.raises(WaitTimeout, match="could not be closed"):
         archive.close(0.01)
