@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import Store
 
+from shared_core.comm.archive import Archive, Key
 from shared_core.comm.gloo import InnerGroup
-from shared_core.comm.log import BufferPool, Entry, GroupLog, Signature, same_call
+from shared_core.comm.log import BufferPool, Entry, GroupLog, Signature, read_signature, same_call
 from shared_core.comm.op import Op
 from shared_core.consistency.frontier import Done
 from shared_core.errors import ConfigError, GenerationAbandoned, NotConnected, ReplayDivergence, SwiftError, Unsupported
@@ -130,6 +131,11 @@ class Runtime:
         self.first_group: Callable[[], None] = lambda: None
         self.adopt: Callable[[GroupState], None] = lambda group: None
         self.exact: Callable[[], bool] = lambda: True
+        #: The log on disk, which reaches back to the checkpoint before the newest; none where every rank has a replica.
+        self.archive: Archive | None = None
+        self.archived: Callable[[int], bool] = lambda destination: True
+        self.note: Callable[[], dict[str, Any]] = dict
+        self.unreadable: Callable[[SwiftError], None] = lambda error: None
         self._waiting = 0
         #: Results to serve to the next operations, whatever their place: DDP's agreement on buckets is repeated from
         #: records.
@@ -211,6 +217,42 @@ class Runtime:
                 self.raise_if_ended()
                 self.changed.wait(1.0)
             return group.inner.pg
+
+    def open_archive(self, archive: Archive) -> None:
+        """Log to disk from now on, with all that is in memory."""
+        with self.lock:
+            self.archive = archive
+            kept = [
+                (group, seq, entry)
+                for group in self.groups.values()
+                for seq, entry in group.log.entries.items()
+                if entry.redo is None
+            ]
+        for group, seq, entry in kept:
+            self._archive(group, seq, entry, group.log.results(seq))
+        for group in self.groups.values():
+            group.channels.archive_all()
+
+    def _archive(self, group: GroupState, seq: int, entry: Entry, results: Sequence[torch.Tensor]) -> None:
+        # What nobody else takes part in nobody else can hand back.
+        if self.archive is not None and group.size > 1:
+            note = {"signature": entry.signature}
+            self.archive.put(Key(group.name, seq, entry.top, note), [t.detach().clone() for t in results])
+
+    def logged(self, group: GroupState, seq: int) -> tuple[Signature, list[torch.Tensor]]:
+        """What was called as operation ``seq`` and what it gave.
+
+        Raises:
+            CorruptFile: if it is on disk and damaged.
+        """
+        with self.lock:
+            if seq in group.log.entries:
+                return group.log.entries[seq].signature, group.log.results(seq)
+            if seq in group.replay:
+                return group.replay[seq]
+        assert self.archive is not None
+        key, results = self.archive.read(group.name, seq)
+        return read_signature(key.note["signature"]), results
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -296,8 +338,10 @@ class Runtime:
             op.inner_work = None
             if error is None:
                 del group.pending[op.seq]
-                self._log(group, op)
+                entry = self._log(group, op)
             self.changed.notify_all()
+        if error is None and entry.redo is None:
+            self._archive(group, op.seq, entry, op.results)
         if error is not None:
             self.suspect(error)
             return
@@ -313,7 +357,7 @@ class Runtime:
         else:
             op.future.set_result(op.value)
 
-    def _log(self, group: GroupState, op: Op) -> None:
+    def _log(self, group: GroupState, op: Op) -> Entry:
         group.done.add(op.seq)
         if op.redo is not None:
             entry = Entry(op.signature, op.top, [], redo=op.redo, kept=op.kept)
@@ -332,6 +376,7 @@ class Runtime:
         if group.log.nbytes > self.max_log_bytes:
             self.spilled_bytes += group.log.spill(self.max_log_bytes)
         self.peak_log_bytes = max(self.peak_log_bytes, group.log.nbytes)
+        return entry
 
     def _serve(self, group: GroupState, op: Op, logged: Signature, results: list[torch.Tensor]) -> None:
         if not same_call(logged, op.signature):
@@ -347,8 +392,9 @@ class Runtime:
         op.serve(results)
         with self.lock:
             self.served_operations += 1
-            self._log(group, op)
+            entry = self._log(group, op)
             self.changed.notify_all()
+        self._archive(group, op.seq, entry, op.results)
         inject.point("collective.after", operation=op.signature[0])
 
     def _check(self, group: GroupState, op: Op) -> None:

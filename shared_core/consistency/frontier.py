@@ -73,6 +73,7 @@ class Top:
         sent: per group and channel, messages sent before the top.
         members: global ranks of each group, in group order.
         replicas: ranks that hold the same parameters and optimizer state, this one among them; empty: all.
+        saved: parameters and optimizer state at this top are in a checkpoint, so that no donor is needed.
     """
 
     index: int
@@ -84,6 +85,7 @@ class Top:
     sent: dict[str, dict[str, int]] = field(default_factory=dict)
     members: dict[str, list[int]] = field(default_factory=dict)
     replicas: list[int] = field(default_factory=list)
+    saved: bool = False
 
 
 @dataclass(frozen=True)

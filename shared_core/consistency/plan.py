@@ -24,7 +24,7 @@ class Plan:
 
     Attributes:
         tops: the top each newcomer starts from; None: from the beginning of the script, with every operation replayed.
-        donors: the survivor whose replicated state each newcomer copies.
+        donors: the survivor whose replicated state each newcomer copies; none where a checkpoint holds it.
         transfers: logged results to move, in the order in which they are moved.
         finished: per group, collectives with a result somebody has; nobody runs them again.
         redo: per group, finished rank-specific collectives that all members run again, because some member needs them.
@@ -96,11 +96,10 @@ class _Group:
 def decide(frontiers: Mapping[int, Frontier]) -> Plan:
     """The plan for a generation with these frontiers (every rank's, newcomers included).
 
-    Each newcomer starts from the newest of its published batch tops from which all that anybody still needs is to be
-    had: every collective's result is in some log, or all members can run it again; every message is at its sender or
-    at its receiver. A start that is too late for what others need stays so when others start earlier, so
-    lowering one
-    at a time finds the newest starts.
+    Each newcomer starts from the newest of its batch tops, published or in a checkpoint, from which all that anybody
+    still needs is to be had: every collective's result is in some log, or all members can run it again; every message
+    is at its sender or at its receiver. A start that is too late for what others need stays so when others start
+    earlier, so lowering one at a time finds the newest starts.
 
     Raises:
         RecoveryFailed: if a newcomer cannot be served by anybody.
@@ -166,6 +165,9 @@ def _without_donor(
     messages = any(top.sent or top.received for top in tops.values() if top is not None)
     messages = messages or any(group.sent or group.received for f in survivors.values() for group in f.groups.values())
     for rank, top in tops.items():
+        donors.pop(rank, None)
+        if top is not None and top.saved:
+            continue
         able = [
             donor
             for donor in sorted(survivors)

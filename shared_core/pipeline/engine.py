@@ -12,7 +12,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -76,7 +75,6 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.drives = True
-        self._mark: Any = None
         self._calls: Calls | None = None
         self._job: Job | None = current_job()
         if self._job is None:
@@ -150,7 +148,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         if self._job is None:
             return call()
         if not self.drives or self._calls is None:
-            self.mark()
+            self._job.mark()
             return call()
         if self._calls.finished():
             source = data_iter if data_iter is not None else self.data_iterator
@@ -158,19 +156,10 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             return self._calls.skip(source, draws)
         self._calls.begin()
         self._job.batch_top()
-        self.mark()
+        self._job.mark()
         result = call()
         self._calls.done(result)
         return result
-
-    def mark(self) -> None:
-        """Tell all ranks that this one has published its batch top: what lies further back is dropped from the logs.
-
-        Nobody waits for it before the next top.
-        """
-        if self._mark is not None:
-            self._mark.wait()
-        self._mark = dist.all_reduce(torch.zeros(1), async_op=True)
 
     def _next_batch(self) -> Any:
         if self._calls is None or not self.drives:
