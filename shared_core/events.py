@@ -25,6 +25,7 @@ KINDS = (
     "restart",
     "resize",
     "together",
+    "help",
     "warning",
     "log_memory",
     "fault",

@@ -31,7 +31,9 @@ from shared_core.cluster import worker
 from shared_core.cluster.mirror import Mirror
 from shared_core.comm import Runtime
 from shared_core.comm import install as install_backend
+from shared_core.comm.gloo import InnerGroup
 from shared_core.comm.op import Op
+from shared_core.comm.turn import Turn
 from shared_core.consistency import Cut, Offer, Top
 from shared_core.errors import (
     ConfigError,
@@ -43,7 +45,7 @@ from shared_core.errors import (
 from shared_core.events import EventLog, console
 from shared_core.recovery.board import Board, Orders, Tally
 from shared_core.recovery.checkpoints import Checkpoints, Restored
-from shared_core.recovery.exchange import Received, Recovery
+from shared_core.recovery.exchange import Received, Recovery, Replaying
 from shared_core.recovery.logs import Logs
 from shared_core.recovery.replicas import Replicas
 from shared_core.recovery.resize import hand_on, take_over
@@ -166,6 +168,8 @@ class Job:
         runtime.exact = lambda: self._updates.exact
         runtime.failed = self._failed
         self._recovery.saved_tops = self._checkpoints.tops
+        #: Set in a newcomer that runs on from a checkpoint, or from the beginning.
+        self.replaying: Replaying | None = None
         self._recovery.on_recovered = self._note_recovery
         self._updates.after = self._after_update
 
@@ -636,8 +640,9 @@ class Job:
             self._updates.begin_install()
             self._updates.load(0, None, ())
         inject.point("startup")
-        recovery.join()
+        received = recovery.join()
         if recovery.newcomer:
+            self.replaying = received.replaying
             self.joining = self._restored is not None
             self._announce(None)
 
@@ -655,7 +660,7 @@ class Job:
         started = time.time()
         self._updates.begin_install()
         received = self._recovery.join()
-        top = received.top
+        top, self.replaying = received.top, received.replaying
         assert top is not None
         if top.saved:
             restored = self._checkpoints.at(top.index)
@@ -764,6 +769,30 @@ class Job:
                 stall_s=time.time() - since,
                 recomputed_steps=self._updates.recomputed,
             )
+
+    # -- replays that others help with -------------------------------------------------------------
+
+    def help_replays(self, helper: Callable[[Replaying], None]) -> None:
+        """Have ``helper`` called, on a thread, when others replay while this worker waits for them."""
+        self._runtime.turn.begin()
+
+        def start(replaying: Replaying) -> None:
+            threading.Thread(target=helper, args=(replaying,), name="swift-help", daemon=True).start()
+
+        self._recovery.on_replay = start
+
+    @property
+    def turn(self) -> Turn:
+        """Held by who computes in this process."""
+        return self._runtime.turn
+
+    def side_group(self, replaying: Replaying, name: str, ranks: Sequence[int]) -> InnerGroup:
+        """A group of some ranks for the time of a replay; see :meth:`Runtime.side_group`."""
+        return self._runtime.side_group(name, ranks, replaying.generation)
+
+    def drop_side(self, inner: InnerGroup) -> None:
+        """Cut such a group."""
+        self._runtime.drop_side(inner)
 
     def _deliver(self) -> None:
         while self._recovered:

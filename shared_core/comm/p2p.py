@@ -119,6 +119,10 @@ class Channels:
 
     def wait(self, work: P2PWork) -> None:
         """Wait for ``work``, across failures."""
+        with self._runtime.turn.passed_on():
+            self._wait(work)
+
+    def _wait(self, work: P2PWork) -> None:
         runtime, group = self._runtime, self._group
         while True:
             with runtime.lock:

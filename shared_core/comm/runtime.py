@@ -23,6 +23,7 @@ from shared_core.comm.archive import Archive, Key
 from shared_core.comm.gloo import InnerGroup
 from shared_core.comm.log import BufferPool, Entry, GroupLog, Signature, read_signature, same_call
 from shared_core.comm.op import Op
+from shared_core.comm.turn import Turn
 from shared_core.consistency.frontier import Done
 from shared_core.errors import ConfigError, GenerationAbandoned, NotConnected, ReplayDivergence, SwiftError, Unsupported
 from shared_core.testing import inject
@@ -104,6 +105,8 @@ class Runtime:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.pool = BufferPool()
+        self.turn = Turn()
+        self._sides: list[InnerGroup] = []
         self.groups: dict[str, GroupState] = {}
         self.world: GroupState | None = None
         self.generation = -1
@@ -209,6 +212,38 @@ class Runtime:
             abandoned=lambda: self.latest > generation,
             what=f"the members of group {group.name!r} in generation {generation} (rank {self.rank})",
         )
+
+    def side_group(self, name: str, ranks: Sequence[int], generation: int) -> InnerGroup:
+        """A group of some ranks beside those of the program, for one generation; cut when that ends.
+
+        Raises:
+            GenerationAbandoned: if the generation ends meanwhile.
+            NotConnected: if the members do not reach each other.
+            WaitTimeout: if one does not come.
+        """
+        inner = InnerGroup.connect(
+            self.new_store(f"side/{generation}/{name}"),
+            list(ranks).index(self.rank),
+            len(ranks),
+            operation_timeout=timedelta(hours=1),
+            connect_timeout_s=self.connect_timeout_s,
+            wait_timeout_s=self.wait_timeout_s,
+            abandoned=lambda: self.latest > generation,
+            what=f"the members of side group {name!r} in generation {generation} (rank {self.rank})",
+        )
+        with self.lock:
+            if self.latest > generation:
+                inner.discard()
+                raise GenerationAbandoned(name)
+            self._sides.append(inner)
+        return inner
+
+    def drop_side(self, inner: InnerGroup) -> None:
+        """Cut a side group and forget it."""
+        with self.lock:
+            if inner in self._sides:
+                self._sides.remove(inner)
+                inner.discard()
 
     def inner_backend(self, group: GroupState) -> Any:
         """The inner gloo backend, waiting for one while a recovery runs."""
@@ -446,6 +481,8 @@ class Runtime:
         """A rank is lost: cut every connection, and wait until gloo has given everything back."""
         with self.lock:
             self.broken = True
+            while self._sides:
+                self._sides.pop().discard()
             inners = [group.inner for group in self.groups.values() if group.inner is not None]
             for group in self.groups.values():
                 group.inner = None

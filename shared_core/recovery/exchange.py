@@ -46,6 +46,23 @@ Replay = dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]]
 _FOREVER = timedelta(days=365)
 
 
+@dataclass(frozen=True)
+class Replaying:
+    """Newcomers without a replica run on from a checkpoint, or from the beginning.
+
+    Attributes:
+        generation: in which they joined.
+        newcomers: their ranks.
+        survivors: ranks that wait for them.
+        complete: optimizer steps that all survivors have made: messages of earlier ones are all in logs.
+    """
+
+    generation: int
+    newcomers: tuple[int, ...]
+    survivors: tuple[int, ...]
+    complete: int
+
+
 class StateProvider(Protocol):
     """The job's replicated state, as the exchange needs it."""
 
@@ -78,7 +95,7 @@ class Received:
     generation: int = 0
     nbytes: int = 0
     replayed: int = 0
-    resolution: str = "replica"
+    replaying: Replaying | None = None
 
 
 class Recovery:
@@ -98,6 +115,7 @@ class Recovery:
         self.target: Top | None = None
         self.prepared = False
         self.on_recovered: Callable[[dict[str, Any]], None] = lambda fields: None
+        self.on_replay: Callable[[Replaying], None] = lambda replaying: None
         self.saved_tops: Callable[[], list[Top]] = list
         self.together: tuple[int, ...] = ()
         self._records: dict[int, dict[str, Any]] = {}
@@ -320,9 +338,11 @@ class Recovery:
             "lost": record["lost"],
             "detected": record["detected"],
             "bytes_moved": received.nbytes,
-            "resolution": received.resolution,
+            "resolution": "replay" if received.replaying else "replica",
         }
         self.on_recovered({"generation": generation, **fields})
+        if received.replaying is not None:
+            self.on_replay(received.replaying)
 
     # -- forming -----------------------------------------------------------------------------------
 
@@ -409,6 +429,12 @@ class Recovery:
                     raise RecoveryFailed(f"rank {self.env.rank}: nobody was lost, and yet: {error}") from error
             except CorruptFile as error:
                 raise RecoveryFailed(f"the log on disk cannot be read: {error}") from error
+        survivors = tuple(sorted(fronts.keys() - plan.tops.keys()))
+        logs = any(fronts[rank].together for rank in survivors)
+        replayed = tuple(r for r, top in sorted(plan.tops.items()) if logs and (top is None or top.saved))
+        if replayed:
+            complete = min(fronts[rank].version for rank in survivors)
+            received.replaying = Replaying(generation, replayed, survivors, complete)
         self._install(plan, inner, generation, replay, joining)
         inject.point("recovery.installed")
         return received
@@ -439,8 +465,6 @@ class Recovery:
         assert world is not None
         inner = self.runtime.new_inner(world, generation, attempt)
         received = Received(top=plan.tops.get(self.env.rank), generation=generation)
-        if any(top is not None and top.saved for top in plan.tops.values()):
-            received.resolution = "replay"
         try:
             with self.runtime.lock:
                 if self._abandoned(generation):
