@@ -225,7 +225,8 @@ class Channels:
                     log = self._log.get(channel)
                     kept = log[index - log[0][0]][2] if log and index >= log[0][0] else None
                 tensor = kept if kept is not None else archive.read(self._name(channel), index)[1][0]
-                inner.pg.send([tensor], channel[1], channel[2]).wait()
+                # Explicitly, as in _wait; the receiver takes as long as it computes.
+                inner.pg.send([tensor], channel[1], channel[2]).wait(self._group.timeout)
                 index += 1
         except SwiftError as error:
             self._runtime.unreadable(error)

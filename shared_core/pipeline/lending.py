@@ -8,6 +8,7 @@ newcomer computes itself.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def _shaped(layout: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
 
 
 def help_newcomers(job: Job, replaying: Replaying, stage_of: Callable[[int], Stage], threads: int) -> None:
-    """Thread of a survivor: compute for each newcomer in turn what it hands out, until it says that it is level.
+    """In a survivor: compute for each newcomer what it hands out, until it says that it is level. Returns at once.
 
     Args:
         job: of this worker.
@@ -58,18 +59,26 @@ def help_newcomers(job: Job, replaying: Replaying, stage_of: Callable[[int], Sta
         stage_of: builds the stage of a rank.
         threads: torch's threads in the program, which bits may depend on.
     """
-    torch.set_num_threads(threads)
-    for newcomer in replaying.newcomers:
-        members = [newcomer, *replaying.survivors]
+
+    def serve(newcomer: int) -> None:
+        torch.set_num_threads(threads)
         inner: InnerGroup | None = None
         try:
-            inner = job.side_group(replaying, f"help{newcomer}", members)
-            _serve(job, inner, lambda rank=newcomer: stage_of(rank))  # type: ignore[misc]
+            inner = meet(job, replaying, newcomer)
+            _serve(job, inner, lambda: stage_of(newcomer))
         except (RuntimeError, SwiftError):
-            continue  # another loss, or the newcomer needs no help any more
+            return  # another loss, or the newcomer needs no help any more
         finally:
             if inner is not None:
                 job.drop_side(inner)
+
+    for newcomer in replaying.newcomers:  # each on a thread of its own: one may wait for another
+        threading.Thread(target=serve, args=(newcomer,), name=f"swift-help-{newcomer}", daemon=True).start()
+
+
+def meet(job: Job, replaying: Replaying, newcomer: int) -> InnerGroup:
+    """The group in which a newcomer (0) and the survivors share its replay."""
+    return job.side_group(replaying, f"help{newcomer}", [newcomer, *replaying.survivors])
 
 
 def _serve(job: Job, inner: InnerGroup, make: Callable[[], Stage]) -> None:

@@ -20,6 +20,7 @@ from shared_core.pipeline import lending, stage
 from shared_core.pipeline.cost import Replay
 from shared_core.pipeline.lending import Helpers
 from shared_core.pipeline.stage import Computed, Work
+from shared_core.recovery.exchange import Replaying
 
 if TYPE_CHECKING:
     from shared_core.pipeline.engine import SwiftPipelineEngine
@@ -81,7 +82,7 @@ class SharedReplay:
         if not self._decided and (micro_s or self._job.config.parallel_replay == "always") and self._shapes_known():
             self._decided = True
             self._ask(micro_s)
-        return self._helpers is not None and self._helpers.use > 0
+        return self._helpers is not None
 
     def _shapes_known(self) -> bool:
         engine = self._engine
@@ -89,25 +90,44 @@ class SharedReplay:
         return incoming and (engine.is_last_stage() or isinstance(engine.grad_layer, torch.Tensor))
 
     def _ask(self, micro_s: float) -> None:
-        engine, replaying = self._engine, self._job.replaying
+        """Decide who computes; whoever is not needed may go."""
+        replaying = self._job.replaying
         assert replaying is not None
+        if not self._messages_in_logs(replaying):
+            self._dismiss(replaying)
+            return
+        try:
+            inner = lending.meet(self._job, replaying, self._job.rank)
+            helpers = Helpers(self._job, inner, len(replaying.survivors), ordered=self._ordered)
+            replay = self._replay(micro_s, helpers.bytes_per_s())
+            helpers.use = lending.workers_to_use(replay, helpers.count, self._job.config.parallel_replay)
+        except (RuntimeError, SwiftError):
+            return  # a loss, or nobody comes: the schedule does it
+        if helpers.use:
+            self._helpers = helpers
+        else:
+            helpers.end()
+
+    def _messages_in_logs(self, replaying: Replaying) -> bool:
+        """Whether both neighbours have sent all they will, and no layer depends on the order of micro-batches."""
+        engine = self._engine
         neighbours = {
             engine.grid.stage_to_global(stage_id=each)
             for each in (engine.stage_id - 1, engine.stage_id + 1)
             if 0 <= each < engine.num_stages
         }
         running = any(isinstance(m, _NormBase) and m.track_running_stats for m in engine.module.modules())
-        try:
-            members = [self._job.rank, *replaying.survivors]
-            inner = self._job.side_group(replaying, f"help{self._job.rank}", members)
-            helpers = Helpers(self._job, inner, len(replaying.survivors), ordered=self._ordered)
-            if neighbours <= set(replaying.survivors) and not running:
-                replay = self._replay(micro_s, helpers.bytes_per_s())
-                policy = self._job.config.parallel_replay
-                helpers.use = lending.workers_to_use(replay, helpers.count, policy)
-        except (RuntimeError, SwiftError):
-            return  # a loss, or nobody comes: the schedule does it
-        self._helpers = helpers
+        return neighbours <= set(replaying.survivors) and not running
+
+    def _dismiss(self, replaying: Replaying) -> None:
+        def dismiss() -> None:
+            try:
+                inner = lending.meet(self._job, replaying, self._job.rank)
+                Helpers(self._job, inner, len(replaying.survivors)).end()
+            except (RuntimeError, SwiftError):
+                return
+
+        threading.Thread(target=dismiss, name="swift-dismiss", daemon=True).start()
 
     @property
     def _ordered(self) -> bool:
@@ -121,26 +141,14 @@ class SharedReplay:
         return Replay(engine.micro_batches, micro_s, stage_bytes, message_bytes, bytes_per_s, self._ordered)
 
     def _end(self) -> None:
-        job, helpers, decided, replaying = self._job, self._helpers, self._decided, self._job.replaying
+        job, helpers, replaying = self._job, self._helpers, self._job.replaying
         assert replaying is not None
-        self._helpers, self._decided, job.replaying = None, False, None
         if helpers is not None:
             job.event("help", steps=self._steps, helpers=helpers.use, ordered=helpers.ordered)
             helpers.end()
-            return
-        if decided or not self.possible:
-            return
-
-        def dismiss() -> None:
-            """Nothing was shared: those who have come to help may go."""
-            try:
-                members = [job.rank, *replaying.survivors]
-                inner = job.side_group(replaying, f"help{job.rank}", members)
-                Helpers(job, inner, len(replaying.survivors)).end()
-            except (RuntimeError, SwiftError):
-                return
-
-        threading.Thread(target=dismiss, name="swift-dismiss", daemon=True).start()
+        elif not self._decided:
+            self._dismiss(replaying)
+        self._helpers, self._decided, job.replaying = None, False, None
 
     def run(self) -> None:
         """One step, as the schedule would have made it."""

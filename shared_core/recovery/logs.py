@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from shared_core.cluster.worker import WorkerEnv
 from shared_core.comm import Runtime
 from shared_core.comm.archive import Archive
 from shared_core.errors import ConfigError, RecoveryFailed, SwiftError
+
+#: Who waits for a peer waits for its replay too, which may take longer than a program expects of an operation.
+_PATIENCE = timedelta(days=1)
 
 
 def together(groups: str, rank: int, world_size: int, local_world_size: int) -> tuple[int, ...]:
@@ -91,6 +95,8 @@ class Logs:
         make = Archive.reopen if folder.is_dir() else Archive
         self._runtime.unreadable = self._unreadable
         self._runtime.archived = lambda destination: destination not in self.together
+        for group in self._runtime.groups.values():
+            group.timeout = max(group.timeout, _PATIENCE)
         self._runtime.open_archive(make(folder, ring_bytes=env.config.log_ring_bytes, owner=owner))
 
     def mark(self) -> None:
