@@ -9,10 +9,11 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shared_core.cli.section import find_section
 from shared_core.cluster import preload
 from shared_core.cluster.handover import srun_tasks
 from shared_core.cluster.standby import Preload, Standby, clean_env
@@ -182,13 +183,17 @@ def _check_meeting(args: argparse.Namespace) -> None:
     parse_endpoint(args.rdzv_endpoint, args.rdzv_backend)
 
 
-def build_config(args: argparse.Namespace) -> SwiftConfig:
-    """Options of the command line over the environment over ``--swift-config``.
+def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = None) -> SwiftConfig:
+    """Options of the command line over the environment over ``--swift-config`` over the section of a DeepSpeed
+    configuration.
 
     Raises:
         ConfigError: for an unknown or bad option.
     """
-    base = SwiftConfig.from_file(args.swift_config) if args.swift_config else None
+    base = SwiftConfig.from_dict(section or {})
+    if args.swift_config:
+        given_there = SwiftConfig.from_file(args.swift_config)
+        base = given_there if section is None else SwiftConfig.from_dict({**section, **_changed(given_there)})
     config = SwiftConfig.from_env(base=base)
     given = {name: getattr(args, name) for name in ("on_failure", "checkpoint_dir") if getattr(args, name) is not None}
     if args.machines[0] < args.machines[1] and config.on_failure == "replace" and not config.replace_timeout_s:
@@ -196,6 +201,11 @@ def build_config(args: argparse.Namespace) -> SwiftConfig:
     if "checkpoint_dir" in given:
         given["checkpoint_dir"] = os.path.abspath(given["checkpoint_dir"])
     return SwiftConfig.from_dict(dataclasses.asdict(config) | given)
+
+
+def _changed(config: SwiftConfig) -> dict[str, Any]:
+    stock = dataclasses.asdict(SwiftConfig())
+    return {name: value for name, value in dataclasses.asdict(config).items() if value != stock[name]}
 
 
 def _events_path(args: argparse.Namespace) -> str | None:
@@ -269,7 +279,6 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     from shared_core.cluster.agent import AgentOptions, Program, SwiftAgent
     from shared_core.cluster.logs import WorkerLogs
 
-    config = build_config(args)
     threads = torch.get_num_threads()
     try:
         torchrun, _, _ = config_from_args(args)
@@ -284,11 +293,14 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     mode: Any = "exec" if args.no_python and not args.run_path else "module" if args.module else "script"
     extra = [name.strip() for name in args.preload.split(",") if name.strip()]
     script = preload.find_script(args.training_script, module=args.module) if mode != "exec" else None
+    section = find_section(script, args.training_script_args) if mode != "exec" else None
+    config = build_config(args, section)
     program = Program(
         mode,
         args.training_script,
         tuple(args.training_script_args),
         tuple(preload.installed(preload.modules_for(script, extra))),
+        ("shared_core.pipeline.autoload",) if section is not None else (),
     )
     spec = WorkerSpec(
         role=torchrun.role,

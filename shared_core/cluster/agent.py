@@ -65,12 +65,14 @@ class Program:
         target: its path or name.
         args: its arguments; ``${local_rank}`` is substituted as torchrun does.
         preload: modules that standbys import.
+        first: modules that workers import before the program.
     """
 
     mode: Mode
     target: str
     args: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -696,6 +698,7 @@ class SwiftAgent(SimpleElasticAgent):
             stdout=self._logs.stdout(local_rank),
             stderr=self._logs.stderr(local_rank),
             threads=int(threads) if threads.isdigit() else options.threads,
+            first=self._program.first,
         )
         self._fleet.start(LiveWorker(local_rank, rank, self._now.incarnations[rank], request))
 

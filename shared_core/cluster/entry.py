@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import importlib
 import io
 import os
 import runpy
@@ -120,6 +121,8 @@ def _run(request: StartRequest) -> None:
     sys.modules["__main__"] = main
     faulthandler.enable(all_threads=True)
     try:
+        for name in request.first:
+            importlib.import_module(name)
         if request.mode == "module":
             _set_first_path(os.getcwd())
             runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what ``python -m`` itself calls

@@ -22,6 +22,7 @@ class StartRequest:
         agent: pid of the agent, which must be the parent; the worker dies with it.
         stdout: file to append standard output to; empty leaves it on the console.
         stderr: the same for standard error.
+        first: modules to import before the program.
         threads: intra-op threads that a fresh interpreter with this environment would use; 0 leaves torch alone.
     """
 
@@ -34,6 +35,7 @@ class StartRequest:
     stdout: str = ""
     stderr: str = ""
     threads: int = 0
+    first: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The request as one line."""
@@ -43,5 +45,5 @@ class StartRequest:
     def from_json(cls, line: str | bytes) -> StartRequest:
         """Inverse of :meth:`to_json`."""
         raw: dict[str, Any] = json.loads(line)
-        raw["args"] = tuple(raw["args"])
+        raw["args"], raw["first"] = tuple(raw["args"]), tuple(raw["first"])
         return cls(**raw)
