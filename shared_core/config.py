@@ -76,7 +76,9 @@ class SwiftConfig:
             worker (``slices``, less to move, equal up to rounding).
         log_messages: log what pipeline stages send each other to disk: ``auto`` where a stage has no replica.
         log_groups: ranks that start again together, so that messages between them need no log: ``worker`` (each alone),
-            ``machine``, ``auto`` (by machine where there are several) or ranges of ranks, as ``0-3,4-7``.
+            ``machine``, ``auto`` (by machine where there are several), ranges of ranks, as ``0-3,4-7``, or ``plan``
+            (the grouping with the shortest replay within ``log_budget_bytes``, from measured times).
+        log_budget_bytes: what the logs of all machines may take between two checkpoints, for ``plan``; 0 is no limit.
         log_dir: parent of the folder for these logs; that of temporary files when unset.
         log_ring_bytes: so many bytes may wait for the disk before a stage waits for it.
     """
@@ -100,6 +102,7 @@ class SwiftConfig:
     replay_sums: str = "ordered"
     log_messages: str = "auto"
     log_groups: str = "auto"
+    log_budget_bytes: int = 0
     log_dir: str | None = None
     log_ring_bytes: int = 256 << 20
 
@@ -114,6 +117,7 @@ class SwiftConfig:
             "checkpoint_every_steps",
             "log_spill_bytes",
             "log_ring_bytes",
+            "log_budget_bytes",
             "replace_timeout_s",
             "grow_after_s",
         ):

@@ -26,6 +26,7 @@ KINDS = (
     "resize",
     "together",
     "help",
+    "groups",
     "warning",
     "log_memory",
     "fault",

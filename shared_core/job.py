@@ -341,6 +341,10 @@ class Job:
         """Call right after :meth:`batch_top` where a batch has no collective of all ranks; see :meth:`Logs.mark`."""
         self._logs.mark()
 
+    def regroup(self, together: Sequence[int]) -> None:
+        """From now on these ranks, this one among them, start again together: messages between them are not logged."""
+        self._logs.together = self._recovery.together = tuple(together)
+
     def eval_top(self) -> bool:
         """As :meth:`batch_top`, at the start of a stand-alone evaluation."""
         self._deliver()

@@ -23,6 +23,7 @@ from shared_core.job import install as install_backend
 from shared_core.loaders import seed_random
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline.calls import STATE, Calls
+from shared_core.pipeline.planned_groups import PlannedGroups
 from shared_core.pipeline.shared_replay import SharedReplay
 from shared_core.pipeline.stage import layer_seed
 from shared_core.testing import inject
@@ -71,6 +72,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
     Attributes:
         drives: the engine marks the batch tops, at each call of :meth:`train_batch` and :meth:`eval_batch`; an adapter
             whose framework has tops of its own sets it to False before the first call.
+        compute_s: seconds of forward and backward passes so far.
 
     Raises:
         Unsupported: for tensor parallelism, and for optimizers whose state is sharded over the data-parallel ranks.
@@ -82,8 +84,9 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self.drives = True
         self._calls: Calls | None = None
         self._shared: SharedReplay | None = None
+        self._groups: PlannedGroups | None = None
         self._micro_batch = self._timed = 0
-        self._compute_s = 0.0
+        self.compute_s = 0.0
         self._job: Job | None = current_job()
         self._options = self._job.config if self._job is not None else SwiftConfig.from_env()
         if self._options.randomness == "seeded":
@@ -99,10 +102,14 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self._job.attach([self.module], [self.optimizer], replicas=self.grid.dp_group)
         self._job.register(STATE, self._capture, self._restore)
         self._calls = Calls(self._job)
+        if self.grid.data_parallel_size > 1:
+            return
         shared = SharedReplay(self, self._job)
-        if shared.possible and self.grid.data_parallel_size == 1:
+        if shared.possible:
             self._shared = shared
             shared.offer()
+        if self._options.log_groups == "plan":
+            self._groups = PlannedGroups(self, self._job)
 
     def _refuse(self) -> None:
         if self.is_model_parallel:
@@ -153,12 +160,12 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             restore_raw(before)  # the data's random numbers are not the layers'
         else:
             super()._exec_forward_pass(buffer_id)
-        self._compute_s += time.perf_counter() - began
+        self.compute_s += time.perf_counter() - began
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
         began = time.perf_counter()
         super()._exec_backward_pass(buffer_id)
-        self._compute_s += time.perf_counter() - began
+        self.compute_s += time.perf_counter() - began
         self._timed += 1
 
     _INSTRUCTION_MAP = {
@@ -172,7 +179,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         self._micro_batch = 0
         training = isinstance(pipe_schedule, schedule.TrainSchedule)
-        if training and self._shared is not None and self._shared.takes(self._compute_s / max(self._timed, 1)):
+        if training and self._shared is not None and self._shared.takes(self.compute_s / max(self._timed, 1)):
             self._shared.run()
         else:
             super()._exec_schedule(pipe_schedule)
@@ -222,7 +229,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         if self._job is None:
             return call()
         if not self.drives or self._calls is None:
-            self._job.mark()
+            self._after_top(self._job)
             return call()
         if self._calls.finished():
             source = data_iter if data_iter is not None else self.data_iterator
@@ -230,10 +237,21 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             return self._calls.skip(source, draws)
         self._calls.begin()
         self._job.batch_top()
-        self._job.mark()
+        self._after_top(self._job)
         result = call()
         self._calls.done(result)
         return result
+
+    def _after_top(self, job: Job) -> None:
+        job.mark()
+        if self._groups is not None:
+            self._groups.at_top()
+
+    def bytes_to_next(self) -> int:
+        """Bytes of activations and gradients that cross to and from the next stage in a step; 0 at the last stage."""
+        layer = self.grad_layer
+        tensors = [] if layer is None else [layer] if isinstance(layer, torch.Tensor) else layer
+        return 2 * int(self.micro_batches) * sum(t.numel() * t.element_size() for t in tensors)
 
     def _next_batch(self) -> Any:
         if self._calls is None or not self.drives:

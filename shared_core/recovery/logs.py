@@ -30,8 +30,9 @@ def together(groups: str, rank: int, world_size: int, local_world_size: int) -> 
     """Ranks that start again together with ``rank``, itself among them: messages between them are not logged.
 
     Args:
-        groups: ``worker``: each rank alone; ``machine``: the ranks of a machine; ``auto``: one or the other, the
-            second where there are several; else ranges of ranks, as ``0-3,4,5-7``. A rank that is not named is alone.
+        groups: ``worker``: each rank alone; ``machine``: the ranks of a machine; ``auto``: the second where there are
+            several machines, else the first, and so is ``plan`` before anything is measured; else ranges of ranks, as
+            ``0-3,4,5-7``. A rank that is not named is alone.
         rank: logical rank.
         world_size: number of ranks.
         local_world_size: number of ranks of each machine.
@@ -39,7 +40,7 @@ def together(groups: str, rank: int, world_size: int, local_world_size: int) -> 
     Raises:
         ConfigError: if the ranges cannot be read, overlap, or name ranks that are not there.
     """
-    if groups == "auto":
+    if groups in ("auto", "plan"):
         groups = "machine" if world_size > local_world_size else "worker"
     if groups == "machine":
         first = rank - rank % local_world_size

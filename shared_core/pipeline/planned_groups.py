@@ -1,0 +1,107 @@
+"""``log_groups="plan"``: the pipeline is measured while it trains, and who starts again together follows from that.
+
+At each checkpoint's batch top all ranks tell each other what they have measured since the last, and plan alike. A
+grouping holds from a batch top on at which a checkpoint is written, so that what is logged since that checkpoint was
+logged for it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shared_core.job import Job
+from shared_core.pipeline.grouping import Budget, Machine, Profile, drifted, plan_groups
+
+if TYPE_CHECKING:
+    from shared_core.pipeline.engine import SwiftPipelineEngine
+
+
+def profile_of(rows: Sequence[Sequence[float]], stages: int, steps: int, micro_batches: int) -> Profile:
+    """The profile of a chain of stages.
+
+    Args:
+        rows: of each stage: seconds of computing in a step, bytes that cross to and from the next stage in a step, and
+            seconds of a whole step.
+        stages: of each machine.
+        steps: between two checkpoints.
+        micro_batches: of a step.
+    """
+    machines = [rows[first : first + stages] for first in range(0, len(rows), stages)]
+    return Profile(
+        tuple(Machine(max(row[0] for row in each), stages=stages) for each in machines),
+        tuple(int(each[-1][1]) for each in machines[:-1]),
+        steps,
+        micro_batches,
+        step_s=max(row[2] for row in rows),
+    )
+
+
+class PlannedGroups:
+    """Plans the log groups of one pipeline without replicas.
+
+    Args:
+        engine: of this worker.
+        job: of this worker.
+    """
+
+    def __init__(self, engine: SwiftPipelineEngine, job: Job) -> None:
+        self._engine, self._job = engine, job
+        self._every = job.config.checkpoint_every_steps
+        nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._stages = nproc if job.world_size > nproc else 1
+        self._planned: list[list[float]] | None = None
+        self._together: list[int] | None = None
+        self._before = (0.0, 0, time.perf_counter())
+        job.register("swift.groups", self._capture, self._restore)
+
+    def _capture(self) -> Any:
+        return [self._planned, self._together]
+
+    def _restore(self, values: Any) -> None:
+        self._planned, self._together = values
+        if self._together is not None:
+            self._job.regroup(self._together)
+
+    def at_top(self) -> None:
+        """Call after each batch top, on all ranks."""
+        if not self._every or self._job.tops % self._every:
+            return
+        compute_s, steps, now = self._engine.compute_s, self._engine.global_steps, time.perf_counter()
+        made = max(steps - self._before[1], 1)
+        row = [
+            (compute_s - self._before[0]) / made,
+            float(self._engine.bytes_to_next()),
+            (now - self._before[2]) / made,
+        ]
+        self._before = (compute_s, steps, now)
+        mine = torch.tensor(row, dtype=torch.float64)
+        all_rows = [torch.zeros_like(mine) for _ in range(self._job.world_size)]
+        with self._job.unchecked():  # a newcomer measures something else, and is served what was said
+            dist.all_gather(all_rows, mine)
+        self._plan([each.tolist() for each in all_rows])
+
+    def _plan(self, rows: list[list[float]]) -> None:
+        engine, config = self._engine, self._job.config
+        profile = profile_of(rows, self._stages, self._every, engine.micro_batches)
+        if self._planned is not None:
+            planned = profile_of(self._planned, self._stages, self._every, engine.micro_batches)
+            if not drifted(profile, planned):
+                return
+        self._planned = rows
+        plan = plan_groups(profile, Budget(storage_bytes=config.log_budget_bytes or None))
+        mine = next(group for group in plan.groups if engine.stage_id // self._stages in group)
+        self._together = [
+            engine.grid.stage_to_global(stage_id=machine * self._stages + stage)
+            for machine in mine
+            for stage in range(self._stages)
+        ]
+        self._job.regroup(self._together)
+        if self._job.rank == 0:
+            groups = [list(group) for group in plan.groups]
+            self._job.event("groups", groups=groups, storage_bytes=plan.storage_bytes, replay_s=plan.replay_s)
