@@ -7,7 +7,8 @@ faults before each instruction.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -195,6 +196,17 @@ def _allocate(shapes: Any) -> Any:
     return tuple(made) if kind == "tuple" else made
 
 
+@contextmanager
+def engines(kind: type[PipelineEngine]) -> Iterator[None]:
+    """Have ``deepspeed.initialize`` make pipeline engines of class ``kind``; it names its own, and offers no hook."""
+    stock = deepspeed.PipelineEngine
+    deepspeed.PipelineEngine = kind
+    try:
+        yield
+    finally:
+        deepspeed.PipelineEngine = stock
+
+
 def initialize(*args: Any, **kwargs: Any) -> tuple[SwiftPipelineEngine, Any, Any, Any]:
     """As ``deepspeed.initialize``, for a ``deepspeed.pipe.PipelineModule``.
 
@@ -208,10 +220,5 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[SwiftPipelineEngine, Any, Any
     model = kwargs.get("model", args[1] if len(args) > 1 else None)
     if not isinstance(model, deepspeed.PipelineModule):
         raise TypeError(f"model must be a deepspeed.pipe.PipelineModule, got {type(model).__name__}")
-    # deepspeed.initialize names the class of the engine, and offers no hook to say another.
-    stock = deepspeed.PipelineEngine
-    deepspeed.PipelineEngine = SwiftPipelineEngine
-    try:
+    with engines(SwiftPipelineEngine):
         return deepspeed.initialize(*args, **kwargs)  # type: ignore[no-any-return]
-    finally:
-        deepspeed.PipelineEngine = stock
