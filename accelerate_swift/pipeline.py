@@ -1,15 +1,14 @@
 """DeepSpeed pipelines behind Accelerate's usual loop: ``Accelerator(deepspeed_plugin=plugin)``.
 
-Accelerate cannot drive a pipeline engine: it calls ``forward``, ``backward`` and ``step``, of which a pipeline has none.
-Here ``model(batch)`` runs the whole schedule, and the calls that follow find nothing left to do, as in Accelerate's own
-integration of Megatron-LM.
+Accelerate cannot drive a pipeline engine: it calls ``forward``, ``backward`` and ``step``, of which a pipeline has
+none. Here ``model(batch)`` runs the whole schedule, and the calls that follow find nothing left to do, as in
+Accelerate's own integration of Megatron-LM.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -93,9 +92,8 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
                 "no Accelerator has taken this plugin: build Accelerator(deepspeed_plugin=plugin) first, without "
                 "cpu=True, which Accelerate takes to mean 'no DeepSpeed' (the plugin itself chooses the CPU)"
             )
-        from deepspeed.pipe import PipelineModule
-
-        return PipelineModule(list(layers), num_stages=self.num_stages, loss_fn=loss_fn, **options)
+        kind = pipeline.import_deepspeed().PipelineModule
+        return kind(list(layers), num_stages=self.num_stages, loss_fn=loss_fn, **options)
 
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
         """As :meth:`accelerate_swift.SwiftPlugin.epochs`."""
@@ -165,8 +163,10 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
                 f"--nproc-per-node {self.num_stages} SCRIPT, or pass swift=SwiftPlugin(num_processes="
                 f"{self.num_stages})"
             )
-        _choose_cpu()
+        pipeline.import_deepspeed()
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
+        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate leaves DeepSpeed alone
         state = PartialState(**(self.swift.group_options() | {"backend": "gloo"}))
         if state.num_processes % self.num_stages:
             raise ConfigError(
@@ -191,9 +191,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         accelerator.__class__ = mixed(_Pipelined, type(accelerator))
 
     def _check_model(self, model: nn.Module) -> None:
-        from deepspeed import PipelineModule
-
-        if not isinstance(model, PipelineModule):
+        if not isinstance(model, pipeline.import_deepspeed().PipelineModule):
             raise ConfigError(
                 f"the model must be a deepspeed.pipe.PipelineModule, got a {type(model).__name__}: make it of layers, "
                 "with plugin.pipeline_module(layers, loss_fn)"
@@ -225,11 +223,9 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         self.deepspeed_config[_MICRO] = size // parts
 
     def _engine_class(self) -> type:
-        if enabled() and launched_by_swiftrun():
-            return mixed(_LoopEngine, pipeline.SwiftPipelineEngine)
-        from deepspeed import PipelineEngine
-
-        return mixed(_LoopEngine, PipelineEngine)
+        recovers = enabled() and launched_by_swiftrun()
+        stock = pipeline.import_deepspeed().PipelineEngine
+        return mixed(_LoopEngine, pipeline.SwiftPipelineEngine if recovers else stock)
 
     def _take(self, engine: Any) -> None:
         """``engine`` was made: batch tops lie where the loop draws its batches."""
@@ -320,6 +316,7 @@ class _Pipelined(Accelerator):  # type: ignore[misc]
 
     _pipeline_plugin: SwiftDeepSpeedPipelinePlugin
     _counts_pipelines = False
+    gradient_accumulation_steps: int
 
     @property
     def num_processes(self) -> int:
@@ -414,26 +411,6 @@ class _Pipelined(Accelerator):  # type: ignore[misc]
                 f"gradient_clipping={max_norm}"
             )
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
-
-
-def _choose_cpu() -> None:
-    """Tell DeepSpeed and Accelerate that this version trains on CPUs, also where there is a GPU.
-
-    Raises:
-        ConfigError: if DeepSpeed was imported already and has chosen something else.
-    """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate leaves DeepSpeed alone
-    if "deepspeed" in sys.modules:
-        from deepspeed.accelerator import get_accelerator
-
-        chosen = get_accelerator().device_name()
-        if chosen != "cpu":
-            raise ConfigError(
-                f"DeepSpeed has chosen {chosen!r} when it was imported, and this version trains on CPUs only: set "
-                "DS_ACCELERATOR=cpu in the environment, or make the plugin before DeepSpeed is imported"
-            )
 
 
 __all__ = ["SwiftDeepSpeedPipelinePlugin"]

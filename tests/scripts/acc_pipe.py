@@ -11,7 +11,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import OUT, Report, generators_digest
@@ -90,13 +90,13 @@ def by_hand(args: argparse.Namespace, report: Report) -> None:
     scheduler = schedule(optimizer)
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
     torch.manual_seed(5 + dist.get_rank())
-    items = data(args.samples, noisy=False)
-    batch, losses = ROWS * MICRO_BATCHES, []
+    items, batch, losses = data(args.samples, noisy=False), ROWS * MICRO_BATCHES, []
+    mine = [i for i in range(len(items)) if i // batch % pipelines == engine.grid.get_data_parallel_rank()]
+    loader = DataLoader(Subset(items, mine), batch_size=ROWS)
     for _ in range(args.epochs):
-        for begin in range(0, len(items), batch * pipelines):
-            first = begin + batch * engine.grid.get_data_parallel_rank()
-            parts = [items[i : i + ROWS] for i in range(first, first + batch, ROWS)]
-            losses.append(float(engine.train_batch(iter(parts))))
+        micro_batches = iter(loader)
+        for _ in range(len(mine) // batch):
+            losses.append(float(engine.train_batch(micro_batches)))
             for _ in range(pipelines):
                 scheduler.step()
     finish(report, net, optimizer, scheduler, losses)
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--plain-data", action="store_true", help="neither shuffled nor noisy")
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--save", action="store_true", help="after each epoch")
-    parser.add_argument("--resume", action="store_true", help="from a checkpoint that this run writes first")
+    parser.add_argument("--resume", help="a checkpoint, written after the first epoch of another run")
     parser.add_argument("--by-hand", action="store_true")
     args = parser.parse_args()
     report, out = Report(), Path(os.environ[OUT])
@@ -139,13 +139,9 @@ def main() -> None:
     )
     set_seed(5, device_specific=True)
     if args.resume:
-        model(next(iter(train)))  # so that there is something to load
-        scheduler.step()
-        accelerator.save_state(str(out / "first"))
-        model(next(iter(train)))
-        accelerator.load_state(str(out / "first"))
+        accelerator.load_state(args.resume)
     seen = plugin.register(losses=[])
-    for epoch in plugin.epochs(args.epochs):
+    for epoch in plugin.epochs(args.epochs, start=1 if args.resume else 0):
         model.train()
         for step, (inputs, targets) in enumerate(train):
             Block.step = f"epoch {epoch} batch {float(targets.sum()):.6f}"
