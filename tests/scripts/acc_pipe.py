@@ -75,6 +75,7 @@ def by_hand(args: argparse.Namespace, report: Report) -> None:
     import deepspeed
     import torch.distributed as dist
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, and not used
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(5)
     net = deepspeed.pipe.PipelineModule(layers(args.tied), num_stages=args.stages, loss_fn=nn.MSELoss())
@@ -100,6 +101,8 @@ def by_hand(args: argparse.Namespace, report: Report) -> None:
             for _ in range(pipelines):
                 scheduler.step()
     finish(report, net, optimizer, scheduler, losses)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main() -> None:
