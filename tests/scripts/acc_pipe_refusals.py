@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, DummyOptim
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,9 +26,21 @@ def prepared(
     accelerate = Accelerator(deepspeed_plugin=made, **(accelerator or {}))
     net = module or made.pipeline_module([nn.Linear(4, 4)], nn.MSELoss())
     loader = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=batch)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    stock = "optimizer" in made.deepspeed_config
+    optimizer = DummyOptim(net.parameters()) if stock else torch.optim.SGD(net.parameters(), lr=0.1)
     model, _, loader = accelerate.prepare(net, optimizer, loader)
     return accelerate, model, loader
+
+
+def trained(**plugin: Any) -> None:
+    """Evaluation in batches of another size leaves training as it is."""
+    accelerate, model, _ = prepared(**plugin)
+    losses = []
+    for rows in (4, 2, 4):
+        model.train(rows == 4)
+        accelerate.backward(loss := model((torch.ones(rows, 4), torch.zeros(rows, 4))))
+        losses.append(loss.item())
+    assert loss.ndim == 0 and losses[0] > losses[1] == losses[2], losses
 
 
 def called(batch: Any, **plugin: Any) -> None:
@@ -42,6 +54,7 @@ def clipped(norm: float, **plugin: Any) -> None:
     accelerate.clip_grad_norm_(model.parameters(), norm)
 
 
+ADAM = {"type": "Adam", "params": {"torch_adam": True, "lr": 0.01}}
 MISTAKES: dict[str, Callable[[], Any]] = {
     "stages": lambda: prepared(num_stages=2),
     "zero": lambda: prepared(zero_stage=1),
@@ -56,6 +69,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "a tensor": lambda: called(torch.ones(4, 4)),
     "no rows": lambda: called((torch.ones(4, 4), 1.0)),
     "clipping": lambda: clipped(0.5),
+    "nothing but an optimizer": lambda: trained(hf_ds_config={"optimizer": ADAM}),
     "nothing": lambda: clipped(1.0),
     "nothing but a configuration": lambda: clipped(0.5, hf_ds_config={"gradient_clipping": 0.5}),
     "too early": lambda: SwiftDeepSpeedPipelinePlugin(1, 2).pipeline_module([], None),
