@@ -1,5 +1,8 @@
-"""Recovery for Hugging Face Accelerate: ``Accelerator(kwargs_handlers=[SwiftPlugin()])``."""
+"""Recovery for Hugging Face Accelerate: ``Accelerator(kwargs_handlers=[SwiftPlugin()])``, and for DeepSpeed pipelines
+under it: ``Accelerator(deepspeed_plugin=SwiftDeepSpeedPipelinePlugin(num_stages, micro_batches))``.
+"""
 
+from accelerate_swift.pipeline import SwiftDeepSpeedPipelinePlugin
 from accelerate_swift.plugin import SwiftPlugin
 
-__all__ = ["SwiftPlugin"]
+__all__ = ["SwiftDeepSpeedPipelinePlugin", "SwiftPlugin"]

@@ -65,6 +65,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         self.loop = TrainingLoop(None)
         #: Whether loaders mark the batch tops; else whoever iterates them does.
         self.marks_tops = True
+        #: A pipeline engine, which says itself what is trained.
+        self.engine: Any = None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -79,12 +81,15 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             ConfigError: if ``SWIFT_RECOVERY`` is neither on nor off.
             SwiftError: where the script cannot be started again under ``swiftrun``.
         """
-        accelerator = _accelerator_under_construction()
+        accelerator = accelerator_under_construction()
         if accelerator is not None and enabled():
+            self.hand_over()
             if launched_by_swiftrun():
-                self._adopt(accelerator)
-            else:
-                hand_over_if_needed(self._num_processes, self._standbys, self.config)
+                self.adopt(accelerator)
+        return self.group_options()
+
+    def group_options(self) -> dict[str, Any]:
+        """What the user's own handler says of the process group."""
         return {} if self._init is None else dict(self._init.to_kwargs())
 
     # -- what the user calls ------------------------------------------------------------------------------------------
@@ -118,7 +123,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
                 "without a GPU, pass Accelerator(cpu=True) or set ACCELERATE_USE_CPU=true"
             )
         kind = accelerator.distributed_type.value
-        if kind not in ("NO", "MULTI_CPU"):
+        if kind not in ("NO", "MULTI_CPU") and self.engine is None:
             raise Unsupported(f"recovery under Accelerate's {kind} is not in this version: only MULTI_CPU is supported")
         if self.loop.epoch is None and not self._warned:
             self._warned = True
@@ -128,6 +133,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
                     "the data cannot be replaced, all then go back to the newest checkpoint. Write "
                     "'for epoch in plugin.epochs(n):'"
                 )
+        if self.engine is not None:
+            return
         models = self._models
         optimizers: list[Optimizer] = [each.optimizer for each in accelerator._optimizers]
         trained = [*models, *optimizers]
@@ -142,14 +149,20 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _adopt(self, accelerator: Accelerator) -> None:
+    def hand_over(self) -> None:
+        """Become ``swiftrun``, unless this is one of its workers; see :mod:`accelerate_swift.launch`."""
+        if not launched_by_swiftrun():
+            hand_over_if_needed(self._num_processes, self._standbys, self.config)
+
+    def adopt(self, accelerator: Accelerator) -> None:
+        """Let an ``Accelerator`` that is being built survive the loss of workers."""
         self._accelerator = accelerator
         job = install()
         assert job is not None
         self.loop.begin(job, self.config)
         self.state = RunState(accelerator, self.loop)
         accelerator._swift_plugin = self
-        accelerator.__class__ = _watched(type(accelerator))
+        accelerator.__class__ = mixed(_Watched, type(accelerator))
 
     def note_model(self, prepared: Any) -> Any:
         """Remember a model as it is after Accelerate has wrapped it; Accelerate itself keeps what it was before."""
@@ -196,8 +209,9 @@ class _Watched(Accelerator):  # type: ignore[misc]
         return self._swift_plugin.gate(super().skip_first_batches(*args, **kwargs))
 
 
-def _watched(kind: type) -> type:
-    return type(kind.__name__, (_Watched, kind), {"__module__": kind.__module__})
+def mixed(mixin: type, kind: type) -> type:
+    """``kind`` with ``mixin`` before it, under the same name."""
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
 def enabled() -> bool:
@@ -212,7 +226,7 @@ def enabled() -> bool:
     return value in ("1", "true", "yes", "on")
 
 
-def _accelerator_under_construction() -> Accelerator | None:
+def accelerator_under_construction() -> Accelerator | None:
     """The ``Accelerator`` in whose constructor we are. Handlers are not told; frames are the only way to it."""
     frame = sys._getframe(1)
     while frame is not None:

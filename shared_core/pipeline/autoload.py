@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import deepspeed
+from shared_core.pipeline import import_deepspeed
 
-from shared_core.pipeline.engine import SwiftPipelineEngine, install
+deepspeed = import_deepspeed()  # before the engine's module imports it
+from shared_core.pipeline.engine import SwiftPipelineEngine, install  # noqa: E402
 
 _Stock = deepspeed.PipelineEngine
 

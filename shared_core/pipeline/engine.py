@@ -8,7 +8,8 @@ faults before each instruction.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -22,6 +23,7 @@ from shared_core.job import Job, current_job
 from shared_core.job import install as install_backend
 from shared_core.loaders import seed_random
 from shared_core.loaders.randomness import RawRandom, restore_raw
+from shared_core.pipeline import import_deepspeed
 from shared_core.pipeline.calls import STATE, Calls
 from shared_core.pipeline.planned_groups import PlannedGroups
 from shared_core.pipeline.shared_replay import SharedReplay
@@ -277,13 +279,20 @@ def _allocate(shapes: Any) -> Any:
 
 
 def install() -> Job | None:
-    """:func:`shared_core.install` for a script that uses DeepSpeed; call it before ``deepspeed.init_distributed()``.
-
-    DeepSpeed's shared-memory all-reduce for inference is left out: it knows the processes that began, and it is
-    compiled in each process's start under a lock file that a killed one would leave behind for all others.
-    """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    """:func:`shared_core.install` for a script that uses DeepSpeed; call it before ``deepspeed.init_distributed()``."""
+    import_deepspeed()
     return install_backend()
+
+
+@contextmanager
+def engines(kind: type[PipelineEngine]) -> Iterator[None]:
+    """Have ``deepspeed.initialize`` make pipeline engines of class ``kind``; it names its own, and offers no hook."""
+    stock = deepspeed.PipelineEngine
+    deepspeed.PipelineEngine = kind
+    try:
+        yield
+    finally:
+        deepspeed.PipelineEngine = stock
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[SwiftPipelineEngine, Any, Any, Any]:
@@ -299,10 +308,5 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[SwiftPipelineEngine, Any, Any
     model = kwargs.get("model", args[1] if len(args) > 1 else None)
     if not isinstance(model, deepspeed.PipelineModule):
         raise TypeError(f"model must be a deepspeed.pipe.PipelineModule, got {type(model).__name__}")
-    # deepspeed.initialize names the class of the engine, and offers no hook to say another.
-    stock = deepspeed.PipelineEngine
-    deepspeed.PipelineEngine = SwiftPipelineEngine
-    try:
+    with engines(SwiftPipelineEngine):
         return deepspeed.initialize(*args, **kwargs)  # type: ignore[no-any-return]
-    finally:
-        deepspeed.PipelineEngine = stock

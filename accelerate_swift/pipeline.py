@@ -1,0 +1,416 @@
+"""DeepSpeed pipelines behind Accelerate's usual loop: ``Accelerator(deepspeed_plugin=plugin)``.
+
+Accelerate cannot drive a pipeline engine: it calls ``forward``, ``backward`` and ``step``, of which a pipeline has
+none. Here ``model(batch)`` runs the whole schedule, and the calls that follow find nothing left to do, as in
+Accelerate's own integration of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.data_loader import DataLoaderShard, get_sampler
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, HfDeepSpeedConfig
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader
+
+from accelerate_swift.plugin import SwiftPlugin, accelerator_under_construction, enabled, mixed
+from shared_core import install, launched_by_swiftrun, pipeline
+from shared_core.errors import ConfigError, Unsupported
+
+_STEPS, _MICRO = "gradient_accumulation_steps", "train_micro_batch_size_per_gpu"
+
+
+class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Accelerate has no type annotations
+    """Trains a ``deepspeed.pipe.PipelineModule`` in Accelerate's usual loop, through the loss of workers.
+
+    ``Accelerator(deepspeed_plugin=plugin)`` is all that Accelerate needs; then ``accelerator.prepare`` returns
+    DeepSpeed's pipeline engine in the place of the model. ``model((inputs, targets))`` trains on a batch, in as many
+    micro-batches as asked for, or evaluates it after ``model.eval()``, and returns the mean loss on every rank: a
+    tensor without dimensions. Make the plugin before anything else of Accelerate: it creates the process group. Without
+    ``swiftrun``, or with ``SWIFT_RECOVERY=0`` in the environment, the engine is DeepSpeed's own.
+
+    Args:
+        num_stages: stages of the pipeline. The number of workers is a multiple of it; each pipeline has its own part of
+            the data.
+        micro_batches: micro-batches of a step. A loader's batch is one step of one pipeline: all its micro-batches.
+        swift: options of the recovery, and how many workers to start where the script is run as ``python train.py``.
+        deepspeed: as :class:`accelerate.DeepSpeedPlugin`. As there, ``gradient_clipping`` is 1 unless it is given.
+
+    Raises:
+        ConfigError: if the number of workers is no multiple of ``num_stages``, or the DeepSpeed configuration says
+            another number of micro-batches.
+        MissingExtra: if DeepSpeed is not installed.
+        SwiftError: where the script cannot be started again under ``swiftrun``.
+        Unsupported: for precisions other than fp32 and for ZeRO.
+    """
+
+    def __init__(
+        self, num_stages: int, micro_batches: int, *, swift: SwiftPlugin | None = None, **deepspeed: Any
+    ) -> None:
+        for name, value in (("num_stages", num_stages), ("micro_batches", micro_batches)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self.num_stages = num_stages
+        self.micro_batches = micro_batches
+        self.swift = swift or SwiftPlugin()
+        self._accelerator: Accelerator | None = None
+        options = self._options(deepspeed)
+        self._create_group()
+        super().__init__(**options)
+        if self.get_value("zero_optimization.stage", 0) != 0:
+            raise Unsupported(
+                "ZeRO shards optimizer state over the pipelines, so that no other rank holds it and it cannot be "
+                "recovered: use zero_stage=0"
+            )
+
+    # -- what the user calls ------------------------------------------------------------------------------------------
+
+    def pipeline_module(self, layers: Sequence[Any], loss_fn: Any, **options: Any) -> Any:
+        """A ``deepspeed.pipe.PipelineModule`` of as many stages as this plugin has. Call it after the ``Accelerator``
+        was built.
+
+        Args:
+            layers: modules, functions, ``LayerSpec`` and ``TiedLayerSpec``.
+            loss_fn: takes the outputs and the targets of a micro-batch.
+            options: more arguments of ``PipelineModule``.
+
+        Raises:
+            ConfigError: if no ``Accelerator`` has taken this plugin.
+        """
+        if self._accelerator is None:
+            raise ConfigError(
+                "no Accelerator has taken this plugin: build Accelerator(deepspeed_plugin=plugin) first, without "
+                "cpu=True, which Accelerate takes to mean 'no DeepSpeed' (the plugin itself chooses the CPU)"
+            )
+        kind = pipeline.import_deepspeed().PipelineModule
+        return kind(list(layers), num_stages=self.num_stages, loss_fn=loss_fn, **options)
+
+    def epochs(self, count: int, start: int = 0) -> Iterator[int]:
+        """As :meth:`accelerate_swift.SwiftPlugin.epochs`."""
+        return self.swift.epochs(count, start)
+
+    def register(self, *objects: Any, **values: Any) -> SimpleNamespace:
+        """As :meth:`accelerate_swift.SwiftPlugin.register`."""
+        return self.swift.register(*objects, **values)
+
+    # -- what Accelerate calls ----------------------------------------------------------------------------------------
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Called by ``Accelerator`` while it is built, when the process group exists.
+
+        Raises:
+            ConfigError: if another :class:`SwiftPlugin` was given to the ``Accelerator``.
+            Unsupported: for any precision but fp32.
+        """
+        super().set_mixed_precision(mixed_precision)
+        if mixed_precision != "no" or any(self.get_value(f"{kind}.enabled") for kind in ("fp16", "bf16")):
+            raise Unsupported(
+                "fp16, bf16 and fp8 pipelines keep fp32 weights that no other rank holds, which cannot be recovered in "
+                "this version: leave mixed_precision='no', and fp16 and bf16 out of the DeepSpeed configuration"
+            )
+        accelerator = accelerator_under_construction()
+        if accelerator is not None:
+            self._adopt(accelerator)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of ``DeepSpeedPlugin``, in which the number of micro-batches is said once."""
+        options = {"zero_stage": 0} | given
+        source = options.get("hf_ds_config") or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        said = options.get(_STEPS)
+        if source != "none":
+            options["hf_ds_config"] = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
+            config = options["hf_ds_config"].config
+            config.setdefault("zero_optimization", {"stage": 0})
+            said = config.get(_STEPS) if said is None else said
+            config[_STEPS] = self.micro_batches
+        if said not in (None, "auto", self.micro_batches):
+            raise ConfigError(
+                f"{_STEPS}={said} and micro_batches={self.micro_batches} are two names of one thing, the micro-batches "
+                "of a step: leave the former out"
+            )
+        return options | {_STEPS: self.micro_batches}
+
+    def _create_group(self) -> None:
+        """Become a worker of ``swiftrun`` or stay what this is, and create the process group.
+
+        Accelerate asks its plugin only when there is a group already, and would create none at all for DeepSpeed on a
+        CPU: it must be told the backend, and not that it is to use the CPU.
+        """
+        if PartialState._shared_state and PartialState().distributed_type != DistributedType.DEEPSPEED:
+            raise ConfigError(
+                "Accelerate has set up its process group already, for training without DeepSpeed: make the plugin "
+                "before the first Accelerator, PartialState or set_seed()"
+            )
+        if enabled():
+            self.swift.hand_over()
+            if launched_by_swiftrun():
+                install()
+        if "LOCAL_RANK" not in os.environ:
+            raise ConfigError(
+                f"a pipeline of {self.num_stages} stages was started as a single process: use swiftrun "
+                f"--nproc-per-node {self.num_stages} SCRIPT, or pass swift=SwiftPlugin(num_processes="
+                f"{self.num_stages})"
+            )
+        pipeline.import_deepspeed()
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
+        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate leaves DeepSpeed alone
+        state = PartialState(**(self.swift.group_options() | {"backend": "gloo"}))
+        if state.num_processes % self.num_stages:
+            raise ConfigError(
+                f"{state.num_processes} workers cannot hold pipelines of {self.num_stages} stages each: start a "
+                f"multiple of {self.num_stages}"
+            )
+        #: Number of pipelines, and which of them this rank is in, as DeepSpeed lays them out.
+        self.pipelines = state.num_processes // self.num_stages
+        self.pipeline = state.process_index % self.pipelines
+
+    def _adopt(self, accelerator: Accelerator) -> None:
+        other = getattr(accelerator, "_swift_plugin", None)
+        if other is not None and other is not self.swift:
+            raise ConfigError(
+                "a SwiftPlugin was given to the Accelerator and another is part of the pipeline plugin: pass it as "
+                "SwiftDeepSpeedPipelinePlugin(swift=SwiftPlugin(...)) only"
+            )
+        self._accelerator = accelerator
+        if other is None and enabled() and launched_by_swiftrun():
+            self.swift.adopt(accelerator)
+        accelerator._pipeline_plugin = self
+        accelerator.__class__ = mixed(_Pipelined, type(accelerator))
+
+    def _check_model(self, model: nn.Module) -> None:
+        if not isinstance(model, pipeline.import_deepspeed().PipelineModule):
+            raise ConfigError(
+                f"the model must be a deepspeed.pipe.PipelineModule, got a {type(model).__name__}: make it of layers, "
+                "with plugin.pipeline_module(layers, loss_fn)"
+            )
+        grid = model.mpu()
+        place = (grid.get_data_parallel_world_size(), grid.get_data_parallel_rank())
+        if model.num_stages != self.num_stages or place != (self.pipelines, self.pipeline):
+            raise ConfigError(
+                f"the model has {model.num_stages} stages and pipeline {place[1]} of {place[0]} on this rank, where "
+                f"the plugin has {self.num_stages} stages and pipeline {self.pipeline} of {self.pipelines}: give "
+                "both the same num_stages, and the model no topology of its own"
+            )
+
+    def _fill_batch_size(self, loaders: Sequence[Any], split_batches: bool) -> None:
+        """Say how large a micro-batch is, where the configuration leaves that to the loaders.
+
+        DeepSpeed only counts samples by it; batches of other sizes, as of an evaluation, are as good.
+        """
+        sizes = [loader.batch_size for loader in loaders]
+        if self.get_value(_MICRO, "auto") != "auto" or not sizes or None in sizes:
+            return
+        size = min(sizes) if self.is_train_batch_min else max(sizes)
+        parts = self.micro_batches * (self.pipelines if split_batches else 1)
+        if size % parts:
+            raise ConfigError(
+                f"a loader's batch of {size} cannot be cut into {parts} micro-batches: its batch_size is that of a "
+                f"whole step of a pipeline, a multiple of {parts}"
+            )
+        self.deepspeed_config[_MICRO] = size // parts
+
+    def _engine_class(self) -> type:
+        recovers = enabled() and launched_by_swiftrun()
+        stock = pipeline.import_deepspeed().PipelineEngine
+        return mixed(_LoopEngine, pipeline.SwiftPipelineEngine if recovers else stock)
+
+    def _take(self, engine: Any) -> None:
+        """``engine`` was made: batch tops lie where the loop draws its batches."""
+        job = self.swift.loop.job
+        if job is None:
+            return
+        engine.drives = False
+        self.swift.engine = engine
+        self.swift.note_model(engine.module)
+        job.register("accelerate.pipeline", lambda: engine.shapes, lambda shapes: setattr(engine, "shapes", shapes))
+
+
+class _LoopEngine:
+    """Goes before a pipeline engine of DeepSpeed's, so that it is called as a model is."""
+
+    #: Shapes of the last micro-batch.
+    shapes: list[list[int]] | None = None
+
+    def forward(self: Any, batch: Any) -> torch.Tensor:
+        """Train on a batch, or evaluate it where the model is not in training mode.
+
+        Args:
+            batch: inputs and targets: a tensor, or a tuple of tensors, each; ``micro_batches`` times the rows of a
+                micro-batch.
+
+        Returns:
+            The mean loss over all pipelines, without dimensions.
+
+        Raises:
+            ConfigError: if the batch is anything else.
+        """
+        parts, shapes = _cut(batch, self.micro_batches)
+        if self.shapes not in (None, shapes):
+            self.reset_activation_shape()
+        self.shapes = shapes
+        run = self.train_batch if self.module.training else self.eval_batch
+        loss: torch.Tensor = run(iter(parts))
+        return loss.reshape(())
+
+    def clip_fp32_gradients(self: Any) -> None:
+        """As DeepSpeed does, which forgets the norm."""
+        from deepspeed.runtime.utils import clip_grad_norm_
+
+        self._global_grad_norm = clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), mpu=self.mpu)
+
+
+def _cut(batch: Any, count: int) -> tuple[list[Any], list[list[int]]]:
+    """``count`` micro-batches of equal size, and the shapes of one."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ConfigError(f"a pipeline is called with one pair, model((inputs, targets)), got a {type(batch).__name__}")
+    leaves, structure = tree_flatten(batch)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+            raise ConfigError(f"inputs and targets of a pipeline are tensors with rows, got a {type(leaf).__name__}")
+        if not len(leaf) or len(leaf) % count:
+            raise ConfigError(
+                f"a batch of {len(leaf)} rows cannot be cut into {count} micro-batches: the loader's batch_size is a "
+                f"multiple of {count}; use drop_last=True where its last batch is not"
+            )
+    cut = [leaf.split(len(leaf) // count) for leaf in leaves]
+    parts = [tree_unflatten([pieces[i] for pieces in cut], structure) for i in range(count)]
+    return parts, [list(pieces[0].shape) for pieces in cut]
+
+
+class _Stepped(DeepSpeedEngineWrapper):  # type: ignore[misc]
+    """What ``accelerator.backward`` turns to: the engine has run backward, and stepped, already."""
+
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
+class _PipelineScheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """Steps as often as batches were drawn from the data for one step of the optimizer: once for each pipeline, where
+    Accelerate's own steps once for each worker.
+    """
+
+    pipelines: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        for _ in range(1 if self.split_batches or not self.step_with_optimizer else self.pipelines):
+            total = getattr(self.scheduler, "total_steps", None)  # OneCycleLR refuses to go further, as in Accelerate
+            if total is None or self.scheduler._step_count <= total:
+                self.scheduler.step(*args, **kwargs)
+
+
+class _Pipelined(Accelerator):  # type: ignore[misc]
+    """An ``Accelerator`` whose model is a pipeline; an existing object is turned into one."""
+
+    _pipeline_plugin: SwiftDeepSpeedPipelinePlugin
+    _counts_pipelines = False
+    gradient_accumulation_steps: int
+
+    @property
+    def num_processes(self) -> int:
+        return self._pipeline_plugin.pipelines if self._counts_pipelines else int(super().num_processes)
+
+    @property
+    def process_index(self) -> int:
+        return self._pipeline_plugin.pipeline if self._counts_pipelines else int(super().process_index)
+
+    @contextlib.contextmanager
+    def _counting_pipelines(self) -> Iterator[None]:
+        """Data and sizes of batches are divided by pipelines, where Accelerate divides them by workers."""
+        before, self._counts_pipelines = self._counts_pipelines, True
+        try:
+            yield
+        finally:
+            self._counts_pipelines = before
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.dispatch_batches:
+            raise Unsupported(
+                "dispatch_batches=True gives each worker rows of its own, where all stages of a pipeline need the "
+                "same: set dispatch_batches=False"
+            )
+        self.dataloader_config.dispatch_batches = False  # else Accelerate sets it for iterable datasets
+        with self._counting_pipelines():
+            generator = self._common_generator(data_loader)
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if generator is not None and issubclass(type(prepared), DataLoaderShard):
+            prepared.rng_types = [*(prepared.rng_types or ()), "generator"]
+            prepared.synchronized_generator = generator
+        return prepared
+
+    def _common_generator(self, data_loader: Any) -> torch.Generator | None:
+        """The generator that shuffles for a single pipeline. Accelerate lets all workers have the same where it deals
+        out batches, and takes one that gets them all to be alone.
+        """
+        sampler = get_sampler(data_loader)
+        if (
+            self.num_processes > 1
+            or getattr(data_loader, "_is_accelerate_prepared", False)
+            or self.use_seedable_sampler
+            or not hasattr(sampler, "generator")
+        ):
+            return None
+        if sampler.generator is None:
+            sampler.generator = torch.Generator()
+            sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+        found: torch.Generator = sampler.generator
+        return found
+
+    def _prepare_deepspeed(self, *args: Any) -> Any:
+        plugin = self._pipeline_plugin
+        if self.gradient_accumulation_steps != 1:
+            raise ConfigError(
+                f"{_STEPS}={self.gradient_accumulation_steps} of the Accelerator conflicts with the pipeline plugin, "
+                f"which accumulates over micro_batches={plugin.micro_batches} in each call: leave the former out"
+            )
+        models = [each for each in args if isinstance(each, nn.Module)]
+        for model in models:
+            plugin._check_model(model)
+        plugin._fill_batch_size([each for each in args if isinstance(each, DataLoader)], self.split_batches)
+        # Accelerate compares it with DeepSpeed's configuration; the loop that it drives accumulates nothing.
+        self.gradient_accumulation_steps = plugin.micro_batches
+        try:
+            with self._counting_pipelines(), pipeline.engines(plugin._engine_class()):
+                result = super()._prepare_deepspeed(*args)
+        finally:
+            self.gradient_accumulation_steps = 1
+        for scheduler in self._schedulers:
+            if type(scheduler) is AcceleratedScheduler:
+                scheduler.__class__ = _PipelineScheduler
+                scheduler.pipelines = plugin.pipelines
+        if models:
+            engine = self._models[-1]
+            self.deepspeed_engine_wrapped = _Stepped(engine)
+            plugin._take(engine)
+        return result
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """The norm of the gradients of the step that was taken, which the engine has clipped; None where it does not
+        clip.
+
+        Raises:
+            ConfigError: if the engine clips by another norm.
+        """
+        clipping = self._models[-1].gradient_clipping() if self._models else max_norm
+        if max_norm != clipping or norm_type != 2:
+            raise ConfigError(
+                f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): the pipeline has clipped its gradients "
+                f"and stepped already, with gradient_clipping={clipping} and norm_type=2; give the plugin "
+                f"gradient_clipping={max_norm}"
+            )
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+__all__ = ["SwiftDeepSpeedPipelinePlugin"]

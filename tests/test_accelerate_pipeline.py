@@ -1,0 +1,190 @@
+"""DeepSpeed pipelines in a loop of Accelerate's lose workers and end with the bits of DeepSpeed's own engine."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Jobs, most
+
+from accelerate_swift import SwiftDeepSpeedPipelinePlugin
+from shared_core.errors import ConfigError
+from shared_core.testing import Fault
+from shared_core.testing.digest import digest
+from shared_core.testing.faults import dumps
+from shared_core.testing.runner import ROOT, compare
+
+ALL = ["--tied", "--clip", "0.5", "--evaluate"]
+#: Data that is neither shuffled nor noisy.
+PLAIN = ["--tied", "--plain-data", "--save"]
+STATE = ("parameters", "buffers", "optimizers", "schedulers")
+#: Faults of a run. Ranks 0 and 1 are the first stage of two pipelines, 2 and 3 the last; an epoch has three batches,
+#: after which there is an evaluation in four.
+CASES: dict[str, list[Fault]] = {
+    "compute": [
+        Fault(1, 2, "pipe.forward", "SIGKILL", nth=2),
+        Fault(0, 3, "pipe.forward", "SIGKILL", nth=7),  # in the evaluation
+        Fault(2, 5, "pipe.backward", "SIGKILL", nth=3),
+    ],
+    "exchange": [
+        Fault(3, 2, "pipe.send_grad", "SIGKILL"),
+        Fault(0, 4, "pipe.reduce", "SIGKILL"),
+        Fault(2, 6, "update.during", "SIGKILL", nth=2),
+    ],
+    "first_batch": [Fault(0, 1, "pipe.send_activation", "SIGKILL", nth=2)],
+    "a_whole_pipeline": [Fault(0, 4, "pipe.load", "SIGKILL", nth=2), Fault(2, 4, "pipe.load", "SIGKILL", nth=3)],
+    "newcomer": [Fault(3, 5, "pipe.recv_activation", "SIGKILL"), Fault(3, 5, "pipe.step", "SIGKILL", incarnation=1)],
+}
+
+
+@pytest.mark.parametrize("name", most(CASES, "first_batch", "a_whole_pipeline", "newcomer"))
+def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+    jobs.check("acc_pipe.py", nproc=4, faults=CASES[name], args=ALL)
+
+
+def test_the_result_is_that_of_deepspeeds_engine_driven_by_hand(jobs: Jobs) -> None:
+    result = jobs.check("acc_pipe.py", nproc=4, faults=[Fault(1, 5, "pipe.backward", "SIGKILL")], args=PLAIN)
+    compare(result, jobs.reference("acc_pipe.py", nproc=4, args=[*PLAIN, "--by-hand"]), [*STATE, "losses"])
+
+
+def test_resumed_from_a_checkpoint(jobs: Jobs) -> None:
+    whole = jobs.reference("acc_pipe.py", nproc=4, args=PLAIN)
+    resume = ["--resume", str(whole.out / "epoch0")]
+    result = jobs.run("acc_pipe.py", nproc=4, faults=[Fault(3, 2, "pipe.forward", "SIGKILL")], args=[*PLAIN, *resume])
+    compare(result, whole, [*STATE, "generators"])
+    assert len(result.struck) == 1, result.tail()
+
+
+@pytest.mark.nightly
+def test_lost_while_a_checkpoint_is_written(jobs: Jobs) -> None:
+    result = jobs.check("acc_pipe.py", nproc=4, faults=[Fault(0, 3, "collective.before", "SIGKILL", nth=9)], args=PLAIN)
+    saved, expected = (run.out / "epoch0" for run in (result, jobs.reference("acc_pipe.py", nproc=4, args=PLAIN)))
+    files = sorted(path.relative_to(expected) for path in expected.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(saved) for path in saved.rglob("*") if path.is_file())
+    for file in (each for each in files if each.name.endswith("model_states.pt")):
+        got, want = (torch.load(folder / file, weights_only=False) for folder in (saved, expected))
+        assert digest(_tensors(got)) == digest(_tensors(want)), file
+
+
+def _tensors(state: dict[str, Any]) -> Any:
+    """Layers of a checkpoint, or the state of its optimizer and the count of steps."""
+    return [state["optimizer"], state["global_steps"]] if "optimizer" in state else state
+
+
+def test_stages_of_a_single_pipeline_shuffle_alike(jobs: Jobs) -> None:
+    result = jobs.reference("acc_pipe.py", nproc=2, args=["--tied"])
+    seen = [set(result.reports[rank]["counts"]) for rank in (0, 1)]
+    assert seen[0] == seen[1] and len(seen[0]) == 2 * 6, seen
+
+
+REFUSED = {
+    "stages": "1 workers cannot hold pipelines of 2 stages",
+    "zero": "ZeRO shards optimizer state",
+    "precision": "leave mixed_precision='no'",
+    "precision of the configuration": "leave mixed_precision='no'",
+    "accumulation": "gradient_accumulation_steps=2 of the Accelerator conflicts",
+    "dispatch": "dispatch_batches=True gives each worker rows of its own",
+    "model": "must be a deepspeed.pipe.PipelineModule, got a Linear",
+    "batch size": "a loader's batch of 3 cannot be cut into 2 micro-batches",
+    "rows": "a batch of 3 rows cannot be cut into 2 micro-batches",
+    "a tensor": "model((inputs, targets)), got a Tensor",
+    "no rows": "tensors with rows, got a float",
+    "clipping": "give the plugin gradient_clipping=0.5",
+    "too early": "no Accelerator has taken this plugin",
+}
+
+
+def test_mistakes_are_explained(jobs: Jobs) -> None:
+    result = jobs.run("acc_pipe_refusals.py", nproc=1, launcher="plain")
+    assert result.status == 0, result.tail()
+    told = result.reports[0]["extra"]["told"]
+    assert {name for name, text in told.items() if text} == set(REFUSED), told
+    for name, words in REFUSED.items():
+        assert words in told[name], (name, told[name])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_stages": 0, "micro_batches": 2}, "num_stages must be a whole number of at least 1, got 0"),
+        ({"num_stages": 2, "micro_batches": 2.0}, "micro_batches must be a whole number"),
+        ({"num_stages": 2, "micro_batches": 4, "gradient_accumulation_steps": 2}, "two names of one thing"),
+        (
+            {"num_stages": 2, "micro_batches": 4, "hf_ds_config": {"gradient_accumulation_steps": 2}},
+            "two names of one thing",
+        ),
+        ({"num_stages": 2, "micro_batches": 2}, "started as a single process: use swiftrun --nproc-per-node 2"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SwiftDeepSpeedPipelinePlugin(**arguments)
+
+
+WAYS = {
+    "python": [],
+    "accelerate_launch": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"],
+}
+SCRIPT = """
+import sys
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate_swift import SwiftDeepSpeedPipelinePlugin, SwiftPlugin
+
+plugin = SwiftDeepSpeedPipelinePlugin(num_stages=1, micro_batches=2, swift=SwiftPlugin(OPTIONS))
+accelerator = Accelerator(deepspeed_plugin=plugin)
+net = plugin.pipeline_module([nn.Linear(4, 4)], nn.MSELoss())
+loader = DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=4)
+model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
+for epoch in plugin.epochs(2):
+    for (x,) in loader:
+        accelerator.backward(model((x, x)))
+        optimizer.step()
+        optimizer.zero_grad()
+recovery = plugin.swift.loop.job is not None
+sys.stdout.write(f"rank {accelerator.process_index} of {accelerator.num_processes}: recovery {recovery}\\n")
+sys.stdout.flush()
+accelerator.end_training()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_in(way: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("OPTIONS", "num_processes=2" if way == "python" else ""))
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("SWIFT_RECOVERY", "ACCELERATE_"))}
+    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    result = subprocess.run(
+        [sys.executable, *WAYS[way], "train.py"],
+        cwd=tmp_path,
+        env=environ | {"SWIFT_FAULTS": dumps([Fault(1, 6, "pipe.forward", "SIGKILL")])},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert result.returncode == 0, result.stderr
+    assert sorted(line for line in result.stdout.splitlines() if line.startswith("rank")) == [
+        "rank 0 of 2: recovery True",
+        "rank 1 of 2: recovery True",
+    ], result.stderr
+    assert "done; 1 worker(s) were lost" in result.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("faults", [[Fault(2, 3, "pipe.backward", "SIGKILL"), Fault(0, 6, "pipe.reduce", "SIGKILL")]])
+def test_the_example(faults: list[Fault], jobs: Jobs) -> None:
+    script, args = str(ROOT / "examples" / "accelerate_gpt2_pipeline.py"), ["--steps", "4"]
+    ends = []
+    for launcher, those in (("plain", []), ("swiftrun", faults)):
+        result = jobs.run(script, nproc=4, args=args, launcher=launcher, faults=those, timeout_s=100)
+        assert result.status == 0 and len(result.struck) == len(those), result.tail()
+        ends.append(sorted(line for line in result.stdout.splitlines() if re.fullmatch(r"rank \d: \w{16}", line)))
+    assert len(ends[0]) == 4 and ends[0] == ends[1]
