@@ -68,6 +68,7 @@ class SwiftConfig:
         log_messages: log what pipeline stages send each other to disk: ``auto`` where a stage has no replica.
         log_dir: parent of the folder for these logs; that of temporary files when unset.
         log_ring_bytes: so many bytes may wait for the disk before a stage waits for it.
+        log_segment_bytes: size of a file of these logs, which are dropped file by file.
     """
 
     on_failure: str = "replace"
@@ -87,6 +88,7 @@ class SwiftConfig:
     log_messages: str = "auto"
     log_dir: str | None = None
     log_ring_bytes: int = 256 << 20
+    log_segment_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -99,6 +101,7 @@ class SwiftConfig:
             "checkpoint_every_steps",
             "log_spill_bytes",
             "log_ring_bytes",
+            "log_segment_bytes",
             "replace_timeout_s",
             "grow_after_s",
         ):

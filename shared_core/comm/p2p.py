@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shared_core.comm.archive import Key
 from shared_core.consistency.frontier import Channel, Done, channel_key
 from shared_core.errors import SwiftError
+from shared_core.testing import inject
 
 if TYPE_CHECKING:
     from shared_core.comm.runtime import GroupState, Runtime
@@ -223,6 +224,7 @@ class Channels:
                 tensor = kept if kept is not None else archive.read(self._name(channel), index)[1][0]
                 inner.pg.send([tensor], channel[1], channel[2]).wait()
                 index += 1
+                inject.point("recovery.streamed")
         except SwiftError as error:
             self._runtime.unreadable(error)
         except RuntimeError as error:

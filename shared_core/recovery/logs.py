@@ -51,7 +51,11 @@ class Logs:
         owner = f"{env.job} rank {env.rank} attempt {env.restart}"
         make = Archive.reopen if folder.is_dir() else Archive
         self._runtime.unreadable = self._unreadable
-        self._runtime.open_archive(make(folder, ring_bytes=env.config.log_ring_bytes, owner=owner))
+        config = env.config
+        archive = make(
+            folder, ring_bytes=config.log_ring_bytes, segment_bytes=config.log_segment_bytes, owner=owner
+        )
+        self._runtime.open_archive(archive)
 
     def mark(self) -> None:
         """Tell all ranks that this one has published a batch top, and which checkpoint it knows to be committed; call
