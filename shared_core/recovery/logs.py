@@ -52,9 +52,7 @@ class Logs:
         make = Archive.reopen if folder.is_dir() else Archive
         self._runtime.unreadable = self._unreadable
         config = env.config
-        archive = make(
-            folder, ring_bytes=config.log_ring_bytes, segment_bytes=config.log_segment_bytes, owner=owner
-        )
+        archive = make(folder, ring_bytes=config.log_ring_bytes, segment_bytes=config.log_segment_bytes, owner=owner)
         self._runtime.open_archive(archive)
 
     def mark(self) -> None:

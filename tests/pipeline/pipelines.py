@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import Jobs
 
 from shared_core.testing import Fault
 from shared_core.testing.runner import JobResult, check_survivors, compare, unconfirmed
 
-SCRIPT = "pipe.py"
+SCRIPT, MICRO_BATCHES = "pipe.py", 4
 #: Tied layers, clipping, activation checkpointing, a scheduler and evaluation; dropout is always there.
 FULL = ("--tied", "--clip", "0.5", "--checkpointing", "1", "--schedule", "--evaluate")
 
@@ -64,3 +65,9 @@ def resolutions(result: JobResult) -> set[str]:
 def starts(result: JobResult) -> list[tuple[int, int]]:
     """(rank, batch top) from which each newcomer that got ready started, in order; top 0 is the script's beginning."""
     return [(event.rank, event.fields["top"]) for event in result.kinds("newcomer_ready")]
+
+
+def instructions(stages: int, stage: int) -> int:
+    """How many instructions one batch has at a stage, as DeepSpeed's own schedule says."""
+    schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
+    return sum(len(list(slot)) for slot in schedule.TrainSchedule(MICRO_BATCHES, stages, stage).steps())

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from harness import Jobs, most
-from pipelines import FULL, logging, resolutions, run, starts
+from pipelines import FULL, instructions, logging, resolutions, run, starts
 
 from shared_core.testing import Fault
 from shared_core.testing.faults import KINDS
 
 #: Ranks 0 and 1 are the first stage, ranks 2 and 3 the second.
-STAGES, MICRO_BATCHES = 2, 4
+STAGES = 2
 PLACES = {
     "first stage, first forward of the first batch": Fault(0, 1, "pipe.forward", "SIGKILL"),
     "last stage, first batch": Fault(3, 1, "pipe.backward", "SIGKILL", nth=2),
@@ -30,12 +30,6 @@ PLACES = {
     "last stage, evaluation": Fault(3, 3, "pipe.recv_activation", "SIGKILL", nth=3),
     "first stage, last batch": Fault(1, 8, "update.before", "SIGKILL"),
 }
-
-
-def instructions(stages: int, stage: int) -> int:
-    """How many instructions one batch has at a stage, as DeepSpeed's own schedule says."""
-    schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
-    return sum(len(list(slot)) for slot in schedule.TrainSchedule(MICRO_BATCHES, stages, stage).steps())
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness import Jobs, most
-from pipelines import logging, resolutions, run, starts
-from test_engine import instructions
+from pipelines import instructions, logging, resolutions, run, starts
 
 from shared_core.testing import Fault
 
@@ -31,7 +30,15 @@ PLACES = {
 
 @pytest.mark.parametrize(
     "place",
-    most(PLACES, "middle stage, first batch", "middle stage, reduce", "middle stage, before the update"),
+    most(
+        PLACES,
+        "middle stage, first batch",
+        "last stage, after the first checkpoint",
+        "first stage, after the third checkpoint",
+        "middle stage, reduce",
+        "middle stage, before the update",
+        "last stage, sent a gradient",
+    ),
 )
 def test_a_lost_stage_is_rebuilt(jobs: Jobs, tmp_path: Path, place: str) -> None:
     fault, top = PLACES[place]
