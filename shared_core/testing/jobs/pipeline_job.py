@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import random
 from collections.abc import Iterator
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -82,7 +84,8 @@ def main() -> None:
     }
     make = deepspeed.initialize if os.environ.get(BASELINE) else initialize
     engine, *_ = make(model=net, config=config)
-    torch.manual_seed(dist.get_rank())
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(dist.get_rank())
     data = micro_batches(engine.grid.get_data_parallel_rank())
     losses = []
     for step in range(STEPS):
