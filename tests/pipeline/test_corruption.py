@@ -29,7 +29,7 @@ def env(folder: Path, **more: object) -> dict[str, str]:
 @pytest.mark.parametrize(
     "kind",
     most(
-        ["flip log", "truncate log", "truncate newest segment", "remove segment", "remove log"],
+        ["flip log", "truncate log", "truncate newest segments", "remove segments", "remove log"],
         "truncate log",
         "remove log",
     ),
@@ -49,9 +49,9 @@ def test_the_log_is_whole_without_its_index(jobs: Jobs, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind",
     most(
-        ["flip log", "truncate log", "truncate newest segment", "remove segment", "remove index", "remove log"],
+        ["flip log", "truncate log", "truncate newest segments", "remove segments", "remove index", "remove log"],
         "truncate log",
-        "remove segment",
+        "remove segments",
         "remove log",
     ),
 )
@@ -67,7 +67,7 @@ def test_the_log_of_a_lost_stage_is_damaged(jobs: Jobs, tmp_path: Path, kind: st
 
 @pytest.mark.parametrize("kind", most(["flip log", "remove log", "remove index"], "remove index"))
 def test_neighbours_are_lost_and_the_log_of_one_is_damaged(jobs: Jobs, tmp_path: Path, kind: str) -> None:
-    faults = [Fault(1, 8, "pipe.backward", "SIGKILL", nth=2), LOST]
+    faults = [Fault(rank, 7, "batch_top", "SIGKILL") for rank in (1, 2)]
     result = run(jobs, faults, BASE, env=env(tmp_path), extra=[*DAMAGE, kind])
     assert sorted(starts(result)) == [(1, 6), (2, 6)]
 

@@ -13,18 +13,20 @@ def do(kind: str) -> None:
     """Damage files of this rank, in the first worker of the first attempt only.
 
     Args:
-        kind: see ``KINDS``; for checkpoints with the batch top appended, as ``"flip checkpoint 3"``.
+        kind: ``no room``, or one of the tables below; for a checkpoint with its batch top, as ``"flip checkpoint 3"``.
     """
     if os.environ.get("SWIFT_RECOVERY_INCARNATION") != "0" or os.environ.get("SWIFT_RECOVERY_RESTART", "0") != "0":
-        return
-    name, _, top = kind.rpartition(" ")
-    if top.isdecimal():
-        _CHECKPOINTS[name](Path(os.environ["SWIFT_RECOVERY_CHECKPOINT_DIR"]) / f"step-{int(top):010d}")
         return
     from shared_core.job import current_job
 
     job = current_job()
-    archive = job._runtime.archive if job is not None else None
+    assert job is not None
+    name, _, top = kind.rpartition(" ")
+    if top.isdecimal():
+        assert job.config.checkpoint_dir is not None
+        _CHECKPOINTS[name](Path(job.config.checkpoint_dir) / f"step-{int(top):010d}")
+        return
+    archive = job._runtime.archive
     if archive is None:
         raise AssertionError("there is no log on disk to damage")
     archive.flush(20.0)
@@ -66,8 +68,8 @@ def _without_index(path: Path) -> None:
 _LOGS: dict[str, Callable[[list[Path]], object]] = {
     "flip log": _each(lambda path: _flip(path, 0.5)),
     "truncate log": _each(lambda path: _truncate(path, 0.4)),
-    "truncate newest segment": lambda paths: _truncate(paths[-1], 0.7),
-    "remove segment": lambda paths: paths[len(paths) // 2].unlink(),
+    "truncate newest segments": lambda paths: _each(lambda path: _truncate(path, 0.3))(paths[len(paths) // 2 :]),
+    "remove segments": lambda paths: _each(Path.unlink)(paths[len(paths) // 2 :]),
     "remove index": _each(_without_index),
     "remove log": lambda paths: shutil.rmtree(paths[0].parent),
 }
@@ -78,4 +80,3 @@ _CHECKPOINTS: dict[str, Callable[[Path], object]] = {
     "flip manifest": lambda folder: _flip(folder / "manifest.json", 0.5),
     "remove checkpoint": lambda folder: shutil.rmtree(folder),
 }
-KINDS = (*_LOGS, *_CHECKPOINTS, "no room")
