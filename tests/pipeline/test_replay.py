@@ -97,6 +97,12 @@ def test_without_checkpoints_it_is_rebuilt_from_the_beginning(jobs: Jobs) -> Non
     assert starts(result) == [(2, 0)]
 
 
+def test_a_newcomer_that_is_slow_to_receive(jobs: Jobs) -> None:
+    """Its neighbours' connections were made with a short time-out, which must not hold for what they stream."""
+    result = run(jobs, [Fault(1, 5, "pipe.backward", "SIGKILL", nth=2)], BASE, extra=["--slow", "1.5"])
+    assert starts(result) == [(1, 0)]
+
+
 @pytest.mark.parametrize("kind", most(["SIGSTOP", "exception"], "exception"))
 def test_other_ways_to_be_lost(jobs: Jobs, tmp_path: Path, kind: str) -> None:
     run(jobs, [Fault(2, 5, "pipe.forward", kind, nth=3)], BASE, env=logging(tmp_path))

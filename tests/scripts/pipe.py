@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import random
+import time
 from collections.abc import Iterator
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -66,6 +67,9 @@ def main() -> None:
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--schedule", action="store_true", help="a learning-rate schedule of DeepSpeed's")
     parser.add_argument("--rows", type=int, default=4, help="of a micro-batch")
+    parser.add_argument(
+        "--slow", type=float, default=0.0, help="seconds a newcomer's script takes before its first batch"
+    )
     parser.add_argument("--damage", nargs=3, action="append", default=[], metavar=("RANK", "STEP", "KIND"))
     args = parser.parse_args()
     report = Block.report = Report()
@@ -111,6 +115,8 @@ def main() -> None:
     np.random.seed(0)
     random.seed(0)
     data = micro_batches(engine.grid.get_data_parallel_rank(), args.rows)
+    if int(os.environ.get("SWIFT_RECOVERY_INCARNATION", "0")):
+        time.sleep(args.slow)
     losses = []
     for step in range(args.steps):
         if step == 3:
