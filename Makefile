@@ -14,7 +14,7 @@ help:
 	@echo "make demo    train a small GPT-2 twice, with and without faults, and compare the results"
 	@echo "make test    linters, type checker and tests"
 	@echo "make lint    linters and type checker only"
-	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED)"
+	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED), and as many in pipelines"
 	@echo "make bench   all benchmarks; results in runs/bench/"
 	@echo "make clean   remove what was built, keep the sources"
 
@@ -44,6 +44,7 @@ test: lint
 
 soak: $(STAMP)
 	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED)
+	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED) --model pipelines
 
 bench: $(STAMP)
 	@mkdir -p runs/bench

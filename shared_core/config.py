@@ -81,6 +81,7 @@ class SwiftConfig:
         log_budget_bytes: what the logs of all machines may take between two checkpoints, for ``plan``; 0 is no limit.
         log_dir: parent of the folder for these logs; that of temporary files when unset.
         log_ring_bytes: so many bytes may wait for the disk before a stage waits for it.
+        log_segment_bytes: size of a file of these logs, which are dropped file by file.
     """
 
     on_failure: str = "replace"
@@ -105,6 +106,7 @@ class SwiftConfig:
     log_budget_bytes: int = 0
     log_dir: str | None = None
     log_ring_bytes: int = 256 << 20
+    log_segment_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -118,6 +120,7 @@ class SwiftConfig:
             "log_spill_bytes",
             "log_ring_bytes",
             "log_budget_bytes",
+            "log_segment_bytes",
             "replace_timeout_s",
             "grow_after_s",
         ):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shared_core.comm.archive import Key
 from shared_core.consistency.frontier import Channel, Done, channel_key
 from shared_core.errors import SwiftError
+from shared_core.testing import inject
 
 if TYPE_CHECKING:
     from shared_core.comm.runtime import GroupState, Runtime
@@ -143,11 +144,14 @@ class Channels:
             except RuntimeError as caught:
                 error = caught
             with runtime.lock:
-                group.inflight -= 1
                 runtime.note_waiting(-1)
+                if work.inner_work is not inner:
+                    # A recovery had given it up and told the others that the message is not here: it comes again.
+                    continue
+                group.inflight -= 1
                 if error is None:
                     self._complete(work)
-                elif work.inner_work is inner:
+                else:
                     work.inner_work = None
                 runtime.changed.notify_all()
             if error is None:
@@ -225,9 +229,10 @@ class Channels:
                     log = self._log.get(channel)
                     kept = log[index - log[0][0]][2] if log and index >= log[0][0] else None
                 tensor = kept if kept is not None else archive.read(self._name(channel), index)[1][0]
-                # Explicitly, as in _wait; the receiver takes as long as it computes.
+                # With a time-out of its own: gloo's is that of connecting, and a receiver may begin much later.
                 inner.pg.send([tensor], channel[1], channel[2]).wait(self._group.timeout)
                 index += 1
+                inject.point("recovery.streamed")
         except SwiftError as error:
             self._runtime.unreadable(error)
         except RuntimeError as error:

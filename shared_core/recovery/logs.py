@@ -98,7 +98,9 @@ class Logs:
         self._runtime.archived = lambda destination: destination not in self.together
         for group in self._runtime.groups.values():
             group.timeout = max(group.timeout, _PATIENCE)
-        self._runtime.open_archive(make(folder, ring_bytes=env.config.log_ring_bytes, owner=owner))
+        config = env.config
+        archive = make(folder, ring_bytes=config.log_ring_bytes, segment_bytes=config.log_segment_bytes, owner=owner)
+        self._runtime.open_archive(archive)
 
     def mark(self) -> None:
         """Tell all ranks that this one has published a batch top, and which checkpoint it knows to be committed; call

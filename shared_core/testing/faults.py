@@ -35,6 +35,8 @@ POINTS: tuple[str, ...] = (
     "recovery.connected",
     "recovery.exchanged",
     "recovery.installed",
+    # A survivor has sent one more message from its log on disk to a newcomer that replays.
+    "recovery.streamed",
     "resize.severed",
     "resize.cut",
     # Instructions of a pipeline's schedule, before each: any of them, or those of one kind.

@@ -34,6 +34,7 @@ PRELOAD = (
     "torchmetrics",
     "accelerate",
     "transformers.models.gpt2.modeling_gpt2",
+    "deepspeed",
 )
 
 
@@ -48,6 +49,7 @@ class PlainLauncher:
         env = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_")}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         env["OMP_NUM_THREADS"] = "1"
+        env.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed chooses when it is imported
         env.pop("TMPDIR", None)  # it may be gone before the server is; each job gets its own
         self._server = subprocess.Popen(
             [sys.executable, "-m", "shared_core.testing.plain", *preload],

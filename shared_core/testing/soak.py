@@ -18,13 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared_core.testing.faults import KINDS, POINTS, Fault, random_faults
+from shared_core.testing.faults import ANY_STEP, KINDS, POINTS, Fault, random_faults
 from shared_core.testing.plain import PlainLauncher
 from shared_core.testing.runner import JobResult, Mismatch, check_clean, check_survivors, compare, run_job, unconfirmed
 from shared_core.testing.warm import WarmLauncher
 
 JOBS = Path(__file__).parent / "jobs"
 MODELS = ("mlp", "gan", "bn", "plain", "accelerate")
+#: Pipelines by name, with their stages; stages without replicas are rebuilt from logs.
+PIPELINES = {"pipeline-2x2": 2, "pipeline-1x4": 4}
 STEPS = 14
 #: Faults are drawn for these steps, so that the last ones end without.
 LAST_STRUCK = STEPS - 2
@@ -63,6 +65,24 @@ _NTH: dict[str, dict[str, int]] = {
         "update.after": 2,
     },
 }
+#: Points of a pipeline, with their highest occurrence in one batch at every stage.
+_PIPE: dict[str, int] = {
+    "batch_top": 1,
+    "pipe.instruction": 15,
+    "pipe.forward": 4,
+    "pipe.backward": 4,
+    "pipe.reduce_tied": 1,
+    "pipe.reduce": 1,
+    "pipe.step": 1,
+    "collective.before": 2,
+    "collective.after": 2,
+    "update.before": 1,
+    "update.during": 20,
+    "update.after": 1,
+}
+_PIPE_RECOVERY = tuple(name for name in _COMMON if name.startswith("recovery.")) + ("recovery.streamed",)
+#: Batch tops of the pipeline's job that train (each fourth evaluates), and those with a checkpoint.
+_PIPE_TOPS, _PIPE_CHECKPOINTS = (1, 2, 3, 5, 6, 7, 9, 10, 11, 13), 3
 #: Batches after which the job of a model validates.
 _VALIDATED = {"accelerate": (7,)}
 _VALIDATED_BY_LIGHTNING = (3, 6, 10, 13)
@@ -83,6 +103,8 @@ def plan(
     """Run ``number`` of a soak, a function of its arguments only."""
     model = models[number % len(models)]
     rng = random.Random(f"{seed}/{number}")
+    if model in PIPELINES:
+        return Run(number, model, _pipeline_faults(rng, model, world_size, kinds))
     count = rng.choice([1, 1, 2, 2, 3])
     chosen = tuple(points or _points(model))
     count = count if world_size > 2 else 1
@@ -99,6 +121,43 @@ def plan(
     return Run(number, model, tuple(faults))
 
 
+def _pipeline_faults(rng: random.Random, model: str, world_size: int, kinds: Sequence[str]) -> tuple[Fault, ...]:
+    """One to three faults: apart, of neighbours at once, or one and more in the recovery from it."""
+    how = rng.choice(("one", "apart", "at once", "replay", "recovery"))
+
+    def draw(rank: int, step: int, incarnation: int = 0) -> Fault:
+        points = dict(_PIPE)
+        if PIPELINES[model] == world_size and step % _PIPE_CHECKPOINTS == 0:
+            points["checkpoint.write"] = 1
+        point = rng.choice(sorted(points))
+        # The same exception at the same place a second time ends a job.
+        kind = rng.choice([each for each in kinds if not incarnation or each != "exception"])
+        return Fault(rank, step, point, kind, rng.randint(1, points[point]), incarnation)
+
+    rank, place = rng.randrange(world_size), rng.randrange(len(_PIPE_TOPS))
+    step = _PIPE_TOPS[place]
+    first = draw(rank, step)
+    if how == "apart":
+        # Ranks are a batch apart at most, so these are two recoveries.
+        other, later = rng.randrange(world_size), _PIPE_TOPS[min(place + 3, len(_PIPE_TOPS) - 1)]
+        return (first,) if later - step < 3 else (first, draw(other, later, int(other == rank)))
+    if how == "at once":
+        count = rng.choice((2, 2, 3))
+        start = rng.randrange(world_size - count + 1)
+        return tuple(draw(each, step) for each in range(start, start + count))
+    if how == "replay":
+        # A newcomer from a checkpoint passes earlier batches again, any other one only the batch of the loss.
+        earliest = step // _PIPE_CHECKPOINTS * _PIPE_CHECKPOINTS if PIPELINES[model] == world_size else step
+        again = [top for top in _PIPE_TOPS if max(1, earliest) <= top <= step]
+        return first, draw(rank, rng.choice(again), 1)
+    if how == "recovery":
+        other = rng.choice([each for each in range(world_size) if each != rank])
+        point = rng.choice(_PIPE_RECOVERY if PIPELINES[model] == world_size else _PIPE_RECOVERY[:-1])
+        kind = rng.choice([each for each in kinds if each != "exception"])
+        return first, Fault(other, ANY_STEP, point, kind)
+    return (first,)
+
+
 def _points(model: str) -> tuple[str, ...]:
     """Points that the job of a model meets."""
     if model == "plain":  # plain loops have neither
@@ -112,15 +171,22 @@ def _job(model: str, how: str) -> tuple[Path, list[str]]:
         return JOBS / "plain_job.py", []
     if model == "accelerate":
         return JOBS / "accelerate_job.py", []
+    if model in PIPELINES:
+        return JOBS / "pipeline_job.py", ["--stages", str(PIPELINES[model])]
     return JOBS / "soak_job.py", ["--model", model, "--how", how]
 
 
 def judge(result: JobResult, reference: JobResult) -> tuple[str, str]:
-    """Verdict on a run: ``ok``, ``not counted`` (a fault was not met) or ``FAILED``, and the reason."""
+    """Verdict on a run: ``ok``, ``restarted`` (a pipeline went back to a checkpoint with all its ranks, and said so),
+    ``not counted`` (a fault was not met) or ``FAILED``, and the reason."""
+    restarts = len(result.kinds("restart"))
     try:
         compare(result, reference)
         check_clean(result)
-        check_survivors(result, reference)
+        if result.stderr.count("restarting all workers") != restarts:
+            raise Mismatch(f"{restarts} restarts are not on the console\n{result.tail()}")
+        if not restarts or "pipeline_job.py" not in " ".join(result.command):
+            check_survivors(result, reference)
     except Mismatch as error:
         return "FAILED", str(error)
     missed = unconfirmed(result)
@@ -129,7 +195,10 @@ def judge(result: JobResult, reference: JobResult) -> tuple[str, str]:
         for record in result.struck
         if record["tops"] >= STEPS
     ]
-    return ("not counted", "; ".join(missed)) if missed else ("ok", "")
+    if missed:
+        return "not counted", "; ".join(missed)
+    reasons = [str(event.fields["reason"]) for event in result.kinds("restart")]
+    return ("restarted", "; ".join(reasons)) if restarts else ("ok", "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,11 +208,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 if enough faults struck and every run ended as it should, else 1.
     """
     args = _parser().parse_args(argv)
-    models = MODELS if args.model == "all" else (args.model,)
+    models = {"all": MODELS, "pipelines": tuple(PIPELINES)}.get(args.model, (args.model,))
+    if any(model in PIPELINES for model in models) and args.world != 4:
+        raise SystemExit("soak: the pipelines have 4 ranks: leave --world at 4")
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"soak: seed {seed}, {args.faults} faults, {args.world} ranks, models {', '.join(models)}", flush=True)
     rows: list[dict[str, Any]] = []
-    struck = failed = 0
+    struck = failed = restarted = 0
     begin = time.monotonic()
     with (
         PlainLauncher() as plain,
@@ -157,12 +228,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             if run.model not in references:
                 references[run.model] = _reference(run.model, args.world, Path(folder), plain)
             verdict, reason, result = _execute(run, args, Path(folder), references[run.model], warm)
-            if verdict == "ok":
+            if verdict in ("ok", "restarted"):
                 struck += len(run.faults)
+            restarted += verdict == "restarted"
             failed += verdict == "FAILED"
             rows.append(_row(run, verdict, reason, result))
             print(_line(run, verdict, result, struck, args.faults), flush=True)
-            if verdict == "not counted":
+            if verdict in ("not counted", "restarted"):
                 print(f"    {reason}", flush=True)
             elif verdict == "FAILED":
                 # The whole output of a job is long: it is shown when a run is repeated alone.
@@ -176,11 +248,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 break
     enough = struck >= args.faults or (args.only is not None and not failed)
     seconds = time.monotonic() - begin
-    print(f"soak: {struck} faults struck in {len(rows)} runs, {failed} runs failed, {seconds:.0f} s, seed {seed}")
+    told = f", {restarted} went back to a checkpoint" if restarted else ""
+    print(f"soak: {struck} faults struck in {len(rows)} runs, {failed} runs failed{told}, {seconds:.0f} s, seed {seed}")
     if args.json:
-        summary = {"seed": seed, "struck": struck, "failed": failed, "seconds": seconds, "runs": rows}
+        summary: dict[str, Any] = {
+            "seed": seed,
+            "struck": struck,
+            "failed": failed,
+            "restarted": restarted,
+            "seconds": seconds,
+        }
+        summary["runs"] = rows
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(summary, indent=1))
+        args.json.write_text(json.dumps(summary | {"runs": rows}, indent=1))
     return 0 if enough and not failed else 1
 
 
@@ -189,7 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", type=int, default=60, help="stop when so many have struck")
     parser.add_argument("--seed", type=int, help="repeats a soak; drawn and printed when not given")
     parser.add_argument("--world", type=int, default=4, help="ranks")
-    parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
+    parser.add_argument("--model", choices=[*MODELS, *PIPELINES, "all", "pipelines"], default="all")
     parser.add_argument("--how", choices=["strategy", "callback"], default="strategy", help="how the product gets in")
     parser.add_argument("--standbys", type=int, default=1)
     parser.add_argument("--cold", action="store_true", help="start each job in fresh interpreters, as from a shell")
@@ -222,10 +302,20 @@ def _execute(
     run: Run, args: argparse.Namespace, folder: Path, reference: JobResult, warm: WarmLauncher | None
 ) -> tuple[str, str, JobResult]:
     script, words = _job(run.model, args.how)
+    out = ((args.keep or folder) / f"run-{run.number:04d}").resolve()
+    env = {}
+    if run.model in PIPELINES:
+        env = {
+            "SWIFT_RECOVERY_CHECKPOINT_DIR": str(out / "checkpoints"),
+            "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": str(_PIPE_CHECKPOINTS),
+            "SWIFT_RECOVERY_LOG_DIR": str(out),
+            "SWIFT_RECOVERY_LOG_SEGMENT_BYTES": "8192",
+        }
     result = run_job(
         script,
         nproc=args.world,
-        out=(args.keep or folder) / f"run-{run.number:04d}",
+        out=out,
+        env=env,
         faults=run.faults,
         args=words,
         standbys=args.standbys,

@@ -42,6 +42,7 @@ PRELOAD = (
     "accelerate",
     "accelerate_swift",
     "transformers.models.gpt2.modeling_gpt2",
+    "shared_core.pipeline.engine",
 )
 #: Seconds that what a job started has to be gone in, once its launcher is.
 GRACE_S = 1.0
@@ -58,6 +59,7 @@ class WarmLauncher:
         env = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_")}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         env["PYTHONHASHSEED"] = "0"
+        env.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed chooses when it is imported
         env.pop("TMPDIR", None)  # it may be gone before the server is; each job gets its own
         self._server = subprocess.Popen(
             [sys.executable, "-m", "shared_core.testing.warm", *preload],

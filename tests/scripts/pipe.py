@@ -6,10 +6,12 @@ import argparse
 import logging
 import os
 import random
+import time
 from collections.abc import Iterator
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import damage
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -42,6 +44,10 @@ class Head(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Block.report.count(f"batch {Block.step}")
+        return super().forward(x)
+
 
 def micro_batches(seed: int, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Data with a generator of its own, and noise from the global one."""
@@ -60,6 +66,11 @@ def main() -> None:
     parser.add_argument("--checkpointing", type=int, default=0)
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--schedule", action="store_true", help="a learning-rate schedule of DeepSpeed's")
+    parser.add_argument("--rows", type=int, default=4, help="of a micro-batch")
+    parser.add_argument(
+        "--slow", type=float, default=0.0, help="seconds a newcomer's script takes before its first batch"
+    )
+    parser.add_argument("--damage", nargs=3, action="append", default=[], metavar=("RANK", "STEP", "KIND"))
     args = parser.parse_args()
     report = Block.report = Report()
     baseline = bool(os.environ.get("SWIFT_BASELINE"))
@@ -74,6 +85,8 @@ def main() -> None:
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It is compiled when it is first used: a worker killed then leaves a lock that all later ones wait for.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(0)
     layers = [LayerSpec(Block) for _ in range(4)]
@@ -87,8 +100,8 @@ def main() -> None:
         activation_checkpoint_interval=args.checkpointing,
     )
     config = {
-        "train_batch_size": 4 * 4 * (dist.get_world_size() // args.stages),
-        "train_micro_batch_size_per_gpu": 4,
+        "train_batch_size": args.rows * 4 * (dist.get_world_size() // args.stages),
+        "train_micro_batch_size_per_gpu": args.rows,
         "gradient_clipping": args.clip,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
         "steps_per_print": None,
@@ -104,12 +117,17 @@ def main() -> None:
     torch.manual_seed(dist.get_rank())
     np.random.seed(0)
     random.seed(0)
-    data = micro_batches(engine.grid.get_data_parallel_rank(), 4)
+    data = micro_batches(engine.grid.get_data_parallel_rank(), args.rows)
+    if int(os.environ.get("SWIFT_RECOVERY_INCARNATION", "0")):
+        time.sleep(args.slow)
     losses = []
     for step in range(args.steps):
         if step == 3:
-            data = micro_batches(int(torch.randint(1000, (1,))), 4)  # the script itself draws a random number
+            data = micro_batches(int(torch.randint(1000, (1,))), args.rows)  # the script itself draws a random number
         Block.step = step
+        for rank, at, kind in args.damage:
+            if (int(rank), int(at)) == (dist.get_rank(), step):
+                damage.do(kind)
         losses.append(float(engine.train_batch(data)))
         if args.evaluate and step % 2:
             losses.append(float(engine.eval_batch(data)))

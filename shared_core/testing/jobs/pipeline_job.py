@@ -1,0 +1,102 @@
+"""The pipeline of the soak test: DeepSpeed's engine with tied layers, dropout, clipping, a schedule and evaluation."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+from collections.abc import Iterator
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shared_core.testing.digest import training_digest
+from shared_core.testing.report import Report, generators_digest
+from shared_core.testing.runner import BASELINE
+
+WIDTH, ROWS, MICRO_BATCHES = 24, 4, 4
+#: Batches trained; an evaluation follows each third one.
+STEPS = 11
+
+
+class Layer(nn.Linear):
+    """Counts its forward passes, by call of the script."""
+
+    report: Report
+    call = 0
+
+    def __init__(self, drop: float) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.drop = drop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Layer.report.count(f"call {Layer.call}")
+        return nn.functional.dropout(super().forward(x), self.drop, self.training).relu()
+
+
+def micro_batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Data with a generator of its own, and noise from the global one."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        x = torch.randn(ROWS, WIDTH, generator=generator) + 0.01 * torch.randn(ROWS, WIDTH)
+        yield x, x.sin()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stages", type=int, required=True)
+    args = parser.parse_args()
+    report = Layer.report = Report()
+    if not os.environ.get(BASELINE):
+        import shared_core
+
+        shared_core.install()
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    from shared_core.pipeline import initialize
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It is compiled when it is first used: a worker killed then leaves a lock that all later ones wait for.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo")
+    torch.manual_seed(5)
+    ends = TiedLayerSpec("ends", Layer, 0.0)
+    net = PipelineModule(
+        [ends, *(LayerSpec(Layer, 0.1) for _ in range(4)), ends],
+        num_stages=args.stages,
+        loss_fn=nn.MSELoss(),
+        partition_method="uniform",
+        activation_checkpoint_interval=1,
+    )
+    config = {
+        "train_batch_size": ROWS * MICRO_BATCHES * (dist.get_world_size() // args.stages),
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        "steps_per_print": None,
+    }
+    make = deepspeed.initialize if os.environ.get(BASELINE) else initialize
+    engine, *_ = make(model=net, config=config)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(dist.get_rank())
+    data = micro_batches(engine.grid.get_data_parallel_rank())
+    losses = []
+    for step in range(STEPS):
+        losses.append(float(engine.train_batch(data)))
+        Layer.call += 1
+        if step % 3 == 2:
+            losses.append(float(engine.eval_batch(data)))
+            Layer.call += 1
+    parts = training_digest(net, [engine.optimizer], [engine.lr_scheduler], {"losses": losses})
+    report.finish(parts | {"generators": generators_digest()}, losses=losses)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Two stages with two replicas each: a lost stage is taken over from its replica, at any instruction, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import Jobs, most
+from pipelines import FULL, instructions, logging, resolutions, run, starts
+
+from shared_core.testing import Fault
+from shared_core.testing.faults import KINDS
+
+#: Ranks 0 and 1 are the first stage, ranks 2 and 3 the second.
+STAGES = 2
+PLACES = {
+    "first stage, first forward of the first batch": Fault(0, 1, "pipe.forward", "SIGKILL"),
+    "last stage, first batch": Fault(3, 1, "pipe.backward", "SIGKILL", nth=2),
+    "first stage, load": Fault(1, 3, "pipe.load", "SIGKILL", nth=3),
+    "first stage, sent an activation": Fault(0, 4, "pipe.recv_grad", "SIGKILL", nth=2),
+    "last stage, forward": Fault(2, 3, "pipe.forward", "SIGKILL", nth=3),
+    "last stage, backward": Fault(3, 4, "pipe.backward", "SIGKILL", nth=3),
+    "last stage, send_grad": Fault(2, 5, "pipe.send_grad", "SIGKILL", nth=4),
+    "first stage, reduce": Fault(1, 4, "pipe.reduce", "SIGKILL"),
+    "last stage, reduce tied": Fault(3, 4, "pipe.reduce_tied", "SIGKILL"),
+    "first stage, in the update": Fault(0, 5, "update.during", "SIGKILL", nth=7),
+    "last stage, after the update": Fault(2, 4, "update.after", "SIGKILL"),
+    "last stage, in a collective": Fault(2, 4, "collective.after", "SIGKILL", nth=3),
+    "first stage, evaluation": Fault(0, 3, "pipe.forward", "SIGKILL", nth=2),  # every third call evaluates
+    "last stage, evaluation": Fault(3, 3, "pipe.recv_activation", "SIGKILL", nth=3),
+    "first stage, last batch": Fault(1, 8, "update.before", "SIGKILL"),
+}
+
+
+@pytest.mark.parametrize(
+    "place",
+    most(
+        PLACES,
+        "first stage, load",
+        "last stage, forward",
+        "last stage, reduce tied",
+        "last stage, in a collective",
+        "last stage, evaluation",
+    ),
+)
+def test_a_lost_stage_is_taken_over_from_its_replica(jobs: Jobs, place: str) -> None:
+    result = run(jobs, [PLACES[place]], FULL)
+    assert resolutions(result) == {"replica"}
+
+
+def test_a_plain_pipeline(jobs: Jobs) -> None:
+    run(jobs, [Fault(2, 3, "pipe.send_grad", "SIGKILL", nth=2)])
+
+
+@pytest.mark.parametrize("kind", most(KINDS, "SIGKILL", "SIGTERM", "os._exit", "segfault"))
+def test_other_ways_to_be_lost(jobs: Jobs, kind: str) -> None:
+    run(jobs, [Fault(3, 4, "pipe.backward", kind, nth=2)], FULL)
+
+
+@pytest.mark.parametrize("ranks", most(["0 3", "1 2", "0 2"], "0 2"))
+def test_replicas_of_different_stages_at_once(jobs: Jobs, ranks: str) -> None:
+    first, second = map(int, ranks.split())
+    faults = [Fault(first, 4, "pipe.recv_grad", "SIGKILL", nth=2), Fault(second, 4, "pipe.backward", "SIGKILL", nth=2)]
+    assert resolutions(run(jobs, faults, FULL)) == {"replica"}
+
+
+def test_one_after_the_other(jobs: Jobs) -> None:
+    faults = [
+        Fault(2, 2, "pipe.forward", "SIGKILL", nth=2),
+        Fault(3, 4, "pipe.backward", "SIGKILL"),
+        Fault(2, 7, "pipe.reduce", "SIGKILL", incarnation=1),
+    ]
+    run(jobs, faults, FULL)
+
+
+@pytest.mark.parametrize("again", most(["join", "pipe.forward"], "join"))
+def test_the_newcomer_is_lost_too(jobs: Jobs, again: str) -> None:
+    faults = [
+        Fault(2, 4, "pipe.backward", "SIGKILL", nth=3),
+        Fault(2, -1 if again == "join" else 4, again, "SIGKILL", incarnation=1),
+    ]
+    run(jobs, faults, FULL)
+
+
+@pytest.mark.parametrize("stage", most(["first", "last"], "first"))
+def test_all_replicas_of_a_stage_are_lost_with_messages_logged(jobs: Jobs, tmp_path: Path, stage: str) -> None:
+    ranks = (0, 1) if stage == "first" else (2, 3)
+    faults = [Fault(rank, 7, "pipe.backward", "SIGKILL", nth=2) for rank in ranks]
+    result = run(jobs, faults, FULL, env=logging(tmp_path, log_messages="always"))
+    assert resolutions(result) == {"replay"}
+    assert {top for _, top in starts(result)} == {6}
+
+
+@pytest.mark.parametrize("stage", most(["first", "last"], "last"))
+def test_all_replicas_of_a_stage_are_lost_without_a_log(jobs: Jobs, tmp_path: Path, stage: str) -> None:
+    ranks = (0, 1) if stage == "first" else (2, 3)
+    faults = [Fault(rank, 7, "pipe.backward", "SIGKILL", nth=2) for rank in ranks]
+    result = run(jobs, faults, FULL, env=logging(tmp_path), restarts=1)
+    assert "continues from the checkpoint at batch top 6" in result.stderr, result.tail()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rank", range(4))
+def test_every_instruction_of_the_schedule(jobs: Jobs, rank: int) -> None:
+    for nth in range(1, 1 + instructions(STAGES, rank // 2)):
+        run(jobs, [Fault(rank, 4, "pipe.instruction", "SIGKILL", nth=nth)], FULL)

@@ -1,0 +1,41 @@
+"""Random faults in pipelines, with and without replicas: a few in every run of the tests, many at night."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shared_core.testing import soak
+from shared_core.testing.faults import KINDS
+
+
+def test_a_run_is_a_function_of_its_seed_and_number() -> None:
+    models = tuple(soak.PIPELINES)
+    plans = [soak.plan(3, number, models, 4, None, KINDS) for number in range(200)]
+    assert plans == [soak.plan(3, number, models, 4, None, KINDS) for number in range(200)]
+    assert {len(plan.faults) for plan in plans} == {1, 2, 3}
+    faults = [fault for plan in plans for fault in plan.faults]
+    assert {fault.rank for fault in faults} == {0, 1, 2, 3} and {fault.kind for fault in faults} == set(KINDS)
+    assert {"pipe.forward", "pipe.backward", "update.during", "checkpoint.write"} <= {fault.point for fault in faults}
+    # Newcomers are struck while they replay, and neighbours at once.
+    assert any(fault.incarnation for fault in faults)
+    assert any(len({f.step for f in plan.faults}) == 1 and len({f.rank for f in plan.faults}) == 3 for plan in plans)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_some_random_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "soak.json"
+    status = soak.main(["--model", "pipelines", "--faults", "4", "--seed", "1", "--json", str(report)])
+    out = capsys.readouterr().out
+    assert status == 0, out
+    summary = json.loads(report.read_text())
+    assert summary["struck"] >= 4 and not summary["failed"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_many_random_faults() -> None:
+    assert soak.main(["--model", "pipelines", "--faults", "60"]) == 0

@@ -1,0 +1,82 @@
+"""Damage to what a rank has on disk, done by the rank itself so that the moment is always the same."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def do(kind: str) -> None:
+    """Damage files of this rank, in the first worker of the first attempt only.
+
+    Args:
+        kind: ``no room``, or one of the tables below; for a checkpoint with its batch top, as ``"flip checkpoint 3"``.
+    """
+    if os.environ.get("SWIFT_RECOVERY_INCARNATION") != "0" or os.environ.get("SWIFT_RECOVERY_RESTART", "0") != "0":
+        return
+    from shared_core.job import current_job
+
+    job = current_job()
+    assert job is not None
+    name, _, top = kind.rpartition(" ")
+    if top.isdecimal():
+        assert job.config.checkpoint_dir is not None
+        _CHECKPOINTS[name](Path(job.config.checkpoint_dir) / f"step-{int(top):010d}")
+        return
+    archive = job._runtime.archive
+    if archive is None:
+        raise AssertionError("there is no log on disk to damage")
+    archive.flush(20.0)
+    if kind == "no room":
+        # The next write beyond what is there fails as on a full disk. The files of other kinds are smaller.
+        limit = max(path.stat().st_size for path in archive.folder.glob("*.log"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        return
+    segments = sorted(archive.folder.glob("*.log"))
+    if len(segments) < 3:
+        raise AssertionError(f"there are too few segments to damage: {segments}")
+    _LOGS[kind](segments)
+
+
+def _flip(path: Path, at: float) -> None:
+    """Flip one bit of a file, at a part of its length."""
+    data = bytearray(path.read_bytes())
+    data[int(at * (len(data) - 1))] ^= 16
+    path.write_bytes(data)
+
+
+def _truncate(path: Path, part: float) -> None:
+    os.truncate(path, int(path.stat().st_size * part))
+
+
+def _each(change: Callable[[Path], object]) -> Callable[[list[Path]], None]:
+    def run(paths: list[Path]) -> None:
+        for path in paths:
+            change(path)
+
+    return run
+
+
+def _without_index(path: Path) -> None:
+    """Cut off the last bytes, which say where the index is."""
+    os.truncate(path, max(0, path.stat().st_size - 16))
+
+
+_LOGS: dict[str, Callable[[list[Path]], object]] = {
+    "flip log": _each(lambda path: _flip(path, 0.5)),
+    "truncate log": _each(lambda path: _truncate(path, 0.4)),
+    "truncate newest segments": lambda paths: _each(lambda path: _truncate(path, 0.3))(paths[len(paths) // 2 :]),
+    "remove segments": lambda paths: _each(Path.unlink)(paths[len(paths) // 2 :]),
+    "remove index": _each(_without_index),
+    "remove log": lambda paths: shutil.rmtree(paths[0].parent),
+}
+_CHECKPOINTS: dict[str, Callable[[Path], object]] = {
+    "flip checkpoint": lambda folder: _each(lambda path: _flip(path, 0.5))(sorted(folder.glob("r*"))),
+    "truncate checkpoint": lambda folder: _each(lambda path: _truncate(path, 0.9))(sorted(folder.glob("r*"))),
+    "remove part": lambda folder: _each(Path.unlink)(sorted(folder.glob("replicated*"))),
+    "flip manifest": lambda folder: _flip(folder / "manifest.json", 0.5),
+    "remove checkpoint": lambda folder: shutil.rmtree(folder),
+}
