@@ -345,6 +345,10 @@ class Job:
         """From now on these ranks, this one among them, start again together: messages between them are not logged."""
         self._logs.together = self._recovery.together = tuple(together)
 
+    def note_messages(self, note: dict[str, Any]) -> None:
+        """What the log on disk says of the messages sent from now on; plain data."""
+        self._runtime.note = note
+
     def eval_top(self) -> bool:
         """As :meth:`batch_top`, at the start of a stand-alone evaluation."""
         self._deliver()

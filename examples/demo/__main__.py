@@ -1,4 +1,5 @@
-"""Run the training script twice, without failures on the stock strategy and with failures under swiftrun, and compare.
+"""Run training scripts twice, without failures on the stock strategy and with failures under swiftrun, and compare: data
+parallel under Lightning, then DeepSpeed pipelines with and without replicas.
 
     python -m examples.demo [--steps N] [--out FOLDER]
 
@@ -30,6 +31,8 @@ from shared_core.testing.inject import FAULTS, STRUCK, read_struck
 
 WORKERS = 4
 TRAIN = Path(__file__).with_name("train.py")
+PIPELINE = Path(__file__).with_name("pipeline.py")
+PIPELINE_STEPS = 24
 ROOT = TRAIN.parents[2]
 
 
@@ -80,8 +83,13 @@ class Run:
 
     @property
     def hashes(self) -> set[str]:
-        """Final hashes of its ranks: one if all are the same."""
+        """Final hashes of its ranks: one if all are the same, in a pipeline one a stage."""
         return {str(report["hash"]) for report in self.reports.values()}
+
+    @property
+    def by_rank(self) -> dict[int, str]:
+        """Final hash of each rank."""
+        return {rank: str(report["hash"]) for rank, report in self.reports.items()}
 
 
 def read_losses(path: Path, name: str = "train_loss") -> list[tuple[int, float]]:
@@ -97,12 +105,11 @@ def read_losses(path: Path, name: str = "train_loss") -> list[tuple[int, float]]
     return found
 
 
-def execute(run: Run, launcher: Sequence[str], strategy: str, steps: int, env: Mapping[str, str]) -> None:
-    """Run the training script under ``launcher``, showing its progress, and read what it left."""
+def execute(run: Run, launcher: Sequence[str], script: Sequence[str], steps: int, env: Mapping[str, str]) -> None:
+    """Run a training script under ``launcher``, showing its progress, and read what it left."""
     shutil.rmtree(run.out, ignore_errors=True)
     run.out.mkdir(parents=True)
-    script = [str(TRAIN), "--strategy", strategy, "--steps", str(steps), "--out", str(run.out)]
-    command = [sys.executable, "-m", *launcher, *script]
+    command = [sys.executable, "-m", *launcher, *script, "--steps", str(steps), "--out", str(run.out)]
     everything = {name: value for name, value in os.environ.items() if not name.startswith("SWIFT_")} | dict(env)
     everything["OMP_NUM_THREADS"] = "1"
     everything["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -207,8 +214,10 @@ def chains(found: Sequence[Recovery]) -> list[Chain]:
     return joined
 
 
-def problems(plain: Run, faulty: Run, strikes: Sequence[Strike], outages: Sequence[Chain], steps: int) -> list[str]:
-    """Why the demo has failed; empty if it has not."""
+def problems(
+    plain: Run, faulty: Run, strikes: Sequence[Strike], outages: Sequence[Chain], steps: int, states: int = 1
+) -> list[str]:
+    """Why the demo has failed; empty if it has not. ``states`` is how many different ones the ranks are to end in."""
     found = []
     for run in (plain, faulty):
         if run.status != 0:
@@ -217,9 +226,9 @@ def problems(plain: Run, faulty: Run, strikes: Sequence[Strike], outages: Sequen
             found.append(f"{run.name}: {len(run.reports)} of {WORKERS} ranks reported a final state")
         if any(report["steps"] != steps for report in run.reports.values()):
             found.append(f"{run.name}: not every rank made {steps} steps")
-        if len(run.hashes) > 1:
+        if len(run.hashes) > states:
             found.append(f"{run.name}: the ranks' final states differ from each other")
-    if plain.hashes != faulty.hashes:
+    if plain.by_rank != faulty.by_rank:
         found.append("the final states of the two runs differ")
     if plain.losses != faulty.losses or plain.validation != faulty.validation:
         found.append("the logged losses of the two runs differ")
@@ -232,6 +241,66 @@ def problems(plain: Run, faulty: Run, strikes: Sequence[Strike], outages: Sequen
         if outage.parts[-1].longest_stall_s is None:
             found.append(f"generation {outage.parts[-1].generation} was never completed")
     return found
+
+
+def pipelines(out: Path, stages: int, strikes: Sequence[Strike]) -> dict[str, Any]:
+    """Run a pipeline of ``stages`` stages without and with failures; returns what the report says of it."""
+    name = f"pipeline {stages} x {WORKERS // stages}"
+    plain, faulty = Run("without failures", out / f"{stages}-without"), Run("with failures", out / f"{stages}-with")
+    script = [str(PIPELINE), "--stages", str(stages), "--strategy"]
+    print(f"\n{name}: torchrun, DeepSpeed's own engine", flush=True)
+    stock = ["torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
+    execute(plain, stock, [*script, "stock"], PIPELINE_STEPS, {})
+    print(f"\n{name}: swiftrun. Planned:", flush=True)
+    for strike in strikes:
+        print(f"   step {strike.faults[0].step:>3}: {strike.title}", flush=True)
+    env = {
+        FAULTS: dumps([fault for strike in strikes for fault in strike.faults]),
+        STRUCK: str(faulty.out / "struck.jsonl"),
+        "SWIFT_RECOVERY_CHECKPOINT_DIR": str(faulty.out / "checkpoints"),
+        "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "5",
+    }
+    path = faulty.out / "events.jsonl"
+    swift = ["shared_core.cli.swiftrun", f"--nproc-per-node={WORKERS}", f"--events={path}"]
+    execute(faulty, swift, [*script, "swift"], PIPELINE_STEPS, env)
+    events = list(read_events(path)) if path.exists() else []
+    found = recoveries(events)
+    outages = chains(found)
+    print(f"\n{format_recoveries(found, events[0].time if events else 0.0)}\n")
+    failures = problems(plain, faulty, strikes, outages, PIPELINE_STEPS, stages)
+    return {
+        "stages": stages,
+        "identical": plain.by_rank == faulty.by_rank and len(faulty.reports) == WORKERS,
+        "problems": [f"{name}: {failure}" for failure in failures],
+        "hashes": faulty.by_rank,
+        "seconds": {run.name: round(run.seconds, 2) for run in (plain, faulty)},
+        "workers_lost": sum(len(one.losses) for one in found),
+        "recoveries": [outage.to_dict() for outage in outages],
+    }
+
+
+def pipeline_plans() -> dict[int, list[Strike]]:
+    """The faults of the pipelines, by number of stages: four without replicas, two with."""
+    return {
+        4: [
+            Strike("the first stage, in a forward pass", [Fault(0, 4, "pipe.forward", "SIGKILL", nth=2)]),
+            Strike("the last stage, in a backward pass", [Fault(3, 9, "pipe.backward", "SIGKILL", nth=3)]),
+            Strike(
+                "both middle stages, at the same time",
+                [Fault(1, 14, "pipe.forward", "SIGKILL", nth=2), Fault(2, 14, "pipe.forward", "SIGKILL")],
+                count=2,
+            ),
+            Strike(
+                "the third stage, in the optimizer's update",
+                [Fault(2, 19, "update.during", "SIGKILL", nth=3, incarnation=1)],
+            ),
+        ],
+        2: [
+            Strike("a first stage, in the middle of backward", [Fault(0, 5, "pipe.backward", "SIGKILL", nth=2)]),
+            Strike("a last stage, before it sends a gradient", [Fault(3, 11, "pipe.send_grad", "SIGKILL", nth=2)]),
+            Strike("a first stage, in the update", [Fault(1, 17, "update.during", "SIGKILL", nth=3)]),
+        ],
+    }
 
 
 def main() -> int:
@@ -251,7 +320,7 @@ def main() -> int:
 
     print(f"1. {plain.name}: torchrun, strategy='ddp', plain gloo, {WORKERS} workers", flush=True)
     stock = ["torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
-    execute(plain, stock, "ddp", options.steps, {})
+    execute(plain, stock, [str(TRAIN), "--strategy", "ddp"], options.steps, {})
 
     print(f"\n2. {faulty.name}: swiftrun, strategy='swift_ddp', {WORKERS} workers. Planned:", flush=True)
     for strike in strikes:
@@ -263,7 +332,7 @@ def main() -> int:
     }
     path = faulty.out / "events.jsonl"
     swift = ["shared_core.cli.swiftrun", f"--nproc-per-node={WORKERS}", f"--events={path}"]
-    execute(faulty, swift, "swift_ddp", options.steps, env)
+    execute(faulty, swift, [str(TRAIN), "--strategy", "swift_ddp"], options.steps, env)
 
     events = list(read_events(path)) if path.exists() else []
     found = recoveries(events)
@@ -277,8 +346,10 @@ def main() -> int:
     print()
     for run in (plain, faulty):
         print(f"final hash {run.name:<17} {', '.join(sorted(run.hashes)) or 'none'}  ({run.seconds:.0f} s)")
+    in_pipelines = [pipelines(out, stages, faults) for stages, faults in pipeline_plans().items()]
+    failures += [failure for each in in_pipelines for failure in each["problems"]]
     report = {
-        "identical": identical,
+        "identical": identical and all(each["identical"] for each in in_pipelines),
         "ok": not failures,
         "problems": failures,
         "steps": options.steps,
@@ -287,6 +358,7 @@ def main() -> int:
         "seconds": {run.name: round(run.seconds, 2) for run in (plain, faulty)},
         "workers_lost": sum(len(one.losses) for one in found),
         "recoveries": [outage.to_dict() for outage in outages],
+        "pipelines": in_pipelines,
         "losses": {run.name: run.losses for run in (plain, faulty)},
     }
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -296,7 +368,8 @@ def main() -> int:
         print(f"FAILED: {failure}")
     if failures:
         return 1
-    print(f"identical: {report['workers_lost']} lost workers changed no bit on any rank")
+    lost = sum(each["workers_lost"] for each in (report, *in_pipelines))
+    print(f"identical: {lost} lost workers changed no bit on any rank")
     return 0
 
 

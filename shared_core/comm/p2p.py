@@ -95,7 +95,7 @@ class Channels:
     def _archive(self, channel: Channel, index: int, top: int, copy: torch.Tensor) -> None:
         archive = self._runtime.archive
         if archive is not None and self._runtime.archived(self._group.ranks[channel[1]]):
-            archive.put(Key(self._name(channel), index, top, self._runtime.note()), [copy])
+            archive.put(Key(self._name(channel), index, top, self._runtime.note), [copy])
 
     def _name(self, channel: Channel) -> str:
         return f"{self._group.name}|{channel_key(channel)}"

@@ -137,7 +137,7 @@ class Runtime:
         #: The log on disk, which reaches back to the checkpoint before the newest; none where every rank has a replica.
         self.archive: Archive | None = None
         self.archived: Callable[[int], bool] = lambda destination: True
-        self.note: Callable[[], dict[str, Any]] = dict
+        self.note: dict[str, Any] = {}
         self.unreadable: Callable[[SwiftError], None] = lambda error: None
         self._waiting = 0
         #: Results to serve to the next operations, whatever their place: DDP's agreement on buckets is repeated from

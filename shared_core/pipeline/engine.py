@@ -87,6 +87,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self._calls: Calls | None = None
         self._shared: SharedReplay | None = None
         self._groups: PlannedGroups | None = None
+        self._sent: dict[str, int] = {}
         self._micro_batch = self._timed = 0
         self.compute_s = 0.0
         self._job: Job | None = current_job()
@@ -170,16 +171,37 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self.compute_s += time.perf_counter() - began
         self._timed += 1
 
+    def _exec_send_activations(self, buffer_id: int) -> None:
+        self._note("forward")
+        super()._exec_send_activations(buffer_id)
+
+    def _exec_send_grads(self, buffer_id: int) -> None:
+        self._note("backward")
+        super()._exec_send_grads(buffer_id)
+
+    def _note(self, direction: str) -> None:
+        """Say in the log what the next messages are."""
+        if self._job is not None:
+            micro_batch = self._sent[direction] = self._sent.get(direction, -1) + 1
+            what = {"version": self.global_steps, "micro_batch": micro_batch, "direction": direction}
+            self._job.note_messages(what | ({} if self.module.training else {"evaluation": True}))
+
     _INSTRUCTION_MAP = {
         kind: _with_faults(_POINTS[kind], execute)
         for kind, execute in (
             PipelineEngine._INSTRUCTION_MAP
-            | {schedule.ForwardPass: _exec_forward_pass, schedule.BackwardPass: _exec_backward_pass}
+            | {
+                schedule.ForwardPass: _exec_forward_pass,
+                schedule.BackwardPass: _exec_backward_pass,
+                schedule.SendActivation: _exec_send_activations,
+                schedule.SendGrad: _exec_send_grads,
+            }
         ).items()
     }
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         self._micro_batch = 0
+        self._sent = {}
         training = isinstance(pipe_schedule, schedule.TrainSchedule)
         if training and self._shared is not None and self._shared.takes(self.compute_s / max(self._timed, 1)):
             self._shared.run()

@@ -74,19 +74,14 @@ def main() -> None:
     args = parser.parse_args()
     report = Block.report = Report()
     baseline = bool(os.environ.get("SWIFT_BASELINE"))
-    import deepspeed
+    from shared_core.pipeline import import_deepspeed, initialize, install
 
-    if baseline:  # for inference only, and compiled for half a minute
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    else:
-        from shared_core.pipeline import install
-
+    deepspeed = import_deepspeed()
+    if not baseline:
         install()
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # It is compiled when it is first used: a worker killed then leaves a lock that all later ones wait for.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(0)
     layers = [LayerSpec(Block) for _ in range(4)]
@@ -108,12 +103,8 @@ def main() -> None:
     }
     if args.schedule:
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
-    if baseline:
-        engine, *_ = deepspeed.initialize(model=net, config=config)
-    else:
-        from shared_core.pipeline import initialize
-
-        engine, *_ = initialize(model=net, config=config)
+    make = deepspeed.initialize if baseline else initialize
+    engine, *_ = make(model=net, config=config)
     torch.manual_seed(dist.get_rank())
     np.random.seed(0)
     random.seed(0)
