@@ -1,5 +1,5 @@
-"""Run training scripts twice, without failures on the stock strategy and with failures under swiftrun, and compare: data
-parallel under Lightning, then DeepSpeed pipelines with and without replicas.
+"""Run training scripts twice, without failures on the stock strategy and with failures under swiftrun, and compare:
+data parallel under Lightning, then DeepSpeed pipelines with and without replicas.
 
     python -m examples.demo [--steps N] [--out FOLDER]
 

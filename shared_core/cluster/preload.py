@@ -17,7 +17,7 @@ _LIGHTNING = ("lightning", "lightning_swift")
 #: Module to import -> names whose mention in a script says that the job will import it.
 HEAVY: dict[str, tuple[str, ...]] = {
     # the first optimizer imports it, which takes about a second
-    "torch._dynamo": ("torch", "lightning", "pytorch_lightning", "transformers", "accelerate"),
+    "torch._dynamo": ("torch", "lightning", "pytorch_lightning", "transformers", "accelerate", "deepspeed"),
     "torch.distributed.algorithms.ddp_comm_hooks": (
         *_LIGHTNING,
         "pytorch_lightning",
@@ -31,6 +31,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "lightning_swift": ("lightning_swift",),
     "accelerate": ("accelerate", "accelerate_swift"),
     "accelerate_swift": ("accelerate_swift",),
+    "shared_core.pipeline.warm": ("deepspeed", "import_deepspeed"),
     "torch.utils.tensorboard": ("tensorboard", "TensorBoardLogger"),
 }
 #: Packages of which a zygote imports exactly what the script names; others may do at import what only a worker should.
