@@ -18,6 +18,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.job import Job, current_job
 from shared_core.pipeline.calls import STATE, Calls
+from shared_core.pipeline.sharded import SHARD, Shard, is_sharded
 from shared_core.testing import inject
 
 _POINTS = {
@@ -64,7 +65,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             whose framework has tops of its own sets it to False before the first call.
 
     Raises:
-        Unsupported: for tensor parallelism, and for optimizers whose state is sharded over the data-parallel ranks.
+        Unsupported: for tensor parallelism, for fp16, and for optimizers that are not torch's.
         ConfigError: if the default process group was made before the product was installed.
     """
 
@@ -76,6 +77,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.drives = True
         self._calls: Calls | None = None
+        self._shard: Shard | None = None
         self._job: Job | None = current_job()
         if self._job is None:
             return
@@ -85,19 +87,21 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
                 "torch.distributed.init_process_group() or deepspeed.init_distributed()"
             )
         self._refuse()
-        self._job.attach([self.module], [self.optimizer], replicas=self.grid.dp_group)
+        if is_sharded(self.optimizer):
+            self._shard = Shard(self.optimizer)
+            self._job.attach([self.module], [], replicas=self.grid.dp_group, sharded=True)
+            self._job.register(SHARD, self._shard.capture, self._shard.restore)
+        else:
+            self._job.attach([self.module], [self.optimizer], replicas=self.grid.dp_group)
         self._job.register(STATE, self._capture, self._restore)
         self._calls = Calls(self._job)
 
     def _refuse(self) -> None:
         if self.is_model_parallel:
             raise Unsupported("pipelines with a model-parallel axis cannot be recovered: use pipe and data axes only")
-        if self.zero_optimization() or self.bfloat16_enabled() or self.fp16_enabled():
-            raise Unsupported(
-                "ZeRO, bf16 and fp16 keep optimizer state that no other rank holds, which cannot be recovered in this "
-                "version: train in fp32 with ZeRO stage 0"
-            )
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
+        if self.fp16_enabled():
+            raise Unsupported("fp16 with its loss scale cannot be recovered in this version: train in bf16 or fp32")
+        if not is_sharded(self.optimizer) and not isinstance(self.optimizer, torch.optim.Optimizer):
             raise Unsupported(
                 f"the optimizer is {type(self.optimizer).__name__}, not one of torch's: pass one, or choose a type "
                 "with torch_adam in the DeepSpeed configuration"
@@ -160,6 +164,12 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         result = call()
         self._calls.done(result)
         return result
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        if self._shard is None or self._job is None:
+            return super()._take_model_step(lr_kwargs)
+        with self._job.update():
+            super()._take_model_step(lr_kwargs)
 
     def _next_batch(self) -> Any:
         if self._calls is None or not self.drives:

@@ -43,12 +43,14 @@ class Head(nn.Linear):
         super().__init__(WIDTH, WIDTH)
 
 
-def micro_batches(seed: int, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def micro_batches(
+    seed: int, rows: int, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Data with a generator of its own, and noise from the global one."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         x = torch.randn(rows, WIDTH, generator=generator) + 0.01 * torch.randn(rows, WIDTH)
-        yield x, x.sin()
+        yield x.to(dtype), x.sin().to(dtype)
 
 
 def main() -> None:
@@ -60,6 +62,8 @@ def main() -> None:
     parser.add_argument("--checkpointing", type=int, default=0)
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--schedule", action="store_true", help="a learning-rate schedule of DeepSpeed's")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--zero", type=int, default=0, help="stage")
     args = parser.parse_args()
     report = Block.report = Report()
     baseline = bool(os.environ.get("SWIFT_BASELINE"))
@@ -92,6 +96,10 @@ def main() -> None:
     }
     if args.schedule:
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    if args.bf16:
+        config["bf16"] = {"enabled": True}
+    if args.zero:
+        config["zero_optimization"] = {"stage": args.zero, "reduce_bucket_size": 1 << 20}
     if baseline:
         engine, *_ = deepspeed.initialize(model=net, config=config)
     else:
@@ -101,16 +109,21 @@ def main() -> None:
     torch.manual_seed(dist.get_rank())
     np.random.seed(0)
     random.seed(0)
-    data = micro_batches(engine.grid.get_data_parallel_rank(), 4)
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    data = micro_batches(engine.grid.get_data_parallel_rank(), 4, dtype)
     losses = []
     for step in range(args.steps):
         if step == 3:
-            data = micro_batches(int(torch.randint(1000, (1,))), 4)  # the script itself draws a random number
+            data = micro_batches(int(torch.randint(1000, (1,))), 4, dtype)  # the script itself draws a random number
         Block.step = step
         losses.append(float(engine.train_batch(data)))
         if args.evaluate and step % 2:
             losses.append(float(engine.eval_batch(data)))
-    digests = training_digest(net, [engine.optimizer], [], {"losses": losses})
+    sharded = args.bf16 or args.zero
+    optimizer = engine.optimizer.optimizer if sharded else engine.optimizer  # DeepSpeed's own wraps torch's
+    digests = training_digest(net, [optimizer], [], {"losses": losses})
+    if sharded:
+        digests["masters"] = digest([p.detach() for group in optimizer.param_groups for p in group["params"]])
     report.finish({**digests, "generators": generators_digest(), "losses": digest(torch.tensor(losses))}, losses=losses)
 
 
