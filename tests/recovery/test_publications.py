@@ -18,7 +18,7 @@ from shared_core.consistency import Top
 from shared_core.errors import CorruptFile, SwiftError
 from shared_core.recovery import board as board_module
 from shared_core.recovery.board import Board
-from shared_core.recovery.plain import dumps, loads
+from shared_core.recovery.plain import dumps, loads, pieces
 from shared_core.testing.digest import digest
 
 
@@ -35,6 +35,13 @@ def test_plain_data_comes_back_bit_for_bit() -> None:
     again = loads(dumps(value))
     assert digest(again) == digest(value)
     assert again["same"][0] is again["same"][1]
+    value["large"] = [torch.randn(1 << 15), torch.randn(1 << 8, 1 << 8).to(torch.bfloat16).t(), shared]
+    written = pieces(value)
+    again = loads(b"".join(written))
+    assert digest(again) == digest(value) == digest(loads(dumps(value)))
+    assert [len(each) for each in written[2:]] == [1 << 17, 1 << 17]
+    again["large"][0] += 1  # may be written to
+    assert again["same"][0] is again["large"][2]
     containers = {
         "path": pathlib.PosixPath("/a/b"),
         "time": [datetime.timedelta(seconds=3), datetime.datetime(2026, 1, 1)],
