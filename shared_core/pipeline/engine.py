@@ -8,6 +8,7 @@ faults before each instruction.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import deepspeed
@@ -166,9 +167,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         return result
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        if self._shard is None or self._job is None:
-            return super()._take_model_step(lr_kwargs)
-        with self._job.update():
+        with self._job.update() if self._job is not None and self._shard is not None else nullcontext():
             super()._take_model_step(lr_kwargs)
 
     def _next_batch(self) -> Any:

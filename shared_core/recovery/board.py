@@ -18,6 +18,7 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,24 @@ TALLY = "tally."
 _TALLY = struct.Struct("<Q")
 
 
-def write_file(path: Path, head: bytes, payload: Sequence[Piece], mirror: Mirror | None = None) -> int:
-    """Write a file whole, with a checksum. Returns the size of the payload in bytes."""
+def write_file(
+    path: Path, head: bytes, payload: Sequence[Piece], mirror: Mirror | None = None, spare: Path | None = None
+) -> int:
+    """Write a file whole, with a checksum. Returns the size of the payload in bytes.
+
+    Args:
+        path: of the file.
+        head: read without the payload.
+        payload: in pieces.
+        mirror: where a copy goes.
+        spare: a file that is overwritten and renamed, if it exists: writing to memory that a file already has costs
+            less than a third.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    if spare is not None:
+        with suppress(FileNotFoundError):
+            os.rename(spare, temporary)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600)
     size, crc = sum(map(len, payload)), zlib.crc32(head)
     for piece in payload:
         crc = zlib.crc32(piece, crc)
@@ -50,6 +65,7 @@ def write_file(path: Path, head: bytes, payload: Sequence[Piece], mirror: Mirror
             left = memoryview(each)
             while left:  # the kernel takes at most 2 GiB at once
                 left = left[os.write(fd, left) :]
+        os.ftruncate(fd, sum(map(len, data)))
     finally:
         os.close(fd)
     os.rename(temporary, path)
@@ -113,6 +129,7 @@ class Board:
         self._mirror = mirror
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in folder.glob("top.*") if p.suffix != ".tmp")
+        self._spare = folder / "spare.tmp"
         self._mids: dict[int, int] = {}
         self._count = 0
         fd = os.open(folder / "checks", os.O_RDWR | os.O_CREAT, 0o600)
@@ -138,7 +155,7 @@ class Board:
     def publish_top(self, top: Top, parts: dict[str, Any]) -> int:
         """Publish a batch top. Returns its size in bytes."""
         head = json.dumps(asdict(top)).encode()
-        size = write_file(self.folder / f"top.{top.index}", head, pieces(parts), self._mirror)
+        size = write_file(self.folder / f"top.{top.index}", head, pieces(parts), self._mirror, self._spare)
         if top.index in self._kept:  # a newcomer publishes its predecessor's top again
             self._kept.remove(top.index)
         self._kept.append(top.index)
@@ -158,6 +175,8 @@ class Board:
         while len(self._kept) > 1 and self._kept[0] < top:
             index = self._kept.pop(0)
             mids = [f"mid.{index}.{number}" for number in range(self._mids.pop(index, 0))]
+            with suppress(FileNotFoundError):
+                os.rename(self.folder / f"top.{index}", self._spare)
             for name in (f"top.{index}", *mids):
                 (self.folder / name).unlink(missing_ok=True)
                 if self._mirror is not None:

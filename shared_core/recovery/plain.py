@@ -20,7 +20,6 @@ import torch
 
 from shared_core.errors import CorruptFile, SwiftError
 
-
 #: What a value can be written as without a copy.
 Piece = bytes | memoryview
 #: Tensors from this size on are pieces of their own, in bytes.
@@ -83,7 +82,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
             flat = obj.detach().cpu().contiguous()
-            view = flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+            view: Any = flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
             apart = self._limit is not None and view.nbytes >= self._limit
             data = pickle.PickleBuffer(view) if apart else view.tobytes()
             return _tensor, (data, str(obj.dtype).removeprefix("torch."), tuple(obj.shape))

@@ -152,7 +152,10 @@ def test_old_tops_go_and_the_newest_stays(tmp_path: pathlib.Path) -> None:
     assert board.read_mid(2, 0) is None and board.read_mid(3, 0) == {"n": 3} and board.read_mid(3, 1) is None
     board.drop_before(100)
     assert [top.index for top in board.tops()] == [4]
-    assert sorted(p.name for p in (tmp_path / "rank0").iterdir()) == ["checks", "mid.4.0", "records", "top.4"]
+    left = sorted(p.name for p in (tmp_path / "rank0").iterdir())
+    assert left == ["checks", "mid.4.0", "records", "spare.tmp", "top.4"]
+    board.publish_top(Top(5, 0, 0, "batch", {}), {"shorter": 1})  # over what a dropped one has left
+    assert not (tmp_path / "rank0" / "spare.tmp").exists() and board.read_top(5) == {"shorter": 1}
 
 
 def test_records_survive_a_torn_last_one(tmp_path: pathlib.Path) -> None:
