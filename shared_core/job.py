@@ -238,7 +238,9 @@ class Job:
         if replicas is not None:
             self._attach_stage(sorted(replicas))
         if not self.config.log_spill_bytes:
-            self._runtime.max_log_bytes = max(2 * replicated.nbytes, 4 << 20)
+            # Of two steps: gradients (in fp32 at most) and, of a sharded stage, gathered parameters.
+            extra = 4 * sum(p.numel() for p in replicated.parameters) if sharded else 0
+            self._runtime.max_log_bytes = max(2 * (replicated.nbytes + extra), 4 << 20)
         buffers = [b for module in modules for b in module.buffers()]
         self._buffers = buffers
         # DDP remembers whether the last forward had gradients, and broadcasts buffers before the next only then.
