@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -191,7 +191,12 @@ class Job:
         return self._updates.state_version
 
     def attach(
-        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], *, replicas: Sequence[int] | None = None
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        *,
+        replicas: Sequence[int] | None = None,
+        sharded: bool = False,
     ) -> None:
         """Say what is trained. Parameters of ``modules`` and the state of ``optimizers`` are replicated state;
         buffers, hyper-parameters of
@@ -203,6 +208,8 @@ class Job:
             replicas: ranks that train the same parameters, where not all do: those of this rank's pipeline stage. Then
                 parameters are also kept before each update, because a message that a lost rank has not delivered must
                 be computed with the parameters that it had, which its replica may have updated.
+            sharded: each replica has a part of the optimizer's state to itself. ``optimizers`` is empty then; the
+                caller registers the state, and makes each update inside :meth:`update`.
 
         Raises:
             Unsupported: for parameters that are not on the CPU, and for DDP with ``static_graph``.
@@ -231,11 +238,13 @@ class Job:
         self._agreed.clear()
         self._eligible_tops = 0
         replicated = Replicated(modules, optimizers)
-        self._updates.attach(replicated, undo=self.config.resizes)
+        self._updates.attach(replicated, undo=self.config.resizes, sharded=sharded)
         if replicas is not None:
             self._attach_stage(sorted(replicas))
         if not self.config.log_spill_bytes:
-            self._runtime.max_log_bytes = max(2 * replicated.nbytes, 4 << 20)
+            # Of two steps: gradients (in fp32 at most) and, of a sharded stage, gathered parameters.
+            extra = 4 * sum(p.numel() for p in replicated.parameters) if sharded else 0
+            self._runtime.max_log_bytes = max(2 * (replicated.nbytes + extra), 4 << 20)
         buffers = [b for module in modules for b in module.buffers()]
         self._buffers = buffers
         # DDP remembers whether the last forward had gradients, and broadcasts buffers before the next only then.
@@ -254,7 +263,7 @@ class Job:
             lambda: _hyperparameters(optimizers),
             lambda values: _set_hyperparameters(optimizers, values),
         )
-        if optimizers and os.environ.get("SWIFT_FAULTS") and modules:
+        if (optimizers or sharded) and os.environ.get("SWIFT_FAULTS") and modules:
             self._handles.append(modules[0].register_forward_hook(lambda *_: inject.point("forward")))
 
     def _attach_stage(self, replicas: list[int]) -> None:
@@ -336,6 +345,12 @@ class Job:
         with self._tops_lock:
             self._publish("batch", grads)
         return False
+
+    def update(self) -> AbstractContextManager[None]:
+        """What an update of a sharded stage is made in, from its first change to a parameter to its last; see
+        :meth:`attach`.
+        """
+        return self._updates.update()
 
     def mark(self) -> None:
         """Call right after :meth:`batch_top` where a batch has no collective of all ranks; see :meth:`Logs.mark`."""

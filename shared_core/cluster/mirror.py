@@ -49,14 +49,17 @@ def keeper(machines: Sequence[str | None], slot: int) -> str | None:
     return None
 
 
-def _send(sock: socket.socket, kind: bytes, rank: int, attempt: int, name: str = "", data: bytes = b"") -> None:
+def _send(
+    sock: socket.socket, kind: bytes, rank: int, attempt: int, name: str = "", data: Sequence[bytes | memoryview] = ()
+) -> None:
     raw = name.encode()
-    head = _HEAD.pack(kind, rank, attempt, len(raw), len(data)) + raw
-    if len(data) < 65536:
-        sock.sendall(head + data)
+    length = sum(map(len, data))
+    head = _HEAD.pack(kind, rank, attempt, len(raw), length) + raw
+    if length < 65536:
+        sock.sendall(b"".join((head, *data)))
     else:
-        sock.sendall(head)
-        sock.sendall(data)
+        for each in (head, *data):
+            sock.sendall(each)
 
 
 def _receive(sock: socket.socket, count: int) -> bytes:
@@ -145,7 +148,7 @@ class MirrorServer:
             here = self._folder.parent / f"rank{rank}" / f"attempt{attempt}"  # the rank's own, on its machine
             for path in sorted((here if here.exists() else folder).glob("*")):
                 if path.suffix != ".tmp" and (path.name == name if name else path.name != REPLICATED):
-                    _send(sock, _WRITE, rank, attempt, path.name, path.read_bytes())
+                    _send(sock, _WRITE, rank, attempt, path.name, [path.read_bytes()])
             _send(sock, _END, rank, attempt)
 
 
@@ -193,23 +196,23 @@ class Mirror:
                 self._send(_BEGIN)
                 for path in sorted(self._folder.iterdir()):
                     if path.suffix != ".tmp" and path.name not in _LOCAL:
-                        self._send(_WRITE, path.name, path.read_bytes())
+                        self._send(_WRITE, path.name, [path.read_bytes()])
                 self._send(_END)
                 self.sync()
             except OSError as error:
                 self._give_up(error)
 
-    def write(self, name: str, data: bytes) -> None:
-        """Copy a whole file."""
+    def write(self, name: str, data: Sequence[bytes | memoryview]) -> None:
+        """Copy a whole file, given in pieces."""
         self._try(_WRITE, name, data)
 
     def append(self, name: str, data: bytes) -> None:
         """Copy what was appended to a file."""
-        self._try(_APPEND, name, data)
+        self._try(_APPEND, name, [data])
 
     def remove(self, name: str) -> None:
         """Remove a file's copy."""
-        self._try(_REMOVE, name, b"")
+        self._try(_REMOVE, name, ())
 
     def sync(self) -> None:
         """Return when the other machine has all; at once if there is none."""
@@ -222,11 +225,11 @@ class Mirror:
             except OSError as error:
                 self._give_up(error)
 
-    def _send(self, kind: bytes, name: str = "", data: bytes = b"") -> None:
+    def _send(self, kind: bytes, name: str = "", data: Sequence[bytes | memoryview] = ()) -> None:
         assert self._sock is not None
         _send(self._sock, kind, self._rank, self._attempt, name, data)
 
-    def _try(self, kind: bytes, name: str, data: bytes) -> None:
+    def _try(self, kind: bytes, name: str, data: Sequence[bytes | memoryview]) -> None:
         with self._lock:
             if self._sock is None:
                 return

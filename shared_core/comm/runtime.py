@@ -348,7 +348,8 @@ class Runtime:
     def _start(self, group: GroupState, op: Op) -> None:
         inner = group.inner
         assert inner is not None
-        op.inner_work = op.start(inner.pg)
+        with torch.no_grad():  # again on a thread that does not know the caller's mode
+            op.inner_work = op.start(inner.pg)
         op.attempt = attempt = op.attempt + 1
         group.inflight += 1
         try:

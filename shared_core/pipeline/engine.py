@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
@@ -26,6 +26,7 @@ from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import import_deepspeed
 from shared_core.pipeline.calls import STATE, Calls
 from shared_core.pipeline.planned_groups import PlannedGroups
+from shared_core.pipeline.sharded import SHARD, Shard, is_sharded
 from shared_core.pipeline.shared_replay import SharedReplay
 from shared_core.pipeline.stage import layer_seed
 from shared_core.testing import inject
@@ -77,7 +78,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         compute_s: seconds of forward and backward passes so far.
 
     Raises:
-        Unsupported: for tensor parallelism, and for optimizers whose state is sharded over the data-parallel ranks.
+        Unsupported: for tensor parallelism, for fp16, and for optimizers that are not torch's.
         ConfigError: if the default process group was made before the product was installed.
     """
 
@@ -90,6 +91,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self._sent: dict[str, int] = {}
         self._micro_batch = self._timed = 0
         self.compute_s = 0.0
+        self._shard: Shard | None = None
         self._job: Job | None = current_job()
         self._options = self._job.config if self._job is not None else SwiftConfig.from_env()
         if self._options.randomness == "seeded":
@@ -102,13 +104,18 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
                 "torch.distributed.init_process_group() or deepspeed.init_distributed()"
             )
         self._refuse()
-        self._job.attach([self.module], [self.optimizer], replicas=self.grid.dp_group)
+        if is_sharded(self.optimizer):
+            self._shard = Shard(self.optimizer)
+            self._job.attach([self.module], [], replicas=self.grid.dp_group, sharded=True)
+            self._job.register(SHARD, self._shard.capture, self._shard.restore)
+        else:
+            self._job.attach([self.module], [self.optimizer], replicas=self.grid.dp_group)
         self._job.register(STATE, self._capture, self._restore)
         self._calls = Calls(self._job)
         if self.grid.data_parallel_size > 1:
             return
         shared = SharedReplay(self, self._job)
-        if shared.possible:
+        if shared.possible and self._shard is None:
             self._shared = shared
             shared.offer()
         if self._options.log_groups == "plan":
@@ -117,12 +124,9 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
     def _refuse(self) -> None:
         if self.is_model_parallel:
             raise Unsupported("pipelines with a model-parallel axis cannot be recovered: use pipe and data axes only")
-        if self.zero_optimization() or self.bfloat16_enabled() or self.fp16_enabled():
-            raise Unsupported(
-                "ZeRO, bf16 and fp16 keep optimizer state that no other rank holds, which cannot be recovered in this "
-                "version: train in fp32 with ZeRO stage 0"
-            )
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
+        if self.fp16_enabled():
+            raise Unsupported("fp16 with its loss scale cannot be recovered in this version: train in bf16 or fp32")
+        if not is_sharded(self.optimizer) and not isinstance(self.optimizer, torch.optim.Optimizer):
             raise Unsupported(
                 f"the optimizer is {type(self.optimizer).__name__}, not one of torch's: pass one, or choose a type "
                 "with torch_adam in the DeepSpeed configuration"
@@ -276,6 +280,10 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         layer = self.grad_layer
         tensors = [] if layer is None else [layer] if isinstance(layer, torch.Tensor) else layer
         return 2 * int(self.micro_batches) * sum(t.numel() * t.element_size() for t in tensors)
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        with self._job.update() if self._job is not None and self._shard is not None else nullcontext():
+            super()._take_model_step(lr_kwargs)
 
     def _next_batch(self) -> Any:
         if self._calls is None or not self.drives:

@@ -18,6 +18,7 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ import torch
 from shared_core.cluster.mirror import Mirror
 from shared_core.consistency.frontier import Top
 from shared_core.errors import CorruptFile
-from shared_core.recovery.plain import dumps, loads
+from shared_core.recovery.plain import Piece, dumps, loads, pieces
 
-_HEADER = struct.Struct("<III")  # length of the header, length of the payload, checksum of both
+_HEADER = struct.Struct("<IQI")  # length of the header, length of the payload, checksum of both
 _CHECK = struct.Struct("<IIQ")  # group, checksum, sequence number + 1
 _CHECKS = 8192
 #: Start of the names of files with numbers.
@@ -37,30 +38,52 @@ TALLY = "tally."
 _TALLY = struct.Struct("<Q")
 
 
-def write_file(path: Path, head: bytes, payload: bytes, mirror: Mirror | None = None) -> None:
-    """Write a file whole, with a checksum."""
+def write_file(
+    path: Path, head: bytes, payload: Sequence[Piece], mirror: Mirror | None = None, spare: Path | None = None
+) -> int:
+    """Write a file whole, with a checksum. Returns the size of the payload in bytes.
+
+    Args:
+        path: of the file.
+        head: read without the payload.
+        payload: in pieces.
+        mirror: where a copy goes.
+        spare: a file that is overwritten and renamed, if it exists: writing to memory that a file already has costs
+            less than a third.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    data = [_HEADER.pack(len(head), len(payload), zlib.crc32(payload, zlib.crc32(head))), head, payload]
+    if spare is not None:
+        with suppress(FileNotFoundError):
+            os.rename(spare, temporary)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600)
+    size, crc = sum(map(len, payload)), zlib.crc32(head)
+    for piece in payload:
+        crc = zlib.crc32(piece, crc)
+    data = [_HEADER.pack(len(head), size, crc) + head, *payload]
     try:
-        os.writev(fd, data)
+        for each in data:
+            left = memoryview(each)
+            while left:  # the kernel takes at most 2 GiB at once
+                left = left[os.write(fd, left) :]
+        os.ftruncate(fd, sum(map(len, data)))
     finally:
         os.close(fd)
     os.rename(temporary, path)
     if mirror is not None:
-        mirror.write(path.name, b"".join(data))
+        mirror.write(path.name, data)
         mirror.sync()
+    return size
 
 
-def read_file(path: Path, *, payload: bool = True) -> tuple[bytes, bytes]:
+def read_file(path: Path, *, payload: bool = True) -> tuple[bytes, Piece]:
     """What :func:`write_file` was given.
 
     Raises:
         CorruptFile: if its checksum does not match.
     """
-    data = path.read_bytes()
+    data = memoryview(path.read_bytes())
     head_len, payload_len, crc = _HEADER.unpack_from(data)
-    head = data[_HEADER.size : _HEADER.size + head_len]
+    head = bytes(data[_HEADER.size : _HEADER.size + head_len])
     body = data[_HEADER.size + head_len :]
     if len(body) != payload_len or zlib.crc32(body, zlib.crc32(head)) != crc:
         raise CorruptFile(f"{path} is damaged: its checksum does not match")
@@ -106,6 +129,7 @@ class Board:
         self._mirror = mirror
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in folder.glob("top.*") if p.suffix != ".tmp")
+        self._spare = folder / "spare.tmp"
         self._mids: dict[int, int] = {}
         self._count = 0
         fd = os.open(folder / "checks", os.O_RDWR | os.O_CREAT, 0o600)
@@ -130,27 +154,29 @@ class Board:
 
     def publish_top(self, top: Top, parts: dict[str, Any]) -> int:
         """Publish a batch top. Returns its size in bytes."""
-        payload = dumps(parts)
-        write_file(self.folder / f"top.{top.index}", json.dumps(asdict(top)).encode(), payload, self._mirror)
+        head = json.dumps(asdict(top)).encode()
+        size = write_file(self.folder / f"top.{top.index}", head, pieces(parts), self._mirror, self._spare)
         if top.index in self._kept:  # a newcomer publishes its predecessor's top again
             self._kept.remove(top.index)
         self._kept.append(top.index)
-        return len(payload)
+        return size
 
     def publish_mid(self, top: int, number: int, parts: dict[str, Any]) -> None:
         """Publish forward-mutated state before the first bucket of backward ``number`` of the batch after ``top``."""
-        write_file(self.folder / f"mid.{top}.{number}", b"", dumps(parts), self._mirror)
+        write_file(self.folder / f"mid.{top}.{number}", b"", pieces(parts), self._mirror)
         self._mids[top] = max(self._mids.get(top, 0), number + 1)
 
     def publish_end(self, entry: int, result: Any, parts: dict[str, Any]) -> None:
         """Publish the end of an entry call; kept for the whole job."""
-        write_file(self.folder / f"end.{entry}", b"", dumps({"result": result, "parts": parts}), self._mirror)
+        write_file(self.folder / f"end.{entry}", b"", pieces({"result": result, "parts": parts}), self._mirror)
 
     def drop_before(self, top: int) -> None:
         """Remove batch tops below ``top``; the newest is always kept."""
         while len(self._kept) > 1 and self._kept[0] < top:
             index = self._kept.pop(0)
             mids = [f"mid.{index}.{number}" for number in range(self._mids.pop(index, 0))]
+            with suppress(FileNotFoundError):
+                os.rename(self.folder / f"top.{index}", self._spare)
             for name in (f"top.{index}", *mids):
                 (self.folder / name).unlink(missing_ok=True)
                 if self._mirror is not None:
@@ -175,7 +201,7 @@ class Board:
     def write_order(self, indices: list[Any]) -> str:
         """Publish the indices of a pass over the data. Returns its name."""
         name = f"order.{os.urandom(6).hex()}"
-        write_file(self.folder / name, b"", dumps(indices), self._mirror)
+        write_file(self.folder / name, b"", pieces(indices), self._mirror)
         return name
 
     def read_order(self, name: str) -> list[Any]:

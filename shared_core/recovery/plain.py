@@ -11,6 +11,8 @@ import datetime
 import io
 import pathlib
 import pickle
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,16 @@ import torch
 
 from shared_core.errors import CorruptFile, SwiftError
 
+#: What a value can be written as without a copy.
+Piece = bytes | memoryview
+#: Tensors from this size on are pieces of their own, in bytes.
+_LARGE = 1 << 16
+#: First byte of what consists of several pieces; a pickle begins with another.
+_SEVERAL = b"S"
+_LENGTH = struct.Struct("<Q")
 
-def _tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+
+def _tensor(data: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     kind = _dtype(dtype)
     if not data:
         return torch.empty(shape, dtype=kind)
@@ -65,10 +75,16 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, apart: Callable[[pickle.PickleBuffer], Any] | None) -> None:
+        super().__init__(file, protocol=5, buffer_callback=apart)
+        self._limit = _LARGE if apart is not None else None
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
             flat = obj.detach().cpu().contiguous()
-            data = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+            view: Any = flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+            apart = self._limit is not None and view.nbytes >= self._limit
+            data = pickle.PickleBuffer(view) if apart else view.tobytes()
             return _tensor, (data, str(obj.dtype).removeprefix("torch."), tuple(obj.shape))
         if isinstance(obj, np.ndarray) and obj.dtype != object:
             return _array, (obj.tobytes(), obj.dtype.str, obj.shape)
@@ -93,9 +109,29 @@ def dumps(value: Any) -> bytes:
     Raises:
         SwiftError: if the value holds something else.
     """
+    return _dump(value, None)
+
+
+def pieces(value: Any) -> list[Piece]:
+    """As :func:`dumps`, in pieces to be written one after the other. Large tensors are not copied: write the pieces
+    before they change.
+
+    Raises:
+        SwiftError: if the value holds something that is no plain data.
+    """
+    apart: list[memoryview] = []
+    main = _dump(value, lambda each: apart.append(each.raw()))
+    if not apart:
+        return [main]
+    lengths = (len(main), *(each.nbytes for each in apart))
+    table = _SEVERAL + b"".join(map(_LENGTH.pack, (len(lengths), *lengths)))
+    return [table, main, *apart]
+
+
+def _dump(value: Any, apart: Callable[[pickle.PickleBuffer], Any] | None) -> bytes:
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, protocol=5).dump(value)
+        _Pickler(buffer, apart).dump(value)
     except Exception as error:
         raise SwiftError(
             f"cannot publish {type(value).__name__}: {error}. Register plain data and tensors only."
@@ -104,14 +140,29 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes | memoryview) -> Any:
-    """Inverse of :func:`dumps`.
+    """Inverse of :func:`dumps`, and of :func:`pieces` joined.
 
     Raises:
         CorruptFile: if the bytes are damaged or name anything but plain data.
     """
     try:
-        return _Unpickler(io.BytesIO(data)).load()
+        main, *apart = _split(memoryview(data))
+        return _Unpickler(io.BytesIO(main), buffers=apart).load()
     except CorruptFile:
         raise
     except Exception as error:
         raise CorruptFile(f"damaged publication: {error}") from error
+
+
+def _split(data: memoryview) -> Sequence[memoryview]:
+    if data[:1] != _SEVERAL:
+        return [data]
+    at = 1 + _LENGTH.size
+    (count,) = _LENGTH.unpack_from(data, 1)
+    lengths = struct.unpack_from(f"<{count}Q", data, at)
+    at += count * _LENGTH.size
+    found = []
+    for length in lengths:
+        found.append(data[at : at + length])
+        at += length
+    return found

@@ -26,14 +26,14 @@ from shared_core.loaders.reshard import advance, at_path, divide, loader_states,
 from shared_core.loaders.seeded import place_seed
 from shared_core.recovery.board import TALLY, Board, read_file, write_file
 from shared_core.recovery.checkpoints import Restored, ends_before
-from shared_core.recovery.plain import dumps, loads
+from shared_core.recovery.plain import loads, pieces
 
 RANDOM = "swift.random"
 
 
 def hand_on(folder: Path, description: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
     """Write the replicated state for the workers of the next attempt, beside what this rank has published."""
-    write_file(folder / REPLICATED, b"", dumps((description, list(tensors))))
+    write_file(folder / REPLICATED, b"", pieces((description, list(tensors))))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Steps are seen through torch's public global optimizer hooks. An update begins w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -50,6 +50,7 @@ class Updates:
         self.recomputed = 0
         self._in_batch = 0
         self._several = False
+        self._sharded = False
         self._wants_images = False
         self._images: list[PreImage] = []
         self._newest: dict[int, torch.Tensor] = {}
@@ -77,7 +78,8 @@ class Updates:
     @property
     def keeps_images(self) -> bool:
         """Whether parameters are kept before each update."""
-        return self._policy == "always" or (self._policy == "auto" and self._several)
+        # Of a sharded stage a replica has nothing else to give: see attach().
+        return self._policy == "always" or (self._several and (self._policy == "auto" or self._sharded))
 
     def keep_images(self, *, at_once: bool = False) -> None:
         """Keep parameters before each update from the next batch top on, or at once (where the policy is ``auto``)."""
@@ -89,12 +91,15 @@ class Updates:
         """False while a newcomer computes with parameters that are newer than its place in the program."""
         return self._skip == 0 or bool(self._newest)
 
-    def attach(self, replicated: Replicated, *, undo: bool = False) -> None:
+    def attach(self, replicated: Replicated, *, undo: bool = False, sharded: bool = False) -> None:
         """Watch the optimizers of ``replicated`` from now on.
 
         Args:
             replicated: what is trained.
             undo: keep what updates overwrite until the next batch top, for :meth:`at_version`.
+            sharded: the optimizer's state is divided over the replicas, so that each publishes its own. A newcomer
+                then runs every update that its predecessor's batch had, on its own shard, and is given the parameters
+                at its batch top, never newer ones. Updates are what is inside :meth:`update`.
 
         Raises:
             UnsupportedOptimizer: with ``undo``, for an optimizer whose updates cannot be undone.
@@ -107,6 +112,7 @@ class Updates:
             self._undo.arm()
         with self._condition:
             self.replicated = replicated
+            self._sharded = sharded
             self._several = self._several or len(replicated.optimizers) > 1
             self._clean.clear()
             if not self._handles and replicated.optimizers:
@@ -153,10 +159,7 @@ class Updates:
             RecoveryFailed: if the state does not get there in time.
         """
         with self._condition:
-            ready = self._condition.wait_for(
-                lambda: not self._updating and not self._installing and self.state_version >= min_version,
-                timeout=timeout_s,
-            )
+            ready = self._condition.wait_for(lambda: self._has(min_version), timeout=timeout_s)
             if not ready:
                 raise RecoveryFailed(
                     f"waited {timeout_s:.0f} s for the state to contain {min_version} updates; it has "
@@ -166,6 +169,9 @@ class Updates:
         try:
             nothing: dict[str, Any] = {"parameters": 0, "states": [], "tensors": []}
             description, tensors = self.replicated.export() if self.replicated is not None else (nothing, [])
+            if self._sharded:
+                yield description | {"version": min_version, "images": []}, self._parameters_at(min_version, tensors)
+                return
             description["version"] = self.state_version
             images = [(version, params) for version, params in self._images if version >= min_version]
             description["images"] = []
@@ -180,6 +186,27 @@ class Updates:
             with self._condition:
                 self._frozen -= 1
                 self._condition.notify_all()
+
+    def _has(self, version: int) -> bool:
+        """Whether a newcomer that starts at ``version`` can be given the state now."""
+        if self._installing:
+            return False
+        if self._sharded and self._image(version) is not None:
+            return True  # also in the middle of an update, whose end may need the newcomer
+        return not self._updating and self.state_version >= version
+
+    def _image(self, version: int) -> dict[int, torch.Tensor] | None:
+        return next((params for kept, params in self._images if kept == version), None)
+
+    def _parameters_at(self, version: int, newest: list[torch.Tensor]) -> list[torch.Tensor]:
+        image = self._image(version)
+        if image is not None:
+            return list(image.values())
+        if self._applied != version:
+            raise RecoveryFailed(
+                f"the parameters before update {version + 1} are kept no longer: there have been {self._applied}"
+            )
+        return newest
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -260,14 +287,35 @@ class Updates:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if not self._mine(optimizer):
             return None
-        return begin_after_closure(args, kwargs, lambda: self._begin(optimizer))
+        return begin_after_closure(args, kwargs, lambda: self._begin_step(optimizer))
 
-    def _begin(self, optimizer: Optimizer) -> None:
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """One update of a sharded stage is made in here: its shard is stepped, and parameters come from all shards."""
+        assert self.replicated is not None
+        self._begin()
+        if self.keeps_images:
+            with self._condition:
+                self._keep(range(len(self.replicated.parameters)))
+                self._condition.notify_all()
+        self._open_window()
+        try:
+            yield
+        finally:
+            self._close_window()
+        with self._condition:
+            self._count()
+        self._end()
+
+    def _begin(self) -> None:
         inject.point("update.before")
         with self._condition:
             self._condition.wait_for(lambda: self._frozen == 0)
             self._updating = True
         self._in_batch += 1
+
+    def _begin_step(self, optimizer: Optimizer) -> None:
+        self._begin()
         if self._skip:
             # The state contains this update: without gradients, torch's optimizers leave every parameter alone.
             for group in optimizer.param_groups:
@@ -277,17 +325,26 @@ class Updates:
                         parameter.grad = None
         elif self.keeps_images:
             assert self.replicated is not None
-            places = [self.replicated.index_of(p) for group in optimizer.param_groups for p in group["params"]]
-            self._images.append((self._applied, {i: self.replicated.parameters[i].detach().clone() for i in places}))
+            self._keep([self.replicated.index_of(p) for group in optimizer.param_groups for p in group["params"]])
+        self._open_window()
+
+    def _keep(self, places: Iterable[int]) -> None:
+        assert self.replicated is not None
+        self._images.append((self._applied, {i: self.replicated.parameters[i].detach().clone() for i in places}))
+
+    def _open_window(self) -> None:
         self._window = inject.update_window()
         self._window.__enter__()
+
+    def _close_window(self) -> None:
+        if self._window is not None:
+            self._window.__exit__(None, None, None)
+            self._window = None
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._mine(optimizer):
             return
-        if self._window is not None:
-            self._window.__exit__(None, None, None)
-            self._window = None
+        self._close_window()
         with self._condition:
             if self._skip:
                 for parameter, grad in self._stash:
@@ -296,13 +353,20 @@ class Updates:
                 self._skip -= 1
                 if self._newest:
                     self._forward_images()
-            self._applied += 1
-            if self._applied <= self._highest:
-                self.recomputed += 1  # went through an update it had been through before
-            self._highest = max(self._highest, self._applied)
-            self._updating = False
-            self._condition.notify_all()
+            self._count()
         self._clean[id(optimizer)] = [(id(g), g._version) for g in _grads(optimizer)]
+        self._end()
+
+    def _count(self) -> None:
+        """Under the lock: an update is complete."""
+        self._applied += 1
+        if self._applied <= self._highest:
+            self.recomputed += 1  # went through an update it had been through before
+        self._highest = max(self._highest, self._applied)
+        self._updating = False
+        self._condition.notify_all()
+
+    def _end(self) -> None:
         inject.point("update.after")
         self.after()
 

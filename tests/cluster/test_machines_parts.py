@@ -109,7 +109,7 @@ def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> 
     (own / "checks").write_bytes(b"not copied")
     mirror = Mirror(2, 0, 0, own)
     mirror.follow(machines)
-    mirror.write("top.4", b"four" * 50_000)
+    mirror.write("top.4", [b"four" * 25_000, b"four" * 25_000])
     mirror.append("records", b"s")
     mirror.remove("top.3")
     mirror.sync()
@@ -118,7 +118,7 @@ def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> 
     files = {path.name: path.read_bytes() for path in (tmp_path / "job/rank2/attempt0").iterdir()}
     assert files == {"top.4": b"four" * 50_000, "records": b"rs"}
     mirror.follow(("127.0.0.1:1#0",))  # nobody keeps them now: publishing goes on without
-    mirror.write("top.5", b"")
+    mirror.write("top.5", ())
     mirror.sync()
     assert fetch([here], [2], 1, tmp_path / "job") == {2: 0}  # of another attempt there is nothing
 
@@ -127,7 +127,7 @@ def test_names_lead_nowhere_else(tmp_path: Path, server: MirrorServer, capsys: p
     (tmp_path / "own").mkdir()
     mirror = Mirror(0, 0, 0, tmp_path / "own")
     mirror.follow((None, f"127.0.0.1:{server.port}#1"))
-    mirror.write("../../escaped", b"x")
+    mirror.write("../../escaped", [b"x"])
     mirror.sync()
     assert "no copy of its state on another machine" in capsys.readouterr().err
     assert not list(tmp_path.rglob("escaped*"))

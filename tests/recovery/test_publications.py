@@ -18,7 +18,7 @@ from shared_core.consistency import Top
 from shared_core.errors import CorruptFile, SwiftError
 from shared_core.recovery import board as board_module
 from shared_core.recovery.board import Board
-from shared_core.recovery.plain import dumps, loads
+from shared_core.recovery.plain import dumps, loads, pieces
 from shared_core.testing.digest import digest
 
 
@@ -35,6 +35,13 @@ def test_plain_data_comes_back_bit_for_bit() -> None:
     again = loads(dumps(value))
     assert digest(again) == digest(value)
     assert again["same"][0] is again["same"][1]
+    value["large"] = [torch.randn(1 << 15), torch.randn(1 << 8, 1 << 8).to(torch.bfloat16).t(), shared]
+    written = pieces(value)
+    again = loads(b"".join(written))
+    assert digest(again) == digest(value) == digest(loads(dumps(value)))
+    assert [len(each) for each in written[2:]] == [1 << 17, 1 << 17]
+    again["large"][0] += 1  # may be written to
+    assert again["same"][0] is again["large"][2]
     containers = {
         "path": pathlib.PosixPath("/a/b"),
         "time": [datetime.timedelta(seconds=3), datetime.datetime(2026, 1, 1)],
@@ -145,7 +152,10 @@ def test_old_tops_go_and_the_newest_stays(tmp_path: pathlib.Path) -> None:
     assert board.read_mid(2, 0) is None and board.read_mid(3, 0) == {"n": 3} and board.read_mid(3, 1) is None
     board.drop_before(100)
     assert [top.index for top in board.tops()] == [4]
-    assert sorted(p.name for p in (tmp_path / "rank0").iterdir()) == ["checks", "mid.4.0", "records", "top.4"]
+    left = sorted(p.name for p in (tmp_path / "rank0").iterdir())
+    assert left == ["checks", "mid.4.0", "records", "spare.tmp", "top.4"]
+    board.publish_top(Top(5, 0, 0, "batch", {}), {"shorter": 1})  # over what a dropped one has left
+    assert not (tmp_path / "rank0" / "spare.tmp").exists() and board.read_top(5) == {"shorter": 1}
 
 
 def test_records_survive_a_torn_last_one(tmp_path: pathlib.Path) -> None:

@@ -49,12 +49,14 @@ class Head(nn.Linear):
         return super().forward(x)
 
 
-def micro_batches(seed: int, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def micro_batches(
+    seed: int, rows: int, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Data with a generator of its own, and noise from the global one."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         x = torch.randn(rows, WIDTH, generator=generator) + 0.01 * torch.randn(rows, WIDTH)
-        yield x, x.sin()
+        yield x.to(dtype), x.sin().to(dtype)
 
 
 def main() -> None:
@@ -71,6 +73,8 @@ def main() -> None:
         "--slow", type=float, default=0.0, help="seconds a newcomer's script takes before its first batch"
     )
     parser.add_argument("--damage", nargs=3, action="append", default=[], metavar=("RANK", "STEP", "KIND"))
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--zero", type=int, default=0, help="stage")
     args = parser.parse_args()
     report = Block.report = Report()
     baseline = bool(os.environ.get("SWIFT_BASELINE"))
@@ -103,18 +107,23 @@ def main() -> None:
     }
     if args.schedule:
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    if args.bf16:
+        config["bf16"] = {"enabled": True}
+    if args.zero:
+        config["zero_optimization"] = {"stage": args.zero, "reduce_bucket_size": 1 << 20}
     make = deepspeed.initialize if baseline else initialize
     engine, *_ = make(model=net, config=config)
     torch.manual_seed(dist.get_rank())
     np.random.seed(0)
     random.seed(0)
-    data = micro_batches(engine.grid.get_data_parallel_rank(), args.rows)
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    data = micro_batches(engine.grid.get_data_parallel_rank(), args.rows, dtype)
     if int(os.environ.get("SWIFT_RECOVERY_INCARNATION", "0")):
         time.sleep(args.slow)
     losses = []
     for step in range(args.steps):
-        if step == 3:
-            data = micro_batches(int(torch.randint(1000, (1,))), args.rows)  # the script itself draws a random number
+        if step == 3:  # the script itself draws a random number
+            data = micro_batches(int(torch.randint(1000, (1,))), args.rows, dtype)
         Block.step = step
         for rank, at, kind in args.damage:
             if (int(rank), int(at)) == (dist.get_rank(), step):
@@ -122,7 +131,11 @@ def main() -> None:
         losses.append(float(engine.train_batch(data)))
         if args.evaluate and step % 2:
             losses.append(float(engine.eval_batch(data)))
-    digests = training_digest(net, [engine.optimizer], [], {"losses": losses})
+    sharded = args.bf16 or args.zero
+    optimizer = engine.optimizer.optimizer if sharded else engine.optimizer  # DeepSpeed's own wraps torch's
+    digests = training_digest(net, [optimizer], [], {"losses": losses})
+    if sharded:
+        digests["masters"] = digest([p.detach() for group in optimizer.param_groups for p in group["params"]])
     report.finish({**digests, "generators": generators_digest(), "losses": digest(torch.tensor(losses))}, losses=losses)
 
 

@@ -1,0 +1,90 @@
+"""The state of DeepSpeed's optimizers that are sharded over the data-parallel ranks (bf16, ZeRO stage 1).
+
+Each rank keeps the master weights in fp32 and the moments of its part of the stage, which no replica holds. So they
+are rank-local state: published with every batch top, to the machine's shared memory and, where there are several, to
+another machine. That is what the recovery of such a stage costs: 12 bytes a parameter with Adam, divided by the
+data-parallel degree, are copied at each step, and kept up to three times. A newcomer therefore runs each update of its
+predecessor's batch, with reduced gradients and gathered parameters from the log, and has the newest parameters after.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from shared_core.errors import SwiftError, Unsupported
+
+#: Name of the registered state.
+SHARD = "swift.shard"
+#: What DeepSpeed's optimizers remember of their last step.
+_FACTS = ("overflow", "_global_grad_norm")
+
+
+def is_sharded(optimizer: Any) -> bool:
+    """Whether the state of DeepSpeed's optimizer is divided over the data-parallel ranks."""
+    return isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer))
+
+
+class Shard:
+    """One rank's part of a sharded optimizer.
+
+    Args:
+        optimizer: DeepSpeed's.
+
+    Raises:
+        Unsupported: for what keeps state elsewhere (offload, experts, ZenFlow), and if it does not wrap one of torch's.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        if type(optimizer) not in (BF16_Optimizer, DeepSpeedZeroOptimizer):
+            raise Unsupported(f"{type(optimizer).__name__} cannot be recovered: use ZeRO stage 1 without additions")
+        if getattr(optimizer, "cpu_offload", False) or optimizer.has_moe_layers:
+            raise Unsupported("pipelines with offloaded optimizers or experts cannot be recovered in this version")
+        if not isinstance(optimizer.optimizer, torch.optim.Optimizer):
+            raise Unsupported(
+                f"the optimizer inside is {type(optimizer.optimizer).__name__}, not one of torch's: pass one, or "
+                "choose a type with torch_adam in the DeepSpeed configuration"
+            )
+        self._outer, self._inner = optimizer, optimizer.optimizer
+
+    @property
+    def _masters(self) -> list[torch.Tensor]:
+        """Of each parameter group a flat tensor, this rank's part."""
+        return [master for group in self._inner.param_groups for master in group["params"]]
+
+    def capture(self) -> dict[str, Any]:
+        """Masters, moments, hyper-parameters: live tensors, to be written at once.
+
+        Raises:
+            SwiftError: if gradients are pending, which at the top of a pipeline's batch there are none.
+        """
+        outer = self._outer
+        groups = outer.bf16_groups if isinstance(outer, BF16_Optimizer) else outer.bit16_groups
+        if any(parameter.grad is not None for group in groups for parameter in group):
+            raise SwiftError("gradients are pending at the top of a batch: train through train_batch() alone")
+        return {
+            "masters": [master.detach() for master in self._masters],
+            "state": [dict(self._inner.state.get(master, {})) for master in self._masters],
+            "groups": [{k: v for k, v in group.items() if k != "params"} for group in self._inner.param_groups],
+            "facts": {name: getattr(outer, name) for name in _FACTS if hasattr(outer, name)},
+        }
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Put a captured shard in place."""
+        masters = self._masters
+        self._inner.state.clear()
+        for master, stored, state in zip(masters, values["masters"], values["state"], strict=True):
+            master.data.copy_(stored)
+            if state:
+                self._inner.state[master] = state
+        for group, options in zip(self._inner.param_groups, values["groups"], strict=True):
+            group.update(options)
+        for name, value in values["facts"].items():
+            setattr(self._outer, name, value)
+        # Parameters know the slices of the moments that are theirs: of these tensors, not of those before.
+        self._outer._hp_optimizer_states_linked = False
+        if all(values["state"]):
+            self._outer._lazy_init_hp_params_optimizer_state()

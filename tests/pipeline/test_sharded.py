@@ -1,0 +1,81 @@
+"""Stages in bf16 and with ZeRO-1, whose optimizer no replica holds whole: masters and moments come back bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import Jobs, most
+
+from shared_core.testing import Fault
+from shared_core.testing.runner import JobResult
+
+#: Ranks 0 and 1 are the first stage, ranks 2 and 3 the last.
+MODES = {
+    "bf16": ["--bf16"],
+    "zero": ["--zero", "1"],
+    "both": ["--bf16", "--zero", "1", "--tied", "--clip", "0.1", "--schedule"],
+}
+PLACES = {
+    "backward": ("pipe.backward", 2),
+    "update begins": ("update.before", 1),
+    "in the update": ("update.during", 20),
+    "late in the update": ("update.during", 60),
+    "after the update": ("update.after", 1),
+    "reduce": ("pipe.reduce", 1),
+    "gathering parameters": ("collective.before", 2),
+    "next batch": ("pipe.load", 1),
+}
+
+
+def _resolutions(result: JobResult) -> set[str]:
+    return {event.fields["resolution"] for event in result.events if event.kind == "recovered"}
+
+
+@pytest.mark.parametrize("mode", most(MODES, "both"))
+def test_a_shard_comes_from_what_its_rank_had_published(jobs: Jobs, mode: str) -> None:
+    places = {
+        "bf16": [Fault(0, 2, "update.during", "SIGKILL", 20), Fault(3, 4, "pipe.backward", "SIGKILL", 2)],
+        "zero": [Fault(2, 2, "update.after", "SIGKILL"), Fault(1, 4, "pipe.reduce", "SIGKILL")],
+        "both": [Fault(1, 2, "update.during", "SIGKILL", 60), Fault(3, 4, "update.after", "SIGKILL")],
+    }
+    result = jobs.check("pipe.py", nproc=4, faults=places[mode], args=MODES[mode])
+    assert _resolutions(result) == {"replica"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("mode", MODES)
+def test_at_any_place(jobs: Jobs, mode: str, place: str, rank: int) -> None:
+    point, nth = PLACES[place]
+    fault = Fault(rank, 4, point, "SIGKILL", nth)
+    assert _resolutions(jobs.check("pipe.py", nproc=4, faults=[fault], args=MODES[mode])) == {"replica"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", MODES)
+def test_one_of_each_stage_at_once(jobs: Jobs, mode: str) -> None:
+    faults = [Fault(0, 3, "update.during", "SIGKILL", 20), Fault(3, 3, "update.after", "SIGKILL")]
+    jobs.check("pipe.py", nproc=4, faults=faults, args=MODES[mode])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", MODES)
+def test_a_newcomer_is_lost_too(jobs: Jobs, mode: str) -> None:
+    faults = [
+        Fault(2, 3, "update.during", "SIGKILL", 60),
+        Fault(2, 3, "update.during", "SIGKILL", 20, incarnation=1),
+        Fault(3, 4, "update.after", "SIGKILL"),
+    ]
+    jobs.check("pipe.py", nproc=4, faults=faults, args=MODES[mode])
+
+
+@pytest.mark.parametrize("mode", most(MODES, "zero", "both"))
+def test_without_a_replica_from_the_checkpoint(jobs: Jobs, tmp_path: Path, mode: str) -> None:
+    env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "2"}
+    fault = Fault(1, 5, "update.during", "SIGKILL", 20)
+    result = jobs.check("pipe.py", nproc=2, faults=[fault], env=env, args=MODES[mode])
+    assert _resolutions(result) == {"replay"}
+    (ready,) = (event for event in result.events if event.kind == "newcomer_ready")
+    assert ready.fields["top"] in (2, 4)
