@@ -66,6 +66,8 @@ class SwiftConfig:
             gradient's size.
         seed: seed of ``data="seeded"``.
         log_messages: log what pipeline stages send each other to disk: ``auto`` where a stage has no replica.
+        log_groups: ranks that start again together, so that messages between them need no log: ``worker`` (each alone),
+            ``machine``, ``auto`` (by machine where there are several) or ranges of ranks, as ``0-3,4-7``.
         log_dir: parent of the folder for these logs; that of temporary files when unset.
         log_ring_bytes: so many bytes may wait for the disk before a stage waits for it.
     """
@@ -85,6 +87,7 @@ class SwiftConfig:
     log_spill_bytes: int = 0
     seed: int = 0
     log_messages: str = "auto"
+    log_groups: str = "auto"
     log_dir: str | None = None
     log_ring_bytes: int = 256 << 20
 

@@ -24,6 +24,7 @@ KINDS = (
     "checkpoint",
     "restart",
     "resize",
+    "together",
     "warning",
     "log_memory",
     "fault",

@@ -265,6 +265,7 @@ class Job:
             self._updates.keep_images(at_once=True)
         if wanted == "always" or (wanted == "auto" and alone):
             self._logs.open()
+            self._recovery.together = self._logs.together
 
     def _ddp_flags(self) -> list[bool]:
         return [ddp.require_forward_param_sync for ddp in self._ddps]

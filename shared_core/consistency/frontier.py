@@ -126,6 +126,7 @@ class Frontier:
         tops: batch tops it has published (a newcomer: its predecessor's, newest last).
         committed: index of the top a newcomer has already prepared for, or None.
         groups: its groups by name (empty for a newcomer).
+        together: ranks that start again together, this one among them: messages between them are not on disk.
     """
 
     rank: int
@@ -135,6 +136,7 @@ class Frontier:
     tops: tuple[Top, ...]
     committed: int | None = None
     groups: dict[str, GroupFrontier] = field(default_factory=dict)
+    together: list[int] = field(default_factory=list)
 
     def to_json(self) -> str:
         """One JSON object."""

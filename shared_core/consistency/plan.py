@@ -29,6 +29,7 @@ class Plan:
         finished: per group, collectives with a result somebody has; nobody runs them again.
         redo: per group, finished rank-specific collectives that all members run again, because some member needs them.
         received: per group and channel, how many messages the receiver has; the sender sends those above again.
+        leave: survivors that have to start again together with a newcomer; if there are any, nothing else is done.
     """
 
     tops: dict[int, Top | None]
@@ -37,6 +38,7 @@ class Plan:
     finished: dict[str, set[int]]
     redo: dict[str, set[int]]
     received: dict[str, dict[str, int]] = field(default_factory=dict)
+    leave: frozenset[int] = frozenset()
 
     @property
     def newcomers(self) -> tuple[int, ...]:
@@ -127,10 +129,12 @@ def decide(frontiers: Mapping[int, Frontier]) -> Plan:
                 "checkpoint."
             )
     redo = {}
+    leave: set[int] = set()
     for group in groups:
-        _check_messages(group, tops)
+        leave.update(_without_messages(group, tops, survivors))
         redo[group.name] = _redo(group, tops)
     return Plan(
+        leave=frozenset(leave),
         tops=tops,
         donors=donors,
         transfers=_transfers(groups, tops),
@@ -210,11 +214,20 @@ def _too_late(group: _Group, tops: Mapping[int, Top | None]) -> int | None:
     return None
 
 
-def _check_messages(group: _Group, tops: Mapping[int, Top | None]) -> None:
-    """Raises RecoveryFailed if a receiver lacks a message that its sender no longer keeps."""
+def _without_messages(
+    group: _Group, tops: Mapping[int, Top | None], survivors: Mapping[int, Frontier]
+) -> Iterator[int]:
+    """Survivors that a newcomer needs messages from which they do not keep, because both start again together.
+
+    Raises:
+        RecoveryFailed: if they do not start again together.
+    """
     for key, source, destination in group.channels(tops):
         has = group.has(key, destination, tops)
         if source in group.here and group.here[source].held.get(key, 0) > has:
+            if destination in tops and destination in survivors[source].together:
+                yield source
+                continue
             raise RecoveryFailed(
                 f"rank {destination} needs message {has} that rank {source} sent it in group {group.name!r}, which "
                 "rank "

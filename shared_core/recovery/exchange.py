@@ -31,7 +31,7 @@ from shared_core.comm.log import Signature, read_signature
 from shared_core.comm.runtime import MAX_ATTEMPTS, GroupState, Runtime
 from shared_core.consistency import Cut, Frontier, GroupFrontier, Offer, Plan, Top, choose_cut, decide
 from shared_core.errors import CorruptFile, GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError
-from shared_core.events import EventLog
+from shared_core.events import EventLog, console
 from shared_core.recovery.board import Board
 from shared_core.recovery.messages import receive, send
 from shared_core.recovery.resize import local_state
@@ -99,6 +99,7 @@ class Recovery:
         self.prepared = False
         self.on_recovered: Callable[[dict[str, Any]], None] = lambda fields: None
         self.saved_tops: Callable[[], list[Top]] = list
+        self.together: tuple[int, ...] = ()
         self._records: dict[int, dict[str, Any]] = {}
         self._watcher: threading.Thread | None = None
         self._tops: tuple[Top, ...] = ()
@@ -363,6 +364,7 @@ class Recovery:
             version=self.state.version,
             tops=(),
             groups=groups,
+            together=list(self.together),
         )
 
     def _form(self, store: Store, generation: int, *, posted: bool = False) -> Received:
@@ -378,6 +380,8 @@ class Recovery:
         store.set(f"gen/{generation}/ready/{self.env.rank}", "1")
         fronts = self._fronts(store, generation)
         plan = decide(fronts)
+        if plan.leave:
+            self._start_together(plan, generation)
         # Replicas are compared at the first batch top after everyone has made a step beyond what anybody has now.
         self.verify_version = max(front.version for front in fronts.values()) + 1 if plan.tops else None
         mine = plan.tops.get(self.env.rank)
@@ -408,6 +412,21 @@ class Recovery:
         self._install(plan, inner, generation, replay, joining)
         inject.point("recovery.installed")
         return received
+
+    def _start_together(self, plan: Plan, generation: int) -> NoReturn:
+        """A newcomer needs messages that are not on disk: their senders begin again with it (selective logging).
+
+        Raises:
+            GenerationAbandoned: in all others, when that is known.
+        """
+        if self.env.rank in plan.leave:
+            lost = ", ".join(map(str, plan.newcomers))
+            self.events.emit("together", rank=self.env.rank, generation=generation, newcomers=list(plan.newcomers))
+            console(f"rank {self.env.rank} starts again together with rank {lost}: they share a group of log_groups")
+            os._exit(EXIT_STALE)
+        with self.runtime.lock:
+            self.runtime.changed.wait_for(lambda: self._abandoned(generation), timeout=self.runtime.wait_timeout_s)
+        raise GenerationAbandoned("others start again")
 
     def _meet(self, plan: Plan, generation: int, attempt: int) -> tuple[InnerGroup, Replay, Received]:
         """Connect the job's default group and move what the plan says, on all ranks or on none.

@@ -7,6 +7,7 @@ every rank is told so by a collective that each batch has anyway, and what lies 
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,42 @@ from shared_core.cluster.jobdir import log_folder
 from shared_core.cluster.worker import WorkerEnv
 from shared_core.comm import Runtime
 from shared_core.comm.archive import Archive
-from shared_core.errors import RecoveryFailed, SwiftError
+from shared_core.errors import ConfigError, RecoveryFailed, SwiftError
+
+
+def together(groups: str, rank: int, world_size: int, local_world_size: int) -> tuple[int, ...]:
+    """Ranks that start again together with ``rank``, itself among them: messages between them are not logged.
+
+    Args:
+        groups: ``worker``: each rank alone; ``machine``: the ranks of a machine; ``auto``: one or the other, the
+            second where there are several; else ranges of ranks, as ``0-3,4,5-7``. A rank that is not named is alone.
+        rank: logical rank.
+        world_size: number of ranks.
+        local_world_size: number of ranks of each machine.
+
+    Raises:
+        ConfigError: if the ranges cannot be read, overlap, or name ranks that are not there.
+    """
+    if groups == "auto":
+        groups = "machine" if world_size > local_world_size else "worker"
+    if groups == "machine":
+        first = rank - rank % local_world_size
+        return tuple(range(first, first + local_world_size))
+    named: list[int] = []
+    mine: tuple[int, ...] = (rank,)
+    for part in [] if groups == "worker" else groups.split(","):
+        low, _, high = part.strip().partition("-")
+        if not low.isdecimal() or not (high or low).isdecimal() or not int(low) <= int(high or low) < world_size:
+            raise ConfigError(
+                f"log_groups={groups!r}: {part!r} is no range of ranks from 0 to {world_size - 1}; write for example "
+                "0-3,4-7, or worker, machine or auto"
+            )
+        ranks = range(int(low), int(high or low) + 1)
+        if set(named) & set(ranks):
+            raise ConfigError(f"log_groups={groups!r}: {part!r} names a rank of another group")
+        named += ranks
+        mine = tuple(ranks) if rank in ranks else mine
+    return mine
 
 
 class Logs:
@@ -37,12 +73,15 @@ class Logs:
         self._env, self._runtime, self._newest_top, self._fall_back = env, runtime, newest_top, fall_back
         self._mark: tuple[Any, torch.Tensor] | None = None
         self._commits = [0, 0]
+        self.together: tuple[int, ...] = ()
 
     def open(self) -> None:
         """Log to disk from now on. A newcomer goes on with what its predecessor has left on this machine."""
         if self._runtime.archive is not None:
             return
         env = self._env
+        nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.together = together(env.config.log_groups, env.rank, env.world_size, nproc)
         mine = log_folder(env.config.log_dir, env.job_dir) / f"rank{env.rank}"
         folder = mine / f"attempt{env.restart}"
         for old in mine.glob("attempt*"):
@@ -51,6 +90,7 @@ class Logs:
         owner = f"{env.job} rank {env.rank} attempt {env.restart}"
         make = Archive.reopen if folder.is_dir() else Archive
         self._runtime.unreadable = self._unreadable
+        self._runtime.archived = lambda destination: destination not in self.together
         self._runtime.open_archive(make(folder, ring_bytes=env.config.log_ring_bytes, owner=owner))
 
     def mark(self) -> None:
