@@ -154,6 +154,7 @@ class Workers:
         env: more environment.
         machines: those of a ``swift`` job on several, one more than it has places.
         nproc: number of workers.
+        options: more options of swiftrun.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class Workers:
         env: Mapping[str, str] | None = None,
         machines: Sequence[Machine] = (),
         nproc: int = WORKERS,
+        options: Sequence[str] = (),
     ) -> None:
         self.system, self.nproc, self.script, self.args = system, nproc, script, list(args)
         self.log = out / f"{system}.log"
@@ -188,6 +190,7 @@ class Workers:
                 self.start_machine(place)
         elif system in ("swift", "accelerate"):
             command = ["-m", "shared_core.cli.swiftrun", f"--nproc-per-node={nproc}", f"--standbys={standbys}"]
+            command += options
             self._launch(-1, [*command, f"--events={out / 'events.jsonl'}", str(script), *self.args], {})
         elif system in ("torchrun", "checkfreq"):
             command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]

@@ -24,7 +24,9 @@ TARGET, TARGET_LOGGED = 1.03, 1.05
 SLOW_DISK_BYTES_PER_S = 10e6
 #: Steps in a block and rounds, of a whole run and of a quick one.
 STEPS, ROUNDS, QUICK_ROUNDS = 4, 20, 3
-_NEVER = {"SWIFT_RECOVERY_LOG_MESSAGES": "never"}
+_NEVER = (("SWIFT_RECOVERY_LOG_MESSAGES", "never"),)
+_EACH = (("SWIFT_RECOVERY_LOG_GROUPS", "worker"),)
+_GROUPS = (("SWIFT_RECOVERY_LOG_GROUPS", "0-1,2-3"),)
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,14 @@ class Variant:
 
 REPLICAS = (Variant("ours, replicas", TARGET, quick=True),)
 LOGGED = (
-    Variant("ours, no logs", TARGET, env=tuple(_NEVER.items())),
-    Variant("ours, all boundaries logged", TARGET_LOGGED, quick=True),
-    Variant("ours, boundary of groups 0-1 and 2-3 logged", TARGET_LOGGED, args=("--groups", "0-1,2-3")),
+    Variant("ours, no logs", TARGET, env=_NEVER),
+    Variant("ours, all boundaries logged", TARGET_LOGGED, env=_EACH, quick=True),
+    Variant("ours, boundary of groups 0-1 and 2-3 logged", TARGET_LOGGED, env=_GROUPS),
     Variant(
         f"ours, all logged to a disk of {SLOW_DISK_BYTES_PER_S / 1e6:g} MB/s",
         TARGET_LOGGED,
         args=("--disk-bytes-per-s", str(SLOW_DISK_BYTES_PER_S)),
+        env=_EACH,
     ),
 )
 #: Stages of a pipeline with four workers, and how our engine runs there.

@@ -46,7 +46,6 @@ def main() -> None:
     parser.add_argument("--stages", type=int, required=True)
     parser.add_argument("--ours", action="store_true")
     parser.add_argument("--disk-bytes-per-s", type=float, default=0.0)
-    parser.add_argument("--groups", help="stages whose messages to each other are not logged, as in 0-1,2-3")
     parser.add_argument("--socket", required=True)
     options = parser.parse_args()
     model.start(options.ours)
@@ -62,8 +61,6 @@ def main() -> None:
         import shared_core
 
         job = shared_core.current_job()
-        if options.groups:
-            keep_groups_apart(job, options.groups, engine)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(options.socket)
     line = Line(connection)
@@ -89,14 +86,6 @@ def main() -> None:
     dist.barrier()
     if job is None:
         dist.destroy_process_group()
-
-
-def keep_groups_apart(job: Any, groups: str, engine: Any) -> None:
-    """Log only what crosses from one group of stages to another."""
-    spans = [[int(end) for end in span.split("-")] for span in groups.split(",")]
-    group_of = {stage: number for number, (a, b) in enumerate(spans) for stage in range(a, b + 1)}
-    mine = group_of[engine.stage_id]
-    job._runtime.archived = lambda rank: group_of[engine.grid._topo.get_coord(rank).pipe] != mine
 
 
 if __name__ == "__main__":
