@@ -5,8 +5,7 @@ logs of its neighbours; torchrun starts all workers again from DeepSpeed's own c
 sleeps instead of computing, so that a few cores are as good as one for each stage. For each kill:
 
 - stall: from the kill until the step has next returned on all ranks; part of it is the step itself;
-- delay: how much later than without the kill the job is: the longest gap between two steps of the first stage around
-  the kill, less a normal step;
+- delay: how much later than without the kill the job is once it is two steps beyond where it was;
 - replay: from the newcomer's join until it is through the last step that its predecessor had finished;
 - regained: until all ranks are beyond the furthest step that any had made before the kill;
 - recomputed: forward passes of micro-batches that a rank had made before.
@@ -14,6 +13,7 @@ sleeps instead of computing, so that a few cores are as good as one for each sta
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import statistics
@@ -24,8 +24,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import os
 
 from benchmarks.common import Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
 from benchmarks.pipeline_model import COMPUTE, MICRO_BATCHES
@@ -137,7 +135,6 @@ class Kill:
     replayed: int = 0
     replay_s: float | None = None
     moved: int | None = None
-    resolution: str = ""
 
 
 @dataclass
@@ -183,6 +180,7 @@ def run(case: Case, repeats: int, folder: Path, every: int, since: int) -> Outco
                     f"replayed {kill.replayed} steps in {kill.replay_s or 0:.2f} s"
                 )
         traces.refresh()
+        outcome.step_s = normal_step(traces)
         (out / "stop").write_text(str(traces.furthest() + 3))
         try:
             status = workers.wait(PATIENCE_S)
@@ -194,7 +192,7 @@ def run(case: Case, repeats: int, folder: Path, every: int, since: int) -> Outco
 
 
 def normal_step(traces: Traces) -> float:
-    """Median seconds between two steps of the first stage that followed each other without a kill."""
+    """Median seconds between two steps of the first stage so far."""
     times = [line["time"] for line in traces.steps(0)][2:]
     return statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
 
@@ -253,7 +251,7 @@ def measure(
     kill = Kill(
         lost,
         stall_s=max(stalled_until(traces, rank, at, step_s) for rank in others) - at,
-        delay_s=max(delay(traces, rank, at, step_s) for rank in others),
+        delay_s=max(delay(traces, rank, at, step_s, furthest + 2) for rank in others),
         regained_s=max(regained) - at,
         survivors=max(again[rank] for rank in others),
         newcomers=max(again[rank] for rank in ranks),
@@ -262,14 +260,15 @@ def measure(
     )
     if case.way == "torchrun":
         return kill
-    found = next((one for one in recoveries(read_events(events)) if one.detected >= at - 0.001), None)
-    if found is None:
+    # Two losses may be noticed one after the other: the first generation is then abandoned for another.
+    found = [one for one in recoveries(read_events(events)) if one.detected >= at - 0.001]
+    if not found:
         raise RuntimeError(f"{case.name}: no recovery in the events after the kill of ranks {ranks}")
-    kill.moved, kill.resolution = found.bytes_moved, found.resolution
-    generation = [e for e in read_events(events) if e.time > at and e.generation == found.generation]
-    kill.recovered_s = max((e.fields["stall_s"] for e in generation if e.kind == "recovered"), default=None)
-    kill.resumed_s = max((e.fields["stall_s"] for e in generation if e.kind == "resumed"), default=None)
-    joins = [e for e in generation if e.kind == "newcomer_ready"]
+    kill.moved = sum(one.bytes_moved for one in found)
+    later = [e for e in read_events(events) if e.time > at]
+    kill.recovered_s = max((e.fields["stall_s"] for e in later if e.kind == "recovered"), default=None)
+    kill.resumed_s = max((e.fields["stall_s"] for e in later if e.kind == "resumed"), default=None)
+    joins = [e for e in later if e.kind == "newcomer_ready"]
     if not joins:
         return kill
     kill.joined_s = max(e.time for e in joins) - at
@@ -283,11 +282,11 @@ def measure(
     return kill
 
 
-def delay(traces: Traces, rank: int, at: float, step_s: float) -> float:
-    """By how much longer than a normal step a rank's steps around the kill took: two, as it may fall between them."""
-    before = [x["time"] for x in traces.steps(rank) if x["time"] <= at]
-    after = [x["time"] for x in traces.steps(rank, at)]
-    return after[1] - before[-1] - 2 * step_s
+def delay(traces: Traces, rank: int, at: float, step_s: float, goal: int) -> float:
+    """How much longer than normal a rank took from its last step before the kill until it had made step ``goal``."""
+    last = [x for x in traces.steps(rank) if x["time"] <= at][-1]
+    made = next(x["time"] for x in traces.steps(rank, at) if x["step"] == goal)
+    return float(made - last["time"] - (goal - last["step"]) * step_s)
 
 
 def computed_again(traces: Traces, rank: int, at: float) -> int:
@@ -322,6 +321,8 @@ def rows_of(outcome: Outcome) -> list[Row]:
         if case.way == "torchrun":
             rows.append(Row(case.name, f"{who}: recomputed by a survivor", again, "micro-batches"))
             continue
+        rows.append(Row(case.name, f"{who}: survivors' state and logs exchanged", median("recovered_s"), "s"))
+        rows.append(Row(case.name, f"{who}: survivors resumed", median("resumed_s"), "s"))
         rows.append(Row(case.name, f"{who}: newcomer joined", median("joined_s"), "s"))
         if case.groups == "worker":
             rows.append(at_most(case.name, f"{who}: recomputed by a survivor", again, "micro-batches", 0))
