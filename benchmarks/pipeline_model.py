@@ -1,25 +1,21 @@
-"""What the pipeline benchmarks train: a stack of blocks under DeepSpeed's engine, with real or emulated compute.
-
-Import it before torch is asked for an accelerator: it makes DeepSpeed use the CPU.
-"""
+"""What the pipeline benchmarks train: a stack of blocks under DeepSpeed's engine, with real or emulated compute."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+#: Environment of the workers: DeepSpeed is to use the processor.
+ENV = {"DS_ACCELERATOR": "cpu"}
 MICRO_BATCHES = 4
 WIDTH, HEADS = 256, 4
 #: Blocks in all of the stages together, with real compute.

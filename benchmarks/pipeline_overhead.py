@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import turns
 from benchmarks.common import WORKERS, Row, arguments, at_most, finish, leave_nothing, say
-from benchmarks.pipeline_model import COMPUTE, MICRO_BATCHES
+from benchmarks.pipeline_model import COMPUTE, ENV, MICRO_BATCHES
 from benchmarks.turns import Side, Start
 
 SCRIPT = Path(__file__).with_name("pipeline_overhead_worker.py")
@@ -85,7 +85,9 @@ def measure(case: str, ready: Mapping[str, Side], variants: Sequence[Variant], r
         pairs = zip(steps[name], steps[PLAIN], strict=True)
         ratios = sorted(statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs)
         value, metric = statistics.median(ratios), f"step time, {name} / {PLAIN}"
-        rows.append(at_most(case, metric, value, "ratio", variant.target) if judged else Row(case, metric, value, "ratio"))
+        rows.append(
+            at_most(case, metric, value, "ratio", variant.target) if judged else Row(case, metric, value, "ratio")
+        )
         if len(ratios) >= 4:
             low, _, high = statistics.quantiles(ratios, n=4)
             rows.append(Row(case, f"half of the rounds within, {name}", (high - low) / 2, "+-"))
@@ -111,10 +113,10 @@ def run(compute: str, stages: int, variants: Sequence[Variant], rounds: int, jud
     """Start DeepSpeed's own job and ours, and measure."""
     case = f"{stages} stages x {WORKERS // stages}, {compute}"
     args = ("--compute", compute, "--stages", str(stages))
-    starts = {PLAIN: Start("torchrun", ("--system", PLAIN, *args))}
+    starts = {PLAIN: Start("torchrun", ("--system", PLAIN, *args), ENV)}
     for variant in variants:
         own = ("--system", variant.name, "--ours", *args, *variant.args)
-        starts[variant.name] = Start("swift", own, dict(variant.env))
+        starts[variant.name] = Start("swift", own, ENV | dict(variant.env))
     say(f"{case}: starting {', '.join(starts)}")
     with turns.sides(starts, SCRIPT, standbys=0) as ready:
         say(f"{case}: {rounds} rounds of {STEPS} steps of {MICRO_BATCHES} micro-batches on each")

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pipeline_model as model  # first: it chooses DeepSpeed's accelerator
+from benchmarks import pipeline_model as model
 from benchmarks.common import Line
 from benchmarks.overhead_worker import memory
 from shared_core.comm.archive import Archive

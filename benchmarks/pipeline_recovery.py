@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.common import Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
-from benchmarks.pipeline_model import COMPUTE, MICRO_BATCHES
+from benchmarks.pipeline_model import ENV, MICRO_BATCHES
 from benchmarks.recovery import PATIENCE_S, Traces, settled, stalled_until, wait
 from shared_core.events import read_events
 from shared_core.report import recoveries
@@ -152,7 +152,7 @@ def run(case: Case, repeats: int, folder: Path, every: int, since: int) -> Outco
     out.mkdir()
     traces, outcome = Traces(out, case.workers), Outcome(case)
     args = ["--out", str(out), "--compute", case.compute, "--stages", str(case.stages)]
-    env = {"SWIFT_RECOVERY_LOG_DIR": str(out / "logs"), "SWIFT_RECOVERY_LOG_GROUPS": case.groups}
+    env = ENV | {"SWIFT_RECOVERY_LOG_DIR": str(out / "logs"), "SWIFT_RECOVERY_LOG_GROUPS": case.groups}
     if case.way == "torchrun":
         args += ["--every", str(every)]
     else:
@@ -343,7 +343,9 @@ def rows_of(outcome: Outcome) -> list[Row]:
         metric = f"{who}: replay of a step / normal step (target: bound)"
         judged = case.compute == "emulated"
         rows.append(
-            at_most(case.name, metric, ratio, "ratio", bound) if judged else Row(case.name, metric, ratio, "ratio", bound)
+            at_most(case.name, metric, ratio, "ratio", bound)
+            if judged
+            else Row(case.name, metric, ratio, "ratio", bound)
         )
     if case.way == "replay":
         rows.append(Row(case.name, "parallel replay: left out, not built yet", None, "s"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 BEGIN = time.time()
 
-from benchmarks import pipeline_model as model  # noqa: E402  # before torch: it chooses DeepSpeed's accelerator
+from benchmarks import pipeline_model as model  # noqa: E402
 from benchmarks.recovery_worker import Trace  # noqa: E402
 
 
