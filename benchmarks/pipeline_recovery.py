@@ -163,7 +163,7 @@ def run(case: Case, repeats: int, folder: Path, every: int, since: int) -> Outco
             "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": str(every),
         }
     launcher, rng = "torchrun" if case.way == "torchrun" else "swift", random.Random(case.name)
-    options = ["--preload=deepspeed,deepspeed.pipe"]
+    options = ["--preload=benchmarks.pipeline_preload"]
     workers = Workers(
         launcher, SCRIPT, args, out, standbys=2, restarts=1000, env=env, nproc=case.workers, options=options
     )
