@@ -213,7 +213,9 @@ def strike(
     traces.refresh()
     target = (traces.furthest() // every + 1) * every + since
     wait(traces, workers, lambda: all(traces.steps(rank)[-1]["step"] >= target for rank in ranks))
-    time.sleep(rng.random() * step_s)
+    traces.refresh()
+    last = [x["time"] for x in traces.steps(ranks[0])][-3:]
+    time.sleep(rng.random() * (last[-1] - last[0]) / 2)  # as long as steps take now, to stay in this one
     traces.refresh()
     pids = [traces.lines[rank][-1]["pid"] for rank in ranks]
     logs = workers.log.parent / "logs"
