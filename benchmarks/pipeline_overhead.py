@@ -70,11 +70,13 @@ def measure(case: str, ready: Mapping[str, Side], variants: Sequence[Variant], r
         side.ask({"run": 3})  # shapes become known, allocators warm up
     steps: dict[str, list[list[float]]] = {name: [] for name in ready}
     logged = dict.fromkeys(ready, 0.0)
+    cpu_s: dict[str, list[float]] = {name: [] for name in ready}
     order = list(ready)
     for _ in range(rounds):
         for name in order:
             answers = ready[name].ask({"run": STEPS})
             steps[name].append(answers[0]["steps"])  # the first stage ends a step last
+            cpu_s[name].append(sum(answer["cpu_s"] for answer in answers))
             logged[name] += sum(answer["logged"] for answer in answers)
         order.reverse()
     medians = {name: statistics.median(step for block in blocks for step in block) for name, blocks in steps.items()}
@@ -92,6 +94,8 @@ def measure(case: str, ready: Mapping[str, Side], variants: Sequence[Variant], r
             low, _, high = statistics.quantiles(ratios, n=4)
             rows.append(Row(case, f"half of the rounds within, {name}", (high - low) / 2, "+-"))
         say(f"{case}: {name} / {PLAIN} {value:.3f}")
+        used = statistics.median(a / b for a, b in zip(cpu_s[name], cpu_s[PLAIN], strict=True))
+        rows.append(Row(case, f"processor time of all workers, {name} / {PLAIN}", used, "ratio"))
         answers = ready[name].ask({"memory": True})
         rows.append(Row(case, f"logged in a step by all ranks, {name}", logged[name] / (rounds * STEPS) / 1e6, "MB"))
         blocked = max(answer["blocked_s"] for answer in answers)

@@ -68,13 +68,13 @@ def main() -> None:
     while True:
         message = line.receive()
         if "run" in message:
-            begin, times, earlier = time.perf_counter(), [], logged(job)
+            begin, times, earlier, cpu_s = time.perf_counter(), [], logged(job), time.process_time()
             for _ in range(message["run"]):
                 engine.train_batch(data)
                 times.append(time.perf_counter())
             steps = [b - a for a, b in zip([begin, *times], times, strict=False)]
-            now = logged(job)
-            line.send({"seconds": times[-1] - begin, "steps": steps, "logged": now["bytes"] - earlier["bytes"]})
+            done = {"seconds": times[-1] - begin, "steps": steps, "cpu_s": time.process_time() - cpu_s}
+            line.send(done | {"logged": logged(job)["bytes"] - earlier["bytes"]})
         elif "memory" in message:
             parameters = sum(p.numel() for p in net.parameters())
             line.send({"before": before, "after": memory(), "parameters": parameters, **logged(job)})
