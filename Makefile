@@ -51,7 +51,9 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.overhead --json runs/bench/overhead.json
 	$(PY) -m benchmarks.recovery --json runs/bench/recovery.json
 	$(PY) -m benchmarks.undo --json runs/bench/undo.json
-	$(PY) -m benchmarks.logging_tradeoff --json runs/bench/logging_tradeoff.json
+	$(PY) -m benchmarks.pipeline_overhead --json runs/bench/pipeline_overhead.json
+	$(PY) -m benchmarks.pipeline_recovery --json runs/bench/pipeline_recovery.json
+	$(PY) -m benchmarks.logging_tradeoff --measure --json runs/bench/logging_tradeoff.json
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache

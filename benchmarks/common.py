@@ -153,6 +153,8 @@ class Workers:
         restarts: how often torchrun may start all workers again.
         env: more environment.
         machines: those of a ``swift`` job on several, one more than it has places.
+        nproc: number of workers.
+        options: more options of swiftrun.
     """
 
     def __init__(
@@ -166,8 +168,10 @@ class Workers:
         restarts: int = 0,
         env: Mapping[str, str] | None = None,
         machines: Sequence[Machine] = (),
+        nproc: int = WORKERS,
+        options: Sequence[str] = (),
     ) -> None:
-        self.system, self.script, self.args = system, script, list(args)
+        self.system, self.nproc, self.script, self.args = system, nproc, script, list(args)
         self.log = out / f"{system}.log"
         self.env = {name: value for name, value in os.environ.items() if not name.startswith("SWIFT_")}
         self.env["OMP_NUM_THREADS"] = "1"
@@ -179,24 +183,25 @@ class Workers:
         if machines:
             nnodes, self.hosts = len(machines) - 1, write_hosts(machines, out / "hosts")
             command = ["-m", "shared_core.cli.swiftrun", f"--nnodes={nnodes}", "--spare-nodes=1"]
-            command += [f"--nproc-per-node={WORKERS // nnodes}", f"--standbys={standbys}", "--rdzv-backend=c10d"]
+            command += [f"--nproc-per-node={nproc // nnodes}", f"--standbys={standbys}", "--rdzv-backend=c10d"]
             command += [f"--rdzv-endpoint={machines[0].address}:29400", f"--rdzv-id={uuid.uuid4().hex}"]
             self.command = [*command, f"--events={out / 'events.jsonl'}", str(script), *self.args]
             for place in range(len(machines)):
                 self.start_machine(place)
         elif system in ("swift", "accelerate"):
-            command = ["-m", "shared_core.cli.swiftrun", f"--nproc-per-node={WORKERS}", f"--standbys={standbys}"]
+            command = ["-m", "shared_core.cli.swiftrun", f"--nproc-per-node={nproc}", f"--standbys={standbys}"]
+            command += options
             self._launch(-1, [*command, f"--events={out / 'events.jsonl'}", str(script), *self.args], {})
         elif system in ("torchrun", "checkfreq"):
-            command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
+            command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
             self._launch(-1, [*command, f"--max-restarts={restarts}", str(script), *self.args], {})
         else:
-            for rank in range(WORKERS):
+            for rank in range(nproc):
                 self.start_replica(rank)
 
     def start_replica(self, rank: int) -> None:
         """Start (again) the one process of a rank, where nobody else does."""
-        self._launch(rank, [str(self.script), *self.args], {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)})
+        self._launch(rank, [str(self.script), *self.args], {"RANK": str(rank), "WORLD_SIZE": str(self.nproc)})
 
     def start_machine(self, place: int) -> None:
         """Start (again) the launcher of a machine."""

@@ -7,18 +7,15 @@ blocked on a socket. Ratios are taken within one round of turns, so that whateve
 from __future__ import annotations
 
 import contextlib
-import socket
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmarks import turns
 from benchmarks.common import (
     WORKERS,
-    Line,
     Row,
-    Workers,
     arguments,
     at_most,
     finish,
@@ -26,8 +23,8 @@ from benchmarks.common import (
     leave_nothing,
     lighthouse,
     say,
-    scratch,
 )
+from benchmarks.turns import Side, Start
 
 SCRIPT = Path(__file__).with_name("overhead_worker.py")
 #: Steps in a block, rounds, and rounds with --quick; None leaves the case out there.
@@ -48,88 +45,19 @@ NAMES = {
 TARGETS = {"gpt2": 1.03, "mlp": 1.10}
 #: Memory is judged where a gradient is larger than what interpreter and allocator vary by.
 MEMORY_JUDGED = ("10M", "50M")
-PATIENCE_S = 300.0
-
-
-class Side:
-    """The workers of one system, which do what they are told and report."""
-
-    def __init__(self, system: str, workers: Workers, lines: list[Line]) -> None:
-        self.system, self.workers, self.lines = system, workers, lines
-
-    def ask(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Tell all workers something; their answers, in the order of ranks.
-
-        Raises:
-            RuntimeError: a worker has ended, with the end of the log.
-        """
-        try:
-            for line in self.lines:
-                line.send(message)
-            return [line.receive() for line in self.lines]
-        except (OSError, EOFError) as error:
-            raise RuntimeError(f"the {self.system} job does not answer ({error})\n{self.workers.tail()}") from error
-
-    def step_time(self, steps: int) -> float:
-        """Seconds a step, over a block of ``steps`` steps, of the slowest worker."""
-        return float(max(answer["seconds"] for answer in self.ask({"run": steps})) / steps)
-
-    def peak(self) -> float:
-        """Most bytes that a worker had over what it had before the model was built, mapped files apart."""
-        growth = []
-        for answer in self.ask({"memory": True}):
-            before, after = answer["before"], answer["after"]
-            growth.append(after["VmHWM"] - after["RssFile"] - before["RssAnon"] - before["RssShmem"])
-        return float(max(growth))
-
-    def published(self) -> float:
-        """Bytes in the job's shared memory for one worker."""
-        return float(max(answer["after"]["published"] for answer in self.ask({"memory": True})))
-
-    def stop(self) -> None:
-        """Let the workers end."""
-        for line in self.lines:
-            line.send({"stop": True})
-            line.close()
 
 
 @contextlib.contextmanager
-def sides(systems: Sequence[str]) -> Any:
+def sides(systems: Sequence[str]) -> Iterator[dict[str, Side]]:
     """Start one job for each system; yields them by name once all workers have called."""
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(scratch())
-        listener = stack.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX)))
-        address = str(folder / "bench")
-        listener.bind(address)
-        listener.listen(len(systems) * WORKERS)
-        listener.settimeout(PATIENCE_S)
-        jobs: dict[str, Workers] = {}
+        starts = {}
         for system in systems:
             env = {}
             if system == "torchft":
                 env["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(WORKERS))
-            args = ["--system", system, "--socket", address]
-            launcher = "torchrun" if system == "gloo" else system
-            jobs[system] = stack.enter_context(Workers(launcher, SCRIPT, args, folder, env=env))
-        called: dict[tuple[str, int], Line] = {}
-        try:
-            while len(called) < len(systems) * WORKERS:
-                connection, _ = listener.accept()
-                connection.settimeout(PATIENCE_S)
-                line = Line(connection)
-                hello = line.receive()
-                called[hello["system"], hello["rank"]] = line
-        except TimeoutError as error:
-            logs = "\n".join(f"--- {system}\n{job.tail()}" for system, job in jobs.items())
-            raise RuntimeError(f"only {sorted(called)} have started\n{logs}") from error
-        ready = {s: Side(s, jobs[s], [called[s, rank] for rank in range(WORKERS)]) for s in systems}
-        yield ready
-        for side in ready.values():
-            side.stop()
-        for system, job in jobs.items():
-            status = job.wait(60)
-            if status:
-                raise RuntimeError(f"the {system} job has ended with status {status}\n{job.tail()}")
+            starts[system] = Start("torchrun" if system == "gloo" else system, ("--system", system), env)
+        yield stack.enter_context(turns.sides(starts, SCRIPT))
 
 
 def measure(case: str, ready: Mapping[str, Side], steps: int, rounds: int, alone: bool = True) -> list[Row]:

@@ -121,10 +121,11 @@ SYSTEMS = [
 class Traces:
     """What the ranks have noted so far."""
 
-    def __init__(self, folder: Path) -> None:
-        self.paths = [folder / f"trace{rank}.jsonl" for rank in range(WORKERS)]
-        self.read_to = [0] * WORKERS
-        self.lines: list[list[dict[str, Any]]] = [[] for _ in range(WORKERS)]
+    def __init__(self, folder: Path, workers: int = WORKERS) -> None:
+        self.ranks = range(workers)
+        self.paths = [folder / f"trace{rank}.jsonl" for rank in self.ranks]
+        self.read_to = [0] * workers
+        self.lines: list[list[dict[str, Any]]] = [[] for _ in self.ranks]
 
     def refresh(self) -> None:
         """Read what is new; a line that is being written is read next time."""
@@ -148,7 +149,7 @@ class Traces:
 
     def furthest(self, before: float = float("inf")) -> int:
         """The highest step that any rank had made before a time."""
-        steps = (x["step"] for rank in range(WORKERS) for x in self.steps(rank) if x["time"] <= before)
+        steps = (x["step"] for rank in self.ranks for x in self.steps(rank) if x["time"] <= before)
         return int(max(steps, default=0))
 
 
@@ -369,7 +370,7 @@ def lost_samples(traces: Traces) -> int:
 
 def settled(traces: Traces, count: int) -> bool:
     """Whether every rank has made ``count`` steps."""
-    return all(len(traces.steps(rank)) >= count for rank in range(WORKERS))
+    return all(len(traces.steps(rank)) >= count for rank in traces.ranks)
 
 
 def step_time(traces: Traces) -> float:

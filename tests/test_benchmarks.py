@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import common, overhead, recovery
+from benchmarks import common, overhead, pipeline_overhead, pipeline_recovery, recovery
 from benchmarks.common import WORKERS, Line, Row, at_least, at_most, finish, table
 from shared_core.testing.namespaces import unavailable
 
@@ -51,7 +51,7 @@ def test_messages_cross_a_socket() -> None:
 
 
 def test_every_benchmark_has_the_common_options() -> None:
-    for module in ("overhead", "recovery"):
+    for module in ("overhead", "recovery", "pipeline_overhead", "pipeline_recovery"):
         command = [sys.executable, "-m", f"benchmarks.{module}", "--help"]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert "--json FILE" in text and "--quick" in text
@@ -175,6 +175,48 @@ def test_a_short_real_run_of_overhead() -> None:
     assert ratio.target == 1.10 and ratio.value is not None and 0.2 < ratio.value < 5
     assert (named["step time on gloo"].value or 0) > 0
     assert "peak memory of a worker, swift - gloo" in named
+
+
+def test_stages_that_replay_in_one_line() -> None:
+    alone = pipeline_recovery.Case(4, 1, "replay", ())
+    assert [alone.replays_together(lost) for lost in ((0,), (1, 2), (0, 2), (0, 1, 3))] == [1, 2, 1, 2]
+    grouped = pipeline_recovery.Case(4, 1, "replay", (), groups="0-1,2-3")
+    assert [grouped.replays_together(lost) for lost in ((0,), (3,), (1, 2))] == [2, 2, 4]
+    assert pipeline_recovery.Case(4, 2, "replica", ()).ranks((1, 2), 0) == [2, 5]
+
+
+def test_delay_and_micro_batches_made_again(tmp_path: Path) -> None:
+    """A step takes 1 s. Killed at 2.5: step 3 ends at 5.0 instead of 3.0, and what follows is as late."""
+    steps = [{"kind": "step", "step": step, "time": at} for step, at in ((1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0))]
+    forwards = [{"kind": "forward", "step": 3, "time": at} for at in (2.1, 2.3, 3.0, 3.1, 3.2, 3.3)]
+    for rank, lines in enumerate((steps, [*steps, *forwards])):
+        (tmp_path / f"trace{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    traces = recovery.Traces(tmp_path, 2)
+    traces.refresh()
+    assert pipeline_recovery.delay(traces, 0, 2.5, 1.0, goal=4) == pytest.approx(2.0)
+    assert pipeline_recovery.computed_again(traces, 0, 2.5) == 0
+    assert pipeline_recovery.MICRO_BATCHES == 4 and pipeline_recovery.computed_again(traces, 1, 2.5) == 2
+
+
+@pytest.mark.nightly
+def test_a_short_real_run_of_pipeline_recovery(tmp_path: Path) -> None:
+    case = pipeline_recovery.Case(2, 1, "replay", ((1,),))
+    outcome = pipeline_recovery.run(case, 1, tmp_path, 4, 2)
+    (kill,) = outcome.kills
+    assert kill.survivors == 0 and kill.newcomers >= kill.replayed * pipeline_recovery.MICRO_BATCHES > 0
+    assert kill.joined_s is not None and kill.replay_s is not None and kill.logged > 0
+    assert 0 < kill.joined_s + kill.replay_s < kill.regained_s
+    named = {row.metric: row for row in pipeline_recovery.rows_of(outcome)}
+    assert named["stage 1: replay of a step / normal step (target: bound)"].target == 0.8
+    assert named["parallel replay: left out, not built yet"].value is None
+
+
+@pytest.mark.nightly
+def test_a_short_real_run_of_pipeline_overhead() -> None:
+    rows = pipeline_overhead.run("real", 2, pipeline_overhead.REPLICAS, 2)
+    ratio = next(row for row in rows if row.unit == "ratio")
+    assert ratio.target == 1.03 and ratio.value is not None and 0.2 < ratio.value < 5
+    assert next(row for row in rows if row.metric.startswith("logged in a step")).value == 0
 
 
 def test_the_end_of_a_job_is_told_with_its_log(tmp_path: Path) -> None:
