@@ -248,6 +248,11 @@ class SwiftDDPStrategy(DDPStrategy):
         started = os.environ.get("LOCAL_WORLD_SIZE") if getattr(self, "job", None) is not None else None
         return super().num_processes if started is None else int(started)
 
+    @property
+    def data_index(self) -> int:
+        """Ranks with the same one read the same batches."""
+        return self.global_rank
+
     def process_dataloader(self, dataloader: object) -> object:
         """Loaders of a fit get the wrapper that can be put back to where it was."""
         trainer = self._trainer
@@ -257,7 +262,7 @@ class SwiftDDPStrategy(DDPStrategy):
             dataloader,
             mode=self.config.data,
             seed=self.config.seed,
-            rank=self.global_rank,
+            rank=self.data_index,
             first_epoch=trainer.current_epoch,
             ahead=1 if trainer.training else 0,
             lazy=self.joining,

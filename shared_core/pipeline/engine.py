@@ -63,6 +63,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
     Attributes:
         drives: the engine marks the batch tops, at each call of :meth:`train_batch` and :meth:`eval_batch`; an adapter
             whose framework has tops of its own sets it to False before the first call.
+        before_step: called when the gradients of a batch are complete, before they are clipped and applied.
 
     Raises:
         Unsupported: for tensor parallelism, and for optimizers whose state is sharded over the data-parallel ranks.
@@ -76,6 +77,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.drives = True
+        self.before_step: Callable[[], None] = lambda: None
         self._mark: Any = None
         self._calls: Calls | None = None
         self._job: Job | None = current_job()
@@ -87,7 +89,8 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
                 "torch.distributed.init_process_group() or deepspeed.init_distributed()"
             )
         self._refuse()
-        self._job.attach([self.module], [self.optimizer], replicas=self.grid.dp_group)
+        optimizers = [] if self.optimizer is None else [self.optimizer]  # without one it only evaluates
+        self._job.attach([self.module], optimizers, replicas=self.grid.dp_group)
         self._job.register(STATE, self._capture, self._restore)
         self._calls = Calls(self._job)
 
@@ -99,7 +102,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
                 "ZeRO, bf16 and fp16 keep optimizer state that no other rank holds, which cannot be recovered in this "
                 "version: train in fp32 with ZeRO stage 0"
             )
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
+        if self.optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
             raise Unsupported(
                 f"the optimizer is {type(self.optimizer).__name__}, not one of torch's: pass one, or choose a type "
                 "with torch_adam in the DeepSpeed configuration"
@@ -162,6 +165,10 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         result = call()
         self._calls.done(result)
         return result
+
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        self.before_step()
+        super()._take_model_step(*args, **kwargs)
 
     def mark(self) -> None:
         """Tell all ranks that this one has published its batch top: what lies further back is dropped from the logs.
