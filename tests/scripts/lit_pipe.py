@@ -6,6 +6,7 @@ A reference run has the same strategy, outside ``swiftrun``: then its engine is 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import warnings
 from pathlib import Path
@@ -125,6 +126,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--clip", type=float, default=0.1)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--no-validation", action="store_true")
     parser.add_argument("--resume", action="store_true", help="fit again, from the checkpoint of the first epoch")
     parser.add_argument("--test", action="store_true", help="validate before and test after the fit")
     parser.add_argument("--refuse", choices=sorted(REFUSED))
@@ -156,7 +158,7 @@ def main() -> None:
         trainer.fit(module, loader(48, 1), val, ckpt_path=str(OUT / "epoch=0.ckpt"))
     digests = final_digests(trainer, module) | {"hooks": digest(module.hooks), "checkpoints": checkpoints()}
     if trainer.is_global_zero:
-        digests["rows"] = digest((OUT / "logs" / "metrics.csv").read_text().splitlines()[:1])
+        digests["rows"] = rows()
     same = training_digest(module, trainer.optimizers)
     report.finish(digests, losses=losses.losses, same=[same["parameters"], same["optimizers"]], **extra)
 
@@ -177,6 +179,7 @@ def fitting(
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=str(OUT),
+        limit_val_batches=0 if args.no_validation else None,
         callbacks=[*callbacks, ModelCheckpoint(OUT, "{epoch}", save_top_k=-1, save_last=True), Counting(report)],
         **given | options,
     )
@@ -185,6 +188,13 @@ def fitting(
 def loader(size: int, seed: int, shuffle: bool = True) -> DataLoader[Any]:
     """A loader of waves."""
     return DataLoader(Waves(size, seed), batch_size=BATCH, shuffle=shuffle)
+
+
+def rows() -> str:
+    """Digest of what the logger has written, without our own scalars."""
+    with (OUT / "logs" / "metrics.csv").open() as file:
+        found = [{k: v for k, v in without_ours(row).items() if v} for row in csv.DictReader(file)]
+    return digest([dict(sorted(row.items())) for row in found if set(row) - {"step"}])
 
 
 def checkpoints() -> str:
