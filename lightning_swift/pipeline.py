@@ -197,8 +197,9 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
             model.validation_step = self.validation_step  # type: ignore[method-assign]
 
     def setup_environment(self) -> None:
+        deepspeed = _deepspeed(self.root_device)
         super().setup_environment()
-        _deepspeed(self.root_device).init_distributed(
+        deepspeed.init_distributed(
             dist_backend=self._process_group_backend, auto_mpi_discovery=False, verbose=False
         )
 
@@ -388,6 +389,9 @@ def _deepspeed(device: torch.device) -> Any:
         ConfigError: if it has chosen another.
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)
+    from shared_core.pipeline import install
+
+    install()
     import deepspeed
 
     chosen = deepspeed.accelerator.get_accelerator()._name

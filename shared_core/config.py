@@ -18,6 +18,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "data_policy": ("exact", "drop"),
     "data": ("refetch", "seeded"),
     "preimages": ("auto", "always", "never"),
+    "log_messages": ("auto", "always", "never"),
+    "randomness": ("stock", "seeded"),
+    "parallel_replay": ("auto", "always", "never"),
+    "replay_sums": ("ordered", "slices"),
 }
 #: Variables with the prefix that the agent sets for its workers; they are no options.
 _RESERVED = frozenset(
@@ -63,7 +67,18 @@ class SwiftConfig:
         verify_checksums: publish input checksums and compare replicas after each recovery.
         log_spill_bytes: log memory above which results are spilled to disk, in bytes; 0 derives it from the
             gradient's size.
-        seed: seed of ``data="seeded"``.
+        seed: seed of ``data="seeded"`` and ``randomness="seeded"``.
+        randomness: random numbers in pipeline stages: ``stock``, in the order of the program, or ``seeded``, made of
+            seed, step, micro-batch and layer, so that a micro-batch can be computed anywhere.
+        parallel_replay: survivors compute a part of what a newcomer replays: ``auto`` where it pays. Needs
+            ``randomness="seeded"``.
+        replay_sums: gradients of a shared replay are added by micro-batch in their order (``ordered``, bitwise) or by
+            worker (``slices``, less to move, equal up to rounding).
+        log_messages: log what pipeline stages send each other to disk: ``auto`` where a stage has no replica.
+        log_groups: ranks that start again together, so that messages between them need no log: ``worker`` (each alone),
+            ``machine``, ``auto`` (by machine where there are several) or ranges of ranks, as ``0-3,4-7``.
+        log_dir: parent of the folder for these logs; that of temporary files when unset.
+        log_ring_bytes: so many bytes may wait for the disk before a stage waits for it.
     """
 
     on_failure: str = "replace"
@@ -80,6 +95,13 @@ class SwiftConfig:
     verify_checksums: bool = True
     log_spill_bytes: int = 0
     seed: int = 0
+    randomness: str = "stock"
+    parallel_replay: str = "auto"
+    replay_sums: str = "ordered"
+    log_messages: str = "auto"
+    log_groups: str = "auto"
+    log_dir: str | None = None
+    log_ring_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -88,7 +110,13 @@ class SwiftConfig:
         for name in ("wait_timeout_s", "progress_timeout_s", "connect_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("checkpoint_every_steps", "log_spill_bytes", "replace_timeout_s", "grow_after_s"):
+        for name in (
+            "checkpoint_every_steps",
+            "log_spill_bytes",
+            "log_ring_bytes",
+            "replace_timeout_s",
+            "grow_after_s",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
 

@@ -24,6 +24,8 @@ KINDS = (
     "checkpoint",
     "restart",
     "resize",
+    "together",
+    "help",
     "warning",
     "log_memory",
     "fault",

@@ -31,7 +31,9 @@ from shared_core.cluster import worker
 from shared_core.cluster.mirror import Mirror
 from shared_core.comm import Runtime
 from shared_core.comm import install as install_backend
+from shared_core.comm.gloo import InnerGroup
 from shared_core.comm.op import Op
+from shared_core.comm.turn import Turn
 from shared_core.consistency import Cut, Offer, Top
 from shared_core.errors import (
     ConfigError,
@@ -43,7 +45,8 @@ from shared_core.errors import (
 from shared_core.events import EventLog, console
 from shared_core.recovery.board import Board, Orders, Tally
 from shared_core.recovery.checkpoints import Checkpoints, Restored
-from shared_core.recovery.exchange import Received, Recovery
+from shared_core.recovery.exchange import Received, Recovery, Replaying
+from shared_core.recovery.logs import Logs
 from shared_core.recovery.replicas import Replicas
 from shared_core.recovery.resize import hand_on, take_over
 from shared_core.recovery.state import Replicated
@@ -149,6 +152,7 @@ class Job:
         # A newcomer whose predecessor has passed a batch top mostly starts there.
         self._restored = None if env.incarnation and self._board.tops() else self._line()
         self._tops_lock = threading.Lock()
+        self._logs = Logs(env, self._runtime, lambda: self._checkpoints.newest_top, self._recovery.fall_back)
         self._leaving = ExitStack()
         self.orders = Orders(self._board, env.config.data_policy == "drop") if env.config.resizes else None
         self.joining = env.incarnation > 0 or self._restored is not None
@@ -163,6 +167,9 @@ class Job:
         runtime.adopt = self._recovery.adopt
         runtime.exact = lambda: self._updates.exact
         runtime.failed = self._failed
+        self._recovery.saved_tops = self._checkpoints.tops
+        #: Set in a newcomer that runs on from a checkpoint, or from the beginning.
+        self.replaying: Replaying | None = None
         self._recovery.on_recovered = self._note_recovery
         self._updates.after = self._after_update
 
@@ -225,9 +232,8 @@ class Job:
         self._eligible_tops = 0
         replicated = Replicated(modules, optimizers)
         self._updates.attach(replicated, undo=self.config.resizes)
-        self._replica_ranks = sorted(replicas or ())
         if replicas is not None:
-            self._updates.keep_images(at_once=True)
+            self._attach_stage(sorted(replicas))
         if not self.config.log_spill_bytes:
             self._runtime.max_log_bytes = max(2 * replicated.nbytes, 4 << 20)
         buffers = [b for module in modules for b in module.buffers()]
@@ -250,6 +256,20 @@ class Job:
         )
         if optimizers and os.environ.get("SWIFT_FAULTS") and modules:
             self._handles.append(modules[0].register_forward_hook(lambda *_: inject.point("forward")))
+
+    def _attach_stage(self, replicas: list[int]) -> None:
+        if self.config.resizes:
+            raise Unsupported(
+                "the number of workers of a pipeline cannot change: use on_failure='replace' without "
+                "replace_timeout_s, or 'restart'"
+            )
+        self._replica_ranks = replicas
+        alone, wanted = len(replicas) == 1, self.config.log_messages
+        if not alone:
+            self._updates.keep_images(at_once=True)
+        if wanted == "always" or (wanted == "auto" and alone):
+            self._logs.open()
+            self._recovery.together = self._logs.together
 
     def _ddp_flags(self) -> list[bool]:
         return [ddp.require_forward_param_sync for ddp in self._ddps]
@@ -316,6 +336,10 @@ class Job:
         with self._tops_lock:
             self._publish("batch", grads)
         return False
+
+    def mark(self) -> None:
+        """Call right after :meth:`batch_top` where a batch has no collective of all ranks; see :meth:`Logs.mark`."""
+        self._logs.mark()
 
     def eval_top(self) -> bool:
         """As :meth:`batch_top`, at the start of a stand-alone evaluation."""
@@ -388,7 +412,7 @@ class Job:
                 self._peeked = self._restored.parts
             else:
                 target = self._recovery.target
-                self._peeked = self._board.read_top(target.index) if target is not None else {}
+                self._peeked = self._parts_at(target) if target is not None else {}
         return self._peeked.get(name)
 
     def remember(self, kind: str, name: str, value: Any) -> None:
@@ -616,8 +640,9 @@ class Job:
             self._updates.begin_install()
             self._updates.load(0, None, ())
         inject.point("startup")
-        recovery.join()
+        received = recovery.join()
         if recovery.newcomer:
+            self.replaying = received.replaying
             self.joining = self._restored is not None
             self._announce(None)
 
@@ -635,13 +660,22 @@ class Job:
         started = time.time()
         self._updates.begin_install()
         received = self._recovery.join()
-        top = received.top
+        top, self.replaying = received.top, received.replaying
         assert top is not None
-        self._updates.load(top.version, received.description, received.tensors)
-        parts = self._board.read_top(top.index)
+        if top.saved:
+            restored = self._checkpoints.at(top.index)
+            self._updates.load(top.version, restored.description, restored.tensors)
+        else:
+            self._updates.load(top.version, received.description, received.tensors)
+        parts = self._parts_at(top)
         self._settle_buckets(self._board.records(), top)
         self._take_place(top, parts)
+        if top.saved:
+            self._board.forget_tops()  # of places that are now ahead
         self._announce(received, joined_s=time.time() - started)
+
+    def _parts_at(self, top: Top) -> dict[str, Any]:
+        return self._checkpoints.at(top.index).parts if top.saved else self._board.read_top(top.index)
 
     def _join_from_checkpoint(self) -> None:
         restored = self._restored
@@ -735,6 +769,30 @@ class Job:
                 stall_s=time.time() - since,
                 recomputed_steps=self._updates.recomputed,
             )
+
+    # -- replays that others help with -------------------------------------------------------------
+
+    def help_replays(self, helper: Callable[[Replaying], None]) -> None:
+        """Have ``helper`` called, on a thread, when others replay while this worker waits for them."""
+        self._runtime.turn.begin()
+
+        def start(replaying: Replaying) -> None:
+            threading.Thread(target=helper, args=(replaying,), name="swift-help", daemon=True).start()
+
+        self._recovery.on_replay = start
+
+    @property
+    def turn(self) -> Turn:
+        """Held by who computes in this process."""
+        return self._runtime.turn
+
+    def side_group(self, replaying: Replaying, name: str, ranks: Sequence[int]) -> InnerGroup:
+        """A group of some ranks for the time of a replay; see :meth:`Runtime.side_group`."""
+        return self._runtime.side_group(name, ranks, replaying.generation)
+
+    def drop_side(self, inner: InnerGroup) -> None:
+        """Cut such a group."""
+        self._runtime.drop_side(inner)
 
     def _deliver(self) -> None:
         while self._recovered:

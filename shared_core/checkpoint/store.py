@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,14 +88,18 @@ def commit(dir: str | os.PathLike[str], step: int, parts: Mapping[str, str], met
     return Checkpoint(folder, step, dict(parts), dict(meta))
 
 
-def newest_valid(dir: str | os.PathLike[str], world_size: int) -> Checkpoint | None:
+def newest_valid(
+    dir: str | os.PathLike[str], world_size: int, wanted: Callable[[Checkpoint], bool] = lambda found: True
+) -> Checkpoint | None:
     """The newest checkpoint of a job of ``world_size`` ranks whose every checksum holds, or ``None``.
 
-    Damaged ones are passed over with one line on the console each.
+    Damaged ones are passed over with one line on the console each, those that are not ``wanted`` without a word.
     """
     for step, folder in sorted(_folders(dir), reverse=True):
         try:
             found = _load_manifest(folder, step)
+            if not wanted(found):
+                continue
             for name, digest in found.parts.items():
                 if _digest_of(folder / name) != digest:
                     raise CorruptFile(f"the checksum of {name} does not match the manifest's")
@@ -108,6 +112,17 @@ def newest_valid(dir: str | os.PathLike[str], world_size: int) -> Checkpoint | N
             continue
         return found
     return None
+
+
+def committed(dir: str | os.PathLike[str], world_size: int) -> list[Checkpoint]:
+    """Checkpoints of jobs of ``world_size`` ranks that have a manifest, oldest first; parts are not looked at."""
+    found = []
+    for step, folder in sorted(_folders(dir)):
+        with contextlib.suppress(CorruptFile, OSError):
+            checkpoint = _load_manifest(folder, step)
+            if checkpoint.meta.get("world_size") == world_size:
+                found.append(checkpoint)
+    return found
 
 
 def read_part(checkpoint: Checkpoint, name: str) -> bytes:

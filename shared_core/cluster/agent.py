@@ -129,7 +129,7 @@ class SwiftAgent(SimpleElasticAgent):
         self._wakeup = Wakeup()
         self._told = False
         process.become_subreaper()
-        self._job = JobDir()
+        self._job = JobDir(options.config.log_dir)
         self._job_dir = self._job.path
         what = Preload(program.preload, str(self._job_dir))
         self._fleet = Fleet(self._wakeup.selector, options.standbys, clean_env(os.environ), what, console, early)

@@ -10,19 +10,33 @@ from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "swift_"
+_LOGS = "swift-log-"
 _LOCK = "lock"
 #: Folder of other machines' publications.
 MIRROR = "mirror"
 
 
+def log_folder(parent: str | os.PathLike[str] | None, job_dir: Path) -> Path:
+    """Where the workers of a job on this machine log to disk.
+
+    Args:
+        parent: the folder that the user has chosen; None for that of temporary files.
+        job_dir: the private folder of the job.
+    """
+    return Path(parent or tempfile.gettempdir()) / f"{_LOGS}{job_dir.name}"
+
+
 class JobDir:
     """Makes the folder (mode 0700) and holds a lock in it for as long as this process lives.
+
+    Args:
+        logs: parent of the folder for logs on disk, which is removed with it; see :func:`log_folder`.
 
     Attributes:
         path: the folder.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, logs: str | None = None) -> None:
         for parent in ("/dev/shm", tempfile.gettempdir()):
             with suppress(OSError):
                 self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
@@ -31,7 +45,11 @@ class JobDir:
             raise OSError("no folder for temporary files can be written to: set TMPDIR")
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._logs = log_folder(logs, self.path)
         sweep(self.path.parent)
+        for left in self._logs.parent.glob(f"{_LOGS}{PREFIX}*"):  # of jobs that are gone
+            if not (self.path.parent / left.name.removeprefix(_LOGS)).exists():
+                shutil.rmtree(left, ignore_errors=True)
 
     def clear(self, keep: int | None = None) -> None:
         """Remove what an attempt has left, but not the lock and what is kept for other machines.
@@ -39,6 +57,7 @@ class JobDir:
         Args:
             keep: number of an attempt from which the next one goes on: its publications and what it handed on stay.
         """
+        shutil.rmtree(self._logs, ignore_errors=True)
         if keep is not None:
             self._clear_before(keep)
             return
@@ -59,6 +78,7 @@ class JobDir:
 
     def remove(self) -> None:
         """Remove the folder. A second call does nothing."""
+        shutil.rmtree(self._logs, ignore_errors=True)
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)

@@ -147,7 +147,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
 
     def _run(self, op: Op, tensors: Sequence[torch.Tensor] = ()) -> SwiftWork:
         self._runtime.submit(self._state, op, tensors)
-        return SwiftWork(op)
+        return SwiftWork(op, self._runtime.turn)
 
     def _inputs_checksum(self, inputs: Sequence[torch.Tensor]) -> int:
         # Bytes are pickled objects (all_gather_object), whose pickles may differ though the objects are equal.
@@ -417,7 +417,7 @@ class _Together(SwiftWork):
     """Several works as one."""
 
     def __init__(self, works: list[SwiftWork], value: Any) -> None:
-        super().__init__(works[-1]._op)
+        super().__init__(works[-1]._op, works[-1]._turn)
         self._works, self._value = works, value
 
     def wait(self, timeout: timedelta | None = None) -> bool:

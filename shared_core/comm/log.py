@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,12 @@ import torch
 
 #: (operation, shapes, dtypes, root or reduce operation): what a replayed call must match.
 Signature = tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...], int]
+
+
+def read_signature(raw: Sequence[Any]) -> Signature:
+    """A signature that has been JSON."""
+    name, shapes, dtypes, detail = raw
+    return name, tuple(tuple(shape) for shape in shapes), tuple(dtypes), detail
 
 
 def same_call(one: Signature, two: Signature) -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shared_core.comm.log import Signature
+from shared_core.comm.turn import Turn
 from shared_core.errors import WaitTimeout
 
 Start = Callable[[Any], Any]  # inner gloo group -> inner work
@@ -106,9 +107,9 @@ class Op:
 class SwiftWork(dist.Work):
     """The ``Work`` of a collective; it survives failures of other ranks without an exception."""
 
-    def __init__(self, op: Op) -> None:
+    def __init__(self, op: Op, turn: Turn) -> None:
         super().__init__()
-        self._op = op
+        self._op, self._turn = op, turn
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the result is in the caller's tensors.
@@ -123,7 +124,8 @@ class SwiftWork(dist.Work):
             future.add_done_callback(lambda _: done.set())
             if not done.wait(timeout.total_seconds()):
                 raise WaitTimeout(f"{self._op.signature[0]} did not finish within {timeout.total_seconds():.0f} s")
-        future.wait()
+        with self._turn.passed_on():
+            future.wait()
         if self._op.lazy:
             self._op.put()
         return True

@@ -4,6 +4,7 @@ receiver cannot need it again.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shared_core.comm.archive import Key
 from shared_core.consistency.frontier import Channel, Done, channel_key
+from shared_core.errors import SwiftError
 
 if TYPE_CHECKING:
     from shared_core.comm.runtime import GroupState, Runtime
@@ -64,6 +67,7 @@ class Channels:
         self._has: dict[str, int] = {}  # what receivers had when this generation began
         self._again: list[Any] = []  # repeated receives nobody waits for
         self._sending: deque[Any] = deque(maxlen=4096)  # gloo needs the works of sends to stay alive
+        self._streams: set[Channel] = set()  # sent by a thread of their own until it is level with the program
         self.nbytes = 0
 
     # -- use ---------------------------------------------------------------------------------------
@@ -81,9 +85,25 @@ class Channels:
             self.nbytes += copy.numel() * copy.element_size()
             # The copy is ours, so the caller need not wait: a send is done when it is posted.
             work = self._finished(P2PWork(self, channel, index, copy))
-            if self._group.inner is not None and index >= self._has.get(channel_key(channel), 0):
+            live = self._group.inner is not None and channel not in self._streams
+            if live and index >= self._has.get(channel_key(channel), 0):
                 self._post_send(copy, channel)
+        self._archive(channel, index, self._runtime.top, copy)
         return work
+
+    def _archive(self, channel: Channel, index: int, top: int, copy: torch.Tensor) -> None:
+        archive = self._runtime.archive
+        if archive is not None and self._runtime.archived(self._group.ranks[channel[1]]):
+            archive.put(Key(self._name(channel), index, top, self._runtime.note()), [copy])
+
+    def _name(self, channel: Channel) -> str:
+        return f"{self._group.name}|{channel_key(channel)}"
+
+    def archive_all(self) -> None:
+        """Put everything that is kept into the archive, which has just been opened."""
+        for channel, log in self._log.items():
+            for index, top, copy in log:
+                self._archive(channel, index, top, copy)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> P2PWork:
         """Receive into ``tensor``."""
@@ -99,6 +119,10 @@ class Channels:
 
     def wait(self, work: P2PWork) -> None:
         """Wait for ``work``, across failures."""
+        with self._runtime.turn.passed_on():
+            self._wait(work)
+
+    def _wait(self, work: P2PWork) -> None:
         runtime, group = self._runtime, self._group
         while True:
             with runtime.lock:
@@ -138,8 +162,18 @@ class Channels:
         return received, {channel_key(c): n for c, n in self._sent.items()}
 
     def held(self) -> dict[str, int]:
-        """Per channel, the first message that is still kept."""
-        return {channel_key(c): self._log[c][0][0] if self._log.get(c) else n for c, n in self._sent.items()}
+        """Per channel, the first message that is still kept, in memory or on disk."""
+        return {channel_key(c): self._first(c) for c in self._sent}
+
+    def _first(self, channel: Channel) -> int:
+        log = self._log.get(channel)
+        first = log[0][0] if log else self._sent[channel]
+        archive = self._runtime.archive
+        on_disk = archive.first(self._name(channel)) if archive is not None else None
+        # What is on disk reaches up to what is in memory, unless the disk failed.
+        if on_disk is None or archive is None or archive.stats.failed is not None:
+            return first
+        return min(first, on_disk)
 
     def start_from(self, received: dict[str, int], sent: dict[str, int]) -> None:
         """Take over a predecessor's counts at its batch top."""
@@ -155,9 +189,16 @@ class Channels:
         self._has = dict(has)
         self._again.clear()
         self._sending.clear()
-        for channel, log in self._log.items():
+        self._streams.clear()
+        for channel, sent in self._sent.items():
+            log, wanted = self._log.get(channel, ()), has.get(channel_key(channel), 0)
+            if wanted < (log[0][0] if log else sent):
+                self._streams.add(channel)
+                name = f"swift-stream-{channel[1]}"
+                threading.Thread(target=self._stream, args=(channel, wanted), name=name, daemon=True).start()
+                continue
             for index, _, tensor in log:
-                if index >= has.get(channel_key(channel), 0):
+                if index >= wanted:
                     self._post_send(tensor, channel)
         for channel, works in list(self._works.items()):
             done = self._received.setdefault(channel, Done())
@@ -168,6 +209,28 @@ class Channels:
                 else:  # finished out of order: the sender repeats it, nobody needs it
                     like = next(iter(works)).tensor
                     self._again.append(self._inner().recv([torch.empty_like(like)], channel[0], channel[2]))
+
+    def _stream(self, channel: Channel, index: int) -> None:
+        """Thread: send a receiver that starts far back what is on disk, while it computes, until it is level."""
+        inner, archive = self._group.inner, self._runtime.archive
+        assert inner is not None and archive is not None
+        try:
+            while True:
+                with self._runtime.lock:
+                    if self._group.inner is not inner:
+                        return  # the next generation begins anew
+                    if index >= self._sent[channel]:
+                        self._streams.discard(channel)
+                        return
+                    log = self._log.get(channel)
+                    kept = log[index - log[0][0]][2] if log and index >= log[0][0] else None
+                tensor = kept if kept is not None else archive.read(self._name(channel), index)[1][0]
+                inner.pg.send([tensor], channel[1], channel[2]).wait()
+                index += 1
+        except SwiftError as error:
+            self._runtime.unreadable(error)
+        except RuntimeError as error:
+            self._runtime.suspect(error)
 
     def cut(self) -> None:
         """The inner group is gone. Callers hold the lock."""

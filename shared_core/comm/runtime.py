@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import Store
 
+from shared_core.comm.archive import Archive, Key
 from shared_core.comm.gloo import InnerGroup
-from shared_core.comm.log import BufferPool, Entry, GroupLog, Signature, same_call
+from shared_core.comm.log import BufferPool, Entry, GroupLog, Signature, read_signature, same_call
 from shared_core.comm.op import Op
+from shared_core.comm.turn import Turn
 from shared_core.consistency.frontier import Done
 from shared_core.errors import ConfigError, GenerationAbandoned, NotConnected, ReplayDivergence, SwiftError, Unsupported
 from shared_core.testing import inject
@@ -103,6 +105,8 @@ class Runtime:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.pool = BufferPool()
+        self.turn = Turn()
+        self._sides: list[InnerGroup] = []
         self.groups: dict[str, GroupState] = {}
         self.world: GroupState | None = None
         self.generation = -1
@@ -130,6 +134,11 @@ class Runtime:
         self.first_group: Callable[[], None] = lambda: None
         self.adopt: Callable[[GroupState], None] = lambda group: None
         self.exact: Callable[[], bool] = lambda: True
+        #: The log on disk, which reaches back to the checkpoint before the newest; none where every rank has a replica.
+        self.archive: Archive | None = None
+        self.archived: Callable[[int], bool] = lambda destination: True
+        self.note: Callable[[], dict[str, Any]] = dict
+        self.unreadable: Callable[[SwiftError], None] = lambda error: None
         self._waiting = 0
         #: Results to serve to the next operations, whatever their place: DDP's agreement on buckets is repeated from
         #: records.
@@ -204,6 +213,38 @@ class Runtime:
             what=f"the members of group {group.name!r} in generation {generation} (rank {self.rank})",
         )
 
+    def side_group(self, name: str, ranks: Sequence[int], generation: int) -> InnerGroup:
+        """A group of some ranks beside those of the program, for one generation; cut when that ends.
+
+        Raises:
+            GenerationAbandoned: if the generation ends meanwhile.
+            NotConnected: if the members do not reach each other.
+            WaitTimeout: if one does not come.
+        """
+        inner = InnerGroup.connect(
+            self.new_store(f"side/{generation}/{name}"),
+            list(ranks).index(self.rank),
+            len(ranks),
+            operation_timeout=timedelta(hours=1),
+            connect_timeout_s=self.connect_timeout_s,
+            wait_timeout_s=self.wait_timeout_s,
+            abandoned=lambda: self.latest > generation,
+            what=f"the members of side group {name!r} in generation {generation} (rank {self.rank})",
+        )
+        with self.lock:
+            if self.latest > generation:
+                inner.discard()
+                raise GenerationAbandoned(name)
+            self._sides.append(inner)
+        return inner
+
+    def drop_side(self, inner: InnerGroup) -> None:
+        """Cut a side group and forget it."""
+        with self.lock:
+            if inner in self._sides:
+                self._sides.remove(inner)
+                inner.discard()
+
     def inner_backend(self, group: GroupState) -> Any:
         """The inner gloo backend, waiting for one while a recovery runs."""
         with self.lock:
@@ -211,6 +252,42 @@ class Runtime:
                 self.raise_if_ended()
                 self.changed.wait(1.0)
             return group.inner.pg
+
+    def open_archive(self, archive: Archive) -> None:
+        """Log to disk from now on, with all that is in memory."""
+        with self.lock:
+            self.archive = archive
+            kept = [
+                (group, seq, entry)
+                for group in self.groups.values()
+                for seq, entry in group.log.entries.items()
+                if entry.redo is None
+            ]
+        for group, seq, entry in kept:
+            self._archive(group, seq, entry, group.log.results(seq))
+        for group in self.groups.values():
+            group.channels.archive_all()
+
+    def _archive(self, group: GroupState, seq: int, entry: Entry, results: Sequence[torch.Tensor]) -> None:
+        # What nobody else takes part in nobody else can hand back.
+        if self.archive is not None and group.size > 1:
+            note = {"signature": entry.signature}
+            self.archive.put(Key(group.name, seq, entry.top, note), [t.detach().clone() for t in results])
+
+    def logged(self, group: GroupState, seq: int) -> tuple[Signature, list[torch.Tensor]]:
+        """What was called as operation ``seq`` and what it gave.
+
+        Raises:
+            CorruptFile: if it is on disk and damaged.
+        """
+        with self.lock:
+            if seq in group.log.entries:
+                return group.log.entries[seq].signature, group.log.results(seq)
+            if seq in group.replay:
+                return group.replay[seq]
+        assert self.archive is not None
+        key, results = self.archive.read(group.name, seq)
+        return read_signature(key.note["signature"]), results
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -296,8 +373,10 @@ class Runtime:
             op.inner_work = None
             if error is None:
                 del group.pending[op.seq]
-                self._log(group, op)
+                entry = self._log(group, op)
             self.changed.notify_all()
+        if error is None and entry.redo is None:
+            self._archive(group, op.seq, entry, op.results)
         if error is not None:
             self.suspect(error)
             return
@@ -313,7 +392,7 @@ class Runtime:
         else:
             op.future.set_result(op.value)
 
-    def _log(self, group: GroupState, op: Op) -> None:
+    def _log(self, group: GroupState, op: Op) -> Entry:
         group.done.add(op.seq)
         if op.redo is not None:
             entry = Entry(op.signature, op.top, [], redo=op.redo, kept=op.kept)
@@ -332,6 +411,7 @@ class Runtime:
         if group.log.nbytes > self.max_log_bytes:
             self.spilled_bytes += group.log.spill(self.max_log_bytes)
         self.peak_log_bytes = max(self.peak_log_bytes, group.log.nbytes)
+        return entry
 
     def _serve(self, group: GroupState, op: Op, logged: Signature, results: list[torch.Tensor]) -> None:
         if not same_call(logged, op.signature):
@@ -347,8 +427,9 @@ class Runtime:
         op.serve(results)
         with self.lock:
             self.served_operations += 1
-            self._log(group, op)
+            entry = self._log(group, op)
             self.changed.notify_all()
+        self._archive(group, op.seq, entry, op.results)
         inject.point("collective.after", operation=op.signature[0])
 
     def _check(self, group: GroupState, op: Op) -> None:
@@ -400,6 +481,8 @@ class Runtime:
         """A rank is lost: cut every connection, and wait until gloo has given everything back."""
         with self.lock:
             self.broken = True
+            while self._sides:
+                self._sides.pop().discard()
             inners = [group.inner for group in self.groups.values() if group.inner is not None]
             for group in self.groups.values():
                 group.inner = None

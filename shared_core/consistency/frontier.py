@@ -73,6 +73,7 @@ class Top:
         sent: per group and channel, messages sent before the top.
         members: global ranks of each group, in group order.
         replicas: ranks that hold the same parameters and optimizer state, this one among them; empty: all.
+        saved: parameters and optimizer state at this top are in a checkpoint, so that no donor is needed.
     """
 
     index: int
@@ -84,6 +85,7 @@ class Top:
     sent: dict[str, dict[str, int]] = field(default_factory=dict)
     members: dict[str, list[int]] = field(default_factory=dict)
     replicas: list[int] = field(default_factory=list)
+    saved: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class Frontier:
         tops: batch tops it has published (a newcomer: its predecessor's, newest last).
         committed: index of the top a newcomer has already prepared for, or None.
         groups: its groups by name (empty for a newcomer).
+        together: ranks that start again together, this one among them: messages between them are not on disk.
     """
 
     rank: int
@@ -133,6 +136,7 @@ class Frontier:
     tops: tuple[Top, ...]
     committed: int | None = None
     groups: dict[str, GroupFrontier] = field(default_factory=dict)
+    together: list[int] = field(default_factory=list)
 
     def to_json(self) -> str:
         """One JSON object."""

@@ -24,11 +24,12 @@ class Plan:
 
     Attributes:
         tops: the top each newcomer starts from; None: from the beginning of the script, with every operation replayed.
-        donors: the survivor whose replicated state each newcomer copies.
+        donors: the survivor whose replicated state each newcomer copies; none where a checkpoint holds it.
         transfers: logged results to move, in the order in which they are moved.
         finished: per group, collectives with a result somebody has; nobody runs them again.
         redo: per group, finished rank-specific collectives that all members run again, because some member needs them.
         received: per group and channel, how many messages the receiver has; the sender sends those above again.
+        leave: survivors that have to start again together with a newcomer; if there are any, nothing else is done.
     """
 
     tops: dict[int, Top | None]
@@ -37,6 +38,7 @@ class Plan:
     finished: dict[str, set[int]]
     redo: dict[str, set[int]]
     received: dict[str, dict[str, int]] = field(default_factory=dict)
+    leave: frozenset[int] = frozenset()
 
     @property
     def newcomers(self) -> tuple[int, ...]:
@@ -96,11 +98,10 @@ class _Group:
 def decide(frontiers: Mapping[int, Frontier]) -> Plan:
     """The plan for a generation with these frontiers (every rank's, newcomers included).
 
-    Each newcomer starts from the newest of its published batch tops from which all that anybody still needs is to be
-    had: every collective's result is in some log, or all members can run it again; every message is at its sender or
-    at its receiver. A start that is too late for what others need stays so when others start earlier, so
-    lowering one
-    at a time finds the newest starts.
+    Each newcomer starts from the newest of its batch tops, published or in a checkpoint, from which all that anybody
+    still needs is to be had: every collective's result is in some log, or all members can run it again; every message
+    is at its sender or at its receiver. A start that is too late for what others need stays so when others start
+    earlier, so lowering one at a time finds the newest starts.
 
     Raises:
         RecoveryFailed: if a newcomer cannot be served by anybody.
@@ -128,10 +129,12 @@ def decide(frontiers: Mapping[int, Frontier]) -> Plan:
                 "checkpoint."
             )
     redo = {}
+    leave: set[int] = set()
     for group in groups:
-        _check_messages(group, tops)
+        leave.update(_without_messages(group, tops, survivors))
         redo[group.name] = _redo(group, tops)
     return Plan(
+        leave=frozenset(leave),
         tops=tops,
         donors=donors,
         transfers=_transfers(groups, tops),
@@ -166,6 +169,9 @@ def _without_donor(
     messages = any(top.sent or top.received for top in tops.values() if top is not None)
     messages = messages or any(group.sent or group.received for f in survivors.values() for group in f.groups.values())
     for rank, top in tops.items():
+        donors.pop(rank, None)
+        if top is not None and top.saved:
+            continue
         able = [
             donor
             for donor in sorted(survivors)
@@ -208,11 +214,20 @@ def _too_late(group: _Group, tops: Mapping[int, Top | None]) -> int | None:
     return None
 
 
-def _check_messages(group: _Group, tops: Mapping[int, Top | None]) -> None:
-    """Raises RecoveryFailed if a receiver lacks a message that its sender no longer keeps."""
+def _without_messages(
+    group: _Group, tops: Mapping[int, Top | None], survivors: Mapping[int, Frontier]
+) -> Iterator[int]:
+    """Survivors that a newcomer needs messages from which they do not keep, because both start again together.
+
+    Raises:
+        RecoveryFailed: if they do not start again together.
+    """
     for key, source, destination in group.channels(tops):
         has = group.has(key, destination, tops)
         if source in group.here and group.here[source].held.get(key, 0) > has:
+            if destination in tops and destination in survivors[source].together:
+                yield source
+                continue
             raise RecoveryFailed(
                 f"rank {destination} needs message {has} that rank {source} sent it in group {group.name!r}, which "
                 "rank "

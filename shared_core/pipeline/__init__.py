@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shared_core.pipeline.engine import SwiftPipelineEngine, initialize
+    from shared_core.pipeline.engine import SwiftPipelineEngine, initialize, install
 
-__all__ = ["SwiftPipelineEngine", "initialize"]
+__all__ = ["SwiftPipelineEngine", "initialize", "install"]
 
 
 def __getattr__(name: str) -> Any:

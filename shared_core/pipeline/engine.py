@@ -7,18 +7,24 @@ faults before each instruction.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.job import Job, current_job
+from shared_core.job import install as install_backend
+from shared_core.loaders import seed_random
+from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline.calls import STATE, Calls
+from shared_core.pipeline.shared_replay import SharedReplay
+from shared_core.pipeline.stage import layer_seed
 from shared_core.testing import inject
 
 _POINTS = {
@@ -43,6 +49,8 @@ _NUMBERS = (
     "first_gradient_send",
 )
 #: Buffers that are allocated in the first batch, when shapes become known, and only overwritten later.
+#: More than the layers of any model; see :meth:`SwiftPipelineEngine._seed_layers`.
+_LAYERS = 1 << 20
 _BUFFERS = ("pipe_recv_buf", "grad_layer", "meta_buffer")
 
 
@@ -70,17 +78,18 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         ConfigError: if the default process group was made before the product was installed.
     """
 
-    _INSTRUCTION_MAP = {
-        kind: _with_faults(_POINTS[kind], execute) for kind, execute in PipelineEngine._INSTRUCTION_MAP.items()
-    }
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.drives = True
         self.before_step: Callable[[], None] = lambda: None
-        self._mark: Any = None
         self._calls: Calls | None = None
+        self._shared: SharedReplay | None = None
+        self._micro_batch = self._timed = 0
+        self._compute_s = 0.0
         self._job: Job | None = current_job()
+        self._options = self._job.config if self._job is not None else SwiftConfig.from_env()
+        if self._options.randomness == "seeded":
+            self._seed_layers()
         if self._job is None:
             return
         if not self._job.in_charge:
@@ -93,6 +102,10 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self._job.attach([self.module], optimizers, replicas=self.grid.dp_group)
         self._job.register(STATE, self._capture, self._restore)
         self._calls = Calls(self._job)
+        shared = SharedReplay(self, self._job)
+        if shared.possible and self.grid.data_parallel_size == 1:
+            self._shared = shared
+            shared.offer()
 
     def _refuse(self) -> None:
         if self.is_model_parallel:
@@ -107,6 +120,65 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
                 f"the optimizer is {type(self.optimizer).__name__}, not one of torch's: pass one, or choose a type "
                 "with torch_adam in the DeepSpeed configuration"
             )
+
+    # -- random numbers ----------------------------------------------------------------------------
+
+    def _seed_layers(self) -> None:
+        """Make the random numbers of each layer a function of seed, micro-batch and layer.
+
+        DeepSpeed calls ``seed_fn(base_seed * n + layer)`` before each layer, with a number n that grows by one with
+        each micro-batch and that a recomputed layer sees again; :meth:`offset_of` says which.
+        """
+        module, seed = self.module, self._options.seed
+        if module.seed_layers:
+            raise ConfigError("PipelineModule(seed_layers=True) and randomness='seeded' exclude each other")
+        module.seed_layers, module.base_seed = True, _LAYERS
+        module.seed_fn = lambda value: seed_random(layer_seed(seed, value // _LAYERS, value % _LAYERS))
+
+    def number_of(self, micro_batch: int) -> int:
+        """Number of a micro-batch of the present step, counted over all steps and pipelines."""
+        pipelines, mine = self.grid.data_parallel_size, self.grid.data_parallel_id
+        return int((self.global_steps * pipelines + mine) * self.micro_batches + micro_batch)
+
+    def offset_of(self, micro_batch: int) -> int:
+        """``micro_offset`` of the module before its forward, from which DeepSpeed makes the number of a micro-batch."""
+        return self.number_of(micro_batch) - 2
+
+    # -- instructions ------------------------------------------------------------------------------
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        began = time.perf_counter()
+        if self._options.randomness == "seeded":
+            before = RawRandom()
+            self.module.micro_offset = self.offset_of(self._micro_batch)
+            self._micro_batch += 1
+            super()._exec_forward_pass(buffer_id)
+            restore_raw(before)  # the data's random numbers are not the layers'
+        else:
+            super()._exec_forward_pass(buffer_id)
+        self._compute_s += time.perf_counter() - began
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        began = time.perf_counter()
+        super()._exec_backward_pass(buffer_id)
+        self._compute_s += time.perf_counter() - began
+        self._timed += 1
+
+    _INSTRUCTION_MAP = {
+        kind: _with_faults(_POINTS[kind], execute)
+        for kind, execute in (
+            PipelineEngine._INSTRUCTION_MAP
+            | {schedule.ForwardPass: _exec_forward_pass, schedule.BackwardPass: _exec_backward_pass}
+        ).items()
+    }
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        self._micro_batch = 0
+        training = isinstance(pipe_schedule, schedule.TrainSchedule)
+        if training and self._shared is not None and self._shared.takes(self._compute_s / max(self._timed, 1)):
+            self._shared.run()
+        else:
+            super()._exec_schedule(pipe_schedule)
 
     # -- what a rank publishes ---------------------------------------------------------------------
 
@@ -153,7 +225,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         if self._job is None:
             return call()
         if not self.drives or self._calls is None:
-            self.mark()
+            self._job.mark()
             return call()
         if self._calls.finished():
             source = data_iter if data_iter is not None else self.data_iterator
@@ -161,7 +233,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             return self._calls.skip(source, draws)
         self._calls.begin()
         self._job.batch_top()
-        self.mark()
+        self._job.mark()
         result = call()
         self._calls.done(result)
         return result
@@ -169,15 +241,6 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         self.before_step()
         super()._take_model_step(*args, **kwargs)
-
-    def mark(self) -> None:
-        """Tell all ranks that this one has published its batch top: what lies further back is dropped from the logs.
-
-        Nobody waits for it before the next top.
-        """
-        if self._mark is not None:
-            self._mark.wait()
-        self._mark = dist.all_reduce(torch.zeros(1), async_op=True)
 
     def _next_batch(self) -> Any:
         if self._calls is None or not self.drives:
@@ -200,6 +263,16 @@ def _allocate(shapes: Any) -> Any:
     ((kind, items),) = shapes.items()
     made = [_allocate(each) for each in items]
     return tuple(made) if kind == "tuple" else made
+
+
+def install() -> Job | None:
+    """:func:`shared_core.install` for a script that uses DeepSpeed; call it before ``deepspeed.init_distributed()``.
+
+    DeepSpeed's shared-memory all-reduce for inference is left out: it knows the processes that began, and it is
+    compiled in each process's start under a lock file that a killed one would leave behind for all others.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return install_backend()
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[SwiftPipelineEngine, Any, Any, Any]:

@@ -156,6 +156,14 @@ class Board:
                 if self._mirror is not None:
                     self._mirror.remove(name)
 
+    def forget_tops(self) -> None:
+        """Remove all batch tops."""
+        for index in self._kept:
+            (self.folder / f"top.{index}").unlink(missing_ok=True)
+            if self._mirror is not None:
+                self._mirror.remove(f"top.{index}")
+        self._kept.clear()
+
     def record(self, key: tuple[int, str, str, int], results: Any) -> None:
         """Append the result of a start-up operation, what DDP agreed on, or what a job keeps for its newcomers."""
         payload = dumps((key, results))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import json
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,18 +52,24 @@ class Restored:
 
 
 class Checkpoints:
-    """Writes and reads the checkpoints of one rank. Every rank writes its own part, rank 0 the replicated state
-    and, last, the manifest.
+    """Writes and reads the checkpoints of one rank. Every rank writes its own part, the first of each set of replicas
+    their state, and rank 0, last, the manifest.
+
+    Attributes:
+        newest_top: batch top of the newest checkpoint that this rank knows to be committed; 0 for none.
     """
 
     def __init__(self, env: WorkerEnv, recovery: Recovery) -> None:
         self._env, self._recovery = env, recovery
         self._dir = env.config.checkpoint_dir
         self._every = env.config.checkpoint_every_steps
+        self.newest_top = 0
 
     def due(self, tops: int) -> bool:
-        """Whether a checkpoint is to be written at this batch top."""
-        return self._dir is not None and self._every > 0 and tops % self._every == 0
+        """Whether a checkpoint is to be written at this batch top. A newcomer may pass tops again that have one."""
+        if self._dir is None or self._every <= 0 or tops % self._every:
+            return False
+        return self._env.incarnation == 0 or tops not in (each.step for each in self._mine())
 
     def write(self, top: Top, parts: dict[str, Any], updates: Updates, board: Board) -> None:
         """Write one. A storage error is reported and costs only this checkpoint; a loss meanwhile leaves it
@@ -83,11 +90,12 @@ class Checkpoints:
                 "ends": ends_before(board, top.entry),
                 "records": board.records(),
             }
-            digest = store.write_part(self._dir, top.index, f"rank{rank}", dumps(mine))
-            if rank == 0:
+            parts_written = {f"rank{rank}": store.write_part(self._dir, top.index, f"rank{rank}", dumps(mine))}
+            if rank == min(top.replicas, default=0):
                 with updates.frozen(top.version, 60.0) as (description, tensors):
-                    replicated = store.write_part(self._dir, top.index, "replicated", dumps((description, tensors)))
-            client.set(f"{key}/{rank}", digest)
+                    name = _replicated(top)
+                    parts_written[name] = store.write_part(self._dir, top.index, name, dumps((description, tensors)))
+            client.set(f"{key}/{rank}", json.dumps(parts_written))
             if rank != 0:
                 return
             keys = [f"{key}/{r}" for r in range(self._env.world_size)]
@@ -98,15 +106,17 @@ class Checkpoints:
                 600.0,
                 "all ranks to write their checkpoint",
             )
-            digests = {f"rank{r}": bytes(client.get(k)).decode() for r, k in enumerate(keys)}
+            digests = {name: digest for each in keys for name, digest in json.loads(client.get(each)).items()}
             meta = {
+                "attempt": self._env.restart,
                 "job": self._env.job,
                 "world_size": self._env.world_size,
                 "top": top.index,
                 "version": top.version,
             }
-            store.commit(self._dir, top.index, {**digests, "replicated": replicated}, meta)
+            store.commit(self._dir, top.index, digests, meta)
             store.prune(self._dir)
+            self.newest_top = top.index
             self._recovery.events.emit("checkpoint", rank=0, generation=generation, top=top.index, version=top.version)
         except GenerationAbandoned:
             return
@@ -115,19 +125,60 @@ class Checkpoints:
             self._recovery.events.emit("warning", rank=rank, generation=generation, message=str(error))
 
     def newest(self) -> Restored | None:
-        """The newest valid checkpoint of this job, or None.
+        """What this attempt started from: the newest valid checkpoint of the attempts before, or None.
 
         Raises:
             CorruptFile: if a part that passed its checksum cannot be read.
         """
         if self._dir is None:
             return None
-        found = store.newest_valid(self._dir, self._env.world_size)
+        found = store.newest_valid(self._dir, self._env.world_size, lambda each: not self._of_this_attempt(each))
         if found is None or found.meta.get("job") != self._env.job:
             return None
+        return self._read(found)
+
+    def tops(self) -> list[Top]:
+        """Batch tops of this attempt at which this rank's state is in a checkpoint that can be read, oldest first."""
+        tops = []
+        for found in self._mine():
+            try:
+                top = Top(**loads(store.read_part(found, f"rank{self._env.rank}"))["top"])
+                store.read_part(found, _replicated(top))
+            except CorruptFile as error:
+                console(f"rank {self._env.rank}: checkpoint {found.path} is passed over: {error}")
+                continue
+            tops.append(replace(top, saved=True))
+        return tops
+
+    def at(self, index: int) -> Restored:
+        """The checkpoint of this attempt at a batch top.
+
+        Raises:
+            CorruptFile: if it cannot be read, or is gone.
+        """
+        for found in self._mine():
+            if found.step == index:
+                return self._read(found)
+        raise CorruptFile(f"rank {self._env.rank}: the checkpoint at batch top {index} is gone from {self._dir}")
+
+    def _mine(self) -> list[store.Checkpoint]:
+        found = store.committed(self._dir, self._env.world_size) if self._dir is not None else []
+        return [each for each in found if self._of_this_attempt(each)]
+
+    def _of_this_attempt(self, found: store.Checkpoint) -> bool:
+        # Operations are counted from the start of an attempt: logs go with the checkpoints of the same one.
+        return found.meta.get("job") == self._env.job and found.meta.get("attempt") == self._env.restart
+
+    def _read(self, found: store.Checkpoint) -> Restored:
         mine = loads(store.read_part(found, f"rank{self._env.rank}"))
-        description, tensors = loads(store.read_part(found, "replicated"))
-        return Restored(Top(**mine["top"]), mine["parts"], mine["ends"], mine["records"], description, tensors)
+        top = Top(**mine["top"])
+        description, tensors = loads(store.read_part(found, _replicated(top)))
+        return Restored(top, mine["parts"], mine["ends"], mine["records"], description, tensors)
+
+
+def _replicated(top: Top) -> str:
+    """Name of the part that holds the parameters and optimizer state of a rank."""
+    return f"replicated{min(top.replicas)}" if top.replicas else "replicated"
 
 
 def ends_before(board: Board, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:

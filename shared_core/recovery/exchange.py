@@ -25,12 +25,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shared_core.cluster.worker import FOREVER_S, Resized, WorkerEnv, connect_store, tell
+from shared_core.comm.archive import Archive
 from shared_core.comm.gloo import InnerGroup, wait_for
-from shared_core.comm.log import Signature
+from shared_core.comm.log import Signature, read_signature
 from shared_core.comm.runtime import MAX_ATTEMPTS, GroupState, Runtime
 from shared_core.consistency import Cut, Frontier, GroupFrontier, Offer, Plan, Top, choose_cut, decide
-from shared_core.errors import GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError
-from shared_core.events import EventLog
+from shared_core.errors import CorruptFile, GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError
+from shared_core.events import EventLog, console
 from shared_core.recovery.board import Board
 from shared_core.recovery.messages import receive, send
 from shared_core.recovery.resize import local_state
@@ -43,6 +44,23 @@ DIVERGENT = "state differs from its replicas'"
 #: Results to serve: per group and sequence number, what was called and what it gave.
 Replay = dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]]
 _FOREVER = timedelta(days=365)
+
+
+@dataclass(frozen=True)
+class Replaying:
+    """Newcomers without a replica run on from a checkpoint, or from the beginning.
+
+    Attributes:
+        generation: in which they joined.
+        newcomers: their ranks.
+        survivors: ranks that wait for them.
+        complete: optimizer steps that all survivors have made: messages of earlier ones are all in logs.
+    """
+
+    generation: int
+    newcomers: tuple[int, ...]
+    survivors: tuple[int, ...]
+    complete: int
 
 
 class StateProvider(Protocol):
@@ -77,6 +95,7 @@ class Received:
     generation: int = 0
     nbytes: int = 0
     replayed: int = 0
+    replaying: Replaying | None = None
 
 
 class Recovery:
@@ -96,6 +115,9 @@ class Recovery:
         self.target: Top | None = None
         self.prepared = False
         self.on_recovered: Callable[[dict[str, Any]], None] = lambda fields: None
+        self.on_replay: Callable[[Replaying], None] = lambda replaying: None
+        self.saved_tops: Callable[[], list[Top]] = list
+        self.together: tuple[int, ...] = ()
         self._records: dict[int, dict[str, Any]] = {}
         self._watcher: threading.Thread | None = None
         self._tops: tuple[Top, ...] = ()
@@ -141,7 +163,7 @@ class Recovery:
         if not self.newcomer:
             self._watcher.start()
             return
-        self._tops = tuple(self.board.tops())
+        self._tops = (*self.saved_tops(), *self.board.tops())
         self._watcher.start()
         store = self.new_store("")
         record = self._records[self.env.generation] = json.loads(store.get(f"gen/{self.env.generation}"))
@@ -316,9 +338,11 @@ class Recovery:
             "lost": record["lost"],
             "detected": record["detected"],
             "bytes_moved": received.nbytes,
-            "resolution": "replica",
+            "resolution": "replay" if received.replaying else "replica",
         }
         self.on_recovered({"generation": generation, **fields})
+        if received.replaying is not None:
+            self.on_replay(received.replaying)
 
     # -- forming -----------------------------------------------------------------------------------
 
@@ -352,7 +376,7 @@ class Recovery:
 
     def _survivor_front(self) -> Frontier:
         with self.runtime.lock:
-            groups = {name: _group_front(group) for name, group in self.runtime.groups.items()}
+            groups = {name: _group_front(group, self.runtime.archive) for name, group in self.runtime.groups.items()}
         return Frontier(
             rank=self.env.rank,
             incarnation=self.env.incarnation,
@@ -360,6 +384,7 @@ class Recovery:
             version=self.state.version,
             tops=(),
             groups=groups,
+            together=list(self.together),
         )
 
     def _form(self, store: Store, generation: int, *, posted: bool = False) -> Received:
@@ -375,10 +400,12 @@ class Recovery:
         store.set(f"gen/{generation}/ready/{self.env.rank}", "1")
         fronts = self._fronts(store, generation)
         plan = decide(fronts)
+        if plan.leave:
+            self._start_together(plan, generation)
         # Replicas are compared at the first batch top after everyone has made a step beyond what anybody has now.
         self.verify_version = max(front.version for front in fronts.values()) + 1 if plan.tops else None
         mine = plan.tops.get(self.env.rank)
-        if joining and (None if mine is None else mine.index) != self._committed:
+        if joining and mine != self.target:
             self.events.emit(
                 "warning",
                 rank=self.env.rank,
@@ -400,9 +427,32 @@ class Recovery:
             except NotConnected as error:
                 if attempt + 1 == MAX_ATTEMPTS:
                     raise RecoveryFailed(f"rank {self.env.rank}: nobody was lost, and yet: {error}") from error
+            except CorruptFile as error:
+                raise RecoveryFailed(f"the log on disk cannot be read: {error}") from error
+        survivors = tuple(sorted(fronts.keys() - plan.tops.keys()))
+        logs = any(fronts[rank].together for rank in survivors)
+        replayed = tuple(r for r, top in sorted(plan.tops.items()) if logs and (top is None or top.saved))
+        if replayed:
+            complete = min(fronts[rank].version for rank in survivors)
+            received.replaying = Replaying(generation, replayed, survivors, complete)
         self._install(plan, inner, generation, replay, joining)
         inject.point("recovery.installed")
         return received
+
+    def _start_together(self, plan: Plan, generation: int) -> NoReturn:
+        """A newcomer needs messages that are not on disk: their senders begin again with it (selective logging).
+
+        Raises:
+            GenerationAbandoned: in all others, when that is known.
+        """
+        if self.env.rank in plan.leave:
+            lost = ", ".join(map(str, plan.newcomers))
+            self.events.emit("together", rank=self.env.rank, generation=generation, newcomers=list(plan.newcomers))
+            console(f"rank {self.env.rank} starts again together with rank {lost}: they share a group of log_groups")
+            os._exit(EXIT_STALE)
+        with self.runtime.lock:
+            self.runtime.changed.wait_for(lambda: self._abandoned(generation), timeout=self.runtime.wait_timeout_s)
+        raise GenerationAbandoned("others start again")
 
     def _meet(self, plan: Plan, generation: int, attempt: int) -> tuple[InnerGroup, Replay, Received]:
         """Connect the job's default group and move what the plan says, on all ranks or on none.
@@ -498,7 +548,7 @@ class Recovery:
                 received.nbytes += _nbytes(tensors)
                 at = 0
                 for name, seq, sig, count in head["rows"]:
-                    replay.setdefault(name, {})[seq] = (_signature(sig), tensors[at : at + count])
+                    replay.setdefault(name, {})[seq] = (read_signature(sig), tensors[at : at + count])
                     at += count
                 received.replayed += len(head["rows"])
         for newcomer, donor in sorted(plan.donors.items()):
@@ -517,16 +567,11 @@ class Recovery:
     def _logged(self, entries: dict[str, list[int]]) -> tuple[list[list[Any]], list[torch.Tensor]]:
         rows: list[list[Any]] = []
         tensors: list[torch.Tensor] = []
-        with self.runtime.lock:
-            for name, seqs in entries.items():
-                group = self.runtime.groups[name]
-                for seq in seqs:
-                    if seq in group.log.entries:
-                        sig, results = group.log.entries[seq].signature, group.log.results(seq)
-                    else:
-                        sig, results = group.replay[seq]
-                    rows.append([name, seq, sig, len(results)])
-                    tensors += results
+        for name, seqs in entries.items():
+            for seq in seqs:
+                sig, results = self.runtime.logged(self.runtime.groups[name], seq)
+                rows.append([name, seq, sig, len(results)])
+                tensors += results
         return rows, tensors
 
     # -- ends --------------------------------------------------------------------------------------
@@ -548,14 +593,15 @@ class Recovery:
         os._exit(1)
 
 
-def _group_front(group: GroupState) -> GroupFrontier:
+def _group_front(group: GroupState, archive: Archive | None) -> GroupFrontier:
     received, sent = group.channels.watermarks()
     entries = group.log.entries
+    on_disk = archive.indices(group.name) if archive is not None else ()
     return GroupFrontier(
         ranks=group.ranks,
         next=group.next,
         done=group.done.to_json(),
-        log=sorted({*(seq for seq, entry in entries.items() if entry.redo is None), *group.replay}),
+        log=sorted({*(seq for seq, entry in entries.items() if entry.redo is None), *group.replay, *on_disk}),
         exclusive=[seq for seq, entry in entries.items() if entry.redo is not None],
         received=received,
         sent=sent,
@@ -565,8 +611,3 @@ def _group_front(group: GroupState) -> GroupFrontier:
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _signature(raw: list[Any]) -> Signature:
-    name, shapes, dtypes, detail = raw
-    return name, tuple(tuple(shape) for shape in shapes), tuple(dtypes), detail

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -163,3 +164,37 @@ def test_a_group_whose_members_are_all_lost() -> None:
 def test_nobody_left() -> None:
     with pytest.raises(RecoveryFailed, match="no survivor is left"):
         plan(newcomer(0), newcomer(1))
+
+
+def test_only_a_replica_of_the_stage_is_a_donor() -> None:
+    mine = replace(top(2, 1, w=4), replicas=[0, 2])
+    fronts = survivor(1, 2, w=group(4)), survivor(2, 1, w=group(4))
+    assert plan(newcomer(0, mine), *fronts).donors == {0: 2}
+    alone = replace(mine, replicas=[0])
+    with pytest.raises(RecoveryFailed, match="rank 0 cannot be rebuilt|keeps it no longer"):
+        plan(newcomer(0, alone), *fronts)
+
+
+def test_without_a_replica_the_newest_checkpoint_serves_and_needs_no_donor() -> None:
+    saved = [replace(top(n, n - 1, w=n), replicas=[0], saved=True) for n in (3, 6)]
+    newer = replace(top(8, 7, w=8), replicas=[0])
+    fronts = survivor(1, 8, w=group(9, log=range(3, 9))), survivor(2, 7, w=group(9, log=[8]))
+    found = plan(newcomer(0, *saved, newer), *fronts)
+    assert found.tops == {0: saved[1]} and found.donors == {}
+    assert found.transfers == (Transfer(1, 0, {"w": [6, 7, 8]}),)
+
+
+def test_the_older_checkpoint_serves_where_a_message_of_the_newer_is_lost_with_its_sender() -> None:
+    older, newer = (replace(top(n, n, sent=n, w=2), replicas=[0], saved=True) for n in (3, 6))
+    found = plan(newcomer(0, older, newer), survivor(1, 6, w=group(2, received={"0,1,0": 5})), survivor(2, w=group(2)))
+    assert found.tops == {0: older}
+
+
+def test_who_shares_a_group_with_a_newcomer_starts_again_with_it() -> None:
+    saved = replace(top(3, 2, received=3, w=2), replicas=[1], saved=True)
+    sender = group(2, sent={"0,1,0": 9}, held={"0,1,0": 8})
+    others = newcomer(1, saved), survivor(2, w=group(2))
+    found = plan(replace(survivor(0, w=sender), together=[0, 1]), *others)
+    assert found.leave == {0} and found.tops == {1: saved}
+    with pytest.raises(RecoveryFailed, match="rank 1 needs message 3 that rank 0 sent it"):
+        plan(replace(survivor(0, w=sender), together=[0]), *others)

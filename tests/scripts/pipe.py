@@ -63,11 +63,14 @@ def main() -> None:
     args = parser.parse_args()
     report = Block.report = Report()
     baseline = bool(os.environ.get("SWIFT_BASELINE"))
-    if not baseline:
-        import shared_core
-
-        shared_core.install()
     import deepspeed
+
+    if baseline:  # for inference only, and compiled for half a minute
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    else:
+        from shared_core.pipeline import install
+
+        install()
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -1,0 +1,198 @@
+"""Replay shared with survivors (Swift's parallel recovery, TPDS 2024): while they wait for a newcomer they compute
+micro-batches of its stage.
+
+The newcomer draws the data and reads the logged messages of a step, hands micro-batches out, computes its own share,
+and sends on what comes back as if it had computed it. A helper that is lost costs nothing but its share, which the
+newcomer computes itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared_core.comm.gloo import InnerGroup
+from shared_core.errors import SwiftError
+from shared_core.job import Job
+from shared_core.loaders.randomness import RawRandom, restore_raw
+from shared_core.pipeline.cost import Replay, shares
+from shared_core.pipeline.stage import Computed, Stage, Work
+from shared_core.recovery.exchange import Replaying
+from shared_core.recovery.messages import receive, send
+
+_PROBE_BYTES = 1 << 20
+
+
+def _flat(values: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
+    """Tensors, tuples of tensors and None as (layout, tensors)."""
+    layout: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        if value is None or isinstance(value, torch.Tensor):
+            layout.append(int(value is not None))
+            tensors += [value] if value is not None else []
+        else:
+            inner, more = _flat(list(value))
+            layout.append(inner)
+            tensors += more
+    return layout, tensors
+
+
+def _shaped(layout: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
+    """Inverse of :func:`_flat`; takes what it uses off the front of ``tensors``."""
+    return [
+        tuple(_shaped(each, tensors)) if isinstance(each, list) else tensors.pop(0) if each else None for each in layout
+    ]
+
+
+def help_newcomers(job: Job, replaying: Replaying, stage_of: Callable[[int], Stage], threads: int) -> None:
+    """Thread of a survivor: compute for each newcomer in turn what it hands out, until it says that it is level.
+
+    Args:
+        job: of this worker.
+        replaying: who replays.
+        stage_of: builds the stage of a rank.
+        threads: torch's threads in the program, which bits may depend on.
+    """
+    torch.set_num_threads(threads)
+    for newcomer in replaying.newcomers:
+        members = [newcomer, *replaying.survivors]
+        inner: InnerGroup | None = None
+        try:
+            inner = job.side_group(replaying, f"help{newcomer}", members)
+            _serve(job, inner, lambda rank=newcomer: stage_of(rank))  # type: ignore[misc]
+        except (RuntimeError, SwiftError):
+            continue  # another loss, or the newcomer needs no help any more
+        finally:
+            if inner is not None:
+                job.drop_side(inner)
+
+
+def _serve(job: Job, inner: InnerGroup, make: Callable[[], Stage]) -> None:
+    stage: Stage | None = None
+    while True:
+        head, tensors = receive(inner, 0)
+        if head["do"] == "end":
+            return
+        if head["do"] == "probe":
+            send(inner, 0, {}, [])
+            continue
+        with job.turn.taken():
+            before = RawRandom()
+            try:
+                if stage is None:
+                    stage = make()
+                for parameter in stage.parameters:
+                    parameter.data.copy_(tensors.pop(0))
+                works = [Work(number, *_shaped(layout, tensors)) for number, layout in head["works"]]
+                done = []
+                for work in works:
+                    done.append(stage.compute(work))
+            finally:
+                restore_raw(before)
+        if head["sum"]:
+            _sum_up(done)
+        values = [[each.outputs, each.loss, each.input_gradients, each.gradients] for each in done]
+        layouts, results = [], []
+        for value in values:
+            layout, flat = _flat(value)
+            layouts.append(layout)
+            results += flat
+        send(inner, 0, {"layouts": layouts}, results)
+
+
+def _sum_up(done: list[Computed]) -> None:
+    """Leave the sum of all gradients with the first micro-batch."""
+    for later in done[1:]:
+        for place, gradient in enumerate(later.gradients):
+            mine = done[0].gradients[place]
+            if gradient is not None:
+                done[0].gradients[place] = gradient if mine is None else mine + gradient
+        later.gradients = [None] * len(later.gradients)
+
+
+@dataclass
+class Helpers:
+    """The survivors, as a newcomer sees them.
+
+    Attributes:
+        job: of this worker.
+        inner: a group of the newcomer (0) and the survivors.
+        count: number of survivors.
+        use: how many of them compute.
+        ordered: gradients come back by micro-batch.
+    """
+
+    job: Job
+    inner: InnerGroup
+    count: int
+    use: int = 0
+    ordered: bool = True
+
+    def bytes_per_s(self) -> float:
+        """Measure how fast a helper gets a message."""
+        probe = torch.zeros(_PROBE_BYTES, dtype=torch.uint8)
+        for data in ([], [probe]):  # the first opens what is opened once
+            began = time.perf_counter()
+            send(self.inner, 1, {"do": "probe"}, data)
+            receive(self.inner, 1)
+        return _PROBE_BYTES / (time.perf_counter() - began)
+
+    def compute(self, stage: Stage, works: list[Work]) -> list[Computed]:
+        """Compute the micro-batches of one step, here and at the helpers.
+
+        Raises:
+            RuntimeError: a helper was lost; nothing was changed.
+        """
+        sizes = shares(len(works), self.use + 1)
+        mine, rest = works[: sizes[0]], works[sizes[0] :]
+        lent: list[list[Work]] = []
+        for size in sizes[1:]:
+            lent.append(rest[:size])
+            rest = rest[size:]
+        parameters = [p.detach() for p in stage.parameters]
+        for place, share in enumerate(lent, 1):
+            layouts = [_flat([work.inputs, work.labels, work.gradient]) for work in share]
+            rows = [[work.number, layout] for work, (layout, _) in zip(share, layouts, strict=True)]
+            tensors = [tensor for _, flat in layouts for tensor in flat]
+            send(self.inner, place, {"do": "compute", "works": rows, "sum": not self.ordered}, parameters + tensors)
+        done = compute_here(stage, mine)
+        for place in range(1, len(lent) + 1):
+            head, results = receive(self.inner, place)
+            done += [Computed(*_computed(layout, results)) for layout in head["layouts"]]
+        return done
+
+    def end(self) -> None:
+        """No more help is needed."""
+        try:
+            for place in range(1, self.count + 1):
+                send(self.inner, place, {"do": "end"}, [])
+        except RuntimeError:
+            return  # whoever is lost needs no word
+        finally:
+            self.job.drop_side(self.inner)
+
+
+def _computed(layout: list[Any], results: list[torch.Tensor]) -> list[Any]:
+    outputs, loss, input_gradients, gradients = _shaped(layout, results)
+    return [outputs, loss, input_gradients, list(gradients)]
+
+
+def compute_here(stage: Stage, works: list[Work]) -> list[Computed]:
+    """Compute micro-batches in this worker; the global generators are as before afterwards."""
+    before = RawRandom()
+    try:
+        return [stage.compute(work) for work in works]
+    finally:
+        restore_raw(before)
+
+
+def workers_to_use(replay: Replay, survivors: int, policy: str) -> int:
+    """How many survivors compute: the best number, or all of them where the policy is ``always``."""
+    if policy == "always":
+        return min(survivors, replay.micro_batches - 1)
+    return replay.best(survivors + 1) - 1

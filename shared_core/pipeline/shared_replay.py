@@ -1,0 +1,211 @@
+"""A newcomer's steps between the checkpoint and its predecessor's place, computed together with the survivors.
+
+Only steps that all survivors have made are shared: every message of theirs is in a log. What remains is replayed by
+the schedule, as always.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.pipe import TiedLayerSpec
+from deepspeed.runtime.pipe import schedule
+from torch.nn.modules.batchnorm import _NormBase
+
+from shared_core.errors import SwiftError
+from shared_core.job import Job
+from shared_core.pipeline import lending, stage
+from shared_core.pipeline.cost import Replay
+from shared_core.pipeline.lending import Helpers
+from shared_core.pipeline.stage import Computed, Work
+
+if TYPE_CHECKING:
+    from shared_core.pipeline.engine import SwiftPipelineEngine
+
+
+class SharedReplay:
+    """Shares the replay of one engine's stage.
+
+    Args:
+        engine: of this worker.
+        job: of this worker.
+    """
+
+    def __init__(self, engine: SwiftPipelineEngine, job: Job) -> None:
+        self._engine, self._job = engine, job
+        self._helpers: Helpers | None = None
+        self._decided = False
+        self._steps = 0
+
+    @property
+    def possible(self) -> bool:
+        """Whether micro-batches of every stage can be computed out of order and elsewhere; all ranks answer alike."""
+        engine, config = self._engine, self._job.config
+        module = engine.module
+        keys = [spec.key for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)]
+        # Recomputing segments adds to a parameter that two of them use in another order.
+        twice = module.activation_checkpoint_interval > 0 and len(set(keys)) < len(keys)
+        return (
+            config.randomness == "seeded"
+            and config.parallel_replay != "never"
+            and not (engine.dynamic_shape or twice)
+            and module.get_additional_losses() is None
+        )
+
+    def offer(self) -> None:
+        """Help newcomers from now on."""
+        engine, job, threads = self._engine, self._job, torch.get_num_threads()
+
+        def stage_of(rank: int) -> stage.Stage:
+            coordinates = engine.grid._topo.get_coord(rank)
+            return stage.clone(engine.module, coordinates.pipe, engine.micro_batches, job.config.seed)
+
+        job.help_replays(lambda replaying: lending.help_newcomers(job, replaying, stage_of, threads))
+
+    # -- in the newcomer ---------------------------------------------------------------------------
+
+    def takes(self, micro_s: float) -> bool:
+        """Whether the next step is shared.
+
+        Args:
+            micro_s: measured seconds of a micro-batch's forward and backward; 0 before the first.
+        """
+        replaying = self._job.replaying
+        if replaying is None:
+            return False
+        if self._engine.global_steps >= replaying.complete:
+            self._end()
+            return False
+        if not self._decided and (micro_s or self._job.config.parallel_replay == "always") and self._shapes_known():
+            self._decided = True
+            self._ask(micro_s)
+        return self._helpers is not None and self._helpers.use > 0
+
+    def _shapes_known(self) -> bool:
+        engine = self._engine
+        incoming = engine.is_first_stage() or engine.pipe_recv_buf is not None
+        return incoming and (engine.is_last_stage() or isinstance(engine.grad_layer, torch.Tensor))
+
+    def _ask(self, micro_s: float) -> None:
+        engine, replaying = self._engine, self._job.replaying
+        assert replaying is not None
+        neighbours = {
+            engine.grid.stage_to_global(stage_id=each)
+            for each in (engine.stage_id - 1, engine.stage_id + 1)
+            if 0 <= each < engine.num_stages
+        }
+        running = any(isinstance(m, _NormBase) and m.track_running_stats for m in engine.module.modules())
+        try:
+            members = [self._job.rank, *replaying.survivors]
+            inner = self._job.side_group(replaying, f"help{self._job.rank}", members)
+            helpers = Helpers(self._job, inner, len(replaying.survivors), ordered=self._ordered)
+            if neighbours <= set(replaying.survivors) and not running:
+                replay = self._replay(micro_s, helpers.bytes_per_s())
+                policy = self._job.config.parallel_replay
+                helpers.use = lending.workers_to_use(replay, helpers.count, policy)
+        except (RuntimeError, SwiftError):
+            return  # a loss, or nobody comes: the schedule does it
+        self._helpers = helpers
+
+    @property
+    def _ordered(self) -> bool:
+        return self._job.config.replay_sums == "ordered"
+
+    def _replay(self, micro_s: float, bytes_per_s: float) -> Replay:
+        engine = self._engine
+        stage_bytes = sum(p.numel() * p.element_size() for p in engine.module.parameters())
+        buffers = [*_tensors(engine.pipe_recv_buf), *_tensors(engine.grad_layer)]
+        message_bytes = 2 * sum(t.numel() * t.element_size() for t in buffers)
+        return Replay(engine.micro_batches, micro_s, stage_bytes, message_bytes, bytes_per_s, self._ordered)
+
+    def _end(self) -> None:
+        job, helpers, decided, replaying = self._job, self._helpers, self._decided, self._job.replaying
+        assert replaying is not None
+        self._helpers, self._decided, job.replaying = None, False, None
+        if helpers is not None:
+            job.event("help", steps=self._steps, helpers=helpers.use, ordered=helpers.ordered)
+            helpers.end()
+            return
+        if decided or not self.possible:
+            return
+
+        def dismiss() -> None:
+            """Nothing was shared: those who have come to help may go."""
+            try:
+                members = [job.rank, *replaying.survivors]
+                inner = job.side_group(replaying, f"help{job.rank}", members)
+                Helpers(job, inner, len(replaying.survivors)).end()
+            except (RuntimeError, SwiftError):
+                return
+
+        threading.Thread(target=dismiss, name="swift-dismiss", daemon=True).start()
+
+    def run(self) -> None:
+        """One step, as the schedule would have made it."""
+        engine = self._engine
+        own = stage.own(engine.module, engine.stage_id, engine.micro_batches, self._job.config.seed)
+        engine._reserve_pipe_buffers(1)
+        engine.fwd_outputs = []
+        works = [self._work(place) for place in range(engine.micro_batches)]
+        assert self._helpers is not None
+        try:
+            done = self._helpers.compute(own, works)
+        except (RuntimeError, SwiftError):
+            self._job.drop_side(self._helpers.inner)  # a helper was lost
+            self._helpers = None
+            done = lending.compute_here(own, works)
+        self._steps += 1
+        self._pass_on(works, done)
+        for place, parameter in enumerate(own.parameters):
+            for each in done:
+                gradient = each.gradients[place]
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        engine.module.micro_offset = engine.offset_of(engine.micro_batches - 1) + 1
+        for instruction in (schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep):
+            engine._INSTRUCTION_MAP[instruction](engine)
+
+    def _work(self, place: int) -> Work:
+        engine = self._engine
+        buffers = engine.pipe_buffers
+        if engine.is_first_stage() or engine.is_last_stage():
+            engine._exec_load_micro_batch(0)
+        if not engine.is_first_stage():
+            engine._exec_recv_activations(0)
+        work = Work(engine.number_of(place), buffers["inputs"][0])
+        if engine.is_last_stage():
+            work.labels = buffers["labels"][0]
+        else:
+            engine._exec_recv_grads(0)
+            work.gradient = engine.grad_layer.clone()
+        return work
+
+    def _pass_on(self, works: list[Work], done: list[Computed]) -> None:
+        """Send what the neighbours have had already: it goes into the log again, and no further."""
+        engine = self._engine
+        buffers = engine.pipe_buffers
+        for work, each in zip(works, done, strict=True):
+            if engine.is_last_stage():
+                assert each.loss is not None
+                engine.loss = each.loss
+                engine.fwd_outputs.append(each.loss)
+                if engine.total_loss is None:
+                    engine.total_loss = torch.zeros_like(each.loss)
+                engine.total_loss += each.loss
+            else:
+                buffers["outputs"][0] = each.outputs
+                engine._exec_send_activations(0)
+                buffers["outputs"][0] = None
+            if not engine.is_first_stage():
+                inputs, gradients = _tensors(work.inputs), _tensors(each.input_gradients)
+                held = [tensor.detach() for tensor in inputs]
+                for tensor, gradient in zip(held, gradients, strict=True):
+                    tensor.grad = gradient
+                buffers["inputs"][0] = tuple(held) if isinstance(work.inputs, tuple) else held[0]
+                engine._exec_send_grads(0)
+
+
+def _tensors(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, tuple | list) else [value]

@@ -1,0 +1,165 @@
+"""The layers of one pipeline stage, computed one micro-batch at a time outside any schedule.
+
+Gradients of each micro-batch are kept apart: added in the order of the micro-batches they give the bits that the
+schedule gives, wherever they were computed.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+
+from shared_core.loaders import seed_random
+
+#: What passes between stages: one tensor or a tuple of them.
+Tensors = Any
+
+
+def layer_seed(seed: int, number: int, layer: int) -> int:
+    """Seed of the random numbers of a layer in one micro-batch.
+
+    Args:
+        seed: of the job.
+        number: of the micro-batch, counted over all steps and pipelines.
+        layer: place of the layer in the whole model.
+
+    Returns:
+        63 bits.
+    """
+    raw = hashlib.blake2b(f"{seed} {number} {layer}".encode(), digest_size=8).digest()
+    return int.from_bytes(raw, "big") >> 1
+
+
+@dataclass
+class Work:
+    """One micro-batch of a stage.
+
+    Attributes:
+        number: see :func:`layer_seed`.
+        inputs: of the first layer.
+        labels: at the last stage, for the loss.
+        gradient: of the output; at the last stage None.
+    """
+
+    number: int
+    inputs: Tensors
+    labels: Tensors = None
+    gradient: torch.Tensor | None = None
+
+
+@dataclass
+class Computed:
+    """What a stage makes of a micro-batch.
+
+    Attributes:
+        outputs: of the last layer.
+        loss: at the last stage; else None.
+        input_gradients: of the floating-point inputs, None for the others; None at the first stage.
+        gradients: of each parameter, None where the micro-batch does not reach it.
+    """
+
+    outputs: Tensors
+    loss: torch.Tensor | None
+    input_gradients: Tensors
+    gradients: list[torch.Tensor | None]
+
+
+@dataclass
+class Stage:
+    """Layers that a worker computes for itself or another.
+
+    Attributes:
+        layers: callables, in order.
+        first: place of the first in the whole model.
+        parameters: those of the layers, in the order of DeepSpeed's module.
+        loss_fn: of the last stage; None elsewhere.
+        last: it is the last stage.
+        micro_batches: of a step; gradients are divided by it.
+        seed: of the job.
+    """
+
+    layers: Sequence[Callable[[Tensors], Tensors]]
+    first: int
+    parameters: list[nn.Parameter]
+    loss_fn: Callable[[Tensors, Tensors], torch.Tensor] | None
+    last: bool
+    micro_batches: int
+    seed: int
+
+    def compute(self, work: Work) -> Computed:
+        """Forward and backward of one micro-batch. Sets the global generators; the caller puts them back."""
+        leaves = [self._leaf(each) for each in _listed(work.inputs)]
+        x: Tensors = tuple(t.clone() for t in leaves) if isinstance(work.inputs, tuple) else leaves[0].clone()
+        for layer, call in enumerate(self.layers, self.first):
+            seed_random(layer_seed(self.seed, work.number, layer))
+            x = call(x)
+        loss = None
+        if self.last:
+            loss = self.loss_fn(x, work.labels) if self.loss_fn is not None else x
+            roots, given = [loss / self.micro_batches], None
+        else:
+            roots, given = [t for t in _listed(x) if t.is_floating_point()], [work.gradient]
+        wanted = [*self.parameters, *(t for t in leaves if t.requires_grad)]
+        got: list[torch.Tensor | None] = list(torch.autograd.grad(roots, wanted, given, allow_unused=True))
+        of_inputs = iter(got[len(self.parameters) :])
+        input_gradients: Tensors = tuple(next(of_inputs) if t.requires_grad else None for t in leaves)
+        if not isinstance(work.inputs, tuple):
+            input_gradients = input_gradients[0]
+        outputs = tuple(t.detach() for t in x) if isinstance(x, tuple) else x.detach()
+        return Computed(outputs, None if loss is None else loss.detach(), input_gradients, got[: len(self.parameters)])
+
+    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_(self.first > 0 and tensor.is_floating_point())
+
+
+def clone(module: Any, stage: int, micro_batches: int, seed: int) -> Stage:
+    """Build the layers of another stage, as DeepSpeed's ``PipelineModule`` builds its own; parameters are to be loaded.
+
+    Args:
+        module: this rank's ``PipelineModule``.
+        stage: which.
+        micro_batches: of a step.
+        seed: of the job.
+    """
+    first, stop = module.parts[stage], module.parts[stage + 1]
+    made = nn.Module()
+    made.tied_modules = nn.ModuleDict()
+    layers: list[Callable[[Tensors], Tensors]] = []
+    for place, spec in enumerate(module._layer_specs[first:stop], first):
+        if isinstance(spec, TiedLayerSpec):
+            if spec.key not in made.tied_modules:
+                made.tied_modules[spec.key] = spec.build()
+            tied = made.tied_modules[spec.key]
+            layers.append(tied if spec.forward_fn is None else partial(spec.forward_fn, tied))
+        elif isinstance(spec, LayerSpec | nn.Module):
+            layer = spec.build() if isinstance(spec, LayerSpec) else copy.deepcopy(spec)
+            made.add_module(str(place), layer)
+            layers.append(layer)
+        else:
+            layers.append(spec)
+    made.train()
+    return _stage(made, layers, module, stage, micro_batches, seed)
+
+
+def own(module: Any, stage: int, micro_batches: int, seed: int) -> Stage:
+    """This rank's stage."""
+    return _stage(module, module.forward_funcs, module, stage, micro_batches, seed)
+
+
+def _stage(holder: nn.Module, layers: Sequence[Any], module: Any, stage: int, micro_batches: int, seed: int) -> Stage:
+    last = stage == module.num_stages - 1
+    parameters = [p for p in holder.parameters() if p.requires_grad]
+    loss_fn = module.loss_fn if last else None
+    return Stage(layers, module.parts[stage], parameters, loss_fn, last, micro_batches, seed)
+
+
+def _listed(value: Tensors) -> list[torch.Tensor]:
+    return list(value) if isinstance(value, tuple) else [value]

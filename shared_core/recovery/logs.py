@@ -1,0 +1,125 @@
+"""The log on disk of one rank, for peers that are rebuilt from a checkpoint (Swift, TPDS 2024, section 3).
+
+Where a rank's parameters have no replica, its newcomer starts from the newest checkpoint and runs on from there with
+the messages and results that the others have logged since. Logs are dropped in two phases: a checkpoint is committed,
+every rank is told so by a collective that each batch has anyway, and what lies before the checkpoint *before* it goes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shared_core.cluster.jobdir import log_folder
+from shared_core.cluster.worker import WorkerEnv
+from shared_core.comm import Runtime
+from shared_core.comm.archive import Archive
+from shared_core.errors import ConfigError, RecoveryFailed, SwiftError
+
+
+def together(groups: str, rank: int, world_size: int, local_world_size: int) -> tuple[int, ...]:
+    """Ranks that start again together with ``rank``, itself among them: messages between them are not logged.
+
+    Args:
+        groups: ``worker``: each rank alone; ``machine``: the ranks of a machine; ``auto``: one or the other, the
+            second where there are several; else ranges of ranks, as ``0-3,4,5-7``. A rank that is not named is alone.
+        rank: logical rank.
+        world_size: number of ranks.
+        local_world_size: number of ranks of each machine.
+
+    Raises:
+        ConfigError: if the ranges cannot be read, overlap, or name ranks that are not there.
+    """
+    if groups == "auto":
+        groups = "machine" if world_size > local_world_size else "worker"
+    if groups == "machine":
+        first = rank - rank % local_world_size
+        return tuple(range(first, first + local_world_size))
+    named: list[int] = []
+    mine: tuple[int, ...] = (rank,)
+    for part in [] if groups == "worker" else groups.split(","):
+        low, _, high = part.strip().partition("-")
+        if not low.isdecimal() or not (high or low).isdecimal() or not int(low) <= int(high or low) < world_size:
+            raise ConfigError(
+                f"log_groups={groups!r}: {part!r} is no range of ranks from 0 to {world_size - 1}; write for example "
+                "0-3,4-7, or worker, machine or auto"
+            )
+        ranks = range(int(low), int(high or low) + 1)
+        if set(named) & set(ranks):
+            raise ConfigError(f"log_groups={groups!r}: {part!r} names a rank of another group")
+        named += ranks
+        mine = tuple(ranks) if rank in ranks else mine
+    return mine
+
+
+class Logs:
+    """Opens the log on disk and cuts it back.
+
+    Args:
+        env: what the launcher told this worker.
+        runtime: the groups.
+        newest_top: batch top of the newest checkpoint that this rank knows to be committed; 0 for none.
+        fall_back: goes back to a checkpoint with all ranks.
+    """
+
+    def __init__(
+        self, env: WorkerEnv, runtime: Runtime, newest_top: Callable[[], int], fall_back: Callable[[str], Any]
+    ) -> None:
+        self._env, self._runtime, self._newest_top, self._fall_back = env, runtime, newest_top, fall_back
+        self._mark: tuple[Any, torch.Tensor] | None = None
+        self._commits = [0, 0]
+        self.together: tuple[int, ...] = ()
+
+    def open(self) -> None:
+        """Log to disk from now on. A newcomer goes on with what its predecessor has left on this machine."""
+        if self._runtime.archive is not None:
+            return
+        env = self._env
+        nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.together = together(env.config.log_groups, env.rank, env.world_size, nproc)
+        mine = log_folder(env.config.log_dir, env.job_dir) / f"rank{env.rank}"
+        folder = mine / f"attempt{env.restart}"
+        for old in mine.glob("attempt*"):
+            if old != folder:
+                shutil.rmtree(old, ignore_errors=True)  # operations were counted anew
+        owner = f"{env.job} rank {env.rank} attempt {env.restart}"
+        make = Archive.reopen if folder.is_dir() else Archive
+        self._runtime.unreadable = self._unreadable
+        self._runtime.archived = lambda destination: destination not in self.together
+        self._runtime.open_archive(make(folder, ring_bytes=env.config.log_ring_bytes, owner=owner))
+
+    def mark(self) -> None:
+        """Tell all ranks that this one has published a batch top, and which checkpoint it knows to be committed; call
+        right after the top. Nobody waits for it before the next one.
+
+        What the ranks have all left behind is dropped from the logs.
+        """
+        if self._mark is not None:
+            work, newest = self._mark
+            work.wait()
+            self._committed(int(newest))
+        newest = torch.tensor(self._newest_top())
+        checksums, self._runtime.checksums = self._runtime.checksums, False  # a newcomer may know of a newer one
+        try:
+            self._mark = dist.all_reduce(newest, op=dist.ReduceOp.MAX, async_op=True), newest
+        finally:
+            self._runtime.checksums = checksums
+
+    def _committed(self, top: int) -> None:
+        if top <= self._commits[1]:
+            return
+        self._commits = [self._commits[1], top]
+        archive = self._runtime.archive
+        if archive is None:
+            return
+        archive.drop_before(self._commits[0])
+        if archive.stats.failed is not None:
+            archive.restart()
+
+    def _unreadable(self, error: SwiftError) -> None:
+        self._fall_back(str(RecoveryFailed(f"rank {self._env.rank}: the log on disk cannot be read: {error}")))
