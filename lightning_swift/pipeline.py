@@ -199,9 +199,7 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
     def setup_environment(self) -> None:
         deepspeed = _deepspeed(self.root_device)
         super().setup_environment()
-        deepspeed.init_distributed(
-            dist_backend=self._process_group_backend, auto_mpi_discovery=False, verbose=False
-        )
+        deepspeed.init_distributed(dist_backend=self._process_group_backend, auto_mpi_discovery=False, verbose=False)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
@@ -256,6 +254,16 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         """As usual; but a newcomer that skips a finished fit has no layers yet, and no optimizer."""
         if hasattr(self.lightning_module, STAGE):
             super().setup_optimizers(trainer)
+
+    joins_late = True
+
+    def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
+        """Make the groups, the layers and the engine that the predecessor made in this call."""
+        self.setup(trainer)
+        if ended is not None and self.lightning_module is not None:
+            self.lightning_module.load_state_dict(ended["module"], strict=False)
+            for optimizer, state in zip(self.optimizers, ended["optimizers"], strict=False):
+                optimizer.load_state_dict(state)
 
     def attach(self, modules: list[nn.Module], optimizers: list[Optimizer]) -> None:
         """Nothing: the engine says what is trained."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -230,6 +230,17 @@ class SwiftDDPStrategy(DDPStrategy):
         """Tell the job what is trained."""
         assert self.job is not None
         self.job.attach(modules, optimizers)
+
+    #: What is trained is built with collectives, so a newcomer cannot join before.
+    joins_late = False
+
+    def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
+        """A newcomer has skipped an entry call and will join in a later one.
+
+        Args:
+            trainer: its trainer.
+            ended: state of the module and the optimizers at the end of the call.
+        """
 
     @property
     def run_state(self) -> RunState:

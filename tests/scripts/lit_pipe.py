@@ -88,7 +88,10 @@ class Losses(pl.Callback):
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert torch.equal(outputs["loss"], trainer.callback_metrics["train_loss"])
+        if not outputs["loss"].isnan():
+            assert torch.equal(
+                outputs["loss"] * trainer.accumulate_grad_batches, trainer.callback_metrics["train_loss"]
+            )
         self.losses.append(float(outputs["loss"]))
 
 
