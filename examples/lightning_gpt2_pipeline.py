@@ -25,7 +25,15 @@ from lightning_swift import SwiftPipelineStrategy
 
 CONTEXT, WIDTH = 64, 64
 #: Dropout is 0.1 everywhere, as in GPT-2.
-CONFIG = GPT2Config(vocab_size=256, n_positions=CONTEXT, n_embd=WIDTH, n_head=4, bos_token_id=0, eos_token_id=0, attn_implementation="sdpa")
+CONFIG = GPT2Config(
+    vocab_size=256,
+    n_positions=CONTEXT,
+    n_embd=WIDTH,
+    n_head=4,
+    bos_token_id=0,
+    eos_token_id=0,
+    attn_implementation="sdpa",
+)
 
 
 class Characters(Dataset[tuple[torch.Tensor, torch.Tensor]]):
