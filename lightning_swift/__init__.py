@@ -15,11 +15,13 @@ except ImportError as error:
     raise MissingExtra("lightning_swift needs PyTorch Lightning: pip install 'swift-recovery[lightning]'") from error
 
 from lightning_swift.callback import SwiftCallback
+from lightning_swift.pipeline import SwiftPipelineStrategy, register_pipeline
 from lightning_swift.strategy import SWIFT_NAMES, SwiftDDPStrategy, register
 from lightning_swift.support import refuse_fabric, refuse_pytorch_lightning
 
 register(SWIFT_NAMES)
+register_pipeline()
 refuse_fabric()
 refuse_pytorch_lightning()
 
-__all__ = ["SwiftCallback", "SwiftDDPStrategy"]
+__all__ = ["SwiftCallback", "SwiftDDPStrategy", "SwiftPipelineStrategy"]

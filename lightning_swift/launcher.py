@@ -34,6 +34,7 @@ class SwiftLauncher(_Launcher):
         self._strategy = strategy
         self._entering: tuple[pl.Trainer, tuple[Any, ...]] | None = None
         self._leaving = False
+        self._ended: Mapping[str, Any] | None = None
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -83,6 +84,7 @@ class SwiftLauncher(_Launcher):
     def _restore(self, data: Mapping[str, Any] | None) -> None:
         if self._entering is None or data is None:
             return
+        self._ended = data
         self._rebuild(*self._entering)
         module = self._strategy.lightning_module
         if module is not None:
@@ -127,7 +129,13 @@ class SwiftLauncher(_Launcher):
         random, joining = read_random(), strategy.joining
         strategy.setup_environment()
         if strategy.joining == joining:
+            strategy.after_skip(trainer, self._ended)
             write_random(random)
+        elif strategy.joins_late:
+            assert strategy.job is not None
+            strategy.job.fall_back(
+                "a worker was lost between two calls of the Trainer, where its stage cannot be built"
+            )
         trainer.training = False
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
 

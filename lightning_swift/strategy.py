@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -231,6 +231,17 @@ class SwiftDDPStrategy(DDPStrategy):
         assert self.job is not None
         self.job.attach(modules, optimizers)
 
+    #: What is trained is built with collectives, so a newcomer cannot join before.
+    joins_late = False
+
+    def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
+        """A newcomer has skipped an entry call and will join in a later one.
+
+        Args:
+            trainer: its trainer.
+            ended: state of the module and the optimizers at the end of the call.
+        """
+
     @property
     def run_state(self) -> RunState:
         """Rank-local state of the entry call in progress."""
@@ -248,6 +259,11 @@ class SwiftDDPStrategy(DDPStrategy):
         started = os.environ.get("LOCAL_WORLD_SIZE") if getattr(self, "job", None) is not None else None
         return super().num_processes if started is None else int(started)
 
+    @property
+    def data_index(self) -> int:
+        """Ranks with the same one read the same batches."""
+        return self.global_rank
+
     def process_dataloader(self, dataloader: object) -> object:
         """Loaders of a fit get the wrapper that can be put back to where it was."""
         trainer = self._trainer
@@ -257,7 +273,7 @@ class SwiftDDPStrategy(DDPStrategy):
             dataloader,
             mode=self.config.data,
             seed=self.config.seed,
-            rank=self.global_rank,
+            rank=self.data_index,
             first_epoch=trainer.current_epoch,
             ahead=1 if trainer.training else 0,
             lazy=self.joining,

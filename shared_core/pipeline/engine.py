@@ -76,6 +76,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         drives: the engine marks the batch tops, at each call of :meth:`train_batch` and :meth:`eval_batch`; an adapter
             whose framework has tops of its own sets it to False before the first call.
         compute_s: seconds of forward and backward passes so far.
+        before_step: called when the gradients of a batch are complete, before they are clipped and applied.
 
     Raises:
         Unsupported: for tensor parallelism, for fp16, and for optimizers that are not torch's.
@@ -85,6 +86,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.drives = True
+        self.before_step: Callable[[], None] = lambda: None
         self._calls: Calls | None = None
         self._shared: SharedReplay | None = None
         self._groups: PlannedGroups | None = None
@@ -109,7 +111,8 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             self._job.attach([self.module], [], replicas=self.grid.dp_group, sharded=True)
             self._job.register(SHARD, self._shard.capture, self._shard.restore)
         else:
-            self._job.attach([self.module], [self.optimizer], replicas=self.grid.dp_group)
+            optimizers = [] if self.optimizer is None else [self.optimizer]  # without one it only evaluates
+            self._job.attach([self.module], optimizers, replicas=self.grid.dp_group)
         self._job.register(STATE, self._capture, self._restore)
         self._calls = Calls(self._job)
         if self.grid.data_parallel_size > 1:
@@ -126,7 +129,8 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             raise Unsupported("pipelines with a model-parallel axis cannot be recovered: use pipe and data axes only")
         if self.fp16_enabled():
             raise Unsupported("fp16 with its loss scale cannot be recovered in this version: train in bf16 or fp32")
-        if not is_sharded(self.optimizer) and not isinstance(self.optimizer, torch.optim.Optimizer):
+        known = self.optimizer is None or isinstance(self.optimizer, torch.optim.Optimizer)
+        if not known and not is_sharded(self.optimizer):
             raise Unsupported(
                 f"the optimizer is {type(self.optimizer).__name__}, not one of torch's: pass one, or choose a type "
                 "with torch_adam in the DeepSpeed configuration"
@@ -281,9 +285,10 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         tensors = [] if layer is None else [layer] if isinstance(layer, torch.Tensor) else layer
         return 2 * int(self.micro_batches) * sum(t.numel() * t.element_size() for t in tensors)
 
-    def _take_model_step(self, lr_kwargs: Any) -> None:
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        self.before_step()
         with self._job.update() if self._job is not None and self._shard is not None else nullcontext():
-            super()._take_model_step(lr_kwargs)
+            super()._take_model_step(*args, **kwargs)
 
     def _next_batch(self) -> Any:
         if self._calls is None or not self.drives:

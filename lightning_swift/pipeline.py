@@ -1,0 +1,420 @@
+"""``strategy="swift_deepspeed_pipeline"``: Lightning drives a DeepSpeed pipeline whose stages may be lost."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from lightning_swift.pipeline_parts import (
+    STAGE,
+    StageFiles,
+    check_loader,
+    check_module,
+    engine_config,
+    micro_batches_of,
+    most_pieces,
+    read_config,
+    rows_of,
+    shapes_of,
+    split,
+)
+from lightning_swift.strategy import SwiftDDPStrategy
+from lightning_swift.support import check_trainer
+from shared_core.errors import ConfigError, MissingExtra, Unsupported
+from shared_core.testing import inject
+
+if TYPE_CHECKING:
+    from shared_core.pipeline import SwiftPipelineEngine
+
+
+class SwiftPipelineStrategy(SwiftDDPStrategy):
+    """Trains a LightningModule that is a list of layers with DeepSpeed's pipeline engine.
+
+    The module has ``pipeline_layers()``, a list of ``deepspeed.pipe.LayerSpec``, ``TiedLayerSpec``, modules or
+    functions, and ``loss(outputs, targets)``. In set-up this rank's layers are built and become the module's
+    ``pipeline_stage``, so that in ``configure_optimizers`` ``self.parameters()`` are those of the stage. A batch of
+    the loader is a pair (inputs, targets) and one optimizer step: it is split into micro-batches along the first
+    dimension. Rank r is in stage ``r // d`` and reads the data of data-parallel index ``r % d``, where d is the number
+    of pipelines: workers divided by stages.
+
+    Training, validation and test steps are the strategy's. They log ``train_loss``, ``val_loss`` and ``test_loss``,
+    the means over all pipelines, on every rank; a module with ``on_pipeline_loss(stage, loss)`` logs itself.
+
+    Args:
+        stages: stages of a pipeline; must divide the number of workers.
+        micro_batches: micro-batches of a batch; 4 unless the configuration or ``accumulate_grad_batches`` says.
+        partition_method: how layers are dealt out: ``parameters``, ``uniform`` or ``type:REGEX``; see DeepSpeed.
+        activation_checkpoint_interval: layers between two checkpoints of activations; 0: all are kept.
+        config: configuration of DeepSpeed, or the path of its JSON file.
+        standbys: this and what follows as in :class:`SwiftDDPStrategy`.
+        on_failure: see there; not ``shrink``.
+        data: see there.
+        checkpoint_dir: see there.
+        checkpoint_every_steps: see there.
+        seed: see there.
+        options: see there.
+        accelerator: see there.
+        parallel_devices: see there.
+        cluster_environment: see there.
+        checkpoint_io: writes and reads the files of a checkpoint, one a stage.
+        precision_plugin: see there; only 32-bit.
+        process_group_backend: see there.
+        timeout: see there.
+
+    Raises:
+        MissingExtra: if DeepSpeed is not installed.
+        Unsupported: for ``on_failure="shrink"``.
+        ConfigError: for a bad value.
+    """
+
+    strategy_name = "swift_deepspeed_pipeline"
+
+    def __init__(
+        self,
+        stages: int = 2,
+        micro_batches: int | None = None,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        config: Mapping[str, Any] | str | Path | None = None,
+        standbys: int = 1,
+        on_failure: Literal["replace", "restart"] = "replace",
+        data: Literal["refetch", "seeded"] = "refetch",
+        checkpoint_dir: str | None = None,
+        checkpoint_every_steps: int = 0,
+        seed: int = 0,
+        options: dict[str, Any] | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        if importlib.util.find_spec("deepspeed") is None:
+            raise MissingExtra("pipelines need DeepSpeed: pip install 'swift-recovery[deepspeed]'")
+        if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
+            raise ConfigError(f"stages must be a whole number of at least 1, got {stages!r}")
+        super().__init__(
+            standbys=standbys,
+            on_failure=on_failure,
+            data=data,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every_steps=checkpoint_every_steps,
+            seed=seed,
+            options=options,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        if self.config.resizes:
+            raise Unsupported(
+                "a pipeline cannot go on with another number of workers: use on_failure='replace' or 'restart', and "
+                "leave replace_timeout_s out"
+            )
+        self.stages = stages
+        self._given = (micro_batches, read_config(config))
+        self._layer_options = {
+            "partition_method": partition_method,
+            "activation_checkpoint_interval": activation_checkpoint_interval,
+        }
+        self._engine: SwiftPipelineEngine | None = None
+        self._pieces = self._per_step = 1
+        #: Micro-batches of this step from batches that were read already (accumulate_grad_batches).
+        self._waiting: list[tuple[Any, Any]] = []
+        #: Shapes in the last micro-batch that passed the pipeline.
+        self._shapes: list[list[int]] | None = None
+
+    # -- places -------------------------------------------------------------------------------------------------------
+
+    @property
+    def pipelines(self) -> int:
+        """Data-parallel degree."""
+        return self.world_size // self.stages
+
+    @property
+    def data_index(self) -> int:
+        return self.global_rank % self.pipelines
+
+    @property
+    def stage(self) -> int:
+        """Stage of this rank."""
+        return self.global_rank // self.pipelines
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All stages of a pipeline read the same batches."""
+        return {"num_replicas": self.pipelines, "rank": self.data_index}
+
+    @property
+    def engine(self) -> SwiftPipelineEngine:
+        """The engine, from set-up on."""
+        assert self._engine is not None
+        return self._engine
+
+    # -- set-up -------------------------------------------------------------------------------------------------------
+
+    def connect(self, model: pl.LightningModule) -> None:
+        check_module(model)
+        trainer = model.trainer
+        if trainer.state.fn == TrainerFn.PREDICTING:
+            raise Unsupported("Trainer.predict: only the last stage of a pipeline has outputs; use Trainer.test")
+        if self.precision_plugin.precision != "32-true" or self._layer_sync is not None:
+            raise Unsupported("a pipeline trains in 32-bit, without sync_batchnorm: leave precision out")
+        if self.world_size % self.stages:
+            raise ConfigError(f"stages={self.stages} does not divide the number of workers, {self.world_size}")
+        self._pieces, self._per_step = micro_batches_of(*self._given, trainer.accumulate_grad_batches)
+        super().connect(model)
+        # Lightning looks for these in the module; they are called in the strategy.
+        val = (
+            trainer.validate_loop if trainer.state.fn == TrainerFn.VALIDATING else trainer.fit_loop.epoch_loop.val_loop
+        )
+        model.training_step = self.training_step  # type: ignore[method-assign]
+        model.test_step = self.test_step  # type: ignore[method-assign]
+        if val._data_source.is_defined():
+            model.validation_step = self.validation_step  # type: ignore[method-assign]
+
+    def setup_environment(self) -> None:
+        deepspeed = _deepspeed(self.root_device)
+        super().setup_environment()
+        deepspeed.init_distributed(dist_backend=self._process_group_backend, auto_mpi_discovery=False, verbose=False)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        stage = self._build(self.lightning_module)
+        if fitting:
+            self.setup_optimizers(trainer)
+        if fitting or self._engine is None:
+            self._start_engine(stage, trainer, self.optimizers[0] if fitting else None)
+        if self.job is not None:
+            check_trainer(trainer)  # again: the module may have added callbacks
+            self.job.attach([stage], self.optimizers if fitting else [], replicas=self.engine.grid.dp_group)
+            self.job.register("lightning.pipeline", lambda: self._shapes, self._set_shapes)
+
+    def _build(self, module: pl.LightningModule) -> nn.Module:
+        """Build the layers of this rank's stage, once for each module."""
+        deepspeed = _deepspeed(self.root_device)
+        stage = getattr(module, STAGE, None)
+        if not isinstance(stage, deepspeed.PipelineModule):
+            user: Any = module
+            stage = deepspeed.PipelineModule(
+                user.pipeline_layers(), num_stages=self.stages, loss_fn=user.loss, **self._layer_options
+            )
+            module.add_module(STAGE, stage)
+        others = [name for name, _ in module.named_parameters() if not name.startswith(f"{STAGE}.")]
+        if others:
+            raise ConfigError(
+                f"{type(module).__name__} has parameters outside its pipeline ({', '.join(others[:3])}): each rank "
+                "would hold those of all stages. Make layers in pipeline_layers(), as LayerSpec(kind, arguments)"
+            )
+        found: nn.Module = stage
+        return found
+
+    def _start_engine(self, stage: nn.Module, trainer: pl.Trainer, optimizer: Optimizer | None) -> None:
+        from shared_core.pipeline import initialize
+
+        if self._engine is not None:
+            self._engine.destroy()
+        config = engine_config(
+            self._given[1],
+            self._pieces * self._per_step,
+            trainer.gradient_clip_val,
+            trainer.gradient_clip_algorithm,
+        )
+        self._engine, *_ = initialize(model=stage, optimizer=optimizer, config=config, dist_init_required=False)
+        self._engine.drives = False
+        self._engine.before_step = self._before_step
+        self._waiting, self._shapes = [], None
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """As usual; but a newcomer that skips a finished fit has no layers yet, and no optimizer."""
+        if hasattr(self.lightning_module, STAGE):
+            super().setup_optimizers(trainer)
+
+    joins_late = True
+
+    def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
+        """Make the groups, the layers and the engine that the predecessor made in this call."""
+        self.setup(trainer)
+        if ended is not None and self.lightning_module is not None:
+            self.lightning_module.load_state_dict(ended["module"], strict=False)
+            for optimizer, state in zip(self.optimizers, ended["optimizers"], strict=False):
+                optimizer.load_state_dict(state)
+
+    def attach(self, modules: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        """Nothing: the engine says what is trained."""
+
+    def process_dataloader(self, dataloader: object) -> object:
+        if self.lightning_module is not None and self.lightning_module.trainer.training:
+            check_loader(dataloader, self._pieces)
+        return super().process_dataloader(dataloader)
+
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        batches = self.lightning_module.trainer.num_training_batches
+        if batches != float("inf") and batches % self._per_step:
+            raise ConfigError(
+                f"an epoch of {batches} batches is no multiple of accumulate_grad_batches={self._per_step}: the "
+                "engine's schedule has as many micro-batches in each step. Use limit_train_batches"
+            )
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> torch.Tensor:
+        """Train on a batch, or keep it where ``accumulate_grad_batches`` asks for more.
+
+        Returns:
+            The mean loss of the step, the same on every rank; NaN for a batch that is kept.
+        """
+        assert self.lightning_module is not None
+        self._waiting += split(batch, self._pieces)
+        if self.lightning_module.trainer.fit_loop._should_accumulate():
+            return torch.tensor(float("nan"))
+        pieces, self._waiting = self._waiting, []
+        if len(pieces) != self._pieces * self._per_step:
+            raise ConfigError(f"an epoch ended after {len(pieces)} of {self._pieces * self._per_step} micro-batches")
+        self._prepare(pieces[0])
+        loss: torch.Tensor = self.engine.train_batch(iter(pieces))
+        self._report("train", loss, rows_of(batch))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> torch.Tensor:
+        """Evaluate a batch; see :meth:`_evaluate`."""
+        return self._evaluate("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> torch.Tensor:
+        """Evaluate a batch; see :meth:`_evaluate`."""
+        return self._evaluate("test", batch)
+
+    def _evaluate(self, stage: str, batch: Any) -> torch.Tensor:
+        """The mean loss of a batch of any size, in as many micro-batches as it can be split into."""
+        rows = rows_of(batch)
+        number = most_pieces(rows, self._pieces * self._per_step)
+        # Buffers that the engine allocates here are used by the next training step too.
+        with torch.inference_mode(False):
+            pieces = split(batch, number)
+            self._prepare(pieces[0])
+            loss: torch.Tensor = self.engine.eval_batch(iter(pieces), num_micro_batches=number)
+        self._report(stage, loss, rows)
+        return loss
+
+    def _prepare(self, piece: tuple[Any, Any]) -> None:
+        """All ranks read the data, so all know when stages have to tell each other new shapes."""
+        shapes = shapes_of(piece)
+        if self._shapes not in (None, shapes):
+            self.engine.reset_activation_shape()
+        self._shapes = shapes
+
+    def _set_shapes(self, shapes: list[list[int]] | None) -> None:
+        self._shapes = shapes
+
+    def _report(self, stage: str, loss: torch.Tensor, rows: int) -> None:
+        module: Any = self.lightning_module
+        if hasattr(module, "on_pipeline_loss"):
+            module.on_pipeline_loss(stage, loss)
+        else:
+            module.log(f"{stage}_loss", loss, prog_bar=True, batch_size=rows, sync_dist=stage != "train")
+
+    def _before_step(self) -> None:
+        """Gradients are complete, of this stage."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        for hook, arguments in (("on_after_backward", ()), ("on_before_optimizer_step", (self.optimizers[0],))):
+            call._call_callback_hooks(trainer, hook, *arguments)
+            call._call_lightning_module_hook(trainer, hook, *arguments)
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Nothing is left to do: backward is part of the engine's schedule."""
+        return closure_loss
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the batch, whose last instruction is the step."""
+        return closure()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """There are no layers to load before."""
+        return True
+
+    def _files(self, filepath: _PATH) -> StageFiles:
+        return StageFiles(str(filepath), self.checkpoint_io, self.stage, self.stages)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Write a folder: one file a stage, by the stage's first rank, and what all share, by rank 0."""
+        inject.point("checkpoint.write")
+        files = self._files(self.broadcast(filepath))
+        if self.data_index == 0:
+            files.write_part(checkpoint, storage_options)
+        self.barrier()
+        if self.is_global_zero:
+            files.commit(checkpoint, storage_options)
+        self.barrier()
+        if self.data_index == 0:
+            files.drop_older(checkpoint["global_step"])
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._files(checkpoint_path).read(weights_only)
+
+
+def _deepspeed(device: torch.device) -> Any:
+    """DeepSpeed, for this kind of device. It chooses its own at its first import.
+
+    Raises:
+        ConfigError: if it has chosen another.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    from shared_core.pipeline import install
+
+    install()
+    import deepspeed
+
+    chosen = deepspeed.accelerator.get_accelerator()._name
+    if chosen != device.type:
+        raise ConfigError(
+            f"DeepSpeed was imported for {chosen}, but the Trainer uses {device.type}: set DS_ACCELERATOR={device.type}"
+        )
+    deepspeed.utils.logging.logger.setLevel(logging.WARNING)
+    return deepspeed
+
+
+def register_pipeline() -> None:
+    """Register the strategy's name."""
+    name = SwiftPipelineStrategy.strategy_name
+    if name not in StrategyRegistry:
+        StrategyRegistry.register(
+            name, SwiftPipelineStrategy, description="a DeepSpeed pipeline that survives the loss of workers"
+        )

@@ -1,0 +1,276 @@
+"""Parts of the pipeline strategy that need neither a process group nor DeepSpeed: the engine's options, micro-batches,
+and checkpoints of one file a stage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
+
+from shared_core.errors import ConfigError, Unsupported
+
+#: Attribute of the LightningModule that holds the layers of this rank's stage.
+STAGE = "pipeline_stage"
+#: Micro-batches of a step where nobody says how many.
+_MICRO_BATCHES = 4
+#: What the strategy does itself, and a LightningModule cannot change.
+_OWNED = {
+    "training_step": "the engine runs the schedule: give the layers in pipeline_layers() and the loss in loss()",
+    "validation_step": "the engine evaluates and logs val_loss; define on_pipeline_loss() to log something else",
+    "test_step": "the engine evaluates and logs test_loss; define on_pipeline_loss() to log something else",
+    "backward": "each micro-batch's backward is an instruction of the engine's schedule",
+    "optimizer_step": "the step is an instruction of the engine's schedule; on_before_optimizer_step() is called",
+    "configure_gradient_clipping": "the engine clips, by the norm over all stages: use Trainer(gradient_clip_val=...)",
+}
+_TRAINER_FILE = "trainer.ckpt"
+_PARTS = ("state_dict", "optimizer_states")
+
+
+def check_module(module: pl.LightningModule) -> None:
+    """Refuse a module that is no list of layers, or wants to do what the engine does.
+
+    Raises:
+        ConfigError: naming the method.
+    """
+    name = type(module).__name__
+    for method, reason in _OWNED.items():
+        if getattr(type(module), method) is not getattr(pl.LightningModule, method):
+            raise ConfigError(f"{name} overrides {method}(), which a pipeline does not call: {reason}")
+    for method, what in (("pipeline_layers", "the list of its layers"), ("loss", "the loss of (outputs, targets)")):
+        if not callable(getattr(module, method, None)):
+            raise ConfigError(f"{name} has no {method}(), which returns {what}: a pipeline needs it")
+    if not module.automatic_optimization:
+        raise ConfigError(f"{name} sets automatic_optimization=False: the engine steps the optimizer itself")
+
+
+def micro_batches_of(given: int | None, config: Mapping[str, Any], accumulate: int) -> tuple[int, int]:
+    """(micro-batches that one batch of the loader is split into, loader's batches of one optimizer step).
+
+    Args:
+        given: ``micro_batches`` of the strategy.
+        config: DeepSpeed's configuration, as the user gave it.
+        accumulate: ``Trainer(accumulate_grad_batches=...)``; 1 if not given.
+
+    Raises:
+        ConfigError: if they contradict each other.
+    """
+    steps = config.get("gradient_accumulation_steps")
+    if given is not None and steps not in (None, "auto", given):
+        raise ConfigError(
+            f"micro_batches={given}, but the DeepSpeed configuration has gradient_accumulation_steps={steps}: they are "
+            "the same thing, leave one out"
+        )
+    number = given if given is not None else steps if isinstance(steps, int) else None
+    if accumulate > 1:
+        if number is not None:
+            raise ConfigError(
+                f"Trainer(accumulate_grad_batches={accumulate}) makes each batch of the loader one micro-batch, and "
+                f"{number} micro-batches a batch were asked for as well: leave one out"
+            )
+        return 1, accumulate
+    number = _MICRO_BATCHES if number is None else number
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ConfigError(f"micro_batches must be a whole number of at least 1, got {number!r}")
+    return number, 1
+
+
+def engine_config(
+    config: Mapping[str, Any], micro_batches: int, clip: float | None, algorithm: str | None
+) -> dict[str, Any]:
+    """DeepSpeed's configuration.
+
+    Args:
+        config: as the user gave it.
+        micro_batches: of one optimizer step.
+        clip: ``Trainer(gradient_clip_val=...)``.
+        algorithm: ``Trainer(gradient_clip_algorithm=...)``.
+
+    Raises:
+        ConfigError: for what Lightning does, and for a contradiction.
+        Unsupported: for clipping by value.
+    """
+    for section, instead in (("optimizer", "the optimizer"), ("scheduler", "the scheduler, which Lightning steps,")):
+        if section in config:
+            raise ConfigError(
+                f"the DeepSpeed configuration has a section {section!r}, but {instead} comes from "
+                "configure_optimizers(): remove the section"
+            )
+    if clip and algorithm is not None and str(getattr(algorithm, "value", algorithm)) != "norm":
+        raise Unsupported(
+            "gradient_clip_algorithm='value': DeepSpeed's engine clips by the norm over all stages only. Leave "
+            "gradient_clip_algorithm out"
+        )
+    limit = config.get("gradient_clipping")
+    if clip is not None and limit not in (None, "auto", clip):
+        raise ConfigError(
+            f"Trainer(gradient_clip_val={clip}), but the DeepSpeed configuration has gradient_clipping={limit}: leave "
+            "one out"
+        )
+    made = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": None, **config}
+    made["gradient_accumulation_steps"] = micro_batches
+    if clip is not None:
+        made["gradient_clipping"] = clip
+    return made
+
+
+def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    """A configuration of DeepSpeed as given: plain data, or the path of a JSON file.
+
+    Raises:
+        ConfigError: if the file cannot be read.
+    """
+    if config is None or isinstance(config, Mapping):
+        return dict(config or {})
+    try:
+        found: dict[str, Any] = json.loads(Path(config).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the DeepSpeed configuration {config}: {error}") from error
+    return found
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def rows_of(batch: Any) -> int:
+    """Rows of a batch: the first dimension of all its tensors.
+
+    Raises:
+        ConfigError: if it is no pair of tensors or of containers of them, with equally many rows.
+    """
+    if not isinstance(batch, list | tuple) or len(batch) != 2:
+        raise ConfigError(
+            f"a batch is a {type(batch).__name__}, not a pair (inputs, targets): a pipeline's first stage reads the "
+            "inputs and its last one the targets. Return pairs from the data set, or make them in collate_fn"
+        )
+    leaves = tree_leaves(batch)
+    if not all(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves):
+        raise ConfigError("inputs and targets must be tensors (or tuples of tensors) with a dimension for the rows")
+    rows = {len(leaf) for leaf in leaves}
+    if len(rows) != 1:
+        raise ConfigError(f"the tensors of a batch have different numbers of rows: {sorted(rows)}")
+    return rows.pop()
+
+
+def split(batch: Any, pieces: int) -> list[tuple[Any, Any]]:
+    """Split a batch along the first dimension.
+
+    Raises:
+        ConfigError: if the rows cannot be dealt out equally.
+    """
+    rows = rows_of(batch)
+    if not rows or rows % pieces:
+        raise ConfigError(_uneven(rows, pieces))
+    size = rows // pieces
+
+    def piece(number: int) -> tuple[Any, Any]:
+        inputs, targets = (
+            tree_map(lambda leaf: leaf[number * size : (number + 1) * size], part) for part in (batch[0], batch[1])
+        )
+        return inputs, targets
+
+    return [piece(number) for number in range(pieces)]
+
+
+def most_pieces(rows: int, limit: int) -> int:
+    """The largest number of equal pieces, at most ``limit``, of a batch that is evaluated."""
+    return max(number for number in range(1, limit + 1) if rows % number == 0)
+
+
+def shapes_of(piece: Any) -> list[list[int]]:
+    """Shapes of all tensors of a micro-batch."""
+    return [list(leaf.shape) for leaf in tree_leaves(piece)]
+
+
+def check_loader(loader: object, pieces: int) -> None:
+    """Refuse a training loader before training where it shows that a batch cannot be split.
+
+    Raises:
+        ConfigError: naming ``drop_last`` where the last batch is the reason.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or not hasattr(sampler, "__len__"):
+        return
+    samples = len(loader.sampler)  # type: ignore[arg-type]
+    for rows in [loader.batch_size] * (samples >= loader.batch_size) + [samples % loader.batch_size] * (
+        not loader.drop_last
+    ):
+        if rows % pieces:
+            raise ConfigError(_uneven(rows, pieces))
+
+
+def _uneven(rows: int, pieces: int) -> str:
+    return (
+        f"a batch of {rows} rows cannot be split into {pieces} micro-batches: choose a batch size that is a multiple "
+        "of micro_batches, and DataLoader(drop_last=True) where the last batch of an epoch is smaller"
+    )
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class StageFiles:
+    """A checkpoint: a folder with one file a stage, and one with what all ranks share, written last.
+
+    The shared file names the others. Files of an older checkpoint in the same folder stay until the new one is
+    complete.
+
+    Args:
+        folder: path or URL.
+        io: writes and reads files.
+        stage: stage of this rank.
+        stages: their number.
+    """
+
+    def __init__(self, folder: str, io: CheckpointIO, stage: int, stages: int) -> None:
+        self._folder, self._io, self._stage, self._stages = folder.rstrip("/"), io, stage, stages
+
+    def _part(self, step: int) -> str:
+        return f"stage{self._stage}-of-{self._stages}-step{step}.ckpt"
+
+    def write_part(self, checkpoint: Mapping[str, Any], options: Any) -> None:
+        """Write what this stage alone has."""
+        part = {name: checkpoint[name] for name in _PARTS if name in checkpoint}
+        self._io.save_checkpoint(part, f"{self._folder}/{self._part(checkpoint['global_step'])}", options)
+
+    def commit(self, checkpoint: Mapping[str, Any], options: Any) -> None:
+        """Write what all ranks share, once all parts are there."""
+        shared = {name: value for name, value in checkpoint.items() if name not in _PARTS}
+        self._io.save_checkpoint(shared | {"pipeline_stages": self._stages}, f"{self._folder}/{_TRAINER_FILE}", options)
+
+    def drop_older(self, step: int) -> None:
+        """Remove parts of this stage that the shared file does not name any more."""
+        fs = get_filesystem(self._folder)
+        for path in fs.glob(f"{self._folder}/stage{self._stage}-of-*.ckpt"):
+            if path.rpartition("/")[2] != self._part(step):
+                fs.rm(path)
+
+    def read(self, weights_only: bool | None) -> dict[str, Any]:
+        """The checkpoint of this stage, as Lightning knows it.
+
+        Raises:
+            ConfigError: if the folder holds no complete checkpoint of as many stages.
+        """
+        fs = get_filesystem(self._folder)
+        if not fs.exists(f"{self._folder}/{_TRAINER_FILE}"):
+            raise ConfigError(
+                f"{self._folder} is no complete checkpoint of a pipeline: it has no {_TRAINER_FILE}, which is written "
+                "last. Choose another one"
+            )
+        shared = self._io.load_checkpoint(f"{self._folder}/{_TRAINER_FILE}", weights_only=weights_only)
+        stages = shared.pop("pipeline_stages", None)
+        if stages != self._stages:
+            raise ConfigError(
+                f"{self._folder} is the checkpoint of a pipeline of {stages} stages, and this one has {self._stages}: "
+                "use as many"
+            )
+        part = self._part(shared["global_step"])
+        return shared | self._io.load_checkpoint(f"{self._folder}/{part}", weights_only=weights_only)

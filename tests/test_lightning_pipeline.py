@@ -1,0 +1,191 @@
+"""A DeepSpeed pipeline under Lightning ends, on every rank, with the bits of the run without a loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import Jobs, most
+from torch.utils.data import DataLoader
+
+from lightning_swift.pipeline_parts import (
+    StageFiles,
+    check_loader,
+    check_module,
+    engine_config,
+    micro_batches_of,
+    most_pieces,
+    split,
+)
+from shared_core.errors import ConfigError, Unsupported
+from shared_core.testing import Fault
+
+SCRIPT = "lit_pipe.py"
+
+#: Two stages (tied, with dropout) of two replicas: ranks 0 and 1 are the first stage. Three steps an epoch, clipped, a
+#: scheduler; validation, a checkpoint and a row of the log at the end of each epoch.
+CASES: dict[str, tuple[list[str], list[Fault]]] = {
+    "first_stage": ([], [Fault(0, 2, "pipe.forward", "SIGKILL", nth=3)]),
+    "first_stage_reduces": ([], [Fault(1, 5, "pipe.reduce", "SIGKILL")]),
+    "last_stage": ([], [Fault(3, 4, "pipe.backward", "SIGKILL", nth=2)]),
+    "last_stage_sends": ([], [Fault(2, 2, "pipe.send_grad", "SIGKILL", nth=2)]),
+    "update": ([], [Fault(0, 4, "update.during", "SIGKILL", nth=5)]),
+    "update_last_stage": ([], [Fault(3, 6, "update.during", "SIGKILL", nth=3)]),
+    "validation": ([], [Fault(2, 3, "validation", "SIGKILL", nth=2)]),
+    "validation_rank_0": ([], [Fault(0, 6, "validation", "SIGKILL")]),
+    "checkpoint": ([], [Fault(0, 6, "checkpoint.write", "SIGKILL")]),
+    "startup": ([], [Fault(1, 0, "startup", "SIGKILL")]),
+    "first_batch": ([], [Fault(2, 1, "pipe.load", "SIGKILL")]),
+    "two_stages": ([], [Fault(0, 2, "pipe.send_activation", "SIGKILL"), Fault(3, 5, "pipe.step", "SIGKILL")]),
+    "sanity_check": ([], [Fault(3, 0, "pipe.forward", "SIGKILL")]),
+    "validate_first": (["--test"], [Fault(2, 2, "pipe.backward", "SIGKILL")]),
+    "test_after_fit": (["--test"], [Fault(0, 6, "validation", "SIGKILL", nth=4)]),
+    "resumed": (["--resume"], [Fault(0, 8, "pipe.forward", "SIGKILL")]),
+    "accumulate": (["--accumulate", "3"], [Fault(3, 5, "batch_top", "SIGKILL")]),
+}
+RARE = tuple(CASES.keys() - {"first_stage", "last_stage_sends", "validation", "resumed"})
+
+
+@pytest.mark.parametrize("name", most(CASES, *RARE))
+def test_a_stage_is_lost(name: str, jobs: Jobs) -> None:
+    args, faults = CASES[name]
+    result = jobs.check(SCRIPT, nproc=4, args=args, faults=faults)
+    reference = jobs.reference(SCRIPT, nproc=4, args=args)
+    for rank in reference.reports.keys() - result.struck_ranks():
+        assert result.reports[rank]["extra"] == reference.reports[rank]["extra"]
+
+
+def test_the_reference_is_deepspeeds_own_engine(jobs: Jobs) -> None:
+    """Losses, parameters and optimizer state of a loop over it, on the same data, are the same."""
+    ours = jobs.reference(SCRIPT, nproc=4, args=["--no-validation"])
+    by_hand = jobs.reference(SCRIPT, nproc=4, args=["--by-hand"])
+    for rank in range(4):
+        assert ours.reports[rank]["extra"] == by_hand.reports[rank]["extra"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("training_step", "overrides training_step()"),
+        pytest.param("outside", "extra.weight", marks=pytest.mark.nightly),
+        pytest.param("value", "clips by the norm", marks=pytest.mark.nightly),
+        pytest.param("clip", "leave one out", marks=pytest.mark.nightly),
+        pytest.param("accumulate", "leave one out", marks=pytest.mark.nightly),
+        pytest.param("precision", "leave precision out", marks=pytest.mark.nightly),
+        pytest.param("rows", "drop_last=True", marks=pytest.mark.nightly),
+        pytest.param("stages", "stages=3 does not divide", marks=pytest.mark.nightly),
+    ],
+)
+def test_refused_by_the_trainer(name: str, message: str, jobs: Jobs) -> None:
+    result = jobs.run(SCRIPT, nproc=2, args=["--refuse", name], launcher="plain")
+    assert result.status and message in result.stderr, result.tail()
+
+
+class Layers(pl.LightningModule):
+    def pipeline_layers(self) -> list[Any]:
+        return []
+
+    def loss(self, outputs: Any, targets: Any) -> Any: ...
+
+
+def test_a_module_is_a_list_of_layers_and_a_loss() -> None:
+    class Stepping(Layers):
+        def training_step(self, *_: Any) -> None: ...
+
+    class Clipping(Layers):
+        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None: ...
+
+    class Lossless(Layers):
+        loss = None  # type: ignore[assignment]
+
+    check_module(Layers())
+    for kind, message in (
+        (Stepping, r"training_step\(\).*pipeline_layers"),
+        (Clipping, "gradient_clip_val"),
+        (Lossless, r"no loss\(\)"),
+        (pl.LightningModule, r"no pipeline_layers\(\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_module(kind())
+    manual = Layers()
+    manual.automatic_optimization = False
+    with pytest.raises(ConfigError, match="automatic_optimization"):
+        check_module(manual)
+
+
+def test_what_the_engine_is_told() -> None:
+    assert micro_batches_of(None, {}, 1) == (4, 1)
+    assert micro_batches_of(None, {"gradient_accumulation_steps": 6}, 1) == (6, 1)
+    assert micro_batches_of(None, {}, 3) == (1, 3)
+    made = engine_config({"gradient_clipping": 0.5}, 6, 0.5, None)
+    assert made["gradient_accumulation_steps"] == 6 and made["gradient_clipping"] == 0.5
+    assert "gradient_clipping" not in engine_config({}, 6, None, None)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(2, {"gradient_accumulation_steps": 3}, 1), (2, {}, 3), (0, {}, 1), (2.5, {}, 1)]
+)
+def test_micro_batches_are_said_once(arguments: Any) -> None:
+    with pytest.raises(ConfigError):
+        micro_batches_of(*arguments)
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(ConfigError, match="gradient_clip_val=1.0"):
+        engine_config({"gradient_clipping": 0.5}, 4, 1.0, "norm")
+    with pytest.raises(Unsupported, match="norm"):
+        engine_config({}, 4, 1.0, "value")
+    for section in ("optimizer", "scheduler"):
+        with pytest.raises(ConfigError, match="configure_optimizers"):
+            engine_config({section: {}}, 4, None, None)
+
+
+def test_batches_are_split_in_rows() -> None:
+    x, mask, y = torch.arange(12).view(6, 2), torch.arange(6), torch.arange(6)
+    pieces = split([(x, mask), y], 3)
+    assert [piece[1].tolist() for piece in pieces] == [[0, 1], [2, 3], [4, 5]]
+    assert torch.equal(torch.cat([piece[0][0] for piece in pieces]), x)
+    assert [most_pieces(rows, 4) for rows in (8, 6, 5, 1)] == [4, 3, 1, 1]
+    for batch, message in (([x, y], "drop_last"), (x, "collate_fn"), ([x, y[:5]], "different"), ([x, 3], "tensors")):
+        with pytest.raises(ConfigError, match=message):
+            split(batch, 4)
+
+
+def test_a_loader_that_cannot_be_split_is_refused_before_training() -> None:
+    check_loader(DataLoader(range(10), batch_size=8, drop_last=True), 4)  # type: ignore[arg-type]
+    check_loader(DataLoader(range(12), batch_size=8), 4)  # type: ignore[arg-type]
+    for options in ({"batch_size": 8}, {"batch_size": 6, "drop_last": True}):
+        with pytest.raises(ConfigError, match="micro_batches"):
+            check_loader(DataLoader(range(10), **options), 4)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> None:
+    from lightning.pytorch.plugins import TorchCheckpointIO
+
+    folder = tmp_path / "last.ckpt"
+    stages = [StageFiles(str(folder), TorchCheckpointIO(), stage, 2) for stage in (0, 1)]
+
+    def content(step: int, stage: int) -> dict[str, Any]:
+        return {"global_step": step, "state_dict": {"w": torch.tensor([step, stage])}, "epoch": step}
+
+    def parts(step: int) -> None:
+        for number, stage in enumerate(stages):
+            stage.write_part(content(step, number), None)
+
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
+        parts(1)
+        stages[0].read(None)
+    stages[0].commit(content(1, 0), None)
+    parts(2)  # and then the job ends
+    assert [int(stage.read(None)["state_dict"]["w"][0]) for stage in stages] == [1, 1]
+    stages[0].commit(content(2, 0), None)
+    for stage in stages:
+        stage.drop_older(2)
+    found = stages[1].read(None)
+    assert found["state_dict"]["w"].tolist() == [2, 1] and found["epoch"] == 2
+    assert len(list(folder.iterdir())) == 3
+    with pytest.raises(ConfigError, match="2 stages, and this one has 4"):
+        StageFiles(str(folder), TorchCheckpointIO(), 0, 4).read(None)
