@@ -93,13 +93,16 @@ class Logs:
             if old != folder:
                 shutil.rmtree(old, ignore_errors=True)  # operations were counted anew
         owner = f"{env.job} rank {env.rank} attempt {env.restart}"
-        make = Archive.reopen if folder.is_dir() else Archive
+        again = folder.is_dir()
+        make = Archive.reopen if again else Archive
         self._runtime.unreadable = self._unreadable
         self._runtime.archived = lambda destination: destination not in self.together
         for group in self._runtime.groups.values():
             group.timeout = max(group.timeout, _PATIENCE)
         config = env.config
         archive = make(folder, ring_bytes=config.log_ring_bytes, segment_bytes=config.log_segment_bytes, owner=owner)
+        if again:
+            archive.verify()  # what is damaged is written again by the replay, what is whole is not
         self._runtime.open_archive(archive)
 
     def mark(self) -> None:
