@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 from torch.utils.data import TensorDataset
 from transformers import GPT2Config
@@ -50,6 +49,8 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def gpt2_layers(blocks: int = 4, width: int = 64) -> list[Any]:
     """Layers of a GPT-2 with tied embeddings and dropout."""
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec  # which chooses a device when it is imported
+
     config = GPT2Config(
         vocab_size=256,
         n_positions=CONTEXT,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -176,15 +175,3 @@ def test_ways_in(way: str, tmp_path: Path) -> None:
         "rank 1 of 2: recovery True",
     ], result.stderr
     assert "done; 1 worker(s) were lost" in result.stderr
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("faults", [[Fault(2, 3, "pipe.backward", "SIGKILL"), Fault(0, 6, "pipe.reduce", "SIGKILL")]])
-def test_the_example(faults: list[Fault], jobs: Jobs) -> None:
-    script, args = str(ROOT / "examples" / "accelerate_gpt2_pipeline.py"), ["--steps", "4"]
-    ends = []
-    for launcher, those in (("plain", []), ("swiftrun", faults)):
-        result = jobs.run(script, nproc=4, args=args, launcher=launcher, faults=those, timeout_s=100)
-        assert result.status == 0 and len(result.struck) == len(those), result.tail()
-        ends.append(sorted(line for line in result.stdout.splitlines() if re.fullmatch(r"rank \d: \w{16}", line)))
-    assert len(ends[0]) == 4 and ends[0] == ends[1]

@@ -1,0 +1,61 @@
+"""The GPT-2 pipelines of the examples lose stages, with replicas and without, and end with the same parameters."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from harness import Jobs
+
+from shared_core.testing import Fault
+from shared_core.testing.runner import ROOT, JobResult, unconfirmed
+
+POINTS = "load forward backward send_activation recv_activation send_grad recv_grad reduce step".split()
+#: Instructions that the first or the last stage does not have.
+LACKS = {0: {"recv_activation", "send_grad"}, 3: {"send_activation", "recv_grad"}}
+
+
+def fingerprints(result: JobResult) -> list[str]:
+    assert result.status == 0, result.tail()
+    found = sorted(line for line in result.stdout.splitlines() if re.fullmatch(r"rank \d: \w{16}", line))
+    assert len(found) == 4, result.tail()
+    return found
+
+
+def check(jobs: Jobs, framework: str, stages: int, faults: list[Fault], tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / f"{framework}_gpt2_pipeline.py")
+    args = ["--steps", "8" if framework == "lightning" else "4", "--stages", str(stages), "--blocks", "2"]
+    reference = jobs.reference(script, nproc=4, args=args, timeout_s=100)
+    env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "3"}
+    result = jobs.run(script, nproc=4, args=args, faults=faults, env=env, timeout_s=100)
+    assert not unconfirmed(result), result.tail()
+    assert fingerprints(result) == fingerprints(reference)
+    assert {event.fields["resolution"] for event in result.events if event.kind == "recovered"} == (
+        {"replay"} if stages == 4 else {"replica"}
+    )
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_under_accelerate(stages: int, jobs: Jobs, tmp_path: Path) -> None:
+    faults = [Fault(3, 2, "pipe.backward", "SIGKILL", nth=2), Fault(0, 6, "pipe.reduce", "SIGKILL")]
+    check(jobs, "accelerate", stages, faults, tmp_path)
+
+
+@pytest.mark.parametrize("stages", [4, pytest.param(2, marks=pytest.mark.nightly)])
+def test_under_lightning(stages: int, jobs: Jobs, tmp_path: Path) -> None:
+    faults = [Fault(1, 2, "pipe.forward", "SIGKILL", nth=3), Fault(3, 7, "update.during", "SIGKILL", nth=3)]
+    check(jobs, "lightning", stages, faults, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("framework", ["lightning", "accelerate"])
+@pytest.mark.parametrize("rank", range(4))
+def test_any_stage_at_any_instruction(framework: str, rank: int, jobs: Jobs, tmp_path: Path) -> None:
+    """One instruction after the other, each in a run of its own, first without replicas and then with."""
+    for stages in (4, 2):
+        stage = rank if stages == 4 else 3 * (rank // 2)
+        for number, point in enumerate(each for each in POINTS if each not in LACKS.get(stage, ())):
+            fault = Fault(rank, 2 if number % 2 else 4, f"pipe.{point}", "SIGKILL")
+            folder = tmp_path / f"{stages}-{point}"
+            check(jobs, framework, stages, [fault], folder)
