@@ -124,11 +124,10 @@ def engine(name: str, stages: int, *, swift: bool) -> tuple[Any, Any, Iterator[A
 
 def start(swift: bool) -> None:
     """Start torch.distributed as a user's script would."""
+    from shared_core.pipeline import import_deepspeed, install
+
     torch.set_num_threads(1)
+    deepspeed = import_deepspeed()
     if swift:
-        import shared_core
-
-        shared_core.install()
-    import deepspeed
-
+        install()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)

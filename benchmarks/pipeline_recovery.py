@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common import Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
+from benchmarks.common import Row, Workers, arguments, at_least, at_most, finish, leave_nothing, say, scratch
 from benchmarks.pipeline_model import ENV, MICRO_BATCHES
 from benchmarks.recovery import PATIENCE_S, Traces, settled, stalled_until, wait
 from shared_core.events import read_events
@@ -36,7 +36,7 @@ SCRIPT = Path(__file__).with_name("pipeline_recovery_worker.py")
 EVERY, SINCE = 6, 4
 QUICK_EVERY, QUICK_SINCE = 4, 2
 REPLICA_TARGET_S = 1.0
-WAYS = ("replica", "replay", "torchrun")
+WAYS = ("replica", "replay", "shared replay", "torchrun")
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ EMULATED = (
     Case(2, 2, "replica", ((0,), (1,), (0, 1))),
     Case(2, 2, "torchrun", ((1,),)),
     Case(4, 1, "replay", ((0,), (2,), (3,), (1, 2))),
+    Case(4, 1, "shared replay", ((1,), (2,))),
     Case(4, 1, "torchrun", ((3,),)),
     Case(4, 2, "replica", ((0,), (2,), (3,), (1, 2))),
     Case(4, 2, "torchrun", ((3,),)),
@@ -101,7 +102,11 @@ REAL = (
     Case(4, 1, "replay", ((0,), (2,), (3,)), "real"),
     Case(4, 1, "torchrun", ((3,),), "real"),
 )
-QUICK = (Case(2, 2, "replica", ((1,),)), Case(4, 1, "replay", ((2,),)))
+QUICK = (
+    Case(2, 2, "replica", ((1,),)),
+    Case(4, 1, "replay", ((2,),)),
+    Case(4, 1, "shared replay", ((2,),)),
+)
 
 
 @dataclass
@@ -119,6 +124,8 @@ class Kill:
         survivors, newcomers: most micro-batches that one of them computed again.
         moved, logged: bytes that the recovery moved when it formed, and of all logs on disk at the kill.
         user_s: of the newcomer's start, what came before the loop, after imports.
+        alone_s, planned_s, shared_s: of a replayed step, what it was expected to take alone and shared, and what a
+            shared one took; 0 where none was shared.
     """
 
     lost: tuple[int, ...]
@@ -128,6 +135,9 @@ class Kill:
     survivors: int
     newcomers: int
     user_s: float
+    alone_s: float = 0.0
+    planned_s: float = 0.0
+    shared_s: float = 0.0
     logged: int = 0
     resumed_s: float | None = None
     recovered_s: float | None = None
@@ -157,16 +167,15 @@ def run(case: Case, repeats: int, folder: Path, every: int, since: int) -> Outco
         args += ["--every", str(every)]
     else:
         args += ["--ours"]
-    if case.way == "replay":
+    if case.way == "shared replay":
+        env |= {"SWIFT_RECOVERY_RANDOMNESS": "seeded"}
+    if case.way in ("replay", "shared replay"):
         env |= {
             "SWIFT_RECOVERY_CHECKPOINT_DIR": str(out / "checkpoints"),
             "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": str(every),
         }
     launcher, rng = "torchrun" if case.way == "torchrun" else "swift", random.Random(case.name)
-    options = ["--preload=benchmarks.pipeline_preload"]
-    workers = Workers(
-        launcher, SCRIPT, args, out, standbys=2, restarts=1000, env=env, nproc=case.workers, options=options
-    )
+    workers = Workers(launcher, SCRIPT, args, out, standbys=2, restarts=1000, env=env, nproc=case.workers)
     with workers:
         wait(traces, workers, lambda: settled(traces, 2 * every))
         outcome.step_s = normal_step(traces)
@@ -270,6 +279,9 @@ def measure(
     later = [e for e in read_events(events) if e.time > at]
     kill.recovered_s = max((e.fields["stall_s"] for e in later if e.kind == "recovered"), default=None)
     kill.resumed_s = max((e.fields["stall_s"] for e in later if e.kind == "resumed"), default=None)
+    for event in later:
+        if event.kind == "help":
+            kill.alone_s, kill.planned_s, kill.shared_s = (event.fields[f] for f in ("alone_s", "planned_s", "step_s"))
     joins = [e for e in later if e.kind == "newcomer_ready"]
     if not joins:
         return kill
@@ -326,11 +338,11 @@ def rows_of(outcome: Outcome) -> list[Row]:
         rows.append(Row(case.name, f"{who}: survivors' state and logs exchanged", median("recovered_s"), "s"))
         rows.append(Row(case.name, f"{who}: survivors resumed", median("resumed_s"), "s"))
         rows.append(Row(case.name, f"{who}: newcomer joined", median("joined_s"), "s"))
-        if case.groups == "worker":
+        if case.groups == "worker" and case.way != "shared replay":
             rows.append(at_most(case.name, f"{who}: recomputed by a survivor", again, "micro-batches", 0))
         rows.append(Row(case.name, f"{who}: recomputed by a newcomer", median("newcomers"), "micro-batches"))
         rows.append(Row(case.name, f"{who}: moved when it joined", (median("moved") or 0) / 1e6, "MB"))
-        if case.way != "replay":
+        if case.way not in ("replay", "shared replay"):
             continue
         rows.append(Row(case.name, f"{who}: logs on disk", (median("logged") or 0) / 1e6, "MB"))
         replayed = [kill for kill in kills if kill.replay_s is not None and kill.replayed]
@@ -343,14 +355,21 @@ def rows_of(outcome: Outcome) -> list[Row]:
         if replayed:
             ratio = statistics.median((k.replay_s or 0.0) / (k.replayed * outcome.step_s) for k in replayed)
         metric = f"{who}: replay of a step / normal step (target: bound)"
-        judged = case.compute == "emulated"
+        judged = case.compute == "emulated" and case.way == "replay"
         rows.append(
             at_most(case.name, metric, ratio, "ratio", bound)
             if judged
             else Row(case.name, metric, ratio, "ratio", bound)
         )
-    if case.way == "replay":
-        rows.append(Row(case.name, "parallel replay: left out, not built yet", None, "s"))
+        shared = [kill for kill in kills if kill.planned_s]
+        if case.way == "shared replay" and shared:
+            factor = statistics.median(kill.alone_s / kill.shared_s for kill in shared)
+            planned = statistics.median(kill.alone_s / kill.planned_s for kill in shared)
+            rows.append(
+                at_least(
+                    case.name, f"{who}: shared steps are faster (target: 0.8 x planned)", factor, "times", 0.8 * planned
+                )
+            )
     return rows
 
 

@@ -133,6 +133,7 @@ class Helpers:
         inner: a group of the newcomer (0) and the survivors.
         count: number of survivors.
         use: how many of them compute.
+        alone_s, planned_s: what a step was expected to take the newcomer alone, and with them; 0 if not measured.
         ordered: gradients come back by micro-batch.
     """
 
@@ -141,6 +142,8 @@ class Helpers:
     count: int
     use: int = 0
     ordered: bool = True
+    alone_s: float = 0.0
+    planned_s: float = 0.0
 
     def bytes_per_s(self) -> float:
         """Measure how fast a helper gets a message."""

@@ -7,6 +7,7 @@ the schedule, as always.
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,7 @@ class SharedReplay:
         self._engine, self._job = engine, job
         self._helpers: Helpers | None = None
         self._decided = False
-        self._steps = 0
+        self._steps, self._took = 0, 0.0
 
     @property
     def possible(self) -> bool:
@@ -101,6 +102,8 @@ class SharedReplay:
             helpers = Helpers(self._job, inner, len(replaying.survivors), ordered=self._ordered)
             replay = self._replay(micro_s, helpers.bytes_per_s())
             helpers.use = lending.workers_to_use(replay, helpers.count, self._job.config.parallel_replay)
+            if micro_s:
+                helpers.alone_s, helpers.planned_s = replay.seconds(1), replay.seconds(helpers.use + 1)
         except (RuntimeError, SwiftError):
             return  # a loss, or nobody comes: the schedule does it
         if helpers.use:
@@ -144,7 +147,9 @@ class SharedReplay:
         job, helpers, replaying = self._job, self._helpers, self._job.replaying
         assert replaying is not None
         if helpers is not None:
-            job.event("help", steps=self._steps, helpers=helpers.use, ordered=helpers.ordered)
+            took, planned, alone = self._took / max(self._steps, 1), helpers.planned_s, helpers.alone_s
+            fields = {"step_s": took, "planned_s": planned, "alone_s": alone}
+            job.event("help", steps=self._steps, helpers=helpers.use, ordered=helpers.ordered, **fields)
             helpers.end()
         elif not self._decided:
             self._dismiss(replaying)
@@ -158,6 +163,7 @@ class SharedReplay:
         engine.fwd_outputs = []
         works = [self._work(place) for place in range(engine.micro_batches)]
         assert self._helpers is not None
+        began = time.perf_counter()
         try:
             done = self._helpers.compute(own, works)
         except (RuntimeError, SwiftError):
@@ -165,6 +171,7 @@ class SharedReplay:
             self._helpers = None
             done = lending.compute_here(own, works)
         self._steps += 1
+        self._took += time.perf_counter() - began
         self._pass_on(works, done)
         for place, parameter in enumerate(own.parameters):
             for each in done:
