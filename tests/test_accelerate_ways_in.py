@@ -94,6 +94,7 @@ def test_a_lost_worker_is_replaced(way: str, tmp_path: Path) -> None:
     assert "done; 1 worker(s) were lost" in result.stderr
 
 
+@pytest.mark.nightly
 def test_a_failure_under_accelerate_launch_is_its_failure(tmp_path: Path) -> None:
     for way in ("accelerate_launch", "accelerate_launch_through_torchrun"):
         result = start(tmp_path, *WAYS[way][0], args="mixed_precision='no such thing',")

@@ -115,6 +115,7 @@ def test_steps_made_again_and_samples_lost(tmp_path: Path) -> None:
     assert recovery.lost_samples(traces) == (2 + 1) * recovery.BATCH
 
 
+@pytest.mark.nightly
 def test_a_short_real_run_of_recovery(tmp_path: Path) -> None:
     system = recovery.System("swift, standby", "swift", 1, 1)
     outcome = recovery.run(system, 2, tmp_path, random.Random(3))

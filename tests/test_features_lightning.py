@@ -71,6 +71,11 @@ RARE = (
     "metrics_rank_0",
     "batchnorm_bucket",
     "gan_second_update",
+    "unused",
+    "iterable",
+    "persistent_workers",
+    "clip_norm",
+    "gan_between_optimizers",
 )
 
 
@@ -106,6 +111,7 @@ def test_seeded_data(feature: str, jobs: Jobs) -> None:
     check_survivors(result, reference)
 
 
+@pytest.mark.nightly
 def test_seeded_data_without_random_items_is_the_stock_run(jobs: Jobs) -> None:
     reference = jobs.reference("lit.py", args=["--feature", "dropout"])
     result = jobs.run(
@@ -114,6 +120,7 @@ def test_seeded_data_without_random_items_is_the_stock_run(jobs: Jobs) -> None:
     compare(result, reference)
 
 
+@pytest.mark.nightly
 def test_four_ranks_lose_two_at_once(jobs: Jobs) -> None:
     faults = [Fault(0, 4, "bucket", "SIGKILL"), Fault(2, 4, "update.during", "SIGKILL", nth=9)]
     jobs.check("lit.py", nproc=4, faults=faults, args=["--feature", "all"])

@@ -58,6 +58,7 @@ def test_a_stage_is_lost(name: str, jobs: Jobs) -> None:
         assert result.reports[rank]["extra"] == reference.reports[rank]["extra"]
 
 
+@pytest.mark.nightly
 def test_the_reference_is_deepspeeds_own_engine(jobs: Jobs) -> None:
     """Losses, parameters and optimizer state of a loop over it, on the same data, are the same."""
     ours = jobs.reference(SCRIPT, nproc=4, args=["--no-validation"])

@@ -36,7 +36,8 @@ def check(jobs: Jobs, framework: str, stages: int, faults: list[Fault], tmp_path
     )
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("stages", [2, 4])
 def test_under_accelerate(stages: int, jobs: Jobs, tmp_path: Path) -> None:
     faults = [Fault(3, 2, "pipe.backward", "SIGKILL", nth=2), Fault(0, 6, "pipe.reduce", "SIGKILL")]
     check(jobs, "accelerate", stages, faults, tmp_path)

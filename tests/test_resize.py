@@ -138,6 +138,7 @@ def test_a_loop_of_accelerate(name: str, jobs: Jobs) -> None:
     check_exact(run(jobs, faults, *args, script="acc_resize.py"), 2)
 
 
+@pytest.mark.nightly
 def test_accelerate_four_three_two_four(jobs: Jobs) -> None:
     faults = [Fault(2, 5, "bucket", "SIGKILL"), Fault(1, 12, "update.during", "SIGKILL", nth=3)]
     result = run(jobs, faults, "--until", "4", nproc=4, script="acc_resize.py", SWIFT_RECOVERY_GROW_AFTER_S="4")

@@ -250,6 +250,7 @@ def test_several_swiftruns_are_several_jobs(cluster: Slurm, tmp_path: Path) -> N
     assert err.count("srun has started swiftrun 2 times") == 1, err
 
 
+@pytest.mark.nightly
 def test_the_batch_script_of_the_docs(cluster: Slurm, tmp_path: Path) -> None:
     found = re.search(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs" / "launching.md").read_text(), re.S)
     assert found is not None

@@ -131,7 +131,7 @@ def test_callback_takes_over_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
     "first",
     [
         "import lightning_swift\nimport pytorch_lightning as pl",
-        "import pytorch_lightning as pl\nimport lightning_swift",
+        pytest.param("import pytorch_lightning as pl\nimport lightning_swift", marks=pytest.mark.nightly),
     ],
 )
 def test_the_separate_package(first: str, tmp_path: Path) -> None:

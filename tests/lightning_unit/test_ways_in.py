@@ -123,6 +123,7 @@ def test_plain_python_hands_over(way: str, tmp_path: Path) -> None:
         assert done.stdout.count(f"rank {rank} of 2: SwiftDDPStrategy True") == 1, done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 def test_plain_torchrun_trains_and_says_so_once(tmp_path: Path) -> None:
     head, tail, args, env = WAYS["name"]
     done = start(tmp_path, head, tail, args, env, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")

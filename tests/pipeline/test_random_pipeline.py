@@ -26,6 +26,7 @@ def test_a_run_is_a_function_of_its_seed_and_number() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_some_random_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "soak.json"
     status = soak.main(["--model", "pipelines", "--faults", "4", "--seed", "1", "--json", str(report)])
