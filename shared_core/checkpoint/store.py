@@ -144,10 +144,13 @@ def read_part(checkpoint: Checkpoint, name: str) -> bytes:
     return payload
 
 
-def prune(dir: str | os.PathLike[str], keep: int = 2) -> list[Path]:
+def prune(
+    dir: str | os.PathLike[str], keep: int = 2, wanted: Callable[[Checkpoint], bool] = lambda found: True
+) -> list[Path]:
     """Remove all but the newest ``keep`` committed checkpoints, and what killed writers left below the newest of them.
 
-    Returns the folders removed. A folder newer than the newest committed one is being written and stays.
+    Returns the folders removed. A folder newer than the newest committed one is being written and stays, and so does
+    a checkpoint that is not ``wanted``: it is another job's.
 
     Raises:
         ValueError: ``keep`` is less than 1.
@@ -155,17 +158,31 @@ def prune(dir: str | os.PathLike[str], keep: int = 2) -> list[Path]:
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
     folders = sorted(_folders(dir), reverse=True)
-    committed = [(step, folder) for step, folder in folders if (folder / MANIFEST).is_file()]
-    if not committed:
+    mine: list[tuple[int, Path]] = []
+    others: set[Path] = set()
+    for step, folder in folders:
+        if (folder / MANIFEST).is_file():
+            if _is_wanted(folder, step, wanted):
+                mine.append((step, folder))
+            else:
+                others.add(folder)
+    if not mine:
         return []
-    kept = {folder for _, folder in committed[:keep]}
-    removed = [folder for step, folder in folders if folder not in kept and step < committed[0][0]]
+    kept = {folder for _, folder in mine[:keep]} | others
+    removed = [folder for step, folder in folders if folder not in kept and step < mine[0][0]]
     for folder in removed:
         # The manifest goes first: a kill in the middle must not leave a folder that looks complete.
         with contextlib.suppress(FileNotFoundError):
             (folder / MANIFEST).unlink()
         shutil.rmtree(folder, ignore_errors=True)
     return removed
+
+
+def _is_wanted(folder: Path, step: int, wanted: Callable[[Checkpoint], bool]) -> bool:
+    try:
+        return wanted(_load_manifest(folder, step))
+    except (CorruptFile, OSError):
+        return True  # whosever it was, nobody can read it
 
 
 def _folder(dir: str | os.PathLike[str], step: int) -> Path:

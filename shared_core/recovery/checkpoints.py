@@ -115,7 +115,8 @@ class Checkpoints:
                 "version": top.version,
             }
             store.commit(self._dir, top.index, digests, meta)
-            store.prune(self._dir)
+            # A job before may have got further in the same folder.
+            store.prune(self._dir, wanted=self._ours)
             self.newest_top = top.index
             self._recovery.events.emit("checkpoint", rank=0, generation=generation, top=top.index, version=top.version)
         except GenerationAbandoned:
@@ -132,10 +133,10 @@ class Checkpoints:
         """
         if self._dir is None:
             return None
-        found = store.newest_valid(self._dir, self._env.world_size, lambda each: not self._of_this_attempt(each))
-        if found is None or found.meta.get("job") != self._env.job:
-            return None
-        return self._read(found)
+        found = store.newest_valid(
+            self._dir, self._env.world_size, lambda each: self._ours(each) and not self._new(each)
+        )
+        return self._read(found) if found is not None else None
 
     def tops(self) -> list[Top]:
         """Batch tops of this attempt at which this rank's state is in a checkpoint that can be read, oldest first."""
@@ -163,11 +164,14 @@ class Checkpoints:
 
     def _mine(self) -> list[store.Checkpoint]:
         found = store.committed(self._dir, self._env.world_size) if self._dir is not None else []
-        return [each for each in found if self._of_this_attempt(each)]
+        return [each for each in found if self._ours(each) and self._new(each)]
 
-    def _of_this_attempt(self, found: store.Checkpoint) -> bool:
-        # Operations are counted from the start of an attempt: logs go with the checkpoints of the same one.
-        return found.meta.get("job") == self._env.job and found.meta.get("attempt") == self._env.restart
+    def _ours(self, found: store.Checkpoint) -> bool:
+        return found.meta.get("job") == self._env.job
+
+    def _new(self, found: store.Checkpoint) -> bool:
+        """Of this attempt. Operations are counted from its start: logs go with its checkpoints."""
+        return found.meta.get("attempt") == self._env.restart
 
     def _read(self, found: store.Checkpoint) -> Restored:
         mine = loads(store.read_part(found, f"rank{self._env.rank}"))

@@ -197,6 +197,17 @@ def test_prune_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> Non
         prune(tmp_path, keep=0)
 
 
+def test_another_jobs_checkpoints_neither_go_nor_count(tmp_path: Path) -> None:
+    """A job before had got further in the same folder."""
+    for step, job in ((30, "a"), (40, "a"), (3, "b"), (6, "b"), (9, "b")):
+        parts = {"rank0.bin": write_part(tmp_path, step, "rank0.bin", b"x")}
+        commit(tmp_path, step, parts, {"world_size": 1, "job": job})
+    removed = prune(tmp_path, 2, lambda found: found.meta["job"] == "b")
+    assert [path.name for path in removed] == ["step-0000000003"]
+    found = newest_valid(tmp_path, 1, lambda found: found.meta["job"] == "b")
+    assert found is not None and found.step == 9
+
+
 def test_prune_removes_nothing_before_the_first_commit(tmp_path: Path) -> None:
     write_part(tmp_path, 1, "rank0.bin", b"x")
     assert prune(tmp_path) == []
