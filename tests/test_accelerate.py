@@ -40,6 +40,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
         "dispatch_split",
         "workers",
         "seedable_sampler",
+        "dispatch_batches",
     ),
 )
 def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
@@ -80,6 +81,7 @@ def test_a_language_model_its_trackers_and_checkpoints(name: str, jobs: Jobs) ->
         assert (result.out / weights.format(name)).read_bytes() == (reference.out / weights.format(name)).read_bytes()
 
 
+@pytest.mark.nightly
 def test_tensorboard_has_every_step_once(jobs: Jobs) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -100,7 +102,7 @@ TRAINER: dict[str, tuple[list[str], list[Fault]]] = {
 }
 
 
-@pytest.mark.parametrize("name", most(TRAINER, "first_step_of_an_epoch", "saving", "first_epoch"))
+@pytest.mark.parametrize("name", most(TRAINER, "first_step_of_an_epoch", "saving", "first_epoch", "second_epoch"))
 def test_the_trainer_of_transformers(name: str, jobs: Jobs) -> None:
     args, faults = TRAINER[name]
     jobs.check("hf_trainer.py", faults=faults, args=args)

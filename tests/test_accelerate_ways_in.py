@@ -81,7 +81,9 @@ WAYS: dict[str, tuple[tuple[str, ...], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("way", most(WAYS, "accelerate_launch_with_a_file", "accelerate_launch_through_torchrun"))
+@pytest.mark.parametrize(
+    "way", most(WAYS, "accelerate_launch", "accelerate_launch_with_a_file", "accelerate_launch_through_torchrun")
+)
 def test_a_lost_worker_is_replaced(way: str, tmp_path: Path) -> None:
     command, options, args = WAYS[way]
     faults = dumps([Fault(1, 11, "bucket", "SIGKILL")])

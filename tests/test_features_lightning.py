@@ -76,6 +76,9 @@ RARE = (
     "persistent_workers",
     "clip_norm",
     "gan_between_optimizers",
+    "second_fit",
+    "batchnorm",
+    "resume",
 )
 
 

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "resumed": (["--resume"], [Fault(0, 8, "pipe.forward", "SIGKILL")]),
     "accumulate": (["--accumulate", "3"], [Fault(3, 5, "batch_top", "SIGKILL")]),
 }
-RARE = tuple(CASES.keys() - {"first_stage", "last_stage_sends", "validation", "resumed"})
+RARE = tuple(CASES.keys() - {"first_stage", "last_stage_sends", "validation"})
 
 
 @pytest.mark.parametrize("name", most(CASES, *RARE))

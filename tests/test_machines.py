@@ -208,6 +208,7 @@ def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, jobs: Jobs, t
         assert max(restarts) == (0 if which == "other" else 1), result.tail()
 
 
+@pytest.mark.nightly
 def test_a_machine_that_was_cut_off_stops_and_comes_back(site: Site) -> None:
     """Only the side with the store goes on; the other comes back and takes the next lost machine's place."""
     cluster = site.start(site.machines, LONG, options=["--lease=3"])

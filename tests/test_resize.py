@@ -111,6 +111,7 @@ def test_the_trainer_of_lightning(name: str, jobs: Jobs) -> None:
     check_rows(extra, may_miss=int(name == "rank_0"))
 
 
+@pytest.mark.nightly
 def test_lightning_four_three_two_four(jobs: Jobs) -> None:
     faults = [Fault(2, 5, "bucket", "SIGKILL"), Fault(1, 12, "update.during", "SIGKILL", nth=3)]
     args = ("--devices", "4", "--until", "4")

@@ -57,7 +57,7 @@ def test_all_operations_with_losses(name: str, jobs: Jobs) -> None:
     jobs.check(SCRIPT, nproc=3, faults=CASES[name])
 
 
-@pytest.mark.parametrize("name", most(CLASSES, "broadcast_root_ahead", "second_newcomer"))
+@pytest.mark.parametrize("name", most(CLASSES, "broadcast_root_ahead", "second_newcomer", "messages", "sub_groups"))
 def test_a_loss_in_the_middle_of(name: str, jobs: Jobs) -> None:
     only, faults = CLASSES[name]
     jobs.check(SCRIPT, nproc=3, faults=faults, args=["--only", only, "--steps", "6"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Jobs
+from harness import Jobs, most
 
 from shared_core.testing import Fault
 
@@ -22,7 +22,7 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", most(CASES, "torch.compile", "stateful loader", "during test", "after predict"))
 def test_row_with_a_loss(name: str, jobs: Jobs) -> None:
     row, faults = CASES[name]
     jobs.check(SCRIPT, faults=faults, args=[row])

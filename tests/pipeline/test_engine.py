@@ -41,6 +41,9 @@ PLACES = {
         "last stage, reduce tied",
         "last stage, in a collective",
         "last stage, evaluation",
+        "last stage, after the update",
+        "first stage, sent an activation",
+        "first stage, last batch",
     ),
 )
 def test_a_lost_stage_is_taken_over_from_its_replica(jobs: Jobs, place: str) -> None:
@@ -52,18 +55,19 @@ def test_a_plain_pipeline(jobs: Jobs) -> None:
     run(jobs, [Fault(2, 3, "pipe.send_grad", "SIGKILL", nth=2)])
 
 
-@pytest.mark.parametrize("kind", most(KINDS, "SIGKILL", "SIGTERM", "os._exit", "segfault"))
+@pytest.mark.parametrize("kind", most(KINDS, "SIGKILL", "SIGTERM", "os._exit", "segfault", "exception"))
 def test_other_ways_to_be_lost(jobs: Jobs, kind: str) -> None:
     run(jobs, [Fault(3, 4, "pipe.backward", kind, nth=2)], FULL)
 
 
-@pytest.mark.parametrize("ranks", most(["0 3", "1 2", "0 2"], "0 2"))
+@pytest.mark.parametrize("ranks", most(["0 3", "1 2", "0 2"], "0 2", "1 2"))
 def test_replicas_of_different_stages_at_once(jobs: Jobs, ranks: str) -> None:
     first, second = map(int, ranks.split())
     faults = [Fault(first, 4, "pipe.recv_grad", "SIGKILL", nth=2), Fault(second, 4, "pipe.backward", "SIGKILL", nth=2)]
     assert resolutions(run(jobs, faults, FULL)) == {"replica"}
 
 
+@pytest.mark.nightly
 def test_one_after_the_other(jobs: Jobs) -> None:
     faults = [
         Fault(2, 2, "pipe.forward", "SIGKILL", nth=2),
@@ -83,6 +87,7 @@ def test_the_newcomer_is_lost_too(jobs: Jobs, again: str) -> None:
 
 
 @pytest.mark.parametrize("stage", most(["first", "last"], "first"))
+@pytest.mark.nightly
 def test_all_replicas_of_a_stage_are_lost_with_messages_logged(jobs: Jobs, tmp_path: Path, stage: str) -> None:
     ranks = (0, 1) if stage == "first" else (2, 3)
     faults = [Fault(rank, 7, "pipe.backward", "SIGKILL", nth=2) for rank in ranks]

@@ -38,6 +38,8 @@ PLACES = {
         "middle stage, reduce",
         "middle stage, before the update",
         "last stage, sent a gradient",
+        "last stage, after the update",
+        "middle stage, in the batch of a checkpoint",
     ),
 )
 def test_a_lost_stage_is_rebuilt(jobs: Jobs, tmp_path: Path, place: str) -> None:
@@ -54,7 +56,9 @@ def test_two_stages(jobs: Jobs, tmp_path: Path, rank: str) -> None:
     assert starts(result) == [(int(rank), 3)]
 
 
-@pytest.mark.parametrize("ranks", most(["1 2", "0 1", "2 3", "0 3", "0 1 2", "1 2 3"], "2 3", "0 3", "0 1", "1 2 3"))
+@pytest.mark.parametrize(
+    "ranks", most(["1 2", "0 1", "2 3", "0 3", "0 1 2", "1 2 3"], "2 3", "0 3", "0 1", "1 2", "1 2 3")
+)
 def test_several_stages_at_once(jobs: Jobs, tmp_path: Path, ranks: str) -> None:
     lost = [int(rank) for rank in ranks.split()]
     result = run(jobs, [Fault(r, 5, "pipe.backward", "SIGKILL", nth=1) for r in lost], BASE, env=logging(tmp_path))
@@ -83,6 +87,7 @@ def test_lost_while_a_checkpoint_is_written(jobs: Jobs, tmp_path: Path, rank: st
     assert starts(result) == [(int(rank), 3)]
 
 
+@pytest.mark.nightly
 def test_another_stage_after_the_first_was_rebuilt(jobs: Jobs, tmp_path: Path) -> None:
     faults = [
         Fault(1, 4, "pipe.backward", "SIGKILL", nth=2),
@@ -92,6 +97,7 @@ def test_another_stage_after_the_first_was_rebuilt(jobs: Jobs, tmp_path: Path) -
     assert starts(run(jobs, faults, BASE, env=logging(tmp_path))) == [(1, 3), (2, 3), (1, 6)]
 
 
+@pytest.mark.nightly
 def test_without_checkpoints_it_is_rebuilt_from_the_beginning(jobs: Jobs) -> None:
     result = run(jobs, [Fault(2, 6, "pipe.backward", "SIGKILL", nth=2)], BASE)
     assert starts(result) == [(2, 0)]
