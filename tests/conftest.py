@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 import threading
 import time
@@ -128,3 +129,15 @@ def jobs() -> Iterator[Jobs]:
 
     with session_jobs() as running:
         yield running
+
+
+@pytest.fixture
+def small_device(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB; skipped where mounting is not allowed."""
+    root = tmp_path / "small"
+    root.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(root)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a file system is not allowed here: /dev/full and a limit are tested instead")
+    yield root
+    subprocess.run(["umount", str(root)], check=True)

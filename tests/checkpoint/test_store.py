@@ -9,7 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -262,18 +262,6 @@ def test_kill_while_a_checkpoint_is_written(moment: str, tmp_path: Path) -> None
     prune(tmp_path, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == [f"step-{step + 10:010d}"]
     assert temporaries(tmp_path) == []
-
-
-@pytest.fixture
-def small_device(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB; skipped where mounting is not allowed."""
-    root = tmp_path / "small"
-    root.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(root)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a file system is not allowed here; the limit on file size is tested instead")
-    yield root
-    subprocess.run(["umount", str(root)], check=True)
 
 
 def test_full_device(small_device: Path) -> None:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -677,18 +677,6 @@ def test_limit_on_file_size(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert archive.stats.failed == os.strerror(errno.EFBIG) and "make room" in capfd.readouterr().err
     archive.close()
     assert files(tmp_path) == []
-
-
-@pytest.fixture
-def small_device(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB; skipped where mounting is not allowed."""
-    root = tmp_path / "small"
-    root.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(root)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a file system is not allowed here; /dev/full is tested instead")
-    yield root
-    subprocess.run(["umount", str(root)], check=True)
 
 
 def test_full_device(small_device: Path) -> None:
