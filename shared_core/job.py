@@ -168,6 +168,7 @@ class Job:
         runtime.exact = lambda: self._updates.exact
         runtime.failed = self._failed
         self._recovery.saved_tops = self._checkpoints.tops
+        self._recovery.together = lambda: self._logs.together
         #: Set in a newcomer that runs on from a checkpoint, or from the beginning.
         self.replaying: Replaying | None = None
         self._recovery.on_recovered = self._note_recovery
@@ -278,7 +279,6 @@ class Job:
             self._updates.keep_images(at_once=True)
         if wanted == "always" or (wanted == "auto" and alone):
             self._logs.open()
-            self._recovery.together = self._logs.together
 
     def _ddp_flags(self) -> list[bool]:
         return [ddp.require_forward_param_sync for ddp in self._ddps]
@@ -358,7 +358,7 @@ class Job:
 
     def regroup(self, together: Sequence[int]) -> None:
         """From now on these ranks, this one among them, start again together: messages between them are not logged."""
-        self._logs.together = self._recovery.together = tuple(together)
+        self._logs.together = tuple(together)
 
     def note_messages(self, note: dict[str, Any]) -> None:
         """What the log on disk says of the messages sent from now on; plain data."""
@@ -435,7 +435,12 @@ class Job:
                 self._peeked = self._restored.parts
             else:
                 target = self._recovery.target
-                self._peeked = self._parts_at(target) if target is not None else {}
+                if target is None:
+                    self._peeked = {}
+                elif target.saved:
+                    self._peeked = self._checkpoints.at(target.index).parts
+                else:
+                    self._peeked = self._board.read_top(target.index)
         return self._peeked.get(name)
 
     def remember(self, kind: str, name: str, value: Any) -> None:
@@ -688,17 +693,15 @@ class Job:
         if top.saved:
             restored = self._checkpoints.at(top.index)
             self._updates.load(top.version, restored.description, restored.tensors)
+            parts = restored.parts
         else:
             self._updates.load(top.version, received.description, received.tensors)
-        parts = self._parts_at(top)
+            parts = self._board.read_top(top.index)
         self._settle_buckets(self._board.records(), top)
         self._take_place(top, parts)
         if top.saved:
             self._board.forget_tops()  # of places that are now ahead
         self._announce(received, joined_s=time.time() - started)
-
-    def _parts_at(self, top: Top) -> dict[str, Any]:
-        return self._checkpoints.at(top.index).parts if top.saved else self._board.read_top(top.index)
 
     def _join_from_checkpoint(self) -> None:
         restored = self._restored

@@ -124,7 +124,6 @@ class Frontier:
         newcomer: whether it has yet to take over its predecessor's place.
         version: optimizer steps its state contains.
         tops: batch tops it has published (a newcomer: its predecessor's, newest last).
-        committed: index of the top a newcomer has already prepared for, or None.
         groups: its groups by name (empty for a newcomer).
         together: ranks that start again together, this one among them: messages between them are not on disk.
     """
@@ -134,7 +133,6 @@ class Frontier:
     newcomer: bool
     version: int
     tops: tuple[Top, ...]
-    committed: int | None = None
     groups: dict[str, GroupFrontier] = field(default_factory=dict)
     together: list[int] = field(default_factory=list)
 

@@ -53,9 +53,9 @@ _NUMBERS = (
     "first_gradient_send",
 )
 #: Buffers that are allocated in the first batch, when shapes become known, and only overwritten later.
+_BUFFERS = ("pipe_recv_buf", "grad_layer", "meta_buffer")
 #: More than the layers of any model; see :meth:`SwiftPipelineEngine._seed_layers`.
 _LAYERS = 1 << 20
-_BUFFERS = ("pipe_recv_buf", "grad_layer", "meta_buffer")
 
 
 def _with_faults(point: str, execute: Callable[..., None]) -> Callable[..., None]:

@@ -117,11 +117,10 @@ class Recovery:
         self.on_recovered: Callable[[dict[str, Any]], None] = lambda fields: None
         self.on_replay: Callable[[Replaying], None] = lambda replaying: None
         self.saved_tops: Callable[[], list[Top]] = list
-        self.together: tuple[int, ...] = ()
+        self.together: Callable[[], tuple[int, ...]] = tuple
         self._records: dict[int, dict[str, Any]] = {}
         self._watcher: threading.Thread | None = None
         self._tops: tuple[Top, ...] = ()
-        self._committed: int | None = None
         self.verify_version: int | None = None
         self._prepared_for = -1
         self._recovering = threading.Lock()
@@ -180,7 +179,6 @@ class Recovery:
             except RecoveryFailed as error:
                 self.fall_back(str(error))
         self.target = plan.tops.get(self.env.rank)
-        self._committed = None if self.target is None else self.target.index
         with self.runtime.lock:
             self._prepared_for = generation
             if self.target is not None:
@@ -371,7 +369,6 @@ class Recovery:
             newcomer=True,
             version=0,
             tops=self._tops,
-            committed=self._committed,
         )
 
     def _survivor_front(self) -> Frontier:
@@ -384,7 +381,7 @@ class Recovery:
             version=self.state.version,
             tops=(),
             groups=groups,
-            together=list(self.together),
+            together=list(self.together()),
         )
 
     def _form(self, store: Store, generation: int, *, posted: bool = False) -> Received:
