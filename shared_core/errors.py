@@ -53,3 +53,7 @@ class WaitTimeout(SwiftError, TimeoutError):
 
 class StorageFull(SwiftError, OSError):
     """A checkpoint could not be written for want of room; earlier checkpoints are as they were."""
+
+
+class InvalidSchedule(SwiftError, ValueError):
+    """A schedule breaks a dependency, a worker's row or its memory bound; the message names the action."""

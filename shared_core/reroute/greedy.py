@@ -1,0 +1,102 @@
+"""Good plans without a solver: the best of many list schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shared_core.reroute.listing import Arrays, Rule
+from shared_core.reroute.problem import Problem, Variant, lower_bound
+from shared_core.reroute.schedule import Schedule
+from shared_core.reroute.timing import Timeline, simulate
+
+#: Actions that all passes together may place.
+EFFORT = 100_000
+_SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule and what it costs.
+
+    Attributes:
+        problem: what it solves.
+        schedule: the rows.
+        timeline: when everything runs.
+        bound: no schedule is better than this.
+    """
+
+    problem: Problem
+    schedule: Schedule
+    timeline: Timeline
+    bound: float
+
+    @property
+    def cost(self) -> float:
+        """What is minimised: the period if staggered, else the slots."""
+        return objective(self.problem, self.timeline)
+
+
+def objective(problem: Problem, timeline: Timeline) -> float:
+    """What is minimised: the period if staggered, else the slots."""
+    return timeline.period if problem.staggered else timeline.slots
+
+
+def greedy(problem: Problem, effort: int = EFFORT) -> Found:
+    """The best of the rules, then of random changes of the best ones, until nothing better can exist.
+
+    Args:
+        problem: what to schedule; ``split_last`` is chosen here.
+        effort: actions that all passes together may place; the first pass is always made.
+
+    Raises:
+        InvalidSchedule: no order fits into the memory.
+    """
+    topology = problem.topology
+    passes = max(1, effort // (3 * topology.pipelines * topology.stages * topology.micro_batches))
+    lasts = [0] if problem.variant is Variant.COUPLED or passes == 1 else [0, 1]
+    choices = [Arrays(replace(problem, split_last=last)) for last in lasts]
+    goal = lower_bound(choices[0].problem)
+    tried: list[tuple[float, int, Rule]] = []
+    best: Found | None = None
+
+    def attempt(which: int, rule: Rule) -> bool:
+        """Whether the best plan is as good as it can be."""
+        nonlocal best
+        found = _found(choices[which], rule, goal, rounds=2 if passes == 1 else 8)
+        tried.append((found.cost, which, rule))
+        if best is None or found.cost < best.cost * (1 - _SAME):
+            best = found
+        return best.cost <= goal * (1 + _SAME)
+
+    attempts = _attempts(choices, tried)
+    for _ in range(passes):
+        if attempt(*next(attempts)):
+            break
+    assert best is not None
+    return best
+
+
+def _attempts(choices: list[Arrays], tried: list[tuple[float, int, Rule]]) -> Iterator[tuple[int, Rule]]:
+    """First every rule, then the five best ones with noise, again and again."""
+    for ahead in (1, 0, 2, choices[0].stages):
+        for hosted in (0.5, -0.5, 1.5, -1.5, 99.0, -99.0):
+            for forward_first in (False, True):
+                for which in range(len(choices)):
+                    yield which, Rule(hosted, ahead, forward_first)
+        for which in range(len(choices)):
+            yield which, Rule(0.0, ahead, False, arrival=True)
+    seed = 0
+    while True:
+        tried.sort(key=lambda one: one[0])
+        for _, which, rule in tried[:5]:
+            seed += 1
+            yield which, replace(rule, noise=seed, width=(0.6, 1.5, 3.0)[seed % 3])
+
+
+def _found(arrays: Arrays, rule: Rule, bound: float, rounds: int) -> Found:
+    problem = arrays.problem
+    schedule = arrays.rows(arrays.schedule(rule))
+    done = [action for actions in problem.done.values() for action in actions]
+    timeline = simulate(schedule, problem.times, staggered=problem.staggered, rounds=rounds, done=done)
+    return Found(problem, schedule, timeline, bound)
