@@ -54,7 +54,7 @@ def greedy(problem: Problem, effort: int = EFFORT) -> Found:
     """
     topology = problem.topology
     passes = max(1, effort // (3 * topology.pipelines * topology.stages * topology.micro_batches))
-    lasts = [0] if problem.variant is Variant.COUPLED or passes == 1 else [0, 1]
+    lasts = [0] if problem.variant is Variant.COUPLED or passes == 1 else [0, 1, topology.micro_batches]
     choices = [Arrays(replace(problem, split_last=last)) for last in lasts]
     goal = lower_bound(choices[0].problem)
     tried: list[tuple[float, int, Rule]] = []

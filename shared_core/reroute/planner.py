@@ -9,7 +9,9 @@ from typing import Any
 
 from shared_core.errors import ConfigError
 from shared_core.reroute.check import NO_LIMIT, Memory, check
+from shared_core.reroute.fusing import fuse
 from shared_core.reroute.greedy import EFFORT, greedy
+from shared_core.reroute.optimal import improve
 from shared_core.reroute.problem import Problem, Variant
 from shared_core.reroute.routing import Route, deal
 from shared_core.reroute.schedule import Schedule, Topology, Worker, one_f_one_b
@@ -164,18 +166,23 @@ def plan(
         timeline = simulate(schedule, times, staggered=problem.staggered)
         cost = timeline.period if problem.staggered else timeline.slots
         return Plan(topology, variant, (), ordered, schedule, {}, timeline.slots, timeline.period, cost, "1f1b", True)
-    found = greedy(problem, effort)
-    solver, optimal = "greedy", found.cost <= found.bound * (1 + 1e-9)
+    found, solver = greedy(problem, effort), "greedy"
+    optimal = found.cost <= found.bound * (1 + 1e-9)
+    if time_limit > 0 and not optimal:
+        better, optimal = improve(found, time_limit)
+        solver = "greedy" if better is found else "cp-sat"
+        found = better
+    found = fuse(found)
     return Plan(
-        topology,
-        variant,
-        gone,
-        ordered,
-        found.schedule,
-        route,
-        found.timeline.slots,
-        found.timeline.period,
-        found.bound,
-        solver,
-        optimal,
+        topology=topology,
+        variant=variant,
+        lost=gone,
+        ordered=ordered,
+        schedule=found.schedule,
+        route=route,
+        slots=found.timeline.slots,
+        period=found.timeline.period,
+        bound=found.bound,
+        solver=solver,
+        optimal=optimal or found.cost <= found.bound * (1 + 1e-9),
     )

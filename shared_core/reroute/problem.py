@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -50,8 +49,8 @@ class Problem:
 
     @property
     def staggered(self) -> bool:
-        """Whether stages step on their own."""
-        return self.variant is Variant.STAGGERED
+        """Whether the period is minimised; of an iteration under way it is always the time until its end."""
+        return self.variant is Variant.STAGGERED and not self.done
 
     def host(self, pipeline: int, stage: int, micro_batch: int) -> Worker:
         """Who computes a micro-batch at a stage."""
@@ -67,52 +66,62 @@ class Problem:
 
 
 def lower_bound(problem: Problem) -> float:
-    """No plan of a whole iteration has a smaller objective: slots without optimizer, or the period if staggered.
+    """No plan with the same splits has a smaller objective: slots without optimizer, or the period if staggered.
 
-    Of every worker: the way to its first action, all its work, and the way back from its last one (which a worker with
-    split backwards need not wait for: its last action can be a W). Staggered, a stage's own work and its optimizer;
-    and where it does not split, the way there and back lies within the span of the stages before it.
+    Of every worker: the way to its first action, all its work, and the way back from its last backward (behind which
+    only W's can follow). Staggered: a stage's own work and its optimizer; and the way there, the work and the way back
+    lie within the span of each stage before it. Of an iteration under way: the work alone.
     """
+    work, late = _work(problem)
+    if problem.done:
+        return max(work.values(), default=0.0)
+    head, tail = _ways(problem)
+    best = 0.0
+    for worker, total in work.items():
+        s, early = worker.stage, total - late[worker]
+        if not problem.staggered:
+            best = max(best, head[s] + total, head[s] + early + tail[s])
+            continue
+        best = max(best, total + problem.times.at(worker).optimizer)
+        for before in range(s):
+            way = (head[s] - head[before]) + early + (tail[s] - tail[before])
+            pipelines = range(problem.topology.pipelines)
+            best = max(best, way + min(problem.times.at(Worker(d, before)).optimizer for d in pipelines))
+    return best
+
+
+def _work(problem: Problem) -> tuple[dict[Worker, float], dict[Worker, float]]:
+    """Time of all actions of every worker, and of those of them that can be last: W's."""
     topology, times = problem.topology, problem.times
-    load: dict[Worker, float] = {}
+    ran = {
+        (action.pipeline, action.stage, action.micro_batch, kind)
+        for actions in problem.done.values()
+        for action in actions
+        for kind in ((Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,))
+    }
+    work: dict[Worker, float] = {}
+    late: dict[Worker, float] = {}
     for d in range(topology.pipelines):
         for s in range(topology.stages):
             for j in range(topology.micro_batches):
                 worker = problem.host(d, s, j)
                 at = times.at(worker)
-                both = (Kind.I, Kind.W) if problem.splits(d, s, j) else (Kind.B,)
-                load[worker] = load.get(worker, 0.0) + at.forward + sum(at.of(kind) for kind in both)
-    head, tail = _ways(problem)
-    best = 0.0
-    lost_stages = {worker.stage for worker in problem.lost}
-    for worker, work in load.items():
-        s = worker.stage
-        free = problem.variant is not Variant.COUPLED and s in lost_stages
-        if problem.staggered:
-            optimizer = times.at(worker).optimizer
-            best = max(best, work + optimizer)
-            if not free:
-                for before in range(s):
-                    way = (head[s] - head[before]) + work + (tail[s] - tail[before])
-                    best = max(
-                        best, way + min(times.at(Worker(d, before)).optimizer for d in range(topology.pipelines))
-                    )
-        else:
-            best = max(best, head[s] + work + (0.0 if free else tail[s]))
-    return best
+                split = problem.splits(d, s, j) or (d, s, j, Kind.I) in ran
+                kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
+                need = [kind for kind in kinds if (d, s, j, Kind.I if kind is Kind.B else kind) not in ran]
+                work[worker] = work.get(worker, 0.0) + sum(at.of(kind) for kind in need)
+                late[worker] = late.get(worker, 0.0) + (at.of(Kind.W) if Kind.W in need else 0.0)
+    return work, late
 
 
 def _ways(problem: Problem) -> tuple[list[float], list[float]]:
-    """Shortest way from stage 0 to each stage, and back from its last action to the end of stage 0's."""
+    """Shortest way from stage 0 to each stage, and back from the end of its backward to the end of stage 0's."""
     topology, times = problem.topology, problem.times
     head, tail = [0.0], [0.0]
-    split = problem.variant is not Variant.COUPLED
     for s in range(topology.stages - 1):
         near = [times.at(Worker(d, s)) for d in range(topology.pipelines) if Worker(d, s) not in problem.lost]
         head.append(head[-1] + min(at.forward for at in near) + times.communication)
-        splits = split and problem.splits(0, s, topology.micro_batches - 1)
-        back = math.inf
-        for at in near:
-            back = min(back, at.of(Kind.I) + (at.of(Kind.W) if splits and s == 0 else 0.0) if splits else at.of(Kind.B))
-        tail.append(tail[-1] + back + times.communication)
+        split = problem.splits(0, s, topology.micro_batches - 1)
+        kinds = (Kind.I, Kind.W) if split and s == 0 else (Kind.I,) if split else (Kind.B,)
+        tail.append(tail[-1] + min(sum(at.of(kind) for kind in kinds) for at in near) + times.communication)
     return head, tail
