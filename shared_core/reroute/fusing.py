@@ -25,14 +25,15 @@ def fuse(found: Found, effort: int = EFFORT) -> Found:
         for action, following in zip(row, row[1:], strict=False)
         if action.kind is Kind.I and following == action._replace(kind=Kind.W)
     ]
-    budget = max(1, effort // max(1, sum(len(row) for row in found.schedule.rows.values())))
+    goal = max(found.cost, found.bound) * (1 + 1e-9)
+    budget = effort // max(1, sum(len(row) for row in found.schedule.rows.values()))
     groups = [spots] if spots else []
     while groups and budget > 0:
         group = groups.pop()
         budget -= 1
         schedule = _fused(found.schedule, set(group))
         timeline = simulate(schedule, found.problem.times, staggered=found.problem.staggered)
-        if objective(found.problem, timeline) <= found.cost * (1 + 1e-9):
+        if objective(found.problem, timeline) <= goal:
             found = replace(found, schedule=schedule, timeline=timeline)
         elif len(group) > 1:
             middle = len(group) // 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from shared_core.reroute.listing import Arrays, Rule
 from shared_core.reroute.problem import Problem, Variant, lower_bound
 from shared_core.reroute.schedule import Schedule
-from shared_core.reroute.timing import Timeline, simulate
+from shared_core.reroute.timing import Timeline
 
 #: Actions that all passes together may place.
 EFFORT = 100_000
@@ -58,23 +58,23 @@ def greedy(problem: Problem, effort: int = EFFORT) -> Found:
     choices = [Arrays(replace(problem, split_last=last)) for last in lasts]
     goal = lower_bound(choices[0].problem)
     tried: list[tuple[float, int, Rule]] = []
-    best: Found | None = None
-
-    def attempt(which: int, rule: Rule) -> bool:
-        """Whether the best plan is as good as it can be."""
-        nonlocal best
-        found = _found(choices[which], rule, goal, rounds=2 if passes == 1 else 8)
-        tried.append((found.cost, which, rule))
-        if best is None or found.cost < best.cost * (1 - _SAME):
-            best = found
-        return best.cost <= goal * (1 + _SAME)
-
+    best: tuple[float, int, list[list[int]]] | None = None
     attempts = _attempts(choices, tried)
+    rounds = 2 if passes == 1 else 8
     for _ in range(passes):
-        if attempt(*next(attempts)):
+        which, rule = next(attempts)
+        rows = choices[which].schedule(rule)
+        measured = choices[which].measure(rows, rounds)
+        cost = measured.period if problem.staggered else measured.slots
+        tried.append((cost, which, rule))
+        if best is None or cost < best[0] * (1 - _SAME):
+            best = cost, which, rows
+        if cost <= goal * (1 + _SAME):
             break
     assert best is not None
-    return best
+    _, which, rows = best
+    schedule = choices[which].schedule_of(rows)
+    return Found(choices[which].problem, schedule, choices[which].timeline(rows, schedule, 4 * rounds), goal)
 
 
 def _attempts(choices: list[Arrays], tried: list[tuple[float, int, Rule]]) -> Iterator[tuple[int, Rule]]:
@@ -92,11 +92,3 @@ def _attempts(choices: list[Arrays], tried: list[tuple[float, int, Rule]]) -> It
         for _, which, rule in tried[:5]:
             seed += 1
             yield which, replace(rule, noise=seed, width=(0.6, 1.5, 3.0)[seed % 3])
-
-
-def _found(arrays: Arrays, rule: Rule, bound: float, rounds: int) -> Found:
-    problem = arrays.problem
-    schedule = arrays.rows(arrays.schedule(rule))
-    done = [action for actions in problem.done.values() for action in actions]
-    timeline = simulate(schedule, problem.times, staggered=problem.staggered, rounds=rounds, done=done)
-    return Found(problem, schedule, timeline, bound)

@@ -10,6 +10,7 @@ from shared_core.errors import InvalidSchedule
 from shared_core.reroute.check import held_after
 from shared_core.reroute.problem import Problem
 from shared_core.reroute.schedule import Action, Kind, Schedule
+from shared_core.reroute.timing import Measured, Replay, Timeline, codes
 
 #: Codes of what an operation is; four times its number is added (see ``Arrays``).
 F, I, W, B = 0, 1, 2, 3  # noqa: E741
@@ -58,12 +59,10 @@ class Arrays:
         self.split = [problem.splits(d, s, j) for d, s in self.places for j in range(self.count)]
         self.limit = [problem.memory.at(place) for place in self.places]
         self.held = [held_after(problem.done.get(place, ()), problem.memory.stash) for place in self.places]
+        self.done = [code for actions in problem.done.values() for code in codes(actions, self.stages, self.count)]
         self.ran = bytearray(self.size)  # bits: F, I, W as they were executed before
-        for actions in problem.done.values():
-            for action in actions:
-                if action.kind is not Kind.OPT:
-                    q = (action.pipeline * self.stages + action.stage) * self.count + action.micro_batch
-                    self.ran[q] |= {Kind.F: 1, Kind.I: 2, Kind.W: 4, Kind.B: 6}[action.kind]
+        for code in self.done:
+            self.ran[code >> 2] |= (1, 2, 4, 6)[code & 3]
 
         self.room = [0] * len(self.places)  # F without I, as executed before
         for q, bits in enumerate(self.ran):
@@ -81,12 +80,26 @@ class Arrays:
         """
         return _Pass(self, rule).run()
 
-    def rows(self, codes: list[list[int]], *, optimizer: bool = True) -> Schedule:
-        """The rows of workers that are not lost, from codes."""
+    def measure(self, rows: list[list[int]], rounds: int) -> Measured:
+        """Times of a schedule."""
+        return self._replay(rows).measure(self.problem.staggered, rounds)
+
+    def timeline(self, rows: list[list[int]], schedule: Schedule, rounds: int) -> Timeline:
+        """The same with a time for every action."""
+        replay = self._replay(rows)
+        return replay.timeline(replay.measure(self.problem.staggered, rounds), schedule)
+
+    def _replay(self, rows: list[list[int]]) -> Replay:
+        alive = [w for w, place in enumerate(self.places) if place not in self.problem.lost]
+        shape = (self.pipelines, self.stages, self.count)
+        return Replay([self.places[w] for w in alive], [rows[w] for w in alive], shape, self.problem.times, self.done)
+
+    def schedule_of(self, rows: list[list[int]]) -> Schedule:
+        """Codes as the rows of workers that are not lost."""
         names = [(place.pipeline, place.stage) for place in self.places]
         count, kinds, make = self.count, _KINDS, Action
-        rows = {}
-        for place, row in zip(self.places, codes, strict=True):
+        named = {}
+        for place, row in zip(self.places, rows, strict=True):
             if place in self.problem.lost:
                 continue
             actions = []
@@ -94,10 +107,9 @@ class Arrays:
                 home, j = divmod(code >> 2, count)
                 pipeline, stage = names[home]
                 actions.append(make(stage, kinds[code & 3], j, pipeline))
-            if optimizer:
-                actions.append(Action(place.stage, Kind.OPT, -1, place.pipeline))
-            rows[place] = tuple(actions)
-        return Schedule(rows)
+            actions.append(Action(place.stage, Kind.OPT, -1, place.pipeline))
+            named[place] = tuple(actions)
+        return Schedule(named)
 
 
 class _Pass:
@@ -106,7 +118,8 @@ class _Pass:
     def __init__(self, arrays: Arrays, rule: Rule) -> None:
         self.a, self.rule = arrays, rule
         size, workers = arrays.size, len(arrays.places)
-        self.events: list[tuple[float, int]] = []
+        self.events: dict[float, list[int]] = {}  # codes by time
+        self.instants: list[float] = []  # heap of these times
         self.forwards: list[list[tuple[float, int]]] = [[] for _ in range(workers)]
         self.backwards: list[list[tuple[float, int]]] = [[] for _ in range(workers)]
         self.weights: list[list[tuple[float, int]]] = [[] for _ in range(workers)]
@@ -148,16 +161,24 @@ class _Pass:
                 if stage == 0:
                     if q // count not in first:
                         first.add(q // count)
-                        self.events.append((0.0, 4 * q))
+                        self._at(0.0, 4 * q)
                 elif a.ran[q - count] & 1:
-                    self.events.append((0.0, 4 * q))
+                    self._at(0.0, 4 * q)
             waits = (not bits & 1) + (stage < stages - 1 and not a.ran[q + count] & 2)
             self.inputs[q] = waits
             if not bits & 2 and not waits:
-                self.events.append((0.0, 4 * q + (I if a.split[q] else B)))
+                self._at(0.0, 4 * q + (I if a.split[q] else B))
             if bits & 6 == 2:
-                self.events.append((0.0, 4 * q + W))
-        self.events.sort()
+                self._at(0.0, 4 * q + W)
+
+    def _at(self, time: float, code: int) -> None:
+        """Something can be run, or a worker is free, at a time."""
+        there = self.events.get(time)
+        if there is None:
+            self.events[time] = [code]
+            heappush(self.instants, time)
+        else:
+            there.append(code)
 
     def _next_at_first(self, q: int) -> int:
         """The next forward of a pipeline at stage 0 that was not executed before; -1 if there is none."""
@@ -168,21 +189,21 @@ class _Pass:
 
     def run(self) -> list[list[int]]:
         """Codes of every place in the order in which they start."""
-        a, events, wake, host, limit, held = self.a, self.events, self.wake, self.a.host, self.a.limit, self.held
-        forwards, backwards, weights = self.forwards, self.backwards, self.weights
+        a, events, instants, wake, host = self.a, self.events, self.instants, self.wake, self.a.host
+        forwards, backwards, weights, limit, held = self.forwards, self.backwards, self.weights, self.a.limit, self.held
         arrival, forward_first, (forward_keys, backward_keys) = self.rule.arrival, self.rule.forward_first, self.keys
+        in_turn = self.turns is not None
         free = [0.0] * len(a.places)
         rows: list[list[int]] = [[] for _ in a.places]
-        while events:
-            now = events[0][0]
+        while instants:
+            now = heappop(instants)
             touched: set[int] = set()
-            while events and events[0][0] == now:
-                code = heappop(events)[1]
+            for code in events.pop(now):
                 if code >= wake:
                     touched.add(code - wake)
                     continue
                 q, kind = code >> 2, code & 3
-                if self.turns is not None and kind != I and self._too_early(code):
+                if in_turn and kind != I and self._too_early(code):
                     continue
                 w = host[q]
                 touched.add(w)
@@ -207,7 +228,7 @@ class _Pass:
                         continue
                 rows[w].append(code)
                 free[w] = end = now + a.lengths[w][code & 3]
-                heappush(events, (end, wake + w))
+                self._at(end, wake + w)
         self._all_ran(rows)
         return rows
 
@@ -229,9 +250,9 @@ class _Pass:
         self.room[q // count] -= 1
         end, stage = now + a.lengths[w][F], w % a.stages
         if stage < a.stages - 1 and not a.ran[q + count] & 1:
-            heappush(self.events, (end + a.problem.times.communication, 4 * (q + count)))
+            self._at(end + a.problem.times.communication, 4 * (q + count))
         if stage == 0 and (following := self._next_at_first(q)) >= 0:
-            heappush(self.events, (now, 4 * following))
+            self._at(now, 4 * following)
         if not a.ran[q] & 2:
             self._input(q, end)
         if self.turns is not None:
@@ -244,7 +265,7 @@ class _Pass:
         if self.inputs[q]:
             self.ready[q] = time
         else:
-            heappush(self.events, (max(time, self.ready[q]), 4 * q + (I if self.a.split[q] else B)))
+            self._at(max(time, self.ready[q]), 4 * q + (I if self.a.split[q] else B))
 
     def _backward(self, w: int, now: float) -> int:
         a, count = self.a, self.a.count
@@ -253,11 +274,11 @@ class _Pass:
         self.room[place] += 1
         if self.room[place] == 1:  # its pipeline may go forward again, perhaps at other hosts
             for other in a.hosting.get(place, ()):
-                heappush(self.events, (now, self.wake + other))
+                self._at(now, self.wake + other)
         if a.split[q]:
             code, end = 4 * q + I, now + a.lengths[w][I]
             self.held[w] -= 1.0 - a.problem.memory.stash
-            heappush(self.events, (end, 4 * q + W))
+            self._at(end, 4 * q + W)
         else:
             code, end = 4 * q + B, now + a.lengths[w][B]
             self.held[w] -= 1.0
@@ -293,7 +314,7 @@ class _Pass:
         for code in (following,) if which == 0 else (following + W, following + B):
             if code in self.early:
                 self.early.remove(code)
-                heappush(self.events, (now, code))
+                self._at(now, code)
 
     def _all_ran(self, rows: list[list[int]]) -> None:
         a = self.a

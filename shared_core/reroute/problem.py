@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 from shared_core.reroute.check import NO_LIMIT, Memory
 from shared_core.reroute.routing import Route
@@ -47,6 +48,11 @@ class Problem:
     split_last: int = 0
     done: Mapping[Worker, Collection[Action]] = field(default_factory=dict)
 
+    @cached_property
+    def lost_stages(self) -> frozenset[int]:
+        """Stages at which somebody is lost."""
+        return frozenset(worker.stage for worker in self.lost)
+
     @property
     def staggered(self) -> bool:
         """Whether the period is minimised; of an iteration under way it is always the time until its end."""
@@ -60,7 +66,7 @@ class Problem:
         """Whether the backward of a micro-batch is run as I and W."""
         if self.variant is Variant.COUPLED:
             return False
-        if any(worker.stage == stage for worker in self.lost):
+        if stage in self.lost_stages:
             return True
         return micro_batch >= self.topology.micro_batches - self.split_last
 
@@ -93,24 +99,20 @@ def lower_bound(problem: Problem) -> float:
 def _work(problem: Problem) -> tuple[dict[Worker, float], dict[Worker, float]]:
     """Time of all actions of every worker, and of those of them that can be last: W's."""
     topology, times = problem.topology, problem.times
-    ran = {
-        (action.pipeline, action.stage, action.micro_batch, kind)
-        for actions in problem.done.values()
-        for action in actions
-        for kind in ((Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,))
-    }
+    counts = {worker: topology.micro_batches for worker in topology.workers() if worker not in problem.lost}
+    for worker in problem.route.values():
+        counts[worker] += 1
     work: dict[Worker, float] = {}
     late: dict[Worker, float] = {}
-    for d in range(topology.pipelines):
-        for s in range(topology.stages):
-            for j in range(topology.micro_batches):
-                worker = problem.host(d, s, j)
-                at = times.at(worker)
-                split = problem.splits(d, s, j) or (d, s, j, Kind.I) in ran
-                kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
-                need = [kind for kind in kinds if (d, s, j, Kind.I if kind is Kind.B else kind) not in ran]
-                work[worker] = work.get(worker, 0.0) + sum(at.of(kind) for kind in need)
-                late[worker] = late.get(worker, 0.0) + (at.of(Kind.W) if Kind.W in need else 0.0)
+    for worker, count in counts.items():
+        at = times.at(worker)
+        split = count if problem.splits(*worker, 0) else min(count, problem.split_last)
+        split = 0 if problem.variant is Variant.COUPLED else split
+        late[worker] = split * at.of(Kind.W)
+        work[worker] = count * at.forward + split * at.of(Kind.I) + late[worker] + (count - split) * at.of(Kind.B)
+        work[worker] -= sum(
+            at.of(action.kind) for action in problem.done.get(worker, ()) if action.kind is not Kind.OPT
+        )
     return work, late
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
@@ -12,6 +12,7 @@ from shared_core.reroute.schedule import Action, Kind, Schedule, Worker
 #: Rounds after which the period of a staggered schedule counts as found; the value is an upper bound at any time.
 ROUNDS = 32
 #: Time of a result that nobody has computed yet, and of one that is here from the beginning.
+_KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
 _NEVER, _AT_HAND = float("-inf"), -1e300
 
 
@@ -103,7 +104,7 @@ class Timeline:
     Attributes:
         rows: what each worker does and when.
         slots: from the first start to the end of the last forward or backward.
-        period: from an iteration to the next, with the optimizer, in a steady state.
+        period: from one iteration to the next, with the optimizer, in a steady state.
     """
 
     rows: Mapping[Worker, tuple[Slot, ...]]
@@ -135,54 +136,98 @@ def simulate(
     Raises:
         InvalidSchedule: an action waits for one that never runs; both are named.
     """
-    replay = _Replay(schedule, times, done)
-    ready = [0.0] * replay.stages
-    starts, after = replay.run(ready, staggered)
-    period = max(after) - min(0.0, *ready)
-    for _ in range(rounds if staggered else 0):
-        # The stages' shifts relative to each other are what carries over: ready' = after; the largest growth bounds
-        # the period from above, the smallest from below (max-plus eigenvalue).
-        low = min(after)
-        ready = [value - low for value in after]
-        starts, after = replay.run(ready, True)
-        growth = [new - old for new, old in zip(after, ready, strict=True)]
-        period = min(period, max(growth))
-        if max(growth) - min(growth) <= 1e-9 * max(1.0, period):
-            break
-    return replay.timeline(starts, ready, after, period)
+    actions = [action for row in schedule.rows.values() for action in row] + list(done)
+    stages = 1 + max([worker.stage for worker in schedule.rows] + [action.stage for action in actions], default=0)
+    count = 1 + max((action.micro_batch for action in actions), default=0)
+    pipelines = 1 + max((action.pipeline for action in actions), default=0)
+    workers = list(schedule.rows)
+    rows = [codes(row, stages, count) for row in schedule.rows.values()]
+    replay = Replay(workers, rows, (pipelines, stages, max(1, count)), times, codes(done, stages, count))
+    return replay.timeline(replay.measure(staggered, rounds), schedule)
 
 
-class _Replay:
-    """A schedule as arrays, so that it can be run several times.
+def codes(actions: Collection[Action], stages: int, count: int) -> list[int]:
+    """Actions as numbers, without ``OPT``; see ``Replay``."""
+    kinds = {Kind.F: 0, Kind.I: 1, Kind.W: 2, Kind.B: 3}
+    return [
+        4 * ((action.pipeline * stages + action.stage) * count + action.micro_batch) + kinds[action.kind]
+        for action in actions
+        if action.kind is not Kind.OPT
+    ]
 
-    A logical operation has the number (pipeline * stages + stage) * micro-batches + micro-batch; its code is four times
-    that, plus 0 for F, 1 for I, 2 for W and 3 for B.
+
+class Measured(NamedTuple):
+    """What a simulation found.
+
+    Attributes:
+        starts: start times of the actions of every row.
+        ready: when the iteration could start at each stage.
+        after: when the next one can.
+        slots: from the first start to the end of the last forward or backward.
+        period: from an iteration to the next.
     """
 
-    def __init__(self, schedule: Schedule, times: Times, done: Collection[Action]) -> None:
-        self.schedule, self.times = schedule, times
-        actions = [action for row in schedule.rows.values() for action in row] + list(done)
-        self.stages = 1 + max((worker.stage for worker in schedule.rows), default=0)
-        self.stages = max(self.stages, 1 + max((action.stage for action in actions), default=0))
-        self.count = 1 + max((action.micro_batch for action in actions), default=0)
-        pipelines = 1 + max((action.pipeline for action in actions), default=0)
+    starts: list[list[float]]
+    ready: list[float]
+    after: list[float]
+    slots: float
+    period: float
+
+
+class Replay:
+    """A schedule as arrays, so that it can be run several times.
+
+    An operation has the number (pipeline * stages + stage) * micro-batches + micro-batch; the code of an action is four
+    times that, plus 0 for F, 1 for I, 2 for W and 3 for B.
+
+    Args:
+        workers: the worker of each row.
+        rows: codes of its actions, without ``OPT``.
+        shape: pipelines, stages, micro-batches.
+        times: durations.
+        done: codes of actions whose results are at hand at time 0.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        rows: Sequence[list[int]],
+        shape: tuple[int, int, int],
+        times: Times,
+        done: Sequence[int] = (),
+    ) -> None:
+        self.workers, self.rows, self.times, self.done = workers, rows, times, done
+        pipelines, self.stages, self.count = shape
         self.size = pipelines * self.stages * self.count
-        self.workers = list(schedule.rows)
-        self.rows = [self._codes(row) for row in schedule.rows.values()]
-        kinds = (Kind.F, Kind.I, Kind.W, Kind.B)
-        self.durations = [tuple(times.at(worker).of(kind) for kind in kinds) for worker in self.workers]
-        self.done = self._codes(done)
+        at = [times.at(worker) for worker in workers]
+        self.durations = [tuple(one.of(kind) for kind in _KINDS) for one in at]
+        self.optimizer = [0.0] * self.stages
+        for worker, one in zip(workers, at, strict=True):
+            self.optimizer[worker.stage] = max(self.optimizer[worker.stage], one.optimizer)
 
-    def _codes(self, actions: Collection[Action]) -> list[int]:
-        kinds, stages, count = {Kind.F: 0, Kind.I: 1, Kind.W: 2, Kind.B: 3}, self.stages, self.count
-        return [
-            4 * ((action.pipeline * stages + action.stage) * count + action.micro_batch) + kinds[action.kind]
-            for action in actions
-            if action.kind is not Kind.OPT
-        ]
+    def measure(self, staggered: bool, rounds: int = ROUNDS) -> Measured:
+        """Run it, staggered until the period repeats or the rounds are over.
 
-    def run(self, ready: list[float], staggered: bool) -> tuple[list[list[float]], list[float]]:
-        """Start times of every row, and when each stage can start the next iteration."""
+        Raises:
+            InvalidSchedule: an action waits for one that never runs.
+        """
+        ready = [0.0] * self.stages
+        starts, after, slots = self.run(ready, staggered)
+        period = max(after)
+        for _ in range(rounds if staggered else 0):
+            # What carries over is how far the stages are apart. The largest growth of a round bounds the period from
+            # above, the smallest from below: it is the eigenvalue of a matrix in the max-plus algebra.
+            low = min(after)
+            ready = [value - low for value in after]
+            starts, after, slots = self.run(ready, True)
+            growth = [new - old for new, old in zip(after, ready, strict=True)]
+            period = min(period, max(growth))
+            if max(growth) - min(growth) <= 1e-9 * max(1.0, period):
+                break
+        return Measured(starts, ready, after, slots, period)
+
+    def run(self, ready: list[float], staggered: bool) -> tuple[list[list[float]], list[float], float]:
+        """Start times of every row, when each stage can start the next iteration, and the slots of this one."""
         communication = self.times.communication
         forward, backward = [_NEVER] * self.size, [_NEVER] * self.size
         for code in self.done:  # its message has arrived
@@ -238,46 +283,42 @@ class _Replay:
         if waiting:
             needed, w = min(waiting.items(), key=lambda item: item[1])
             self._stuck(w, position[w], needed)
-        return starts, self._after(free, staggered)
+        begin = min((row[0] for row in starts if row), default=0.0)
+        return starts, self._after(free, staggered), max(free, default=0.0) - begin
 
     def _after(self, free: list[float], staggered: bool) -> list[float]:
         ends = [0.0] * self.stages
-        optimizer = [0.0] * self.stages
         for worker, end in zip(self.workers, free, strict=True):
             ends[worker.stage] = max(ends[worker.stage], end)
-            optimizer[worker.stage] = max(optimizer[worker.stage], self.times.at(worker).optimizer)
         if not staggered:
             ends = [max(ends)] * self.stages
-        return [end + step for end, step in zip(ends, optimizer, strict=True)]
+        return [end + step for end, step in zip(ends, self.optimizer, strict=True)]
+
+    def _action(self, code: int) -> Action:
+        place, index = divmod(code >> 2, self.count)
+        return Action(place % self.stages, _KINDS[code & 3], index, place // self.stages)
 
     def _stuck(self, w: int, position: int, needed: int) -> NoReturn:
-        worker = self.workers[w]
-        action = [one for one in self.schedule.rows[worker] if one.kind is not Kind.OPT][position]
-        q, kind = needed >> 2, Kind.F if needed & 3 == 0 else Kind.I
-        logical, index = divmod(q, self.count)
-        missing = Action(logical % self.stages, kind, index, logical // self.stages)
-        what = str(missing) if kind is Kind.F else f"{missing} (or B)"
+        worker, missing = self.workers[w], self._action(needed)
+        what = str(missing) if missing.kind is Kind.F else f"{missing} (or B)"
         raise InvalidSchedule(
-            f"{worker} cannot run {action.text(worker)}: it needs {what}, which never runs before it; "
-            "correct the order of the rows"
+            f"{worker} cannot run {self._action(self.rows[w][position]).text(worker)}: it needs {what}, which never "
+            "runs before it; correct the order of the rows"
         )
 
-    def timeline(self, starts: list[list[float]], ready: list[float], after: list[float], period: float) -> Timeline:
+    def timeline(self, measured: Measured, schedule: Schedule) -> Timeline:
         """The rows with times, shifted so that the first action starts at 0."""
-        origin = min((row[0] for row in starts if row), default=0.0)
-        kinds = (Kind.F, Kind.I, Kind.W, Kind.B)
+        origin = min((row[0] for row in measured.starts if row), default=0.0)
         rows: dict[Worker, tuple[Slot, ...]] = {}
-        last = 0.0
-        for worker, began, lengths in zip(self.workers, starts, self.durations, strict=True):
-            by_kind = dict(zip(kinds, lengths, strict=True))
+        for worker, began, lengths in zip(self.workers, measured.starts, self.durations, strict=True):
+            by_kind = dict(zip(_KINDS, lengths, strict=True))
             row, at = [], iter(began)
-            for action in self.schedule.rows[worker]:
+            for action in schedule.rows[worker]:
                 if action.kind is Kind.OPT:
-                    end = after[worker.stage] - origin
-                    row.append(Slot(action, end - self.times.at(worker).optimizer, end))
+                    end = measured.after[worker.stage] - origin
+                    row.append(Slot(action, end - self.optimizer[worker.stage], end))
                 else:
                     start = next(at) - origin
                     row.append(Slot(action, start, start + by_kind[action.kind]))
-                    last = max(last, row[-1].end)
             rows[worker] = tuple(row)
-        return Timeline(rows, last, period)
+        return Timeline(rows, measured.slots, measured.period)
