@@ -172,7 +172,7 @@ class StageBackward:
     def bytes_held(self) -> int:
         """Bytes kept between I and W: what the graph holds, output gradients, gradients done early.
 
-        Neither parameters nor what a user's ``autograd.Function`` or a checkpoint keeps in places of its own is counted.
+        Not counted: parameters, and what a user's ``autograd.Function`` or a checkpoint keeps in places of its own.
         """
         tensors = [gradient for _, gradient in self._early]
         parameters: list[Tensor] = []
