@@ -28,7 +28,9 @@ class Model:
         oobleck_s: reconfiguration, from the simulator of Oobleck's artifact.
         fault_free: throughput without failures, by system.
         average: over the whole trace.
-        average_20: over times with at least 20 live workers.
+        sustained: best sustained throughput with 24, 23, 22, 21 and 20 live workers.
+        oobleck_change_min: minutes of steady throughput that a change cost Oobleck, on average.
+        average_20: over times with at least 20 live workers, where it is known.
     """
 
     name: str
@@ -38,14 +40,18 @@ class Model:
     oobleck_s: float
     fault_free: Mapping[str, float]
     average: Mapping[str, float]
+    sustained: Mapping[str, tuple[float, ...]]
+    oobleck_change_min: float
     average_20: Mapping[str, float]
 
 
-def _from_table(values: Mapping[int, float]) -> float:
+def _average(sustained: tuple[float, ...]) -> float:
     """Average for N >= 20 of a system that has one throughput for each N."""
-    return sum(SHARES[n] * values[n] for n in values) / sum(SHARES[n] for n in values)
+    shares = [SHARES[24 - missing] for missing in range(len(sustained))]
+    return sum(share * value for share, value in zip(shares, sustained, strict=True)) / sum(shares)
 
 
+RECYCLE_MEDIUM = (20.55, 20.46, 19.47, 19.24, 18.47)
 LARGE = Model(
     "GPT-3 3.5B (6.7B on the poster)",
     6.7e9,
@@ -54,6 +60,8 @@ LARGE = Model(
     10.0,
     {"ReCycle": 11.34, "Oobleck": 11.34},
     {"ReCycle": 10.80, "Oobleck": 9.01},
+    {"ReCycle": (11.34, 11.29, 10.89, 10.68, 10.47), "Oobleck": (11.34, 11.22, 10.52, 9.82, 9.47)},
+    1.39,
     {"ReCycle": 11.023, "Oobleck": 9.243},  # means of the digitised samples with N >= 20
 )
 MEDIUM = Model(
@@ -64,6 +72,12 @@ MEDIUM = Model(
     3.0,
     {"ReCycle": 20.55, "Oobleck": 20.55, "Bamboo": 13.41},
     {"ReCycle": 19.49, "Oobleck": 18.10, "Bamboo": 11.86},
-    # Not digitised sample by sample: ReCycle takes one value for each N, the others' averages are not known.
-    {"ReCycle": _from_table({24: 20.55, 23: 20.46, 22: 19.47, 21: 19.24, 20: 18.47})},
+    {
+        "ReCycle": RECYCLE_MEDIUM,
+        "Oobleck": (20.55, 20.47, 19.19, 17.90, 17.27),
+        "Bamboo": (13.41, 12.78, 12.20, 11.84, 11.32),
+    },
+    0.48,
+    # Not digitised sample by sample: ReCycle takes one value for each N; the averages of the others are not known.
+    {"ReCycle": _average(RECYCLE_MEDIUM)},
 )

@@ -1,4 +1,4 @@
-"""Total time of a training under failures, over that without: this system, CheckFreq, Elastic Horovod, torchrun, torchft.
+"""Total time of a training under failures, over that without: this system and what others use.
 
 ``--simulated``: days of training, one loss in 1 to 48 hours, from measured stalls and given times of the job
 (``shared_core.simulate.total_time``).
