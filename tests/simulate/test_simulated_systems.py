@@ -126,6 +126,11 @@ def test_a_loss_during_a_stall_starts_it_again() -> None:
     ]
 
 
+def test_a_join_that_costs_nothing_ends_no_stall() -> None:
+    trace = Trace(8, 100.0, (Event(10.0, lost=(1,)), Event(12.0, joined=(1,))))
+    assert simulate(trace, Fixed(Layout(8), Cost(6.0))).stalled_s == 6.0
+
+
 def test_accounts_add_up() -> None:
     trace = exponential(24, 500.0, 3.0, 2.0)
     every: list[System] = [ReCycle(GCP), FaultScaled(GCP), Oobleck(GCP), Bamboo(GCP), TorchFT(GCP)]
