@@ -57,3 +57,7 @@ class StorageFull(SwiftError, OSError):
 
 class InvalidSchedule(SwiftError, ValueError):
     """A schedule breaks a dependency, a worker's row or its memory bound; the message names the action."""
+
+
+class LaneBroken(SwiftError, RuntimeError):
+    """A worker was lost while a step was under way; the executor goes on with another plan."""

@@ -26,6 +26,7 @@ from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import import_deepspeed
 from shared_core.pipeline.calls import STATE, Calls
 from shared_core.pipeline.planned_groups import PlannedGroups
+from shared_core.pipeline.rerouting import Rerouting
 from shared_core.pipeline.sharded import SHARD, Shard, is_sharded
 from shared_core.pipeline.shared_replay import SharedReplay
 from shared_core.pipeline.stage import layer_seed
@@ -90,13 +91,15 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self._calls: Calls | None = None
         self._shared: SharedReplay | None = None
         self._groups: PlannedGroups | None = None
+        self._rerouting: Rerouting | None = None
         self._sent: dict[str, int] = {}
         self._micro_batch = self._timed = 0
         self.compute_s = 0.0
         self._shard: Shard | None = None
         self._job: Job | None = current_job()
         self._options = self._job.config if self._job is not None else SwiftConfig.from_env()
-        if self._options.randomness == "seeded":
+        self._seeded = self._options.randomness == "seeded" or self._options.on_failure == "reroute"
+        if self._seeded:
             self._seed_layers()
         if self._job is None:
             return
@@ -115,6 +118,8 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             self._job.attach([self.module], optimizers, replicas=self.grid.dp_group)
         self._job.register(STATE, self._capture, self._restore)
         self._calls = Calls(self._job)
+        if self._job.reroutes:
+            self._rerouting = Rerouting(self, self._job)
         if self.grid.data_parallel_size > 1:
             return
         shared = SharedReplay(self, self._job)
@@ -150,20 +155,20 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         module.seed_layers, module.base_seed = True, _LAYERS
         module.seed_fn = lambda value: seed_random(layer_seed(seed, value // _LAYERS, value % _LAYERS))
 
-    def number_of(self, micro_batch: int) -> int:
-        """Number of a micro-batch of the present step, counted over all steps and pipelines."""
-        pipelines, mine = self.grid.data_parallel_size, self.grid.data_parallel_id
-        return int((self.global_steps * pipelines + mine) * self.micro_batches + micro_batch)
+    def number_of(self, micro_batch: int, pipeline: int | None = None) -> int:
+        """Number of a micro-batch of the present step, of this pipeline or another, counted over all steps."""
+        home = self.grid.data_parallel_id if pipeline is None else pipeline
+        return int((self.global_steps * self.grid.data_parallel_size + home) * self.micro_batches + micro_batch)
 
-    def offset_of(self, micro_batch: int) -> int:
+    def offset_of(self, micro_batch: int, pipeline: int | None = None) -> int:
         """``micro_offset`` of the module before its forward, from which DeepSpeed makes the number of a micro-batch."""
-        return self.number_of(micro_batch) - 2
+        return self.number_of(micro_batch, pipeline) - 2
 
     # -- instructions ------------------------------------------------------------------------------
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         began = time.perf_counter()
-        if self._options.randomness == "seeded":
+        if self._seeded:
             before = RawRandom()
             self.module.micro_offset = self.offset_of(self._micro_batch)
             self._micro_batch += 1
@@ -211,10 +216,21 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self._micro_batch = 0
         self._sent = {}
         training = isinstance(pipe_schedule, schedule.TrainSchedule)
-        if training and self._shared is not None and self._shared.takes(self.compute_s / max(self._timed, 1)):
+        if training and self._rerouting is not None:
+            self._rerouting.run()
+        elif training and self._shared is not None and self._shared.takes(self.compute_s / max(self._timed, 1)):
             self._shared.run()
         else:
             super()._exec_schedule(pipe_schedule)
+
+    def _aggregate_total_loss(self) -> Any:
+        if self._rerouting is not None and self.module.training:
+            return self._rerouting.total_loss()
+        return super()._aggregate_total_loss()
+
+    def clip_fp32_gradients(self) -> None:
+        if self._rerouting is None:
+            super().clip_fp32_gradients()
 
     # -- what a rank publishes ---------------------------------------------------------------------
 
@@ -278,6 +294,8 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         job.mark()
         if self._groups is not None:
             self._groups.at_top()
+        if self._rerouting is not None:
+            self._rerouting.at_top()
 
     def bytes_to_next(self) -> int:
         """Bytes of activations and gradients that cross to and from the next stage in a step; 0 at the last stage."""

@@ -51,6 +51,14 @@ POINTS: tuple[str, ...] = (
     "pipe.reduce_tied",
     "pipe.reduce",
     "pipe.step",
+    # Actions of a plan of re-routing, before each: any of them, or those of one kind.
+    "reroute.action",
+    "reroute.forward",
+    "reroute.backward",
+    "reroute.backward_input",
+    "reroute.backward_weight",
+    "reroute.reduce",
+    "reroute.step",
 )
 
 #: Value of ``Fault.step`` that matches every step; recoveries have no step of their own.

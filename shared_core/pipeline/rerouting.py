@@ -1,0 +1,213 @@
+"""DeepSpeed's engine on plans: while a worker is away, its data-parallel peers compute its micro-batches.
+
+The engine's step is run by :class:`shared_core.reroute.executor.Executor` instead of DeepSpeed's schedule; layers,
+loss, clipping, optimizer and scheduler stay DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.consistency.undo import Undo
+from shared_core.errors import RecoveryFailed, Unsupported
+from shared_core.loaders.randomness import RawRandom, restore_raw
+from shared_core.reroute.executor import Executor, Options, Result
+from shared_core.reroute.mail import Lane, Parts
+from shared_core.reroute.planner import Plan, plan
+from shared_core.reroute.problem import Variant
+from shared_core.reroute.schedule import Topology, Worker
+
+if TYPE_CHECKING:
+    from shared_core.job import Job
+    from shared_core.pipeline.engine import SwiftPipelineEngine
+
+
+class Rerouting:
+    """Runs the steps of one engine.
+
+    Raises:
+        Unsupported: for what cannot be re-routed.
+    """
+
+    def __init__(self, engine: SwiftPipelineEngine, job: Job) -> None:
+        _refuse(engine)
+        self._engine, self._job, options = engine, job, job.config
+        grid = engine.grid
+        self._topology = Topology(grid.data_parallel_size, grid.pipe_parallel_size, int(engine.micro_batches))
+        self._me = Worker(grid.get_data_parallel_rank(), grid.get_stage_id())
+        self._variant, self._ordered = Variant(options.reroute_variant), options.reduction == "ordered"
+        self._plans: dict[frozenset[Worker], Plan] = {}
+        self._executor = Executor(
+            self._topology,
+            self._me,
+            self._rank,
+            _Layers(engine, job),
+            self._connect,
+            lambda: bool(job.knocking()),
+            self._plan,
+            Options(
+                ordered=self._ordered,
+                synchronous=self._variant is not Variant.STAGGERED,
+                average=bool(engine.gradient_average),
+            ),
+            self._note,
+        )
+        self.result: Result | None = None
+        atexit.register(self._executor.settle)  # others may need this worker until all have finished
+
+    def _rank(self, worker: Worker) -> int:
+        return int(self._engine.grid.stage_to_global(worker.stage, data=worker.pipeline))
+
+    def _connect(self) -> Lane:
+        return self._job.lane()
+
+    def _plan(self, lost: frozenset[Worker]) -> Plan:
+        if lost not in self._plans:
+            self._plans[lost] = plan(self._topology, lost, variant=self._variant, ordered=self._ordered)
+        return self._plans[lost]
+
+    def _note(self, fields: dict[str, Any]) -> None:
+        if fields["lost"] or fields["generation"]:
+            self._job.event("rerouted", **fields)
+
+    def at_top(self) -> None:
+        """At each batch top: let newcomers in, if the last step has said so."""
+        executor = self._executor
+        executor.step = int(self._engine.global_steps)
+        if self.result is not None and self.result.let_in:
+            self.result = None
+            executor.settle()
+            self._job.let_in()
+            executor.leave()
+
+    def wait_for_all(self) -> None:
+        """Before something that needs all workers."""
+
+    def run(self) -> None:
+        """Train on the next global batch."""
+        try:
+            self.result = self._executor.run()
+        except RecoveryFailed as error:
+            self._job.give_up(str(error))
+
+    def total_loss(self) -> Tensor:
+        """The mean loss of the last global batch, with DeepSpeed's arithmetic."""
+        assert self.result is not None
+        sums = []
+        for losses in self.result.losses:
+            total = torch.zeros((), dtype=torch.float32)
+            for loss in losses:
+                total += torch.tensor(loss, dtype=torch.float32)
+            sums.append(total / self._topology.micro_batches)
+        self._engine.dp_group_loss = sums[self._me.pipeline].clone()
+        mean = sums[0].clone()
+        for each in sums[1:]:
+            mean += each
+        if len(sums) > 1:
+            mean /= len(sums)
+        return mean
+
+
+class _Layers:
+    """See :class:`shared_core.reroute.executor.StageModel`."""
+
+    def __init__(self, engine: SwiftPipelineEngine, job: Job) -> None:
+        self._engine, self._job = engine, job
+        self._undo: Undo | None = None
+        self.parameters: list[nn.Parameter] = [p for p in engine.module.parameters() if p.requires_grad and p.numel()]
+
+    def items(self) -> list[tuple[Parts, Parts]]:
+        engine = self._engine
+        drawn = [engine._next_batch() for _ in range(int(engine.micro_batches))]
+        return [(_parts(batch[0]), _parts(batch[1])) for batch in drawn]
+
+    def forward(self, inputs: Parts, labels: Parts | None, pipeline: int, micro_batch: int) -> Parts:
+        engine, before = self._engine, RawRandom()
+        module = engine.module
+        module.micro_offset = engine.offset_of(micro_batch, pipeline)
+        copies = tuple(t.clone() for t in inputs)
+        outputs = module(copies if len(copies) > 1 else copies[0])
+        restore_raw(before)
+        if labels is None:
+            return _parts(outputs)
+        loss = outputs
+        if module.loss_fn is not None:
+            loss = module.loss_fn(outputs, labels if len(labels) > 1 else labels[0])
+        return loss.float() / int(engine.micro_batches), loss
+
+    def norm(self) -> float | None:
+        if self._engine.gradient_clipping() <= 0.0:
+            return None
+        norms = [p.grad.detach().float().norm(2.0) for p in self.parameters if p.grad is not None]
+        return float(torch.stack(norms).pow(2.0).sum().float()) if norms else 0.0
+
+    def clip(self, norms: Sequence[float | None]) -> float:
+        if self._engine.gradient_clipping() <= 0.0:
+            return 1.0
+        total = torch.zeros(1)
+        for norm in norms:
+            total += torch.tensor([norm or 0.0])
+        total = total.pow(0.5)
+        coefficient = torch.tensor([float(self._engine.gradient_clipping())]) / (total + 1e-6)
+        return float(torch.min(torch.tensor([1.0]), coefficient))
+
+    def update(self, factor: float, tentative: bool) -> None:
+        if tentative and self._undo is None:
+            self._undo = Undo([self._engine.optimizer])
+            self._undo.arm()
+        if self._undo is not None:
+            self._undo.commit()
+        self._scale(factor)
+        self._engine._exec_optimizer_step()
+
+    def update_again(self, factor: float) -> None:
+        assert self._undo is not None
+        optimizer = self._engine.optimizer
+        now = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+        self._undo.undo()
+        self._job.take_back()
+        self._scale(factor)
+        optimizer.step()
+        self._undo.commit()
+        self._engine.zero_grad()
+        for group, values in zip(optimizer.param_groups, now, strict=True):
+            group.update(values)  # the scheduler has been on since
+
+    def accept(self) -> None:
+        if self._undo is not None:
+            self._undo.commit()
+
+    def _scale(self, factor: float) -> None:
+        if factor == 1.0:
+            return
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * factor  # not in place: a peer may still ask for the sum
+
+
+def _parts(value: Any) -> Parts:
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def _refuse(engine: SwiftPipelineEngine) -> None:
+    reasons: list[tuple[bool, str]] = [
+        (bool(engine.module.tied_comms), "tied layers"),
+        (engine._shard is not None, "bf16 and ZeRO-1, which divide the optimizer's state over the replicas"),
+        (engine.grid.data_parallel_size < 2, "pipelines without data-parallel replicas"),
+        (not engine.postscale_gradients() or engine.gradient_predivide_factor() != 1.0, "prescaled gradients"),
+        (engine.module.get_additional_losses() is not None, "additional losses"),
+        (
+            any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in engine.module.modules()),
+            "batch normalisation, whose running statistics belong to one worker",
+        ),
+    ]
+    for holds, what in reasons:
+        if holds:
+            raise Unsupported(f"on_failure='reroute' cannot be used with {what}: choose on_failure='replace'")
+
+

@@ -1,0 +1,703 @@
+"""Runs the plan of a step at one worker, and goes on inside the step when another is lost.
+
+Everything that a step says to other workers goes over a lane, which joins those that are there. After a loss all of
+them tell how far they are, come to the same new plan, and send again what its readers still need. Nothing that a
+survivor has computed is thrown away: not its activations, not its gradients, which are kept apart by home pipeline
+where sums must come out bit for bit (``ordered``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import ConfigError, LaneBroken, RecoveryFailed, Unsupported
+from shared_core.reroute.history import History, MakePlan, StepPlan
+from shared_core.reroute.mail import Key, Lane, Mail, Parts, Shapes, What
+from shared_core.reroute.schedule import Action, Kind, Topology, Worker
+from shared_core.reroute.split import StageBackward
+from shared_core.reroute.summing import flatten, reduce_in_order, unflatten
+from shared_core.testing import inject
+
+#: Messages that a worker begins to receive before it needs them.
+_AHEAD = 3
+_POINTS = {
+    Kind.F: "reroute.forward",
+    Kind.B: "reroute.backward",
+    Kind.I: "reroute.backward_input",
+    Kind.W: "reroute.backward_weight",
+    Kind.OPT: "reroute.reduce",
+}
+
+
+class StageModel(Protocol):
+    """The layers of this worker's stage.
+
+    Attributes:
+        parameters: those that are trained, in the order in which gradients are summed.
+    """
+
+    parameters: Sequence[nn.Parameter]
+
+    def items(self) -> list[tuple[Parts, Parts]]:
+        """Inputs and labels of this pipeline's micro-batches of the next step; called at first and last stages."""
+
+    def forward(self, inputs: Parts, labels: Parts | None, pipeline: int, micro_batch: int) -> Parts:
+        """Outputs of a micro-batch, or at the last stage what is differentiated, and its loss.
+
+        Args:
+            inputs: leaves.
+            labels: at the last stage.
+            pipeline: home of the micro-batch.
+            micro_batch: index in it.
+        """
+
+    def clip(self, norms: Sequence[float | None]) -> float:
+        """What gradients are multiplied by.
+
+        Args:
+            norms: sum of the squares of the gradients of each stage; None where there is nothing to clip.
+        """
+
+    def norm(self) -> float | None:
+        """Sum of the squares of the summed gradients; None where nothing is clipped."""
+
+    def update(self, factor: float, tentative: bool) -> None:
+        """Apply the gradients, multiplied by ``factor``; if ``tentative``, so that it can be taken back."""
+
+    def update_again(self, factor: float) -> None:
+        """Take the tentative update back, bit for bit, and apply the gradients multiplied by ``factor``."""
+
+    def accept(self) -> None:
+        """The tentative update stays."""
+
+
+@dataclass
+class _Step:
+    """What this worker has of a step.
+
+    Attributes:
+        number: of the step.
+        at: place in the row of the plan.
+        items: inputs and labels of micro-batches that have come from the loader, by (pipeline, micro-batch).
+        made: messages that this worker has computed, for readers that need them again.
+        records: forwards whose backward is still to be done.
+        losses: of the micro-batches that this worker has computed at the last stage.
+        sums: accumulated gradients, by home pipeline (all in one where the plan is not ordered).
+        reduced: sum over all pipelines, once it is there.
+        norms: of the stages, as far as they are known.
+        updated: the update is made.
+        hasty: updates of this step may be made before the norms of all stages are known.
+        tentative: it was made before the norms of all stages were known.
+        verdict: what gradients had to be multiplied by, once all norms are known.
+        again: the step was begun again, because the update before it was not the right one.
+        result: the losses of all micro-batches, once they are there.
+    """
+
+    number: int
+    at: int = 0
+    items: dict[tuple[int, int], tuple[Parts, Parts]] = field(default_factory=dict)
+    made: dict[Key, Parts] = field(default_factory=dict)
+    records: dict[tuple[int, int], tuple[StageBackward, Parts]] = field(default_factory=dict)
+    losses: dict[tuple[int, int], float] = field(default_factory=dict)
+    sums: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    reduced: Tensor | None = None
+    norms: dict[int, float | None] = field(default_factory=dict)
+    updated: bool = False
+    hasty: bool = False
+    tentative: bool = False
+    verdict: float | None = None
+    again: bool = False
+    result: Result | None = None
+
+    def begin_again(self) -> None:
+        """Forget what was computed with parameters that were taken back."""
+        self.at = 0
+        for part in (self.made, self.records, self.losses, self.sums):
+            part.clear()  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a step came out.
+
+    Attributes:
+        losses: of each pipeline's micro-batches.
+        let_in: newcomers are let in before the next step.
+    """
+
+    losses: tuple[tuple[float, ...], ...]
+    let_in: bool
+
+    def to_tensor(self) -> Tensor:
+        return torch.tensor([float(self.let_in), *(loss for row in self.losses for loss in row)], dtype=torch.float64)
+
+    @classmethod
+    def from_tensor(cls, values: Tensor, topology: Topology) -> Result:
+        flag, *losses = values.tolist()
+        count = topology.micro_batches
+        rows = tuple(tuple(losses[d * count : (d + 1) * count]) for d in range(topology.pipelines))
+        return cls(rows, bool(flag))
+
+
+@dataclass(frozen=True)
+class Options:
+    """How steps are run.
+
+    Attributes:
+        ordered: gradients of each home pipeline are summed apart and added by ascending pipeline.
+        synchronous: no stage makes its update before all have their gradients. Otherwise a stage whose gradients must
+            be clipped by the norm over all stages goes on as if they need not, and takes its update back if they must.
+        average: divide sums by the number of pipelines.
+    """
+
+    ordered: bool = False
+    synchronous: bool = False
+    average: bool = True
+
+
+class Executor:
+    """Runs steps at one worker.
+
+    Args:
+        topology: shape of the job.
+        me: this worker's place.
+        rank_of: rank of each place.
+        model: its stage.
+        connect: makes the lane of the newest generation; blocks until all workers that are there have come.
+        knocking: whether all that are lost have a newcomer that waits; asked at one worker only.
+        make_plan: see :class:`~shared_core.reroute.history.History`.
+        options: see :class:`Options`.
+        noted: called after each change of plan with plain facts.
+
+    Attributes:
+        step: number of the next step; set it when this worker takes its place in a running job.
+        computed: forward passes of this stage, by home pipeline and micro-batch of the present step.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        me: Worker,
+        rank_of: Callable[[Worker], int],
+        model: StageModel,
+        connect: Callable[[], Lane],
+        knocking: Callable[[], bool],
+        make_plan: MakePlan,
+        options: Options,
+        noted: Callable[[dict[str, Any]], None] = lambda fields: None,
+    ) -> None:
+        self._topology, self._me, self._rank, self._model = topology, me, rank_of, model
+        self._connect, self._knocking, self._options, self._noted = connect, knocking, options, noted
+        self._history = History(make_plan)
+        self._shapes: dict[What, Shapes] = {}
+        self._steps: dict[int, _Step] = {}
+        self._mail: Mail | None = None
+        self._told: set[tuple[int, str]] = set()
+        self._newest = -1
+        self.step = 0
+
+    # -- what the engine calls ---------------------------------------------------------------------
+
+    @property
+    def lost(self) -> frozenset[Worker]:
+        """Workers that are not there, as of the present plan."""
+        return self._history.lost
+
+    def run(self) -> Result:
+        """Train on the next global batch, through losses.
+
+        Raises:
+            RecoveryFailed: nobody can compute what was lost.
+        """
+        mine = self._steps[self.step] = _Step(self.step)
+        before = self._steps.get(self.step - 1)
+        mine.again = before is not None and before.hasty and before.verdict not in (None, 1.0)
+        for old in [number for number in self._steps if number < self.step - 1]:
+            del self._steps[old]
+        first, last = self._me.stage == 0, self._me.stage == self._topology.stages - 1
+        if first or last:
+            for index, item in enumerate(self._model.items()):
+                mine.items[self._me.pipeline, index] = item
+        begun = False
+        while True:
+            try:
+                if self._mail is None or self._mail.lane.broken():
+                    self._change()
+                    begun = True
+                plan = self._history.begin(self.step)
+                if not begun:
+                    begun = True
+                    self._send_items(mine, plan)
+                self._run_row(mine, plan)
+                self._finish(mine)
+                break
+            except LaneBroken:
+                self._mail = None
+        self.step += 1
+        assert mine.result is not None
+        return mine.result
+
+    def settle(self) -> None:
+        """Return when all workers have finished the last step."""
+        while True:
+            try:
+                if self._mail is None or self._mail.lane.broken():
+                    self._change()
+                assert self._mail is not None
+                self._validate()
+                places = self._mail.lane.exchange({"step": self.step})
+                if all(place["step"] >= self.step for place in places.values()):  # type: ignore[index]
+                    return
+            except LaneBroken:
+                self._mail = None
+
+    def leave(self) -> None:
+        """The lane is of no more use: newcomers are let in now."""
+        self._mail = None
+
+    # -- losses ------------------------------------------------------------------------------------
+
+    def _change(self) -> None:
+        """Form the lane of the newest generation, and agree on how to go on.
+
+        Raises:
+            LaneBroken: somebody else was lost meanwhile.
+            RecoveryFailed: nobody can compute what was lost.
+        """
+        lane = self._connect()
+        before, now = self._steps.get(self.step - 1), self._steps.get(self.step)
+        if before is not None and before.verdict is None and now is not None:
+            now.begin_again()  # it would have to be told whether that update was the right one
+        views: dict[int, Any] = dict(lane.exchange(self._tell()))
+        missed = {entry["generation"]: entry for view in views.values() for entry in view["entries"]}
+        for _, entry in sorted(missed.items()):
+            if entry["generation"] > self._history.generation:
+                self._apply(entry)
+        workers = {self._rank(worker): worker for worker in self._topology.workers()}
+        at = {}
+        for rank in lane.ranks:
+            step, place = views[rank]["at"]
+            if step in self._history.changed_since(views[rank]["base"]):
+                place = 0  # it has just learned of a change that others had made before
+            at[_name(workers[rank])] = [step, place]
+        lost = [list(worker) for rank, worker in sorted(workers.items()) if rank not in lane.ranks]
+        self._apply({"generation": lane.generation, "lost": lost, "at": at})
+        self._newest = max(step for step, _ in at.values())
+        self._mail, self._told = Mail(lane, self._topology, self._shapes), set()
+        self._learn(views)
+        self._send_again(views)
+        self._noted({"generation": lane.generation, "lost": lost, "step": self.step})
+
+    def _tell(self) -> dict[str, Any]:
+        """How far this worker is."""
+        step = self._steps.get(self.step)
+        return {
+            "base": self._history.generation,
+            "entries": self._history.entries,
+            "at": [self.step, step.at if step is not None else 0],
+            "steps": {
+                str(number): {
+                    "reduced": one.reduced is not None,
+                    "norms": {str(stage): _hex(norm) for stage, norm in one.norms.items()},
+                    "result": [value.hex() for value in one.result.to_tensor().tolist()] if one.result else None,
+                }
+                for number, one in self._steps.items()
+            },
+        }
+
+    def _apply(self, entry: Mapping[str, Any]) -> None:
+        lost = {Worker(*each) for each in entry["lost"]}
+        for d in range(self._topology.pipelines):
+            if {Worker(d, 0), Worker(d, self._topology.stages - 1)} <= lost:
+                raise RecoveryFailed(f"the data of pipeline {d} went with its first and its last stage")
+        try:
+            fresh = self._history.change(entry)
+        except (ConfigError, Unsupported) as error:
+            raise RecoveryFailed(str(error)) from error
+        for number in fresh & self._steps.keys():
+            self._steps[number].at = 0
+
+    def _learn(self, views: Mapping[int, Any]) -> None:
+        """Take over norms and results that others know."""
+        for view in views.values():
+            for number, facts in view["steps"].items():
+                step = self._steps.get(int(number))
+                if step is None:
+                    continue
+                for stage, norm in facts["norms"].items():
+                    step.norms.setdefault(int(stage), None if norm is None else float.fromhex(norm))
+                if facts["result"] is not None and step.result is None:
+                    values = torch.tensor([float.fromhex(each) for each in facts["result"]], dtype=torch.float64)
+                    step.result = Result.from_tensor(values, self._topology)
+                for stage in facts["norms"]:
+                    self._told.add((int(number), f"norm {stage}"))
+
+    def _send_again(self, views: Mapping[int, Any]) -> None:
+        """Send what readers still need and may not have got."""
+        assert self._mail is not None
+        for number, step in self._steps.items():
+            plan = self._history.steps.get(number)
+            if plan is None:
+                continue
+            for key, parts in step.made.items():
+                self._deliver(plan, key, parts)
+            self._send_items(step, plan)
+            facts = {rank: view["steps"].get(str(number), {}) for rank, view in views.items()}
+            peers = [rank for worker, rank in self._peers().items()]
+            having = sorted(rank for rank in peers if facts[rank].get("reduced"))
+            if step.reduced is not None and having and having[0] == self._rank(self._me):
+                for rank in peers:
+                    waiting = views[rank]["at"][0] <= number
+                    if waiting and not facts[rank].get("reduced"):
+                        self._mail.send(Key(number, What.SUM, self._me.stage, 0, 1), [step.reduced], rank)
+            if step.reduced is None and having:
+                (step.reduced,) = self._mail.fetch_like(
+                    Key(number, What.SUM, self._me.stage, 0, 1),
+                    [torch.empty(sum(p.numel() for p in self._model.parameters), dtype=self._dtype)],
+                    having[0],
+                )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self._model.parameters)).dtype if self._model.parameters else torch.float32
+
+    # -- a row -------------------------------------------------------------------------------------
+
+    def _run_row(self, step: _Step, plan: StepPlan) -> None:
+        assert self._mail is not None
+        row = plan.plan.schedule.rows[self._me]
+        while step.at < len(row):
+            if self._mail.lane.broken():
+                raise LaneBroken
+            action = row[step.at]
+            if not self._is_own(action):
+                self._validate()
+                action = row[step.at]
+            if not self._is_own(action):
+                for coming in row[step.at : step.at + _AHEAD]:
+                    self._post(step, plan, coming)
+            inject.point("reroute.action")
+            inject.point(_POINTS[action.kind])
+            self._act(step, plan, action)
+            step.at += 1
+
+    def _is_own(self, action: Action) -> bool:
+        """Whether an action needs nothing from others."""
+        return action.kind is Kind.F and action.stage == 0 and action.pipeline == self._me.pipeline
+
+    def _act(self, step: _Step, plan: StepPlan, action: Action) -> None:
+        """Everything that may have to wait comes before anything that changes this worker."""
+        if action.kind is Kind.OPT:
+            self._reduce(step, plan)
+            return
+        place = (action.pipeline, action.micro_batch)
+        if action.kind is Kind.F:
+            inputs, labels = self._inputs(step, plan, action), self._labels(step, plan, action)
+            leaves = tuple(
+                t.detach().requires_grad_(action.stage > 0 and t.is_floating_point()) for t in inputs
+            )
+            outputs = self._model.forward(leaves, labels, *place)
+            step.records[place] = StageBackward(_differentiable(outputs, self._last), leaves), outputs
+            if self._last:
+                step.losses[place] = float(outputs[1].detach())
+            else:
+                self._keep(step, plan, action, What.ACTIVATION, _detached(outputs))
+            return
+        if action.kind is Kind.W:
+            record, _ = step.records.pop(place)
+            with self._accumulating(step, action.pipeline):
+                record.backward_weight()
+            return
+        record, outputs = step.records[place]
+        gradients = None if self._last else self._gradients(step, plan, action, outputs)
+        with self._accumulating(step, action.pipeline):
+            found = record.backward(gradients) if action.kind is Kind.B else record.backward_input(gradients)
+        if action.kind is Kind.B:
+            del step.records[place]
+        else:
+            step.records[place] = record, ()
+        if action.stage > 0:
+            self._keep(step, plan, action, What.GRADIENT, tuple(g for g in found if g is not None))
+
+    @property
+    def _last(self) -> bool:
+        return self._me.stage == self._topology.stages - 1
+
+    def _accumulating(self, step: _Step, home: int) -> _Accumulating:
+        return _Accumulating(self._model.parameters, step.sums, home if self._options.ordered else -1)
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _key(self, step: _Step, what: What, stage: int, action: Action) -> Key:
+        return Key(step.number, what, stage, action.pipeline, action.micro_batch, step.again)
+
+    def _source(self, plan: StepPlan, action: Action, stage: int) -> Worker:
+        return plan.plan.host(action.pipeline, stage, action.micro_batch)
+
+    def _post(self, step: _Step, plan: StepPlan, action: Action) -> None:
+        """Begin to receive what an action needs, if its shape is known."""
+        assert self._mail is not None
+        if action.kind is Kind.F and action.stage > 0:
+            source = self._source(plan, action, action.stage - 1)
+            self._mail.post(self._key(step, What.ACTIVATION, action.stage, action), self._rank(source))
+        elif action.kind in (Kind.B, Kind.I) and not self._last:
+            record = step.records.get((action.pipeline, action.micro_batch))
+            if record is not None:
+                source = self._source(plan, action, action.stage + 1)
+                key = self._key(step, What.GRADIENT, action.stage, action)
+                self._mail.post_like(key, _differentiable(record[1], False), self._rank(source))
+
+    def _inputs(self, step: _Step, plan: StepPlan, action: Action) -> Parts:
+        assert self._mail is not None
+        place = (action.pipeline, action.micro_batch)
+        if action.stage > 0:
+            source = self._source(plan, action, action.stage - 1)
+            return self._mail.fetch(self._key(step, What.ACTIVATION, action.stage, action), self._rank(source))
+        if place in step.items:
+            return step.items[place][0]
+        holder = Worker(action.pipeline, self._topology.stages - 1)
+        inputs = self._mail.fetch(self._key(step, What.INPUTS, 0, action), self._rank(holder))
+        step.items[place] = inputs, ()
+        return inputs
+
+    def _labels(self, step: _Step, plan: StepPlan, action: Action) -> Parts | None:
+        assert self._mail is not None
+        if not self._last:
+            return None
+        place = (action.pipeline, action.micro_batch)
+        if place not in step.items:
+            holder = Worker(action.pipeline, 0)
+            labels = self._mail.fetch(self._key(step, What.LABELS, action.stage, action), self._rank(holder))
+            step.items[place] = (), labels
+        return step.items[place][1]
+
+    def _gradients(self, step: _Step, plan: StepPlan, action: Action, outputs: Parts) -> Parts:
+        assert self._mail is not None
+        source = self._source(plan, action, action.stage + 1)
+        key = self._key(step, What.GRADIENT, action.stage, action)
+        return self._mail.fetch_like(key, _differentiable(outputs, False), self._rank(source))
+
+    def _keep(self, step: _Step, plan: StepPlan, action: Action, what: What, parts: Parts) -> None:
+        """Keep a message for readers that may need it again, and send it."""
+        stage = action.stage + (1 if what is What.ACTIVATION else -1)
+        key = self._key(step, what, stage, action)
+        step.made[key] = parts
+        self._deliver(plan, key, parts)
+
+    def _deliver(self, plan: StepPlan, key: Key, parts: Parts) -> None:
+        """Send a message to whoever has the action in its row that reads it."""
+        assert self._mail is not None
+        kind = Kind.F if key.what is What.ACTIVATION else Kind.B
+        reader = plan.awaits(Action(key.stage, kind, key.micro_batch, key.pipeline))
+        if reader is None:
+            return
+        if key.what is What.ACTIVATION:
+            self._mail.send_shaped(key, parts, self._rank(reader))
+        else:
+            self._mail.send(key, parts, self._rank(reader))
+
+    def _send_items(self, step: _Step, plan: StepPlan) -> None:
+        """Send the data of this pipeline's lost first or last stage to who computes it."""
+        assert self._mail is not None
+        topology, d = self._topology, self._me.pipeline
+        ends = (0, topology.stages - 1)
+        if self._me.stage not in ends or topology.stages == 1:
+            return
+        other = ends[1 - ends.index(self._me.stage)]
+        if Worker(d, other) not in plan.plan.lost:
+            return
+        what = What.INPUTS if other == 0 else What.LABELS
+        for j in range(topology.micro_batches):
+            reader = plan.awaits(Action(other, Kind.F, j, d))
+            if reader is not None and (d, j) in step.items:
+                parts = step.items[d, j][0 if other == 0 else 1]
+                self._mail.send_shaped(Key(step.number, what, other, d, j, step.again), parts, self._rank(reader))
+
+    # -- the end of a step -------------------------------------------------------------------------
+
+    def _peers(self) -> dict[int, int]:
+        """Workers of this stage that are there: pipeline to rank."""
+        stage = self._me.stage
+        workers = [Worker(d, stage) for d in range(self._topology.pipelines)]
+        return {worker.pipeline: self._rank(worker) for worker in workers if worker not in self._history.lost}
+
+    def _reduce(self, step: _Step, plan: StepPlan) -> None:
+        if step.reduced is not None:
+            return
+        assert self._mail is not None
+        peers, stage = self._peers(), self._me.stage
+        if self._options.ordered:
+            holders = {d: plan.plan.host(d, stage, 0).pipeline for d in range(self._topology.pipelines)}
+        else:
+            holders = {d: d for d in peers}
+        homes = [home for home, holder in holders.items() if holder == self._me.pipeline]
+        parameters = self._model.parameters
+        none: list[Tensor | None] = [None] * len(parameters)
+        mine = {home: flatten(step.sums.get(home if self._options.ordered else -1, none), parameters) for home in homes}
+        scale = 1.0 / self._topology.pipelines if self._options.average else 1.0
+        step.reduced = reduce_in_order(
+            self._mail, step.number, stage, self._me.pipeline, holders, mine, peers, scale
+        )
+
+    def _finish(self, step: _Step) -> None:
+        """From summed gradients to the next step."""
+        assert self._mail is not None and step.reduced is not None
+        if not step.updated:
+            self._set_gradients(step)
+            if self._me.stage not in step.norms:
+                step.norms[self._me.stage] = self._model.norm()
+            self._tell_norm(step)
+            step.hasty = self._may_be_hasty(step)
+            if not (step.hasty and self._clip(step) == 1.0):
+                self._await_norms(step)
+                step.verdict = self._clip(step)
+            inject.point("reroute.step")
+            step.tentative = step.verdict is None
+            self._model.update(1.0 if step.verdict is None else step.verdict, step.tentative)
+            step.updated = True
+            step.sums.clear()
+        self._gather_result(step)
+
+    def _set_gradients(self, step: _Step) -> None:
+        assert step.reduced is not None
+        parameters = self._model.parameters
+        for parameter, gradient in zip(parameters, unflatten(step.reduced, parameters), strict=True):
+            parameter.grad = gradient
+
+    def _clip(self, step: _Step) -> float:
+        """What gradients are multiplied by, as far as norms are known."""
+        return self._model.clip([step.norms.get(stage) for stage in range(self._topology.stages)])
+
+    def _may_be_hasty(self, step: _Step) -> bool:
+        """The same at all workers: the step before was made on this lane, and nothing had to be clipped in it."""
+        if self._options.synchronous or step.norms[self._me.stage] is None or step.number - 1 <= self._newest:
+            return False
+        return self._steps[step.number - 1].verdict == 1.0
+
+    def _validate(self) -> None:
+        """See to it that the last update was the right one: before anything of the present step that others see."""
+        step = self._steps.get(self.step - 1)
+        if step is None or step.verdict is not None or not step.updated:
+            return
+        self._await_norms(step)
+        step.verdict = self._clip(step)
+        if not step.tentative or step.verdict == 1.0:
+            self._model.accept()
+        else:
+            self._set_gradients(step)
+            self._model.update_again(step.verdict)
+        now = self._steps.get(self.step)
+        if now is not None and step.verdict != 1.0:
+            now.again = True
+            now.begin_again()
+
+    def _tell_norm(self, step: _Step) -> None:
+        """Tell the other stages this stage's norm, where updates must not be made, or not stay, without them."""
+        assert self._mail is not None
+        stage = self._me.stage
+        told = (step.number, f"norm {stage}") in self._told
+        if told or self._me.pipeline != min(self._peers()) or not self._needs_norms(step):
+            return
+        self._told.add((step.number, f"norm {stage}"))
+        value = torch.tensor([_number(step.norms[stage])], dtype=torch.float64)
+        for worker in self._topology.workers():
+            if worker not in self._history.lost and worker.stage != stage:
+                self._mail.send(Key(step.number, What.NORM, stage, 0), [value], self._rank(worker))
+
+    def _needs_norms(self, step: _Step) -> bool:
+        return self._options.synchronous or step.norms[self._me.stage] is not None
+
+    def _await_norms(self, step: _Step) -> None:
+        assert self._mail is not None
+        if not self._needs_norms(step):
+            return
+        clips = step.norms[self._me.stage] is not None
+        for other in range(self._topology.stages):
+            if other in step.norms:
+                continue
+            there = [w for w in self._topology.workers() if w.stage == other and w not in self._history.lost]
+            like = [torch.empty(1, dtype=torch.float64)]
+            (value,) = self._mail.fetch_like(Key(step.number, What.NORM, other, 0), like, self._rank(min(there)))
+            step.norms[other] = float(value) if clips else None
+
+    def _gather_result(self, step: _Step) -> None:
+        """The losses of all micro-batches, from the last stages over one of them to all workers."""
+        if step.result is not None:
+            return
+        assert self._mail is not None
+        topology, last = self._topology, self._topology.stages - 1
+        tails = [w for w in topology.workers() if w.stage == last and w not in self._history.lost]
+        root = min(tails)
+        like = [torch.empty(topology.pipelines * topology.micro_batches, dtype=torch.float64)]
+        if self._me == root:
+            found = _table(step.losses, topology)
+            for worker in tails:
+                if worker != root:
+                    key = Key(step.number, What.LOSSES, last, worker.pipeline)
+                    (more,) = self._mail.fetch_like(key, like, self._rank(worker))
+                    found = torch.where(found.isnan(), more, found)
+            rows = found.view(topology.pipelines, topology.micro_batches).tolist()
+            let_in = bool(self._history.lost) and self._knocking()
+            step.result = Result(tuple(map(tuple, rows)), let_in)
+            for worker in topology.workers():
+                if worker not in self._history.lost and worker != root:
+                    key = Key(step.number, What.RESULT, 0, 0)
+                    self._mail.send(key, [step.result.to_tensor()], self._rank(worker))
+            return
+        if self._last:
+            key = Key(step.number, What.LOSSES, last, self._me.pipeline)
+            self._mail.send(key, [_table(step.losses, topology)], self._rank(root))
+        like = [torch.empty(1 + topology.pipelines * topology.micro_batches, dtype=torch.float64)]
+        (values,) = self._mail.fetch_like(Key(step.number, What.RESULT, 0, 0), like, self._rank(root))
+        step.result = Result.from_tensor(values, topology)
+
+
+class _Accumulating:
+    """While it is entered, gradients of the parameters are added to those of one home pipeline."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], sums: dict[int, list[Tensor | None]], home: int) -> None:
+        self._parameters, self._sums, self._home = parameters, sums, home
+
+    def __enter__(self) -> None:
+        sums = self._sums.get(self._home, [None] * len(self._parameters))
+        for parameter, gradient in zip(self._parameters, sums, strict=True):
+            parameter.grad = gradient
+
+    def __exit__(self, *error: object) -> None:
+        self._sums[self._home] = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def _differentiable(outputs: Parts, last: bool) -> Parts:
+    return outputs[:1] if last else tuple(t for t in outputs if t.requires_grad)
+
+
+def _detached(parts: Iterable[Tensor]) -> Parts:
+    return tuple(t.detach().requires_grad_(t.requires_grad) for t in parts)
+
+
+def _table(losses: Mapping[tuple[int, int], float], topology: Topology) -> Tensor:
+    """Losses by pipeline and micro-batch, not a number where they are another worker's."""
+    values = [
+        losses.get((d, j), math.nan) for d in range(topology.pipelines) for j in range(topology.micro_batches)
+    ]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _name(worker: Worker) -> str:
+    return f"{worker.pipeline}:{worker.stage}"
+
+
+def _hex(value: float | None) -> str | None:
+    return None if value is None else value.hex()
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

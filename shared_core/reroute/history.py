@@ -1,0 +1,143 @@
+"""How the plans of the steps under way change with each loss: the same at every survivor, from what all have told.
+
+Two steps can be under way at once, because a stage steps when its own gradients are complete. What a worker tells is
+plain data, so that one that missed the last change can make up for it from another's record of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared_core.reroute.planner import Plan
+from shared_core.reroute.remainder import Remainder, replan
+from shared_core.reroute.schedule import Action, Kind, Worker
+
+#: The plan of a step that begins while these workers are lost.
+MakePlan = Callable[[frozenset[Worker]], Plan]
+#: Changes that a worker may have missed.
+_KEPT = 8
+
+
+@dataclass
+class StepPlan:
+    """The plan of one step, as all survivors see it.
+
+    Attributes:
+        plan: rows from the last change on.
+        done: what was executed before it, by worker.
+        silent: actions of the rows whose result nobody needs.
+    """
+
+    plan: Plan
+    done: dict[Worker, tuple[Action, ...]] = field(default_factory=dict)
+    silent: frozenset[Action] = frozenset()
+
+    def executed(self, worker: Worker, at: int) -> frozenset[Action]:
+        """What ``worker`` has executed when it is at place ``at`` of its row."""
+        return frozenset((*self.done.get(worker, ()), *self.plan.schedule.rows.get(worker, ())[:at]))
+
+    def awaits(self, action: Action) -> Worker | None:
+        """Who has ``action`` in its row, if anybody."""
+        if action.kind is Kind.OPT:
+            return None
+        host = self.plan.host(action.pipeline, action.stage, action.micro_batch)
+        row = self.plan.schedule.rows.get(host, ())
+        return host if any(_same(one, action) for one in row) else None
+
+
+def _same(one: Action, other: Action) -> bool:
+    kinds = {Kind.B: (Kind.B, Kind.I), Kind.I: (Kind.B, Kind.I)}.get(other.kind, (other.kind,))
+    return one.kind in kinds and (one.stage, one.pipeline, one.micro_batch) == (
+        other.stage,
+        other.pipeline,
+        other.micro_batch,
+    )
+
+
+class History:
+    """Plans of the steps under way.
+
+    Args:
+        make_plan: the plan of a step that begins with some workers lost; the same at every worker.
+
+    Attributes:
+        generation: of the last change.
+        lost: workers lost, as of that change.
+        entries: plain data of the last changes, oldest first.
+        steps: plans by number of the step.
+    """
+
+    def __init__(self, make_plan: MakePlan) -> None:
+        self._make_plan = make_plan
+        self.generation = -1
+        self.lost: frozenset[Worker] = frozenset()
+        self.entries: list[dict[str, Any]] = []
+        self._changed: dict[int, frozenset[int]] = {}
+        self.steps: dict[int, StepPlan] = {}
+
+    def begin(self, step: int) -> StepPlan:
+        """The plan of a step that this worker begins."""
+        if step not in self.steps:
+            self.steps[step] = StepPlan(self._make_plan(self.lost))
+        for old in [number for number in self.steps if number < step - 1]:
+            del self.steps[old]
+        return self.steps[step]
+
+    def changed_since(self, generation: int) -> frozenset[int]:
+        """Steps that were planned anew by changes after ``generation``."""
+        return frozenset().union(*(steps for when, steps in self._changed.items() if when > generation))
+
+    def change(self, entry: Mapping[str, Any]) -> frozenset[int]:
+        """A lane was formed: re-plan the steps under way.
+
+        Args:
+            entry: plain data, the same at every worker: ``generation``; ``lost``, all workers that are not there, as
+                (pipeline, stage); ``at``: for each worker that is there, as text, the number of its step and its place
+                in that step's row. A worker that has finished a step and begun no other is at place 0 of the next.
+
+        Returns:
+            Steps that have new rows, in which every worker is at place 0.
+
+        Raises:
+            ConfigError, Unsupported: nobody can compute what was lost.
+        """
+        self.generation = entry["generation"]
+        self.entries = [*self.entries, dict(entry)][-_KEPT:]
+        lost = frozenset(Worker(*each) for each in entry["lost"])
+        at = {Worker(*map(int, name.split(":"))): tuple(place) for name, place in entry["at"].items()}
+        fresh: set[int] = set()
+        first, newest = min(step for step, _ in at.values()), max(step for step, _ in at.values())
+        for number in range(first, newest + 1):
+            if number not in self.steps:
+                self.steps[number] = StepPlan(self._make_plan(self.lost))
+            before, self.steps[number] = self.steps[number], self._again(self.steps[number], number, lost, at)
+            if self.steps[number] is not before:
+                fresh.add(number)
+        for other in [number for number in self.steps if number > newest]:
+            del self.steps[other]  # nobody has begun it
+        self.lost = lost
+        self._changed = {when: steps for when, steps in self._changed.items() if when > self.generation - _KEPT}
+        self._changed[self.generation] = frozenset(fresh)
+        return frozenset(fresh)
+
+    def _again(
+        self, step: StepPlan, number: int, lost: frozenset[Worker], at: Mapping[Worker, tuple[int, int]]
+    ) -> StepPlan:
+        rows = step.plan.schedule.rows
+        progress = {
+            worker: 0 if where < number else len(rows.get(worker, ())) if where > number else place
+            for worker, (where, place) in at.items()
+        }
+        now = lost - set(step.plan.lost)
+        if all(progress[worker] == len(rows.get(worker, ())) for worker in progress):
+            return step  # nobody there has anything left to do
+        if not any(progress.values()) and not step.done:
+            return StepPlan(self._make_plan(lost))
+        for worker in now:
+            peers = [peer for peer in progress if peer.stage == worker.stage]
+            if any(progress[peer] == len(rows.get(peer, ())) for peer in peers):
+                progress[worker] = len(rows.get(worker, ()))  # its gradients are in the sum that this peer has
+        rest: Remainder = replan(step.plan, progress, now, before=step.done)
+        return StepPlan(rest.plan, dict(rest.done), rest.silent)
