@@ -125,17 +125,12 @@ class SwiftLauncher(_Launcher):
         strategy = self._strategy
         if strategy.lightning_module is not None:
             strategy.attach([strategy.lightning_module], [])
-        # A newcomer whose predecessor was between two entry calls joins here. Lightning seeds generators on the way.
-        random, joining = read_random(), strategy.joining
+        assert strategy.job is not None
+        random = read_random()  # Lightning seeds generators on the way
         strategy.setup_environment()
-        if strategy.joining == joining:
-            strategy.after_skip(trainer, self._ended)
-            write_random(random)
-        elif strategy.joins_late:
-            assert strategy.job is not None
-            strategy.job.fall_back(
-                "a worker was lost between two calls of the Trainer, where its stage cannot be built"
-            )
+        strategy.after_skip(trainer, self._ended)
+        write_random(random)
+        strategy.job.end_top()
         trainer.training = False
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
 

@@ -255,8 +255,6 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         if hasattr(self.lightning_module, STAGE):
             super().setup_optimizers(trainer)
 
-    joins_late = True
-
     def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
         """Make the groups, the layers and the engine that the predecessor made in this call."""
         self.setup(trainer)

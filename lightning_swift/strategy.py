@@ -231,11 +231,8 @@ class SwiftDDPStrategy(DDPStrategy):
         assert self.job is not None
         self.job.attach(modules, optimizers)
 
-    #: What is trained is built with collectives, so a newcomer cannot join before.
-    joins_late = False
-
     def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
-        """A newcomer has skipped an entry call and will join in a later one.
+        """A newcomer has skipped an entry call: make what its predecessor made in it with collectives.
 
         Args:
             trainer: its trainer.

@@ -22,6 +22,7 @@ from lightning_swift.pipeline_parts import (
 )
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.testing import Fault
+from shared_core.testing.runner import compare
 
 SCRIPT = "lit_pipe.py"
 
@@ -43,10 +44,14 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "sanity_check": ([], [Fault(3, 0, "pipe.forward", "SIGKILL")]),
     "validate_first": (["--test"], [Fault(2, 2, "pipe.backward", "SIGKILL")]),
     "test_after_fit": (["--test"], [Fault(0, 6, "validation", "SIGKILL", nth=4)]),
+    # At the beginning of the second, third and fourth call.
+    "between_calls_1": (["--calls"], [Fault(2, 0, "entry", "SIGKILL", nth=2)]),
+    "between_calls_2": (["--calls"], [Fault(0, 6, "entry", "SIGKILL")]),
+    "between_calls_3": (["--calls"], [Fault(3, 6, "entry", "SIGKILL", nth=2)]),
     "resumed": (["--resume"], [Fault(0, 8, "pipe.forward", "SIGKILL")]),
     "accumulate": (["--accumulate", "3"], [Fault(3, 5, "batch_top", "SIGKILL")]),
 }
-RARE = tuple(CASES.keys() - {"first_stage", "last_stage_sends", "validation"})
+RARE = tuple(CASES.keys() - {"first_stage", "last_stage_sends", "validation", "between_calls_2"})
 
 
 @pytest.mark.parametrize("name", most(CASES, *RARE))
@@ -56,6 +61,36 @@ def test_a_stage_is_lost(name: str, jobs: Jobs) -> None:
     reference = jobs.reference(SCRIPT, nproc=4, args=args)
     for rank in reference.reports.keys() - result.struck_ranks():
         assert result.reports[rank]["extra"] == reference.reports[rank]["extra"]
+
+
+#: One pipeline of two stages without replicas: arguments, the fault, and batches from one checkpoint to the next.
+ALONE: dict[str, tuple[list[str], Fault, int]] = {
+    "forward": (["--no-validation"], Fault(1, 8, "pipe.forward", "SIGKILL", nth=2), 0),
+    "first_stage": ([], Fault(0, 8, "pipe.forward", "SIGKILL", nth=3), 0),
+    "checkpoint": ([], Fault(1, 11, "pipe.forward", "SIGKILL"), 4),
+    "update": ([], Fault(0, 9, "update.during", "SIGKILL", nth=3), 4),
+    "validation": ([], Fault(1, 6, "validation", "SIGKILL", nth=2), 4),
+    "between_calls_1": (["--calls"], Fault(1, 0, "entry", "SIGKILL", nth=2), 0),
+    "between_calls_2": (["--calls"], Fault(0, 12, "entry", "SIGKILL"), 0),
+    "between_calls_3": (["--calls"], Fault(1, 12, "entry", "SIGKILL", nth=2), 4),
+    "after_two_calls": (["--calls"], Fault(0, 14, "pipe.forward", "SIGKILL"), 0),
+    "after_two_calls_checkpoint": (["--calls"], Fault(0, 16, "pipe.forward", "SIGKILL"), 4),
+}
+
+
+@pytest.mark.parametrize("name", most(ALONE, *(ALONE.keys() - {"forward"})))
+def test_a_stage_without_a_replica_is_lost(name: str, jobs: Jobs, tmp_path: Path) -> None:
+    args, fault, every = ALONE[name]
+    env = {
+        "SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "saved"),
+        "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": str(every),
+    }
+    result = jobs.run(SCRIPT, nproc=2, args=args, faults=[fault], env=env)
+    compare(result, jobs.reference(SCRIPT, nproc=2, args=args))
+    assert len(result.struck) == 1 and not result.kinds("restart"), result.tail()
+    # The end of a call holds all that a stage has; elsewhere it is computed again.
+    how = {event.fields["resolution"] for event in result.kinds("recovered")}
+    assert how == {"replica" if name.startswith("between") else "replay"}, result.tail()
 
 
 @pytest.mark.nightly

@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--no-validation", action="store_true")
     parser.add_argument("--resume", action="store_true", help="fit again, from the checkpoint of the first epoch")
     parser.add_argument("--test", action="store_true", help="validate before and test after the fit")
+    parser.add_argument("--calls", action="store_true", help="validate, fit, test, and fit on")
     parser.add_argument("--refuse", choices=sorted(REFUSED))
     parser.add_argument("--by-hand", action="store_true")
     args = parser.parse_args()
@@ -150,16 +151,29 @@ def main() -> None:
     trainer = fitting(report, args, one, losses)
     extra: dict[str, Any] = {}
     val = loader(20, 2, shuffle=False)
-    if args.test:
+    told: list[str] = []
+
+    def tell(call: str) -> None:
+        """What rank 0 says between two calls."""
+        told.append(trainer.strategy.broadcast(f"{call}: {trainer.callback_metrics} of rank {trainer.global_rank}"))
+
+    if args.test or args.calls:
         extra["validated"] = trainer.validate(module, val, verbose=False)
+        tell("validated")
     trainer.fit(module, loader(48, 1), val)
-    if args.test:
+    if args.test or args.calls:
+        tell("fitted")
         extra["tested"] = trainer.test(module, val, verbose=False)
+    if args.calls:
+        tell("tested")
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module, loader(48, 1), val)
     if args.resume:
         trainer = fitting(report, args, SwiftPipelineStrategy(stages=STAGES, micro_batches=MICRO_BATCHES))
         module = Layers()
         trainer.fit(module, loader(48, 1), val, ckpt_path=str(OUT / "epoch=0.ckpt"))
     digests = final_digests(trainer, module) | {"hooks": digest(module.hooks), "checkpoints": checkpoints()}
+    digests["told"] = digest(told)
     if trainer.is_global_zero:
         digests["rows"] = rows()
     same = training_digest(module, trainer.optimizers)
