@@ -381,7 +381,7 @@ class Job:
 
         Returns:
             Whether the predecessor had finished it, and its result. Then the registered parts are restored to what
-            they were at its end.
+            they were at its end, except those of what is attached, which may be from another call.
         """
         inject.point("entry")
         self._prepare()
@@ -393,7 +393,7 @@ class Job:
             if self._entry in self._restored.ends:
                 result, parts = self._restored.ends[self._entry]
                 self._board.publish_end(self._entry, result, parts)  # for newcomers of this attempt
-                self._restore(parts)
+                self._restore(parts, attached=False)
                 return EntryDecision(True, result)
             return EntryDecision(False)
         target = self._recovery.target
@@ -403,7 +403,7 @@ class Job:
             and (target.entry > self._entry or (target.entry == self._entry and target.kind == "end"))
         ):
             result, parts = self._board.read_end(self._entry)
-            self._restore(parts)
+            self._restore(parts, attached=False)
             return EntryDecision(True, result)
         return EntryDecision(False)
 
@@ -744,9 +744,9 @@ class Job:
         inject.set_step(self.tops)
         self._progress.top(self.tops)
 
-    def _restore(self, parts: dict[str, Any]) -> None:
+    def _restore(self, parts: dict[str, Any], attached: bool = True) -> None:
         for name, part in self._parts.items():
-            if name in parts:
+            if name in parts and (attached or not name.startswith("swift.")):
                 part.restore(parts[name])
         if "swift.random" in parts:
             _set_random_state(parts["swift.random"])

@@ -18,6 +18,7 @@ from lightning_swift.pipeline_parts import (
     engine_config,
     micro_batches_of,
     most_pieces,
+    precision_config,
     split,
 )
 from shared_core.errors import ConfigError, Unsupported
@@ -61,6 +62,30 @@ def test_a_stage_is_lost(name: str, jobs: Jobs) -> None:
     reference = jobs.reference(SCRIPT, nproc=4, args=args)
     for rank in reference.reports.keys() - result.struck_ranks():
         assert result.reports[rank]["extra"] == reference.reports[rank]["extra"]
+
+
+BF16, ZERO = ["--precision", "bf16-true"], ["--zero"]
+#: Each rank has a part of its stage's optimizer to itself.
+SHARDED: dict[str, tuple[list[str], list[Fault]]] = {
+    "bf16": (BF16, [Fault(0, 2, "update.during", "SIGKILL", nth=20), Fault(3, 5, "pipe.backward", "SIGKILL")]),
+    "mixed": (["--precision", "bf16-mixed"], [Fault(1, 3, "pipe.forward", "SIGKILL")]),
+    "zero": (ZERO, [Fault(2, 2, "update.after", "SIGKILL"), Fault(1, 5, "pipe.reduce", "SIGKILL")]),
+    "both": ([*BF16, *ZERO], [Fault(1, 2, "update.during", "SIGKILL", nth=60), Fault(3, 4, "batch_top", "SIGKILL")]),
+    "checkpoint": ([*BF16, *ZERO], [Fault(3, 6, "checkpoint.write", "SIGKILL")]),
+    "resumed": ([*BF16, *ZERO, "--resume"], [Fault(1, 8, "pipe.forward", "SIGKILL")]),
+    "resumed_zero": ([*ZERO, "--resume"], [Fault(2, 8, "pipe.step", "SIGKILL")]),
+    "between_calls_2": ([*BF16, "--calls"], [Fault(0, 6, "entry", "SIGKILL")]),
+    "between_calls_3": ([*BF16, *ZERO, "--calls"], [Fault(3, 6, "entry", "SIGKILL", nth=2)]),
+    "after_two_calls": ([*BF16, "--calls"], [Fault(2, 8, "pipe.forward", "SIGKILL")]),
+}
+
+
+@pytest.mark.parametrize("name", most(SHARDED, *(SHARDED.keys() - {"bf16"})))
+def test_a_rank_is_lost_that_has_a_part_of_the_optimizer(name: str, jobs: Jobs) -> None:
+    args, faults = SHARDED[name]
+    result = jobs.check(SCRIPT, nproc=4, args=args, faults=faults)
+    dtype = "torch.bfloat16" if "--precision" in args else "torch.float32"
+    assert all(report["extra"]["dtypes"] == [dtype] for report in result.reports.values())
 
 
 #: One pipeline of two stages without replicas: arguments, the fault, and batches from one checkpoint to the next.
@@ -110,7 +135,9 @@ def test_the_reference_is_deepspeeds_own_engine(jobs: Jobs) -> None:
         pytest.param("value", "clips by the norm", marks=pytest.mark.nightly),
         pytest.param("clip", "leave one out", marks=pytest.mark.nightly),
         pytest.param("accumulate", "leave one out", marks=pytest.mark.nightly),
-        pytest.param("precision", "leave precision out", marks=pytest.mark.nightly),
+        pytest.param("precision", "got '16-true': fp16 has a loss scale", marks=pytest.mark.nightly),
+        pytest.param("bf16", "say precision='bf16-true' for bf16", marks=pytest.mark.nightly),
+        pytest.param("zero", "a pipeline can use stage 1", marks=pytest.mark.nightly),
         pytest.param("rows", "drop_last=True", marks=pytest.mark.nightly),
         pytest.param("stages", "stages=3 does not divide", marks=pytest.mark.nightly),
     ],
@@ -169,6 +196,23 @@ def test_micro_batches_are_said_once(arguments: Any) -> None:
         micro_batches_of(*arguments)
 
 
+def test_precision_is_said_once() -> None:
+    on, off = {"bf16": {"enabled": True}}, {"bf16": {"enabled": False}}
+    assert precision_config({}, "32-true") == {} and precision_config(off, "32-true") == off
+    for given in ({}, on, {"bf16": {"enabled": "auto"}}, {"bf16": {}}):
+        assert precision_config(given, "bf16-true") == on
+    assert precision_config({"zero_optimization": {"stage": 1}}, "32-true") == {"zero_optimization": {"stage": 1}}
+    for given, precision in ((off, "bf16-true"), (on, "32-true")):
+        with pytest.raises(ConfigError, match="leave the section 'bf16' out"):
+            precision_config(given, precision)
+    fp16 = {"fp16": {"enabled": True}}
+    for given, precision in ((fp16, "32-true"), ({}, "16-true"), ({}, "16-mixed"), ({}, "64-true")):
+        with pytest.raises(Unsupported, match="trains in 32-bit or bf16"):
+            precision_config(given, precision)
+    with pytest.raises(Unsupported, match="stage 2"):
+        precision_config({"zero_optimization": {"stage": 2}}, "32-true")
+
+
 def test_contradictions_are_refused() -> None:
     with pytest.raises(ConfigError, match="gradient_clip_val=1.0"):
         engine_config({"gradient_clipping": 0.5}, 4, 1.0, "norm")
@@ -209,7 +253,7 @@ def test_a_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> None:
 
     def parts(step: int) -> None:
         for number, stage in enumerate(stages):
-            stage.write_part(content(step, number), None)
+            stage.write_parts(content(step, number), None)
 
     with pytest.raises(ConfigError, match="no complete checkpoint"):
         parts(1)
