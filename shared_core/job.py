@@ -381,8 +381,9 @@ class Job:
 
         Returns:
             Whether the predecessor had finished it, and its result. Then the registered parts are restored to what
-            they were at its end.
+            they were at its end, except those of what is attached, which may be from another call.
         """
+        inject.point("entry")
         self._prepare()
         self._entry += 1
         with self._runtime.lock:
@@ -392,7 +393,7 @@ class Job:
             if self._entry in self._restored.ends:
                 result, parts = self._restored.ends[self._entry]
                 self._board.publish_end(self._entry, result, parts)  # for newcomers of this attempt
-                self._restore(parts)
+                self._restore(parts, attached=False)
                 return EntryDecision(True, result)
             return EntryDecision(False)
         target = self._recovery.target
@@ -402,12 +403,27 @@ class Job:
             and (target.entry > self._entry or (target.entry == self._entry and target.kind == "end"))
         ):
             result, parts = self._board.read_end(self._entry)
-            self._restore(parts)
+            self._restore(parts, attached=False)
             return EntryDecision(True, result)
         return EntryDecision(False)
 
+    def end_top(self) -> None:
+        """Call after a skipped entry call, when all that it makes has been made: a newcomer joins here whose
+        predecessor was between this call and the next.
+        """
+        if self.joining and self._may_join("end"):
+            self._join()
+        self._leave_entry()
+
+    def _leave_entry(self) -> None:
+        """What the script does between two entry calls is start-up, too, with operations that are counted apart."""
+        with self._runtime.lock:
+            self._runtime.entry = -2 - self._entry
+            self._runtime.in_startup = True
+
     def entry_done(self, result: Any) -> None:
-        """Call at the end of each entry call.
+        """Call at the end of each entry call. What is registered must hold everything that the script finds after it,
+        what is trained too: peers go on, and could not give it later.
 
         Args:
             result: plain data; what a newcomer that finds the entry finished returns for it.
@@ -420,8 +436,7 @@ class Job:
         self._board.publish_end(self._entry, result, parts)
         with self._tops_lock:
             self._publish("end")
-        with self._runtime.lock:
-            self._runtime.in_startup = True
+        self._leave_entry()
 
     def peek(self, name: str) -> Any:
         """The predecessor's newest published value of a registered name, or None; for what must be known before the
@@ -660,8 +675,6 @@ class Job:
         recovery = self._recovery
         self._prepare()
         if self._runtime.starting:
-            if recovery.target is not None and recovery.target.kind == "end":
-                self._join()
             return
         if recovery.newcomer:
             console(f"rank {self.rank}: newcomer {self.incarnation} takes over from the beginning")
@@ -731,9 +744,9 @@ class Job:
         inject.set_step(self.tops)
         self._progress.top(self.tops)
 
-    def _restore(self, parts: dict[str, Any]) -> None:
+    def _restore(self, parts: dict[str, Any], attached: bool = True) -> None:
         for name, part in self._parts.items():
-            if name in parts:
+            if name in parts and (attached or not name.startswith("swift.")):
                 part.restore(parts[name])
         if "swift.random" in parts:
             _set_random_state(parts["swift.random"])

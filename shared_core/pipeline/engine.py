@@ -26,7 +26,7 @@ from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import import_deepspeed
 from shared_core.pipeline.calls import STATE, Calls
 from shared_core.pipeline.planned_groups import PlannedGroups
-from shared_core.pipeline.sharded import SHARD, Shard, is_sharded
+from shared_core.pipeline.sharded import SHARD, Shard, evaluates, is_sharded
 from shared_core.pipeline.shared_replay import SharedReplay
 from shared_core.pipeline.stage import layer_seed
 from shared_core.testing import inject
@@ -111,8 +111,9 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             self._job.attach([self.module], [], replicas=self.grid.dp_group, sharded=True)
             self._job.register(SHARD, self._shard.capture, self._shard.restore)
         else:
-            optimizers = [] if self.optimizer is None else [self.optimizer]  # without one it only evaluates
+            optimizers = [] if evaluates(self.optimizer) else [self.optimizer]
             self._job.attach([self.module], optimizers, replicas=self.grid.dp_group)
+            self._job.unregister(SHARD)  # of an engine before
         self._job.register(STATE, self._capture, self._restore)
         self._calls = Calls(self._job)
         if self.grid.data_parallel_size > 1:
@@ -129,7 +130,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             raise Unsupported("pipelines with a model-parallel axis cannot be recovered: use pipe and data axes only")
         if self.fp16_enabled():
             raise Unsupported("fp16 with its loss scale cannot be recovered in this version: train in bf16 or fp32")
-        known = self.optimizer is None or isinstance(self.optimizer, torch.optim.Optimizer)
+        known = evaluates(self.optimizer) or isinstance(self.optimizer, torch.optim.Optimizer)
         if not known and not is_sharded(self.optimizer):
             raise Unsupported(
                 f"the optimizer is {type(self.optimizer).__name__}, not one of torch's: pass one, or choose a type "
