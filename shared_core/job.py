@@ -43,7 +43,7 @@ from shared_core.errors import (
     Unsupported,
 )
 from shared_core.events import EventLog, console
-from shared_core.recovery.board import Board, Orders, Tally
+from shared_core.recovery.board import Board, Orders, Records, Tally
 from shared_core.recovery.checkpoints import Checkpoints, Restored
 from shared_core.recovery.exchange import Received, Recovery, Replaying
 from shared_core.recovery.logs import Logs
@@ -54,7 +54,6 @@ from shared_core.recovery.updates import Updates
 from shared_core.testing import inject
 
 Capture = Callable[[], Any]
-Records = Sequence[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
 Restore = Callable[[Any], None]
 
 #: Tops without a recovery point until pending gradients are published along with the top.
@@ -156,6 +155,7 @@ class Job:
         self._leaving = ExitStack()
         self.orders = Orders(self._board, env.config.data_policy == "drop") if env.config.resizes else None
         self.joining = env.incarnation > 0 or self._restored is not None
+        self._saved: Restored | None = None
         self._peeked: dict[str, Any] | None = None
         runtime = self._runtime
         runtime.record = self._board.record
@@ -358,7 +358,7 @@ class Job:
 
     def regroup(self, together: Sequence[int]) -> None:
         """From now on these ranks, this one among them, start again together: messages between them are not logged."""
-        self._logs.together = tuple(together)
+        self._logs.regroup(together)
 
     def note_messages(self, note: dict[str, Any]) -> None:
         """What the log on disk says of the messages sent from now on; plain data."""
@@ -452,8 +452,8 @@ class Job:
                 target = self._recovery.target
                 if target is None:
                     self._peeked = {}
-                elif target.saved:
-                    self._peeked = self._checkpoints.at(target.index).parts
+                elif self._saved is not None:
+                    self._peeked = self._saved.parts
                 else:
                     self._peeked = self._board.read_top(target.index)
         return self._peeked.get(name)
@@ -666,8 +666,16 @@ class Job:
 
     def _prepare(self) -> None:
         self._recovery.prepare()
-        if self._recovery.target is not None:
+        target = self._recovery.target
+        if target is not None:
             self._restored = None  # a predecessor has got further than the checkpoint of this attempt
+            if target.saved and self.joining and self._saved is None:
+                try:
+                    self._saved = self._checkpoints.at(target.index)
+                except CorruptFile as error:  # since it was looked at
+                    self._recovery.fall_back(str(error))
+                self._board.complete(self._saved.records, self._saved.ends)
+                self._runtime.records = dict(self._board.records())
         elif self._recovery.newcomer and self._restored is None and self.joining:
             self._restored = self._line()
 
@@ -703,10 +711,9 @@ class Job:
         received = self._recovery.join()
         top, self.replaying = received.top, received.replaying
         assert top is not None
-        if top.saved:
-            restored = self._checkpoints.at(top.index)
-            self._updates.load(top.version, restored.description, restored.tensors)
-            parts = restored.parts
+        if self._saved is not None:
+            self._updates.load(top.version, self._saved.description, self._saved.tensors)
+            parts, self._saved = self._saved.parts, None
         else:
             self._updates.load(top.version, received.description, received.tensors)
             parts = self._board.read_top(top.index)

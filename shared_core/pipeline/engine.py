@@ -75,7 +75,8 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
     Attributes:
         drives: the engine marks the batch tops, at each call of :meth:`train_batch` and :meth:`eval_batch`; an adapter
             whose framework has tops of its own sets it to False before the first call.
-        compute_s: seconds of forward and backward passes so far.
+        compute_s: seconds of forward and backward passes that this process has made.
+        timed: backward passes that it has made.
         before_step: called when the gradients of a batch are complete, before they are clipped and applied.
 
     Raises:
@@ -91,7 +92,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self._shared: SharedReplay | None = None
         self._groups: PlannedGroups | None = None
         self._sent: dict[str, int] = {}
-        self._micro_batch = self._timed = 0
+        self._micro_batch = self.timed = 0
         self.compute_s = 0.0
         self._shard: Shard | None = None
         self._job: Job | None = current_job()
@@ -178,7 +179,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         began = time.perf_counter()
         super()._exec_backward_pass(buffer_id)
         self.compute_s += time.perf_counter() - began
-        self._timed += 1
+        self.timed += 1
 
     def _exec_send_activations(self, buffer_id: int) -> None:
         self._note("forward")
@@ -212,7 +213,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self._micro_batch = 0
         self._sent = {}
         training = isinstance(pipe_schedule, schedule.TrainSchedule)
-        if training and self._shared is not None and self._shared.takes(self.compute_s / max(self._timed, 1)):
+        if training and self._shared is not None and self._shared.takes(self.compute_s / max(self.timed, 1)):
             self._shared.run()
         else:
             super()._exec_schedule(pipe_schedule)
