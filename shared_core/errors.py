@@ -39,6 +39,10 @@ class GenerationAbandoned(SwiftError, RuntimeError):
     """Another failure ended the generation that was being formed. Internal: recovery starts over."""
 
 
+class LaneBroken(SwiftError, RuntimeError):
+    """A worker was lost while others used a lane. Internal: the executor forms another and repeats what is missing."""
+
+
 class NotConnected(SwiftError, RuntimeError):
     """Members of a group did not reach each other although nobody was lost. Internal: they try again."""
 
