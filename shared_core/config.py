@@ -14,7 +14,7 @@ from shared_core.errors import ConfigError, MissingExtra
 
 ENV_PREFIX = "SWIFT_RECOVERY_"
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "on_failure": ("replace", "shrink", "restart"),
+    "on_failure": ("replace", "reroute", "shrink", "restart"),
     "data_policy": ("exact", "drop"),
     "data": ("refetch", "seeded"),
     "preimages": ("auto", "always", "never"),
@@ -47,8 +47,10 @@ class SwiftConfig:
     """What a user may set.
 
     Attributes:
-        on_failure: ``replace`` (a newcomer takes the lost rank's place), ``shrink`` (the others go on without it) or
-            ``restart`` (all workers reload the newest checkpoint).
+        on_failure: ``replace`` (a newcomer takes the lost rank's place), ``reroute`` (the others compute its share of
+            each step until a newcomer is let in), ``shrink`` (the others go on without it) or ``restart`` (all workers
+            reload the newest checkpoint).
+        rejoin_after_s: with ``reroute``, the newcomer is started so many seconds after the loss; 0 starts it at once.
         replace_timeout_s: with ``replace``, shrink when nobody has taken the place after so many seconds; 0 waits on.
         grow_after_s: seconds after which the places of workers that were lost on a living machine are filled again,
             with ``shrink``; 0 leaves them empty. A machine that joins is let in at once.
@@ -86,6 +88,7 @@ class SwiftConfig:
 
     on_failure: str = "replace"
     replace_timeout_s: float = 0.0
+    rejoin_after_s: float = 0.0
     grow_after_s: float = 60.0
     data_policy: str = "exact"
     data: str = "refetch"
@@ -122,10 +125,16 @@ class SwiftConfig:
             "log_budget_bytes",
             "log_segment_bytes",
             "replace_timeout_s",
+            "rejoin_after_s",
             "grow_after_s",
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.on_failure == "reroute" and self.replace_timeout_s:
+            raise ConfigError(
+                "on_failure='reroute' never changes the number of workers: leave replace_timeout_s out, or choose "
+                "on_failure='replace'"
+            )
 
     @property
     def resizes(self) -> bool:

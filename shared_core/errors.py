@@ -39,6 +39,10 @@ class GenerationAbandoned(SwiftError, RuntimeError):
     """Another failure ended the generation that was being formed. Internal: recovery starts over."""
 
 
+class LaneBroken(SwiftError, RuntimeError):
+    """A worker was lost while others used a lane. Internal: the executor forms another and repeats what is missing."""
+
+
 class NotConnected(SwiftError, RuntimeError):
     """Members of a group did not reach each other although nobody was lost. Internal: they try again."""
 
@@ -57,7 +61,3 @@ class StorageFull(SwiftError, OSError):
 
 class InvalidSchedule(SwiftError, ValueError):
     """A schedule breaks a dependency, a worker's row or its memory bound; the message names the action."""
-
-
-class LaneBroken(SwiftError, RuntimeError):
-    """A worker was lost while a step was under way; the executor goes on with another plan."""

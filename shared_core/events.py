@@ -21,6 +21,8 @@ KINDS = (
     "newcomer_ready",
     "recovered",
     "resumed",
+    "lane",
+    "let_in",
     "checkpoint",
     "restart",
     "resize",

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -46,7 +46,9 @@ from shared_core.events import EventLog, console
 from shared_core.recovery.board import Board, Orders, Records, Tally
 from shared_core.recovery.checkpoints import Checkpoints, Restored
 from shared_core.recovery.exchange import Received, Recovery, Replaying
+from shared_core.recovery.lane import Lane, Lanes
 from shared_core.recovery.logs import Logs
+from shared_core.recovery.plain import dumps, loads
 from shared_core.recovery.replicas import Replicas
 from shared_core.recovery.resize import hand_on, take_over
 from shared_core.recovery.state import Replicated
@@ -98,6 +100,8 @@ class Job:
         attempt: number of times that all workers have been started again.
         resized: what is being restored is that of another number of workers.
         added: what is being restored is a copy of another rank's, because this one has been added.
+        rejoined: this worker has been let in by others that had gone on without its predecessor; whoever acts on it
+            sets it back.
         reachable: a fresh worker that runs the script gets to the present place; elsewhere no checkpoint is written.
     """
 
@@ -113,7 +117,7 @@ class Job:
         self.tops = 0
         self._replica_ranks: list[int] = []
         self.reachable = True
-        self.resized = self.added = False
+        self.resized = self.added = self.rejoined = False
         self._entry = -1
         self._events = EventLog(env.events)
         self._board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env))
@@ -129,6 +133,7 @@ class Job:
             log_spill_bytes=env.config.log_spill_bytes,
         )
         self._recovery = Recovery(env, self._runtime, self._board, self._events, self)
+        self._lanes = Lanes(self._recovery)
         self._replicas = Replicas(env, self._recovery, self._updates)
         self._parts: dict[str, _Part] = {}
         self._unclaimed: dict[str, Any] = {}
@@ -168,6 +173,7 @@ class Job:
         runtime.exact = lambda: self._updates.exact
         runtime.failed = self._failed
         self._recovery.saved_tops = self._checkpoints.tops
+        self._recovery.copy_local = self._copy_local
         self._recovery.together = lambda: self._logs.together
         #: Set in a newcomer that runs on from a checkpoint, or from the beginning.
         self.replaying: Replaying | None = None
@@ -346,6 +352,64 @@ class Job:
             self._publish("batch", grads)
         return False
 
+    # -- going on without a lost rank --------------------------------------------------------------
+
+    @property
+    def reroutes(self) -> bool:
+        """Whether the others go on at once when a rank is lost (``on_failure="reroute"``)."""
+        return self.config.on_failure == "reroute"
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """Ranks that were lost and have not been let in again, as of the newest announcement."""
+        return self._runtime.absent
+
+    def lane(self) -> Lane:
+        """Connect the ranks that are present; returns when all of them have called this. See :class:`Lane`.
+
+        A worker that uses lanes does all communication of its training steps over them. Ask again when one breaks.
+
+        Raises:
+            WaitTimeout: if a rank does not come in ``wait_timeout_s``.
+        """
+        return self._lanes.lane()
+
+    def knocking(self, *, wait: bool = False) -> tuple[int, ...]:
+        """The absent ranks, if newcomers of all of them wait to be let in; else none.
+
+        Ask on one rank, right after :meth:`batch_top`, and tell the others: they may see it later.
+
+        Args:
+            wait: block until they do, or another rank is lost; otherwise this returns at once.
+
+        Raises:
+            WaitTimeout: if they do not come in ``rejoin_after_s`` and ``wait_timeout_s``.
+        """
+        return self._lanes.knocking(self._entry, wait=wait)
+
+    def let_in(self, ranks: Sequence[int]) -> bool:
+        """Let newcomers in. All members of the newest lane call this, right after the same :meth:`batch_top`.
+
+        Args:
+            ranks: what :meth:`knocking` gave.
+
+        Returns:
+            Whether they are in. If not, another rank was lost meanwhile. In both cases ask for the next lane.
+        """
+        return self._lanes.let_in(ranks)
+
+    def _copy_local(self, top: int) -> bytes:
+        """Rank-local state at a batch top, and what was kept with :meth:`remember`, for a copy of this rank."""
+        newest = {
+            (kind, name): (key, value)
+            for key, value in self._board.records()
+            for _, kind, name, _ in [key]
+            if kind != _BUCKETS and kind not in self._runtime.groups
+        }
+        return dumps((self._board.read_top(top), list(newest.values())))
+
+    # -- more that adapters call -------------------------------------------------------------------
+
     def update(self) -> AbstractContextManager[None]:
         """What an update of a sharded stage is made in, from its first change to a parameter to its last; see
         :meth:`attach`.
@@ -393,6 +457,12 @@ class Job:
             if self._entry in self._restored.ends:
                 result, parts = self._restored.ends[self._entry]
                 self._board.publish_end(self._entry, result, parts)  # for newcomers of this attempt
+                self._restore(parts, attached=False)
+                return EntryDecision(True, result)
+            return EntryDecision(False)
+        if self.joining and self._recovery.knocks:
+            with suppress(FileNotFoundError):
+                result, parts = self._board.read_end(self._entry)
                 self._restore(parts, attached=False)
                 return EntryDecision(True, result)
             return EntryDecision(False)
@@ -450,6 +520,8 @@ class Job:
                 self._peeked = self._restored.parts
             else:
                 target = self._recovery.target
+                if self._recovery.knocks and (tops := self._board.tops()):
+                    target = tops[-1]
                 if target is None:
                     self._peeked = {}
                 elif self._saved is not None:
@@ -567,10 +639,15 @@ class Job:
             runtime.top = top.index
             runtime.in_startup = False
             stable = runtime.stable
+        if self._lanes.formed:
+            stable = top.index  # a newcomer is a copy of a replica as it is at its newest top
+            runtime.settle(stable)
         self._board.drop_before(stable)
         self._updates.at_top()
         self._backwards, self._graph, self._outputs = 0, -1, []
         self._replicas.compare(self._replica_ranks or range(self.world_size if self._ddps else 0))
+        if self.absent:
+            return
         if save and kind == "batch" and self.reachable and self._checkpoints.due(self.tops):
             self._checkpoints.write(top, parts, self._updates, self._board)
 
@@ -667,9 +744,9 @@ class Job:
     def _prepare(self) -> None:
         self._recovery.prepare()
         target = self._recovery.target
-        if target is not None:
+        if target is not None or self._recovery.knocks:
             self._restored = None  # a predecessor has got further than the checkpoint of this attempt
-            if target.saved and self.joining and self._saved is None:
+            if target is not None and target.saved and self.joining and self._saved is None:
                 try:
                     self._saved = self._checkpoints.at(target.index)
                 except CorruptFile as error:  # since it was looked at
@@ -696,6 +773,8 @@ class Job:
             self._announce(None)
 
     def _may_join(self, kind: str) -> bool:
+        if self._recovery.knocks:
+            return True
         if self._restored is not None:
             return self._restored.top.entry == self._entry
         target = self._recovery.target
@@ -708,6 +787,9 @@ class Job:
             return
         started = time.time()
         self._updates.begin_install()
+        if self._recovery.knocks:
+            self._be_let_in()
+            return
         received = self._recovery.join()
         top, self.replaying = received.top, received.replaying
         assert top is not None
@@ -722,6 +804,24 @@ class Job:
         if top.saved:
             self._board.forget_tops()  # of places that are now ahead
         self._announce(received, joined_s=time.time() - started)
+
+    def _be_let_in(self) -> None:
+        """The others have gone on: take this rank's place as a copy of a replica."""
+        received = self._lanes.knock(self._entry)
+        top = received.top
+        assert top is not None and received.local is not None
+        self._updates.load(top.version, received.description, received.tensors)
+        parts, kept = loads(received.local.numpy().tobytes())
+        for key, value in kept:
+            self._board.record(key, value)
+        self._board.forget_tops()
+        self.added = True
+        self._take_place(top, parts)
+        self.added = False
+        self.rejoined = True
+        self._recovery.knocks = False
+        self._publish(top.kind, save=False)
+        self._announce(received)
 
     def _join_from_checkpoint(self) -> None:
         restored = self._restored

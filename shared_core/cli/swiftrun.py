@@ -62,9 +62,10 @@ def get_args_parser() -> argparse.ArgumentParser:
         "--on-failure",
         "--on_failure",
         action=env,
-        choices=("replace", "shrink", "restart"),
+        choices=("replace", "reroute", "shrink", "restart"),
         default=None,
-        help="replace (default): a newcomer takes the lost worker's place. shrink: the others go on without it. "
+        help="replace (default): a newcomer takes the lost worker's place. reroute: the others compute its share of "
+        "each step until a newcomer is let in. shrink: the others go on without it. "
         "restart: all workers start again from the newest checkpoint.",
     )
     ours.add_argument(

@@ -269,6 +269,8 @@ class SwiftAgent(SimpleElasticAgent):
             self._check_lease()
             for newcomer in self._fleet.started():
                 self._announce(newcomer)
+                if self._released and newcomer.cause == CANCELLED:
+                    self._kill(newcomer, CANCELLED)
             dead = self._fleet.reap()
             if dead and (result := self._bury(dead)) is not None:
                 return result
@@ -277,7 +279,7 @@ class SwiftAgent(SimpleElasticAgent):
                 return result
             self._start_due()
             self._grow_if_due()
-            if self._released and not self._fleet.live:
+            if self._released and not self._fleet.live and not self._fleet.starting:
                 self._emit("end", result="succeeded", replaced=self._replaced)
                 if self._replaced:
                     console(f"done; {self._replaced} worker(s) were lost")
@@ -324,7 +326,7 @@ class SwiftAgent(SimpleElasticAgent):
         detected = time.time()
         if self._released:
             for one, code in dead:
-                if code != 0:
+                if code != 0 and one.cause != CANCELLED:
                     console(f"rank {one.rank} {process.describe_exit(code)} after its goodbye; its work was finished")
             return None
         lost = [(one, self._death(one, code, detected)) for one, code in dead]
@@ -337,6 +339,7 @@ class SwiftAgent(SimpleElasticAgent):
         verdicts = [self._book.judge(death) for death in deaths]
         ending = next((verdict for verdict in verdicts if verdict.action == "end"), None)
         everyone = self._crew is None and self._lost >= set(self._ranks())
+        delay = 0.0
         restart = everyone or self._options.config.on_failure == "restart"
         entry: dict[str, Any] | None = None
         # Among several machines a lost worker is replaced by its own; during a change the others hand over without it.
@@ -350,12 +353,14 @@ class SwiftAgent(SimpleElasticAgent):
                 return self._listen()  # another machine ended this attempt first
             if entry.get("stay"):
                 resizing.begin(entry["stay"], len(stay) if alone else resizing.target)
-            elif "stay" in entry:
-                restart = True  # nobody is left who could hand over
+            elif "stay" in entry or len(entry.get("absent", ())) == len(entry["incarnations"]):
+                restart = True  # nobody is left who could hand over, or let a newcomer in
             else:
                 resizing.expect([death.rank for death in deaths], time.monotonic())
-            for (one, _), verdict in zip(lost, verdicts, strict=True) if "stay" not in entry else ():
-                self._due.append((time.monotonic() + verdict.delay_s, one.local_rank))
+            if "absent" in entry:
+                delay = self._options.config.rejoin_after_s
+            for (one, _), verdict in zip(lost, verdicts, strict=True) if "stay" not in entry and not restart else ():
+                self._due.append((time.monotonic() + max(verdict.delay_s, delay), one.local_rank))
             self._start_due()
         self._report_start()
         for one, death in lost:
@@ -431,8 +436,8 @@ class SwiftAgent(SimpleElasticAgent):
         for name, value in self._now.look():
             if (result := self._hear(name, value)) is not None or self._attempt is not attempt:
                 return result
-        if not self._released:
-            self._released = self._now.release()
+        if not self._released and self._now.release():
+            self._let_go()
         if not self._released:
             self._look_at_machines()
         return None
@@ -440,7 +445,7 @@ class SwiftAgent(SimpleElasticAgent):
     def _follow(self, entry: dict[str, Any]) -> RunResult | None:
         """Another agent's entry in the ledger."""
         if entry.get("over") == RELEASE:
-            self._released = True
+            self._let_go()
         elif entry.get("over") == FAIL:
             console(f"the job ends: {entry['message']}")
             return self._failed(int(entry["rank"]), 0, 1, "", str(entry["message"]))
@@ -452,6 +457,20 @@ class SwiftAgent(SimpleElasticAgent):
             self._note(entry)
             self._check_lease()  # it may have given our place away
         return None
+
+    def _let_go(self) -> None:
+        """All workers have said goodbye that are there; what is still on its way has nothing left to do."""
+        self._released = True
+        absent = set(range(len(self._now.incarnations))).difference(self._now.ledger.present())
+        if not absent:
+            return
+        whom = ", ".join(map(str, sorted(absent)))
+        console(f"the job ends while rank {whom} is absent: the others have done its share")
+        self._due.clear()
+        self._fleet.cancel_starts()
+        for one in list(self._fleet.live.values()):
+            if one.rank in absent:
+                self._kill(one, CANCELLED)
 
     def _hear(self, name: str, value: Any) -> RunResult | None:
         fields = value if isinstance(value, dict) else {}

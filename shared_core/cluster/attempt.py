@@ -169,10 +169,14 @@ class Attempt:
         return self._watcher.look()
 
     def release(self) -> bool:
-        """Let the workers exit if all ranks said goodbye; whether they may."""
+        """Let the workers exit if all ranks said goodbye that are there; whether they may."""
+
         # The goodbyes are read with the view that is then appended to: a loss in between comes before us, and its
         # rank's goodbye is gone.
-        everyone = lambda: {"over": RELEASE} if self._client.check(self._done_keys) else None  # noqa: E731
+        def everyone() -> dict[str, Any] | None:
+            keys = [self._done_keys[rank] for rank in self.ledger.present()]
+            return {"over": RELEASE} if keys and self._client.check(keys) else None
+
         if self.append(everyone) is None:
             return False
         self._client.set(self.key("release"), "1")

@@ -15,6 +15,16 @@ from typing import Any
 RELEASE, RESTART, RESIZE, FAIL = "release", "restart", "resize", "fail"
 
 
+def lane_key(rank: int, incarnation: int) -> str:
+    """Set by a worker that has begun to use lanes (``on_failure="reroute"``)."""
+    return f"lane/{rank}.{incarnation}"
+
+
+def let_in_key(generation: int) -> str:
+    """Whether the absent ranks of a generation were let in: ``yes`` or ``no``, whatever was said first."""
+    return f"gen/{generation}/let_in"
+
+
 class Ledger:
     """One reader's and writer's view.
 
@@ -25,6 +35,8 @@ class Ledger:
         over: the last entry once the attempt is over.
         gone: machines that have lost their place; each has another name if it comes back.
         change: ``stay`` and ``after`` of the newest generation, while the number of workers changes.
+        absent: ranks that were lost and without which the others went on, as of the newest generation; None where every
+            loss is answered by forming a generation with its newcomer.
 
     Args:
         store: a client of the store; any object with ``check``, ``get`` and ``compare_set``.
@@ -41,6 +53,7 @@ class Ledger:
         self.over: dict[str, Any] | None = None
         self.gone: set[str] = set()
         self.change: dict[str, Any] = {}
+        self.absent: frozenset[int] | None = None
         self._news: list[dict[str, Any]] = []
 
     def follow(self) -> list[dict[str, Any]]:
@@ -64,10 +77,12 @@ class Ledger:
             entry = make()
             if entry is None:
                 return None
-            incarnations = list(self.incarnations)
-            for rank in entry.get("lost", ()):
+            incarnations, lost = list(self.incarnations), entry.get("lost", ())
+            for rank in lost:
                 incarnations[rank] += 1
             entry = {"generation": self.generation + 1, "incarnations": incarnations} | entry
+            if not entry.get("over") and (absent := self._absent_after(lost)) is not None:
+                entry = {"absent": sorted(absent)} | entry
             if self.machines or "machines" in entry:
                 entry = {"machines": list(self.machines)} | entry
             written = json.dumps(entry)
@@ -77,6 +92,28 @@ class Ledger:
             if ours:
                 return entry
         return None
+
+    def present(self) -> list[int]:
+        """Ranks that are not absent now."""
+        away: frozenset[int] = frozenset()
+        if self.absent:
+            key = self._prefix + let_in_key(self.generation)
+            away = frozenset() if self._store.check([key]) and self._store.get(key) == b"yes" else self.absent
+        return [rank for rank in range(len(self.incarnations)) if rank not in away]
+
+    def _absent_after(self, lost: Sequence[int]) -> frozenset[int] | None:
+        """``absent`` of the generation that follows these losses.
+
+        Once every worker uses lanes, the others go on without a lost rank. Newcomers that are being let in are in, or
+        they are not: this settles it.
+        """
+        if self.absent is None:
+            keys = [self._prefix + lane_key(rank, n) for rank, n in enumerate(self.incarnations)]
+            return frozenset(lost) if self._store.check(keys) else None
+        if not self.absent:
+            return frozenset(lost)
+        settled = self._store.compare_set(self._prefix + let_in_key(self.generation), "", "no")
+        return frozenset(lost) | (frozenset() if bytes(settled) == b"yes" else self.absent)
 
     @property
     def _next(self) -> str:
@@ -89,6 +126,7 @@ class Ledger:
         if entry.get("over"):
             self.over = entry
         else:
+            self.absent = frozenset(entry["absent"]) if "absent" in entry else None
             self.change = {name: entry[name] for name in ("stay", "after") if name in entry}
             self.generation, self.incarnations = entry["generation"], entry["incarnations"]
         if not ours:

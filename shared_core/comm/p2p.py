@@ -80,6 +80,7 @@ class Channels:
         with self._runtime.lock:
             if self._runtime.starting:
                 return self._finished(P2PWork(self, channel, -1, copy))
+            self._check_present("send")
             index = self._sent.get(channel, 0)
             self._sent[channel] = index + 1
             self._log.setdefault(channel, deque()).append((index, self._runtime.top, copy))
@@ -113,10 +114,19 @@ class Channels:
             work = P2PWork(self, channel, self._posted.get(channel, 0), tensor)
             if self._runtime.starting:
                 return self._finished(work)
+            self._check_present("recv")
             self._posted[channel] = work.index + 1
             self._works.setdefault(channel, []).append(work)
             self._post(work)
         return work
+
+    def _check_present(self, name: str) -> None:
+        if self._runtime.absent:
+            self._runtime.cannot_complete(f"{name} in group {self._group.name!r}")
+
+    def awaited(self) -> bool:
+        """Whether a message is being waited for."""
+        return any(self._works.values())
 
     def wait(self, work: P2PWork) -> None:
         """Wait for ``work``, across failures."""

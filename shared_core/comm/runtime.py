@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shared_core.comm.p2p import Channels
 
 #: How long an operation may have failed before the loss that explains it is announced.
-_SUSPECT_S = 15.0
+SUSPECT_S = 15.0
 #: Attempts to connect the members of a group in one generation.
 MAX_ATTEMPTS = 8
 #: How long gloo may take to give operations back once their sockets are shut down. Usually it takes 2 ms.
@@ -123,6 +123,8 @@ class Runtime:
         self.in_startup = True
         #: Number of the entry call; -1 before the first, and -2 - e between call e and the next.
         self.entry = -1
+        #: Ranks that were lost and without which the others go on (``on_failure="reroute"``).
+        self.absent: frozenset[int] = frozenset()
         self._ordinals: dict[tuple[int, str, str], int] = {}
         self.records: dict[tuple[int, str, str, int], list[torch.Tensor]] = {}
         self.expected: dict[tuple[int, int], int] = {}
@@ -214,8 +216,14 @@ class Runtime:
             what=f"the members of group {group.name!r} in generation {generation} (rank {self.rank})",
         )
 
-    def side_group(self, name: str, ranks: Sequence[int], generation: int) -> InnerGroup:
+    def side_group(self, name: str, ranks: Sequence[int], generation: int, *, attempt: int | None = None) -> InnerGroup:
         """A group of some ranks beside those of the program, for one generation; cut when that ends.
+
+        Args:
+            name: unique in the generation.
+            ranks: its members, this rank among them.
+            generation: which one.
+            attempt: the first ones have short time-outs, see :meth:`new_inner`; None: there is only one.
 
         Raises:
             GenerationAbandoned: if the generation ends meanwhile.
@@ -227,7 +235,7 @@ class Runtime:
             list(ranks).index(self.rank),
             len(ranks),
             operation_timeout=timedelta(hours=1),
-            connect_timeout_s=self.connect_timeout_s,
+            connect_timeout_s=min(self.connect_timeout_s, 0.5 * 2 ** (attempt if attempt is not None else 9)),
             wait_timeout_s=self.wait_timeout_s,
             abandoned=lambda: self.latest > generation,
             what=f"the members of side group {name!r} in generation {generation} (rank {self.rank})",
@@ -327,6 +335,8 @@ class Runtime:
             if self.starting:
                 self._answer(group, op, inputs, served)
                 return
+            if self.absent and group.size > 1:
+                self.cannot_complete(f"{_describe(op.signature)} of group {group.name!r}")
             op.seq, op.top = group.next, self.top
             group.next += 1
             logged = group.replay.pop(op.seq, None)
@@ -335,7 +345,7 @@ class Runtime:
             if logged is None:
                 group.pending[op.seq] = op
                 self.note_waiting(+1)
-                if group.inner is not None and not self.broken:
+                if group.inner is not None and (not self.broken or group.size == 1):
                     try:
                         self._start(group, op)
                     except Exception:
@@ -405,15 +415,20 @@ class Runtime:
         group.log.put(op.seq, entry)
         if op.full and group is self.world and op.top > self.stable:
             # Every rank has contributed, so every rank has published this top: nothing older can be asked for.
-            self.stable = op.top
-            for each in self.groups.values():
-                each.log.drop_before(op.top)
-                each.channels.drop_before(op.top - 1)
-            self.pool.next_top()
+            self.settle(op.top)
         if group.log.nbytes > self.max_log_bytes:
             self.spilled_bytes += group.log.spill(self.max_log_bytes)
         self.peak_log_bytes = max(self.peak_log_bytes, group.log.nbytes)
         return entry
+
+    def settle(self, top: int) -> None:
+        """Nothing from before batch top ``top`` can be asked for any more."""
+        with self.lock:
+            self.stable = top
+            for each in self.groups.values():
+                each.log.drop_before(top)
+                each.channels.drop_before(top - 1)
+            self.pool.next_top()
 
     def _serve(self, group: GroupState, op: Op, logged: Signature, results: list[torch.Tensor]) -> None:
         if not same_call(logged, op.signature):
@@ -480,33 +495,36 @@ class Runtime:
     # -- failures ----------------------------------------------------------------------------------
 
     def break_off(self) -> None:
-        """A rank is lost: cut every connection, and wait until gloo has given everything back."""
+        """A rank is lost: cut every connection, and wait until gloo has given everything back. A group of this rank
+        alone goes on while others are absent.
+        """
         with self.lock:
             self.broken = True
             while self._sides:
                 self._sides.pop().discard()
-            inners = [group.inner for group in self.groups.values() if group.inner is not None]
-            for group in self.groups.values():
+            cut = [group for group in self.groups.values() if not self.absent or group.size > 1]
+            inners = [group.inner for group in cut if group.inner is not None]
+            for group in cut:
                 group.inner = None
             for inner in inners:
                 inner.sever()
             end = time.monotonic() + _STUCK_S
-            while any(group.inflight for group in self.groups.values()):
+            while any(group.inflight for group in cut):
                 if not self.changed.wait(0.05):
                     for inner in inners:  # a connection that was being set up while we cut
                         inner.sever()
                 if time.monotonic() > end:
-                    self._abandon()
-            for group in self.groups.values():
+                    self._abandon(cut)
+            for group in cut:
                 group.channels.cut()
         for inner in inners:
             inner.discard()
 
-    def _abandon(self) -> None:
+    def _abandon(self, groups: Sequence[GroupState]) -> None:
         """Give up on operations that gloo does not give back. (When a connection is cut while a message waits for
         room in the socket's buffer, gloo forgets
         to wake the sender.) They only read from their buffers any more; their end, if it ever comes, is ignored."""
-        for group in self.groups.values():
+        for group in groups:
             for op in group.pending.values():
                 if op.inner_work is not None:
                     op.attempt += 1
@@ -538,7 +556,8 @@ class Runtime:
             assert self.world is not None
             self.world.inner = world_inner
             self._reissue(self.world)
-            others = [group for group in self.groups.values() if group is not self.world]
+            kept = [group for group in self.groups.values() if group.size == 1 and group.inner is not None]
+            others = [group for group in self.groups.values() if group is not self.world and group not in kept]
             self.changed.notify_all()
         for group in others:
             threading.Thread(
@@ -570,6 +589,16 @@ class Runtime:
         group.channels.repeat(self._has.get(group.name, {}))
         self.changed.notify_all()
 
+    def under_way(self) -> str:
+        """An operation among several ranks that is not finished, in words; empty if there is none."""
+        with self.lock:
+            for group in self.groups.values():
+                if group.size > 1 and group.pending:
+                    return f"{_describe(next(iter(group.pending.values())).signature)} of group {group.name!r}"
+                if group.channels.awaited():
+                    return f"a receive in group {group.name!r}"
+        return ""
+
     def suspect(self, error: Exception) -> None:
         """An operation failed: a loss that explains it is announced soon, or it is the caller's own mistake."""
         with self.lock:
@@ -581,7 +610,7 @@ class Runtime:
     def _await_explanation(self, error: Exception, seen: int) -> None:
         with self.lock:
             self.changed.wait_for(
-                lambda: self.broken or self.latest > seen or self.ended is not None, timeout=_SUSPECT_S
+                lambda: self.broken or self.latest > seen or self.ended is not None, timeout=SUSPECT_S
             )
             if self.broken or self.latest > seen or self.ended is not None:
                 return
@@ -606,6 +635,7 @@ class Runtime:
         return error
 
     failed: Callable[[SwiftError], None] = staticmethod(lambda error: None)
+    cannot_complete: Callable[[str], None] = staticmethod(lambda what: None)
 
     def raise_if_ended(self) -> None:
         """Raise what ended the job, if anything did."""

@@ -2,6 +2,7 @@
 
 from shared_core.consistency.cut import Cut, Offer, choose_cut
 from shared_core.consistency.frontier import Channel, Done, Frontier, GroupFrontier, Top
+from shared_core.consistency.let_in import let_in
 from shared_core.consistency.plan import Plan, Transfer, decide
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "Transfer",
     "choose_cut",
     "decide",
+    "let_in",
 ]

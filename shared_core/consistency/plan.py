@@ -31,6 +31,7 @@ class Plan:
         redo: per group, finished rank-specific collectives that all members run again, because some member needs them.
         received: per group and channel, how many messages the receiver has; the sender sends those above again.
         leave: survivors that have to start again together with a newcomer; if there are any, nothing else is done.
+        copies: newcomers have their donors' rank-local state too.
     """
 
     tops: dict[int, Top | None]
@@ -40,6 +41,7 @@ class Plan:
     redo: dict[str, set[int]]
     received: dict[str, dict[str, int]] = field(default_factory=dict)
     leave: frozenset[int] = frozenset()
+    copies: bool = False
 
     @property
     def newcomers(self) -> tuple[int, ...]:

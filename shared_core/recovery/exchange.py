@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -24,12 +24,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from shared_core.cluster.ledger import let_in_key
 from shared_core.cluster.worker import FOREVER_S, Resized, WorkerEnv, connect_store, tell
 from shared_core.comm.archive import Archive
 from shared_core.comm.gloo import InnerGroup, wait_for
 from shared_core.comm.log import Signature, read_signature
 from shared_core.comm.runtime import MAX_ATTEMPTS, GroupState, Runtime
-from shared_core.consistency import Cut, Frontier, GroupFrontier, Offer, Plan, Top, choose_cut, decide
+from shared_core.consistency import Cut, Frontier, GroupFrontier, Offer, Plan, Top, choose_cut, decide, let_in
 from shared_core.errors import CorruptFile, GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError
 from shared_core.events import EventLog, console
 from shared_core.recovery.board import Board
@@ -96,6 +97,7 @@ class Received:
     nbytes: int = 0
     replayed: int = 0
     replaying: Replaying | None = None
+    local: torch.Tensor | None = None
 
 
 class Recovery:
@@ -114,6 +116,10 @@ class Recovery:
         self.newcomer = env.incarnation > 0
         self.target: Top | None = None
         self.prepared = False
+        #: A newcomer that the others do not wait for: it asks to be let in.
+        self.knocks = False
+        #: For a newcomer that becomes a copy of this rank: what this rank published at a batch top, and remembers.
+        self.copy_local: Callable[[int], bytes] = lambda top: b""
         self.on_recovered: Callable[[dict[str, Any]], None] = lambda fields: None
         self.on_replay: Callable[[Replaying], None] = lambda replaying: None
         self.saved_tops: Callable[[], list[Top]] = list
@@ -128,6 +134,8 @@ class Recovery:
         self._client_lock = threading.Lock()
         self._forming: InnerGroup | None = None
         self._for_later: Replay = {}
+        self._moved = Received()
+        runtime.cannot_complete = self._cannot_complete
 
     # -- store -------------------------------------------------------------------------------------
 
@@ -168,6 +176,11 @@ class Recovery:
         record = self._records[self.env.generation] = json.loads(store.get(f"gen/{self.env.generation}"))
         if self.env.rank in record.get("stay", ()):  # started while the number of workers changes
             threading.Thread(target=self._leave, args=(record,), name="swift-leave", daemon=True).start()
+        if record.get("absent"):
+            with self.runtime.lock:
+                self.knocks = self.runtime.starting = True
+                self.runtime.records = dict(self.board.records())
+            return
         while True:
             generation = self.runtime.latest
             try:
@@ -234,6 +247,7 @@ class Recovery:
                 with self.runtime.lock:
                     self._records[record["generation"]] = record
                     self.runtime.latest = record["generation"]
+                    self.runtime.absent = frozenset(record.get("absent", ()))
                     self.runtime.changed.notify_all()
                     live = self.runtime.generation >= 0
                     if self._forming is not None:
@@ -241,6 +255,9 @@ class Recovery:
                 if "stay" in record:
                     if self.env.rank in record["stay"]:
                         threading.Thread(target=self._leave, args=(record,), name="swift-leave", daemon=True).start()
+                elif record.get("absent"):
+                    if live:
+                        threading.Thread(target=self._go_on, args=(record,), name="swift-recovery", daemon=True).start()
                 elif live:
                     threading.Thread(target=self._recover, args=(record,), name="swift-recovery", daemon=True).start()
                 else:
@@ -251,6 +268,77 @@ class Recovery:
             os._exit(1)  # the store is gone: so is the agent
         except Exception as error:  # noqa: BLE001 (a dead watcher would hang the job: end it with the reason)
             self._fatal(error)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What the agent said of the newest generation; empty for the first."""
+        return self._records.get(self.runtime.latest, {})
+
+    def _go_on(self, record: dict[str, Any]) -> None:
+        """Thread of a survivor that goes on without the lost ranks: nothing is formed until they are let in."""
+        with self._recovering:
+            self.runtime.break_off()
+            inject.point("recovery.severed")
+            if not self._abandoned(record["generation"]) and (what := self.runtime.under_way()):
+                self._cannot_complete(what)
+        self.events.emit(
+            "survivor_ready",
+            rank=self.env.rank,
+            generation=record["generation"],
+            detected=record["detected"],
+            ready_s=time.time() - record["detected"],
+        )
+
+    def _cannot_complete(self, what: str) -> None:
+        absent = ", ".join(map(str, sorted(self.runtime.absent)))
+        self.fall_back(
+            f"rank {self.env.rank} is in {what}, which waits for all ranks, and rank {absent} is absent. With "
+            "on_failure='reroute' only training steps go on without a lost rank"
+        )
+
+    def let_in(self, generation: int) -> Received:
+        """Form a generation with newcomers that have knocked, on the program's thread of all ranks, survivors standing
+        at the same batch top; see :func:`shared_core.consistency.let_in`.
+
+        Raises:
+            GenerationAbandoned: if somebody was lost meanwhile, and the newcomers are not in.
+        """
+        store, key = self.new_store(""), let_in_key(generation)
+        joining = self.runtime.generation < 0
+        with self._recovering:
+            try:
+                front = self._newcomer_front() if joining else self._survivor_front()
+                self._post_front(store, generation, replace(front, tops=tuple(self.board.tops()[-1:])))
+                fronts = self._fronts(store, generation)
+                plan = let_in(fronts)
+                self.verify_version = max(each.version for each in fronts.values()) + 1
+                inner = self._let_in(plan, store, generation, key)
+                self._install(plan, inner, generation, {}, joining, settled=True)
+            except RecoveryFailed as error:
+                self.fall_back(str(error))
+        return self._moved
+
+    def _let_in(self, plan: Plan, store: Store, generation: int, key: str) -> InnerGroup | None:
+        """Connect and move. A group, or None if another loss has ended the generation with the newcomers in.
+
+        Raises:
+            GenerationAbandoned: if it has ended without them.
+        """
+        inner = None
+        try:
+            inner, _, _ = self._connect(plan, generation)
+            # Whoever is first says whether the newcomers are in: one of us, or an agent that has seen another loss.
+            word = store.compare_set(key, "", "yes")
+        except GenerationAbandoned:
+            # Somebody may have come further than we did. Then all have got to the barrier, with all that they need.
+            if not store.check([key]):
+                raise
+            word = store.get(key)
+        if bytes(word) == b"yes":
+            return inner
+        if inner is not None:
+            inner.discard()
+        raise GenerationAbandoned("another loss came first")
 
     def _leave(self, record: dict[str, Any]) -> None:
         """Thread: the number of workers changes."""
@@ -417,15 +505,7 @@ class Recovery:
             self.runtime.wait_timeout_s,
             f"all ranks to be ready in generation {generation} (rank {self.env.rank})",
         )
-        for attempt in range(MAX_ATTEMPTS):
-            try:
-                inner, replay, received = self._meet(plan, generation, attempt)
-                break
-            except NotConnected as error:
-                if attempt + 1 == MAX_ATTEMPTS:
-                    raise RecoveryFailed(f"rank {self.env.rank}: nobody was lost, and yet: {error}") from error
-            except CorruptFile as error:
-                raise RecoveryFailed(f"the log on disk cannot be read: {error}") from error
+        inner, replay, received = self._connect(plan, generation)
         survivors = tuple(sorted(fronts.keys() - plan.tops.keys()))
         logs = any(fronts[rank].together for rank in survivors)
         replayed = tuple(r for r, top in sorted(plan.tops.items()) if logs and (top is None or top.saved))
@@ -451,6 +531,24 @@ class Recovery:
             self.runtime.changed.wait_for(lambda: self._abandoned(generation), timeout=self.runtime.wait_timeout_s)
         raise GenerationAbandoned("others start again")
 
+    def _connect(self, plan: Plan, generation: int) -> tuple[InnerGroup, Replay, Received]:
+        """As :meth:`_meet`, in as many attempts as it takes.
+
+        Raises:
+            GenerationAbandoned: if somebody was lost meanwhile.
+            RecoveryFailed: if it cannot be done.
+        """
+        attempt = 0
+        while True:
+            try:
+                return self._meet(plan, generation, attempt)
+            except NotConnected as error:
+                attempt += 1
+                if attempt == MAX_ATTEMPTS:
+                    raise RecoveryFailed(f"rank {self.env.rank}: nobody was lost, and yet: {error}") from error
+            except CorruptFile as error:
+                raise RecoveryFailed(f"the log on disk cannot be read: {error}") from error
+
     def _meet(self, plan: Plan, generation: int, attempt: int) -> tuple[InnerGroup, Replay, Received]:
         """Connect the job's default group and move what the plan says, on all ranks or on none.
 
@@ -461,7 +559,7 @@ class Recovery:
         world = self.runtime.world
         assert world is not None
         inner = self.runtime.new_inner(world, generation, attempt)
-        received = Received(top=plan.tops.get(self.env.rank), generation=generation)
+        received = self._moved = Received(top=plan.tops.get(self.env.rank), generation=generation)
         try:
             with self.runtime.lock:
                 if self._abandoned(generation):
@@ -488,18 +586,39 @@ class Recovery:
     def _install(
         self,
         plan: Plan,
-        inner: InnerGroup,
+        inner: InnerGroup | None,
         generation: int,
         replay: Replay,
         joining: bool,
+        *,
+        settled: bool = False,
     ) -> None:
+        """Take over what was moved, and go live.
+
+        Args:
+            plan: what was agreed.
+            inner: the default group's.
+            generation: which one.
+            replay: results to serve.
+            joining: this worker is a newcomer.
+            settled: newcomers are in, even if another loss has ended the generation, which does not go live then.
+
+        Raises:
+            GenerationAbandoned: if somebody was lost meanwhile.
+        """
         runtime = self.runtime
         wrong = joining and self._predecessor_was_wrong()
         with runtime.lock:
             # From here on this worker counts as a survivor; the watcher asks under the same lock.
             if self._abandoned(generation):
-                inner.discard()
-                raise GenerationAbandoned("a loss was announced at the last moment")
+                if inner is not None:
+                    inner.discard()
+                if not settled:
+                    raise GenerationAbandoned("a loss was announced at the last moment")
+                inner = None
+                runtime.broken = True
+            else:
+                runtime.absent = frozenset()
             runtime.generation = generation
             if joining:
                 runtime.starting = False
@@ -512,13 +631,14 @@ class Recovery:
                         group.next = top.groups.get(name, 0)
                         group.done.upto = group.next
                         group.channels.start_from(top.received.get(name, {}), top.sent.get(name, {}))
-                runtime.expected = {} if wrong else self.board.checksums()
+                runtime.expected = {} if wrong or plan.copies else self.board.checksums()
             for name, entries in replay.items():
                 if name in runtime.groups:
                     runtime.groups[name].replay.update(entries)
                 else:
                     self._for_later.setdefault(name, {}).update(entries)
-        runtime.go_live(generation, inner, plan.redo, plan.received)
+        if inner is not None:
+            runtime.go_live(generation, inner, plan.redo, plan.received)
 
     def _predecessor_was_wrong(self) -> bool:
         """Whether the predecessor was replaced because its state was damaged: then what it computed is no measure."""
@@ -556,9 +676,14 @@ class Recovery:
                 with self.state.frozen(top.version) as (description, tensors):
                     send(inner, newcomer, description, tensors)
                     received.nbytes += _nbytes(tensors)
+                if plan.copies:
+                    local = torch.frombuffer(bytearray(self.copy_local(top.index)), dtype=torch.uint8)
+                    send(inner, newcomer, {}, [local])
             elif rank == newcomer:
                 received.description, received.tensors = receive(inner, donor)
                 received.nbytes += _nbytes(received.tensors)
+                if plan.copies:
+                    _, (received.local,) = receive(inner, donor)
         return replay
 
     def _logged(self, entries: dict[str, list[int]]) -> tuple[list[list[Any]], list[torch.Tensor]]:

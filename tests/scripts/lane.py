@@ -1,0 +1,172 @@
+"""A model that all ranks hold. Gradients of the share of each logical rank are summed in the order of ranks, over a
+lane: while a rank is absent, the next one that is there computes its share too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from shared_core.errors import LaneBroken
+from shared_core.job import Job
+from shared_core.recovery.lane import Lane
+from shared_core.testing.digest import training_digest
+from shared_core.testing.report import Report
+
+_AGAIN = 1000
+
+
+class Trainer:
+    """The model and what a step does.
+
+    Attributes:
+        last: what was summed in the last update: gradients and loss, for whoever did not get it.
+    """
+
+    def __init__(self, report: Report, let_in_at: int) -> None:
+        torch.manual_seed(0)
+        self.report, self.let_in_at = report, let_in_at
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.loop = {"step": 0, "loss_sum": 0.0}
+        self.last = torch.zeros(0)
+
+    def share(self, rank: int) -> torch.Tensor:
+        """Gradients and loss of the share of a logical rank."""
+        with torch.random.fork_rng():
+            torch.manual_seed(1000 * int(self.loop["step"]) + rank)
+            x = torch.randn(8, 16)
+            loss = (self.net(x) - x[:, :4].sin()).pow(2).mean()
+            gradients = torch.autograd.grad(loss, list(self.net.parameters()))
+        return torch.cat([parameters_to_vector(gradients), loss.detach().reshape(1)])
+
+    def update(self, shares: list[torch.Tensor]) -> None:
+        """Sum the shares in their order, and step."""
+        total = shares[0].clone()
+        for each in shares[1:]:
+            total += each
+        self.last = total
+        gradients = [torch.empty_like(p) for p in self.net.parameters()]
+        vector_to_parameters(total[:-1], gradients)
+        for parameter, gradient in zip(self.net.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.loop["loss_sum"] += total[-1].item()
+        self.loop["step"] += 1
+
+    def plain_step(self) -> None:
+        """Over a plain group."""
+        mine = self.share(dist.get_rank())
+        shares = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(shares, mine)
+        self.update(shares)
+
+    def settle(self, job: Job, lane: Lane) -> bool:
+        """Whether all have done the same updates and nobody knocks; if not, what there is to do is done."""
+        asks = job.rank == lane.ranks[0] and bool(job.absent) and self.loop["step"] >= self.let_in_at
+        seen = lane.exchange({"step": self.loop["step"], "knocking": job.knocking(wait=True) if asks else []})
+        steps = {rank: each["step"] for rank, each in seen.items()}
+        newest = max(steps.values())
+        behind = [rank for rank in lane.ranks if steps[rank] < newest]
+        if behind:
+            source = next(rank for rank in lane.ranks if steps[rank] == newest)
+            if job.rank == source:
+                for rank in behind:
+                    lane.send(self.last, rank, _AGAIN)
+            elif job.rank in behind:
+                total = torch.empty(sum(p.numel() for p in self.net.parameters()) + 1)
+                lane.recv(total, source, _AGAIN).wait()
+                self.update([total])
+            return False
+        if knocking := seen[lane.ranks[0]]["knocking"]:
+            job.let_in(knocking)
+            return False
+        return True
+
+    def step(self, job: Job) -> None:
+        """Over lanes, of whoever is there."""
+        step = self.loop["step"]
+        while self.loop["step"] == step:
+            try:
+                lane = job.lane()
+                if self.settle(job, lane):
+                    self.shared_step(job, lane)
+            except LaneBroken:
+                continue
+
+    def shared_step(self, job: Job, lane: Lane) -> None:
+        """One attempt at a step."""
+        world = range(job.world_size)
+        hosts = {d: next(r for r in (*world[d:], *world) if r in lane.ranks) for d in world}
+        shares: dict[int, torch.Tensor] = {}
+        works = []
+        for d, host in hosts.items():
+            if host != job.rank:
+                shares[d] = torch.empty(sum(p.numel() for p in self.net.parameters()) + 1)
+                works.append(lane.recv(shares[d], host, d))
+        for d, host in hosts.items():
+            if host == job.rank:
+                shares[d] = self.share(d)
+                for other in lane.ranks:
+                    if other != job.rank:
+                        lane.send(shares[d], other, d)
+        for work in works:
+            work.wait()
+        self.update([shares[d] for d in world])
+
+    def end(self, job: Job) -> None:
+        """Return when all have done all updates."""
+        while True:
+            try:
+                lane = job.lane()
+                if lane.finished or self.settle(job, lane):
+                    return
+            except LaneBroken:
+                continue
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--let-in-at", type=int, default=8, help="from this step on others wait for newcomers")
+    args = parser.parse_args()
+    report = Report()
+    job = None
+    if not os.environ.get("SWIFT_BASELINE"):
+        import shared_core
+
+        shared_core.install()
+        job = shared_core.current_job()
+    dist.init_process_group("gloo")
+    trainer = Trainer(report, args.let_in_at)
+    if job is not None:
+        job.attach([trainer.net], [trainer.optimizer], replicas=range(job.world_size))
+        job.register("loop", lambda: dict(trainer.loop), trainer.loop.update)
+        dist.barrier()  # a newcomer's is answered
+        if not job.joining:
+            job.remember("plan", "who", job.rank)
+    while trainer.loop["step"] < args.steps:
+        if job is None:
+            trainer.plain_step()
+            continue
+        job.batch_top()
+        trainer.step(job)
+    extra = {}
+    if job is not None:
+        trainer.end(job)
+        extra = {"rejoined": job.rejoined, "plan": job.remembered("plan"), "absent": sorted(job.absent)}
+    digests = training_digest(trainer.net, [trainer.optimizer], [], {"loss": trainer.loop["loss_sum"]})
+    report.finish(digests, **extra)
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    del group
+
+
+if __name__ == "__main__":
+    main()
