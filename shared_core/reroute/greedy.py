@@ -23,7 +23,7 @@ class Found:
         problem: what it solves.
         schedule: the rows.
         timeline: when everything runs.
-        bound: no schedule is better than this.
+        bound: what to aim at; see ``lower_bound``.
     """
 
     problem: Problem
@@ -61,7 +61,7 @@ def greedy(problem: Problem, effort: int = EFFORT) -> Found:
     elif passes == 1:
         lasts = [min(stages, count)]
     choices = [Arrays(replace(problem, split_last=last)) for last in lasts]
-    goal = lower_bound(replace(problem, split_last=0))
+    goal = lower_bound(problem)
     tried: list[tuple[float, int, Rule]] = []
     best: tuple[float, int, list[list[int]]] | None = None
     attempts = _attempts(len(choices), stages, tried, hurry=passes < 50)
@@ -85,8 +85,8 @@ def greedy(problem: Problem, effort: int = EFFORT) -> Found:
 def _attempts(
     choices: int, stages: int, tried: list[tuple[float, int, Rule]], *, hurry: bool
 ) -> Iterator[tuple[int, Rule]]:
-    """First every rule, those first that take little memory and split little; in a ``hurry`` those that take much, which
-    are the better ones. Then the five best with noise, again and again.
+    """First every rule, then the five best with noise, again and again. Rules come first that take little memory and
+    split little; in a ``hurry`` those that take much, which are the better ones.
     """
     whiches, aheads = list(range(choices)), [0, 1, 2, stages]
     if hurry:

@@ -31,7 +31,7 @@ class Plan:
         route: who computes the micro-batches of lost workers: (home pipeline, stage, micro-batch) to the worker.
         slots: predicted time from the first action to the end of the last backward, in the unit of the times.
         period: predicted time from one iteration to the next, with the optimizer.
-        bound: slots (``staggered``: period) that no plan can beat in which stages without a loss keep backwards whole.
+        bound: the least slots (``staggered``: period) of a plan that is not faster than 1F1B without a loss.
         solver: ``1f1b``, ``greedy`` or ``cp-sat``.
         optimal: whether the bound is reached, or the solver has proven that it cannot be.
     """
