@@ -75,9 +75,9 @@ def lower_bound(problem: Problem) -> float:
     """The least that a plan can take (slots without optimizer, or the period if staggered) that is not faster than 1F1B
     without a loss.
 
-    The larger of two: what 1F1B takes at least; and, of every worker of a stage with a loss, the way to its first action
-    (staggered: its optimizer instead), all its work, and (coupled) the way back from its last backward. These are the
-    closed forms of the research notes. Of an iteration under way: the most work that a worker has left.
+    The larger of two: what 1F1B takes at least; and, of every worker of a stage with a loss, the way to its first
+    action (staggered: its optimizer instead), all its work, and (coupled) the way back from its last backward. Of an
+    iteration under way: the most work that a worker has left.
     """
     topology, times = problem.topology, problem.times
     counts = {worker: topology.micro_batches for worker in topology.workers() if worker not in problem.lost}
