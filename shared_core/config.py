@@ -22,6 +22,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "randomness": ("stock", "seeded"),
     "parallel_replay": ("auto", "always", "never"),
     "replay_sums": ("ordered", "slices"),
+    "reroute_plan": ("staggered", "decoupled", "coupled"),
+    "reduction": ("sum", "ordered"),
 }
 #: Variables with the prefix that the agent sets for its workers; they are no options.
 _RESERVED = frozenset(
@@ -74,6 +76,11 @@ class SwiftConfig:
             seed, step, micro-batch and layer, so that a micro-batch can be computed anywhere.
         parallel_replay: survivors compute a part of what a newcomer replays: ``auto`` where it pays. Needs
             ``randomness="seeded"``.
+        reroute_plan: with ``reroute``, how peers of a lost stage fit its micro-batches in: ``coupled`` with whole
+            backwards, ``decoupled`` with input gradients first and weight gradients later, ``staggered`` also with each
+            stage's update as soon as its own gradients are complete.
+        reduction: with ``reroute``, gradients are added as they come (``sum``), or those of each data-parallel index
+            apart and then by index (``ordered``): the same bits, whoever computes them.
         replay_sums: gradients of a shared replay are added by micro-batch in their order (``ordered``, bitwise) or by
             worker (``slices``, less to move, equal up to rounding).
         log_messages: log what pipeline stages send each other to disk: ``auto`` where a stage has no replica.
@@ -104,6 +111,8 @@ class SwiftConfig:
     randomness: str = "stock"
     parallel_replay: str = "auto"
     replay_sums: str = "ordered"
+    reroute_plan: str = "staggered"
+    reduction: str = "sum"
     log_messages: str = "auto"
     log_groups: str = "auto"
     log_budget_bytes: int = 0

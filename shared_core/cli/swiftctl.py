@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from shared_core.cli import simulate
+from shared_core.cli import plan, simulate
 from shared_core.errors import ConfigError
 from shared_core.events import Event, read_events
 from shared_core.pipeline.grouping import Budget, Plan, Profile, plan_groups, trade_off
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     logging.add_argument("--curve", action="store_true", help="print the trade-off too, with the plan marked by a star")
     logging.add_argument("--json", action="store_true", help="print JSON instead")
     logging.set_defaults(run=_plan_logging)
+    plan.add_command(commands)
     simulate.add_command(commands)
     return parser
 
@@ -84,7 +85,7 @@ def _plan_logging(options: argparse.Namespace) -> int:
     budgeted = options.storage is not None or options.bandwidth is not None
     plans = trade_off(profile) if options.curve or not budgeted else [chosen]
     if options.json:
-        print(json.dumps([_plan_to_dict(plan) for plan in plans], indent=2), flush=True)
+        print(json.dumps([_plan_to_dict(one) for one in plans], indent=2), flush=True)
     else:
         print(format_plans(plans, chosen if budgeted else None), flush=True)
     return 0

@@ -38,18 +38,41 @@ class Calls:
         self._end: RawRandom | None = None
         self._target: int | None = None
         self._recorded: dict[str, dict[str, Any]] = {}
+        self._begins = False
 
     # -- in a newcomer -----------------------------------------------------------------------------
 
     def finished(self) -> bool:
-        """Whether the predecessor had finished the next call, so that it is skipped."""
+        """Whether the next call has been finished by the predecessor, or by others without it, and is skipped."""
         if not self._job.joining:
-            return False
+            return self._target is not None and self.count < self._target
         if self._target is None:
             published = self._job.peek(STATE)
             self._target = published["calls"] if published else 0
             self._recorded = {kind: self._job.remembered(kind) for kind in (_RESULTS, _DRAWS, _ENDS)}
         return self.count < self._target
+
+    def let_in(self, count: int, draws: int) -> bool:
+        """This newcomer is a copy of a replica that has finished more calls than its predecessor had.
+
+        Args:
+            count: calls that it has finished itself.
+            draws: items that it has taken.
+
+        Returns:
+            Whether the present call is one of those.
+        """
+        self._job.rejoined = False
+        self._target, self.count, self.draws = self.count, count, draws
+        self._recorded = {kind: self._job.remembered(kind) for kind in (_RESULTS, _DRAWS, _ENDS)}
+        self._begins = count < self._target
+        return self._begins
+
+    @property
+    def begins(self) -> bool:
+        """Whether this is the first call of a newcomer after those that others had finished; its top is passed."""
+        begins, self._begins = self._begins and self.count == self._target, self._begins and self.count != self._target
+        return begins
 
     def skip(self, data: Iterator[Any], draws: int) -> Any:
         """Take ``draws`` items from ``data`` and return what the predecessor returned."""

@@ -285,9 +285,13 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             source = data_iter if data_iter is not None else self.data_iterator
             draws = micro_batches if self.is_first_stage() or self.is_last_stage() else 0
             return self._calls.skip(source, draws)
-        self._calls.begin()
-        self._job.batch_top()
-        self._after_top(self._job)
+        if not self._calls.begins:
+            count, taken = self._calls.count, self._calls.draws
+            self._calls.begin()
+            self._job.batch_top()
+            if self._job.rejoined and self._calls.let_in(count, taken):
+                return self._call(micro_batches, data_iter, call)
+            self._after_top(self._job)
         result = call()
         self._calls.done(result)
         return result

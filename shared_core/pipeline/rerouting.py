@@ -40,7 +40,7 @@ class Rerouting:
         grid = engine.grid
         self._topology = Topology(grid.data_parallel_size, grid.pipe_parallel_size, int(engine.micro_batches))
         self._me = Worker(grid.get_data_parallel_rank(), grid.get_stage_id())
-        self._variant, self._ordered = Variant(options.reroute_variant), options.reduction == "ordered"
+        self._variant, self._ordered = Variant(options.reroute_plan), options.reduction == "ordered"
         self._plans: dict[frozenset[Worker], Plan] = {}
         self._executor = Executor(
             self._topology,
@@ -82,18 +82,15 @@ class Rerouting:
         if self.result is not None and self.result.let_in:
             self.result = None
             executor.settle()
-            self._job.let_in()
+            self._job.let_in(sorted(self._job.absent))
             executor.leave()
-
-    def wait_for_all(self) -> None:
-        """Before something that needs all workers."""
 
     def run(self) -> None:
         """Train on the next global batch."""
         try:
             self.result = self._executor.run()
         except RecoveryFailed as error:
-            self._job.give_up(str(error))
+            self._job.fall_back(str(error))
 
     def total_loss(self) -> Tensor:
         """The mean loss of the last global batch, with DeepSpeed's arithmetic."""

@@ -72,7 +72,7 @@ def check(
         _check_row(worker, row, topology, before.get(worker, ()), memory, hosts)
     _check_complete(topology, hosts, before, schedule)
     if ordered:
-        _check_ordered(schedule)
+        check_order(schedule)
     simulate(schedule, Times(), done=[action for actions in before.values() for action in actions])
 
 
@@ -148,7 +148,12 @@ def _check_complete(
                 raise InvalidSchedule(f"{Action(s, kind, j, d)} is missing" + (f" at {where}" if where else ""))
 
 
-def _check_ordered(schedule: Schedule) -> None:
+def check_order(schedule: Schedule) -> None:
+    """The micro-batches of a pipeline at a stage are at one worker, their W (or B) in ascending order.
+
+    Raises:
+        InvalidSchedule: names the first action that is wrong.
+    """
     last: dict[tuple[int, int], tuple[Worker, int]] = {}
     for worker, row in schedule.rows.items():
         for action in row:

@@ -23,7 +23,7 @@ class Found:
         problem: what it solves.
         schedule: the rows.
         timeline: when everything runs.
-        bound: no schedule is better than this.
+        bound: what to aim at; see ``lower_bound``.
     """
 
     problem: Problem
@@ -54,12 +54,17 @@ def greedy(problem: Problem, effort: int = EFFORT) -> Found:
     """
     topology = problem.topology
     passes = max(1, effort // (3 * topology.pipelines * topology.stages * topology.micro_batches))
-    lasts = [0] if problem.variant is Variant.COUPLED or passes == 1 else [0, 1, topology.micro_batches]
+    count, stages = topology.micro_batches, topology.stages
+    lasts = sorted({0, 1, min(stages // 2, count), min(stages, count), count})
+    if problem.variant is Variant.COUPLED:
+        lasts = [0]
+    elif passes == 1:
+        lasts = [min(stages, count)]
     choices = [Arrays(replace(problem, split_last=last)) for last in lasts]
-    goal = lower_bound(choices[0].problem)
+    goal = lower_bound(problem)
     tried: list[tuple[float, int, Rule]] = []
     best: tuple[float, int, list[list[int]]] | None = None
-    attempts = _attempts(choices, tried)
+    attempts = _attempts(len(choices), stages, tried, hurry=passes < 50)
     rounds = 2 if passes == 1 else 8
     for _ in range(passes):
         which, rule = next(attempts)
@@ -77,15 +82,24 @@ def greedy(problem: Problem, effort: int = EFFORT) -> Found:
     return Found(choices[which].problem, schedule, choices[which].timeline(rows, schedule, 4 * rounds), goal)
 
 
-def _attempts(choices: list[Arrays], tried: list[tuple[float, int, Rule]]) -> Iterator[tuple[int, Rule]]:
-    """First every rule, then the five best ones with noise, again and again."""
-    for ahead in (1, 0, 2, choices[0].stages):
-        for hosted in (0.5, -0.5, 1.5, -1.5, 99.0, -99.0):
-            for forward_first in (False, True):
-                for which in range(len(choices)):
+def _attempts(
+    choices: int, stages: int, tried: list[tuple[float, int, Rule]], *, hurry: bool
+) -> Iterator[tuple[int, Rule]]:
+    """First every rule, then the five best with noise, again and again. Rules come first that take little memory and
+    split little; in a ``hurry`` those that take much, which are the better ones.
+    """
+    whiches, aheads = list(range(choices)), [0, 1, 2, stages]
+    if hurry:
+        aheads.reverse()
+        whiches = [*whiches[-2:], *reversed(whiches[:-2])]
+    for hosted in (0.5, -0.5, 1.5, -1.5, 99.0, -99.0):
+        for which in whiches:
+            for ahead in aheads:
+                # Whole backwards lose less where forwards are ready for the next one; split ones go on with a W.
+                for forward_first in (choices == 1, choices != 1):
                     yield which, Rule(hosted, ahead, forward_first)
-        for which in range(len(choices)):
-            yield which, Rule(0.0, ahead, False, arrival=True)
+                if hosted == 0.5:
+                    yield which, Rule(0.0, ahead, forward_first=choices == 1, arrival=True)
     seed = 0
     while True:
         tried.sort(key=lambda one: one[0])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_core.errors import ConfigError
-from shared_core.reroute.check import NO_LIMIT, Memory, check
+from shared_core.reroute.check import NO_LIMIT, Memory
 from shared_core.reroute.fusing import fuse
 from shared_core.reroute.greedy import EFFORT, greedy
 from shared_core.reroute.optimal import improve
@@ -31,9 +31,9 @@ class Plan:
         route: who computes the micro-batches of lost workers: (home pipeline, stage, micro-batch) to the worker.
         slots: predicted time from the first action to the end of the last backward, in the unit of the times.
         period: predicted time from one iteration to the next, with the optimizer.
-        bound: no plan has fewer slots (``staggered``: a smaller period) with the same splits.
+        bound: the least slots (``staggered``: period) of a plan that is not faster than 1F1B without a loss.
         solver: ``1f1b``, ``greedy`` or ``cp-sat``.
-        optimal: whether no better plan exists.
+        optimal: whether the bound is reached, or the solver has proven that it cannot be.
     """
 
     topology: Topology
@@ -160,12 +160,8 @@ def plan(
     gone = tuple(sorted(set(lost)))
     route = deal(topology, gone, ordered=ordered)
     problem = Problem(topology, times, variant, frozenset(gone), route, memory, ordered)
-    if not gone:
-        schedule = one_f_one_b(topology)
-        check(schedule, topology, memory=memory)
-        timeline = simulate(schedule, times, staggered=problem.staggered)
-        cost = timeline.period if problem.staggered else timeline.slots
-        return Plan(topology, variant, (), ordered, schedule, {}, timeline.slots, timeline.period, cost, "1f1b", True)
+    if not gone and (healthy := _healthy(problem)) is not None:
+        return healthy
     found, solver = greedy(problem, effort), "greedy"
     optimal = found.cost <= found.bound * (1 + 1e-9)
     if time_limit > 0 and not optimal:
@@ -186,3 +182,16 @@ def plan(
         solver=solver,
         optimal=optimal or found.cost <= found.bound * (1 + 1e-9),
     )
+
+
+def _healthy(problem: Problem) -> Plan | None:
+    """1F1B; None if it does not fit into the memory."""
+    topology, schedule = problem.topology, one_f_one_b(problem.topology)
+    if any(
+        min(topology.stages - s, topology.micro_batches) > problem.memory.at(Worker(d, s)) for d, s in schedule.rows
+    ):
+        return None
+    timeline = simulate(schedule, problem.times, staggered=problem.staggered)
+    slots, period = timeline.slots, timeline.period
+    cost = period if problem.staggered else slots
+    return Plan(topology, problem.variant, (), problem.ordered, schedule, {}, slots, period, cost, "1f1b", True)

@@ -1,4 +1,4 @@
-"""What greedy and exact planning share: the operations of an iteration as arrays, and a bound that no plan can beat."""
+"""What greedy and exact planning share: the operations of an iteration as arrays, and the least it can take."""
 
 from __future__ import annotations
 
@@ -72,58 +72,48 @@ class Problem:
 
 
 def lower_bound(problem: Problem) -> float:
-    """No plan with the same splits has a smaller objective: slots without optimizer, or the period if staggered.
+    """The least that a plan can take (slots without optimizer, or the period if staggered) that is not faster than 1F1B
+    without a loss.
 
-    Of every worker: the way to its first action, all its work, and the way back from its last backward (behind which
-    only W's can follow). Staggered: a stage's own work and its optimizer; and the way there, the work and the way back
-    lie within the span of each stage before it. Of an iteration under way: the work alone.
+    The larger of two: what 1F1B takes at least; and, of every worker of a stage with a loss, the way to its first
+    action (staggered: its optimizer instead), all its work, and (coupled) the way back from its last backward. Of an
+    iteration under way: the most work that a worker has left.
     """
-    work, late = _work(problem)
-    if problem.done:
-        return max(work.values(), default=0.0)
-    head, tail = _ways(problem)
-    best = 0.0
-    for worker, total in work.items():
-        s, early = worker.stage, total - late[worker]
-        if not problem.staggered:
-            best = max(best, head[s] + total, head[s] + early + tail[s])
-            continue
-        best = max(best, total + problem.times.at(worker).optimizer)
-        for before in range(s):
-            way = (head[s] - head[before]) + early + (tail[s] - tail[before])
-            pipelines = range(problem.topology.pipelines)
-            best = max(best, way + min(problem.times.at(Worker(d, before)).optimizer for d in pipelines))
-    return best
-
-
-def _work(problem: Problem) -> tuple[dict[Worker, float], dict[Worker, float]]:
-    """Time of all actions of every worker, and of those of them that can be last: W's."""
     topology, times = problem.topology, problem.times
     counts = {worker: topology.micro_batches for worker in topology.workers() if worker not in problem.lost}
     for worker in problem.route.values():
         counts[worker] += 1
-    work: dict[Worker, float] = {}
-    late: dict[Worker, float] = {}
+    heads, tails = _ways(problem)
+    best = 0.0
     for worker, count in counts.items():
-        at = times.at(worker)
-        split = count if problem.splits(*worker, 0) else min(count, problem.split_last)
-        split = 0 if problem.variant is Variant.COUPLED else split
-        late[worker] = split * at.of(Kind.W)
-        work[worker] = count * at.forward + split * at.of(Kind.I) + late[worker] + (count - split) * at.of(Kind.B)
-        work[worker] -= sum(
-            at.of(action.kind) for action in problem.done.get(worker, ()) if action.kind is not Kind.OPT
-        )
-    return work, late
+        at, s = times.at(worker), worker.stage
+        step = at.optimizer if problem.staggered else 0.0
+        whole = at.forward + at.of(Kind.B)
+        split = at.forward + at.backward_input + at.backward_weight
+        work = count * (split if problem.splits(*worker, 0) else whole)
+        if problem.done:
+            left = work - sum(at.of(one.kind) for one in problem.done.get(worker, ()) if one.kind is not Kind.OPT)
+            best = max(best, left)
+            continue
+        best = max(best, heads[s] + topology.micro_batches * whole + tails[s] + step)
+        if s in problem.lost_stages:
+            # What may be last is a W, behind which there is no way back; staggered, the way there is of no account.
+            if problem.variant is Variant.COUPLED:
+                work += heads[s] + tails[s]
+            elif problem.staggered:
+                work += step
+            else:
+                work += heads[s]
+            best = max(best, work)
+    return best
 
 
 def _ways(problem: Problem) -> tuple[list[float], list[float]]:
     """Shortest way from stage 0 to each stage, and back from the end of its backward to the end of stage 0's."""
     topology, times = problem.topology, problem.times
-    head, tail = [0.0], [0.0]
+    heads, tails = [0.0], [0.0]
     for s in range(topology.stages - 1):
         near = [times.at(Worker(d, s)) for d in range(topology.pipelines) if Worker(d, s) not in problem.lost]
-        head.append(head[-1] + min(at.forward for at in near) + times.communication)
-        split = problem.splits(0, s, topology.micro_batches - 1)
-        kinds = (Kind.I, Kind.W) if split and s == 0 else (Kind.I,) if split else (Kind.B,)
-        tail.append(tail[-1] + min(sum(at.of(kind) for kind in kinds) for at in near) + times.communication)
-    return head, tail
+        heads.append(heads[-1] + min(at.forward for at in near) + times.communication)
+        tails.append(tails[-1] + min(at.of(Kind.B) for at in near) + times.communication)
+    return heads, tails

@@ -1,0 +1,223 @@
+"""Plans made before they are needed: a folder of JSON files that a process in the background fills."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shared_core.errors import ConfigError, InvalidSchedule, WaitTimeout
+from shared_core.reroute.check import NO_LIMIT, Memory
+from shared_core.reroute.planner import Plan, parse_worker, plan
+from shared_core.reroute.problem import Variant
+from shared_core.reroute.schedule import Topology, Worker
+from shared_core.reroute.symmetry import canonical, patterns, rename
+from shared_core.reroute.timing import StageTimes, Times
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that a plan depends on besides the losses; see ``planner.plan``."""
+
+    topology: Topology
+    times: Times = Times()
+    variant: Variant = Variant.STAGGERED
+    memory: Memory = NO_LIMIT
+    ordered: bool = False
+    time_limit: float = 0.0
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether pipelines are alike, so that they can be renamed."""
+        return not (self.times.workers or self.memory.workers)
+
+    def plan(self, lost: Collection[Worker] = ()) -> Plan:
+        """Plan for some losses; raises what ``planner.plan`` does."""
+        return plan(
+            self.topology,
+            lost,
+            times=self.times,
+            variant=self.variant,
+            memory=self.memory,
+            ordered=self.ordered,
+            time_limit=self.time_limit,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        data = asdict(self)
+        data["times"]["workers"] = {f"{d}:{s}": asdict(one) for (d, s), one in self.times.workers.items()}
+        data["memory"]["workers"] = {f"{d}:{s}": limit for (d, s), limit in self.memory.workers.items()}
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Settings:
+        """Reverse of ``to_dict``.
+
+        Raises:
+            ConfigError: a field is missing, unknown or out of range.
+        """
+        try:
+            times, memory = data["times"], data["memory"]
+            workers = {parse_worker(name): StageTimes(**one) for name, one in times["workers"].items()}
+            stages = tuple(StageTimes(**one) for one in times["stages"])
+            limits = {parse_worker(name): limit for name, limit in memory["workers"].items()}
+            return cls(
+                Topology(**data["topology"]),
+                Times(stages, times["communication"], workers),
+                Variant(data["variant"]),
+                Memory(memory["micro_batches"], limits, memory["stash"]),
+                data["ordered"],
+                data["time_limit"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"these are not a planner's settings: {error!r}") from error
+
+    @property
+    def key(self) -> str:
+        """A name for the folder of their plans; other times, another folder."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+class PlanStore:
+    """Plans of one job, by losses.
+
+    Args:
+        folder: where the files are; plans of other settings may be there too.
+        settings: what to plan for.
+    """
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.settings = settings
+        self.folder = folder / settings.key
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._read: dict[tuple[Worker, ...], Plan] = {}
+
+    def look_up(self, lost: Collection[Worker]) -> Plan | None:
+        """The plan for these losses, None if it has not been made yet. Reads one file, the first time."""
+        pattern, names = self._pattern(lost)
+        found = self._load(pattern)
+        return None if found is None else rename(found, {new: old for old, new in names.items()})
+
+    def load_all(self) -> int:
+        """Read what is there into memory, so that a look-up need not; returns how many plans."""
+        for path in self.folder.glob("lost-*.json"):
+            self._load(_from_name(path.stem))
+        return len(self._read)
+
+    def make(self, lost: Collection[Worker]) -> Plan:
+        """The plan for these losses, made and stored if it is not there; raises what ``planner.plan`` does."""
+        pattern, names = self._pattern(lost)
+        found = self._load(pattern)
+        if found is None:
+            found = self.settings.plan(pattern)
+            path = self._path(pattern)
+            partial = path.with_suffix(f".{os.getpid()}.part")
+            partial.write_text(found.to_json(), encoding="utf-8")
+            partial.replace(path)
+            self._read[pattern] = found
+        return rename(found, {new: old for old, new in names.items()})
+
+    def fill(self, losses: int) -> int:
+        """Make all plans for 0 to so many losses, fewest first; returns how many there are."""
+        count = 0
+        for number in range(losses + 1):
+            for pattern in self._patterns(number):
+                try:
+                    self.make(pattern)
+                except InvalidSchedule:  # does not fit into the memory: nothing to look up then
+                    continue
+                count += 1
+        return count
+
+    def fill_in_background(self, losses: int) -> Filling:
+        """The same in a process of its own, of the lowest priority."""
+        path = self.folder / "settings.json"
+        path.write_text(json.dumps(self.settings.to_dict()), encoding="utf-8")
+        command = [sys.executable, "-m", "shared_core.reroute.store", str(path), str(losses)]
+        root = str(Path(__file__).resolve().parents[2])
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        return Filling(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
+
+    def _patterns(self, losses: int) -> list[tuple[Worker, ...]]:
+        if self.settings.symmetric:
+            return patterns(self.settings.topology, losses)
+        raise ConfigError(
+            "plans for workers with times or memory of their own are not made beforehand: there would be one for every "
+            "choice of workers; give times and memory by stage"
+        )
+
+    def _pattern(self, lost: Collection[Worker]) -> tuple[tuple[Worker, ...], dict[int, int]]:
+        topology = self.settings.topology
+        if self.settings.symmetric:
+            return canonical(topology, lost)
+        return tuple(sorted(set(lost))), {d: d for d in range(topology.pipelines)}
+
+    def _path(self, pattern: tuple[Worker, ...]) -> Path:
+        return self.folder / f"lost-{'_'.join(f'{d}.{s}' for d, s in pattern)}.json"
+
+    def _load(self, pattern: tuple[Worker, ...]) -> Plan | None:
+        found = self._read.get(pattern)
+        if found is None:
+            try:
+                found = Plan.from_json(self._path(pattern).read_text(encoding="utf-8"))
+            except FileNotFoundError:
+                return None
+            self._read[pattern] = found
+        return found
+
+
+class Filling:
+    """A process that makes plans."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @property
+    def running(self) -> bool:
+        """Whether it is still at work."""
+        return self._process.poll() is None
+
+    def wait(self, timeout: float) -> None:
+        """Until all plans are there.
+
+        Raises:
+            WaitTimeout: they are not after so many seconds; the process goes on.
+            ConfigError: it failed; its error is on the console.
+        """
+        try:
+            status = self._process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise WaitTimeout(
+                f"plans were not ready after {timeout:g} s; wait longer or plan for fewer losses"
+            ) from error
+        if status:
+            raise ConfigError(f"planning in the background failed with status {status}; its error is on the console")
+
+    def stop(self) -> None:
+        """End it; plans that are there stay."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _from_name(stem: str) -> tuple[Worker, ...]:
+    places = stem.removeprefix("lost-")
+    return tuple(parse_worker(place.replace(".", ":")) for place in places.split("_")) if places else ()
+
+
+def main() -> None:
+    """``python -m shared_core.reroute.store SETTINGS.json LOSSES``: what ``fill_in_background`` starts."""
+    path, losses = Path(sys.argv[1]), int(sys.argv[2])
+    os.nice(19)
+    settings = Settings.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    PlanStore(path.parent.parent, settings).fill(losses)
+
+
+if __name__ == "__main__":
+    main()
