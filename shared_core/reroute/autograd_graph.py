@@ -2,8 +2,12 @@
 
 A *trunk* node lies on a path from an output to an input of the stage. A *branch* leaves the trunk and ends at
 parameters. Only matrix products and convolutions are worth a second visit: their weight gradient costs as much as their
-input gradient, and it needs nothing but the layer's input and output gradient. The branches of all other nodes are
-finished together with the input gradients: a normalisation leaves a small gradient instead of a whole activation.
+input gradient, and it needs nothing but the layer's input and output gradient. A branch that holds products or tables
+of its own waits as a whole. All other branches are finished together with the input gradients: a normalisation leaves
+a small gradient instead of a whole activation.
+
+Where no input needs a gradient, as in a first stage, the trunk leads to tables and to the lowest products instead, so
+that the second part is as long as that of other stages.
 """
 
 from __future__ import annotations
@@ -55,6 +59,28 @@ class Layer:
     spare: tuple[str, ...]
 
 
+class Cut(NamedTuple):
+    """An edge from the trunk to a branch: it leaves ``trunk`` (``None``: an output) at ``position``."""
+
+    trunk: Node | None
+    position: int
+    child: Node
+    input_nr: int
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A branch that waits as a whole.
+
+    Attributes:
+        cuts: where it hangs on the trunk.
+        nodes: all of it, down to its parameters.
+    """
+
+    cuts: tuple[Cut, ...]
+    nodes: tuple[Node, ...]
+
+
 @dataclass(frozen=True)
 class Survey:
     """What to do with one graph.
@@ -62,54 +88,68 @@ class Survey:
     Attributes:
         whole: why the backward must stay in one piece; empty where it need not.
         layers: products whose weight gradients wait, outputs first.
+        tails: branches that wait.
         early: parameters whose gradients are computed together with the input gradients.
         first: nodes that the input gradients and ``early`` visit, without those of ``layers``.
     """
 
     whole: str = ""
     layers: tuple[Layer, ...] = ()
+    tails: tuple[Tail, ...] = ()
     early: tuple[torch.Tensor, ...] = ()
     first: tuple[Node, ...] = ()
 
 
 @dataclass
 class _Branch:
-    """Nodes outside the trunk that hang together, and the trunk nodes (``None``: an output) that they hang on."""
+    """Nodes outside the trunk that hang together, and where they hang on it."""
 
     nodes: list[Node] = field(default_factory=list)
-    cuts: list[tuple[Node | None, int]] = field(default_factory=list)
+    cuts: list[Cut] = field(default_factory=list)
+
+
+#: Each node's edges; where an edge leads nowhere its node is ``None``.
+Edges = dict[Node, tuple[tuple[Node | None, int], ...]]
 
 
 def survey(outputs: Iterable[Node], inputs: Iterable[Node]) -> Survey:
     """Look at the graph between ``outputs`` and ``inputs`` (nodes of ``get_gradient_edge``), which stays as it is."""
     roots, ends = list(dict.fromkeys(outputs)), set(inputs)
-    order = _outputs_first(roots)
+    edges = _edges(roots)
     trunk, weighty = set(ends), set[Node]()
-    for node in reversed(order):
-        after = [child for child, _ in node.next_functions if child is not None]
-        if any(child in trunk for child in after):
-            trunk.add(node)
-        if (is_parameter(node) and node not in ends) or any(child in weighty for child in after):
+    for node, below in reversed(edges.items()):
+        for child, _ in below:
+            if child in trunk or (not ends and child in weighty and _is_goal(child)):
+                trunk.add(node)
+            if child in weighty:
+                weighty.add(node)
+        if not below and node not in ends and is_parameter(node):
             weighty.add(node)
-    for node in order:
+    for node in edges:
         if (node in trunk or node in weighty) and _runs_backward(type(node)):
             return Survey(whole=f"{node.name()} runs a backward of its own, as re-entrant checkpointing does")
-    compiled = any(node.name() == COMPILED for node in order)
+    if not ends and any(map(_is_taken, edges)):
+        return Survey(whole="what was saved is checkpointed or off-loaded, and no input needs a gradient")
+    compiled = any(node.name() == COMPILED for node in edges)
     layers: dict[Node, Layer] = {}
+    tails: list[Tail] = []
     early: list[torch.Tensor] = []
-    first = [node for node in order if node in trunk]
-    for branch in _branches(order, roots, trunk, weighty):
+    first = [node for node in edges if node in trunk]
+    for branch in _branches(edges, roots, trunk, weighty):
         parameters = tuple(variable(node) for node in branch.nodes if is_parameter(node))
-        layer = None if compiled else _layer(branch, parameters)
+        layer = None if compiled else _layer(branch, parameters, trunk)
         if layer is not None:
             layers[layer.node] = layer
-            continue
-        if any(parameter._backward_hooks for parameter in parameters):
+        elif _can_wait(branch, edges):
+            tails.append(Tail(tuple(branch.cuts), tuple(branch.nodes)))
+        elif any(parameter._backward_hooks for parameter in parameters):
             return Survey(whole="a parameter that cannot wait has a tensor hook, which would run twice")
-        early += parameters
-        first += branch.nodes
+        else:
+            early += parameters
+            first += branch.nodes
     return Survey(
-        layers=tuple(layers[node] for node in order if node in layers),
+        layers=tuple(layers[node] for node in edges if node in layers),
+        tails=tuple(tails),
         early=tuple(early),
         first=tuple(node for node in first if node not in layers),
     )
@@ -154,39 +194,42 @@ def raw_tensors(node: Node) -> Iterator[Any]:
         yield from value if isinstance(value, tuple | list) else (value,)
 
 
-def _outputs_first(roots: list[Node]) -> list[Node]:
-    """All nodes that ``roots`` lead to, each before those that it leads to."""
+def _edges(roots: list[Node]) -> Edges:
+    """Where all nodes that ``roots`` lead to lead: each node comes before those that it leads to, and those by edge."""
+    found: Edges = {}
     order: list[Node] = []
-    seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
         node, left = stack.pop()
         if left:
             order.append(node)
-        elif node not in seen:
-            seen.add(node)
+        elif node not in found:
+            found[node] = below = node.next_functions
             stack.append((node, True))
-            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
-    return order[::-1]
+            stack += [(child, False) for child, _ in below if child is not None and child not in found]
+    return {node: found[node] for node in reversed(order)}
 
 
-def _branches(order: list[Node], roots: list[Node], trunk: set[Node], weighty: set[Node]) -> list[_Branch]:
+def _branches(edges: Edges, roots: list[Node], trunk: set[Node], weighty: set[Node]) -> list[_Branch]:
     """Everything beside the trunk that ends at parameters, in pieces that share no node."""
-    beside: dict[Node, set[Node]] = {node: set() for node in order if node in weighty and node not in trunk}
-    cuts: dict[Node, list[tuple[Node | None, int]]] = {root: [(None, 0)] for root in roots if root in beside}
-    for node in order:
-        children = [(position, child) for position, (child, _) in enumerate(node.next_functions) if child in beside]
+    beside: dict[Node, set[Node]] = {node: set() for node in edges if node in weighty and node not in trunk}
+    cuts: dict[Node, list[Cut]] = {root: [Cut(None, 0, root, 0)] for root in roots if root in beside}
+    for node, below in edges.items():
+        if node not in trunk and node not in beside:
+            continue
+        cut = [Cut(node, i, child, nr) for i, (child, nr) in enumerate(below) if child in beside]
+        joined = node
         if node in trunk:
-            for position, child in children:
-                cuts.setdefault(child, []).append((node, position))
-            joined = [child for _, child in children[:1]]  # one visit of the node is for all of its branches
-        else:
-            joined = [node] if node in beside else []
-        for one in joined:
-            for _, other in children:
-                beside[one].add(other)
-                beside[other].add(one)
-    branches, seen = [], set[Node]()
+            for one in cut:
+                cuts.setdefault(one.child, []).append(one)
+            if cut:
+                joined = cut[0].child  # one visit of the node is for all of its branches
+        for one in cut:
+            if one.child is not joined:
+                beside[joined].add(one.child)
+                beside[one.child].add(joined)
+    branches: list[_Branch] = []
+    seen = set[Node]()
     for start in beside:
         if start in seen:
             continue
@@ -204,13 +247,35 @@ def _branches(order: list[Node], roots: list[Node], trunk: set[Node], weighty: s
     return branches
 
 
-def _layer(branch: _Branch, parameters: tuple[torch.Tensor, ...]) -> Layer | None:
+def _can_wait(branch: _Branch, edges: Edges) -> bool:
+    """Whether ``branch`` waits as a whole: it is worth it, and nothing of it is run before."""
+    if not any(map(_is_goal, branch.nodes)):
+        return False
+    if any(cut.trunk is None for cut in branch.cuts) or any(map(_is_taken, branch.nodes)):
+        return False
+    # What the trunk sends to is its end for the engine: a branch that leads there again would be run too soon.
+    inside = {child for node in branch.nodes for child, _ in edges[node]}
+    return not any(cut.child in inside for cut in branch.cuts)
+
+
+def _is_goal(node: Node) -> bool:
+    return node.name() in PRODUCTS or node.name().startswith("Embedding")
+
+
+def _is_taken(node: Node) -> bool:
+    """Whether someone else decides how ``node`` keeps its tensors: a second pass would compute or fetch them again."""
+    return any(raw.unpack_hook is not None for raw in raw_tensors(node))
+
+
+def _layer(branch: _Branch, parameters: tuple[torch.Tensor, ...], trunk: set[Node]) -> Layer | None:
     """``branch`` as a layer whose weight gradient can wait; ``None`` where it cannot or is not worth it."""
-    (node, *others) = {node for node, _ in branch.cuts}
+    (node, *others) = {cut.trunk for cut in branch.cuts}
     if node is None or others or node.name() not in PRODUCTS:
         return None  # a tied weight is summed in one go, with the rounding of an unsplit backward
+    if not any(child in trunk for child, _ in node.next_functions):
+        return None  # the first part would not come here
     product = PRODUCTS[node.name()]
-    cut = {position for _, position in branch.cuts}
+    cut = {one.position for one in branch.cuts}
     asked = [edge in cut for edge in product.edges]
     if not any(asked):
         return None

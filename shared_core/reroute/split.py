@@ -22,8 +22,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from shared_core.errors import SwiftError
 from shared_core.reroute.autograd_graph import (
+    Cut,
     Layer,
     Survey,
+    Tail,
     is_parameter,
     is_python,
     raw_tensors,
@@ -53,7 +55,8 @@ class StageBackward:
     parameters are summed over micro-batches in the order of the calls of B and W. Exception: where ``whole`` is set, it
     happens in I.
 
-    A stage none of whose inputs needs a gradient has nothing to do in I; W is then the whole backward.
+    Where no input needs a gradient, as in a first stage, I goes down to tables and the lowest layers, and W has the
+    same share as in other stages; where that cannot be, I does nothing and W is the whole backward.
 
     Args:
         outputs: what the forward returned: tensors, also within tuples, lists and dicts. Others are passed over.
@@ -71,6 +74,7 @@ class StageBackward:
         self._state = _State.RECORDED
         self._whole: str | None = None
         self._layers: list[_LateLayer] = []
+        self._tails: list[_LateTail] = []
         self._early: list[tuple[Tensor, Tensor]] = []
         self._postponed: tuple[list[Tensor], list[Tensor]] | None = None
 
@@ -108,26 +112,29 @@ class StageBackward:
         outputs, given = self._begin(grads)
         self._state = _State.INPUT_DONE
         wanted = [x for x in self._inputs if x.requires_grad]
-        if not wanted:
+        plan = self._survey(outputs)
+        if not wanted and (plan.whole or not plan.layers + plan.tails):
             self._postponed = (outputs, given)
             return (None,) * len(self._inputs)
-        plan = self._survey(outputs)
         self._whole = plan.whole
         if plan.whole:
             return self._run_whole(outputs, given)
         self._layers = [_LateLayer(layer) for layer in plan.layers]
+        self._tails = [_LateTail(tail) for tail in plan.tails]
+        ends = dict.fromkeys((cut.child, cut.input_nr) for tail in plan.tails for cut in tail.cuts)
+        asked: list[Any] = [*wanted, *plan.early, *(GradientEdge(node, number) for node, number in ends)]
         kept: list[_Held] = []
         found: Gradients = ()
         try:
             if self._layers:
                 _hold(plan, kept)
             if outputs:
-                found = torch.autograd.grad(
-                    outputs, [*wanted, *plan.early], given, retain_graph=bool(self._layers), allow_unused=True
-                )
+                found = torch.autograd.grad(outputs, asked, given, retain_graph=bool(self._layers), allow_unused=True)
         finally:
             for layer in self._layers:
                 layer.captured()
+            for branch in self._tails:
+                branch.captured()
             for held in kept:
                 held.value = None
         gradients = iter(found or (None,) * len(wanted))
@@ -155,6 +162,8 @@ class StageBackward:
             torch.autograd.backward([parameter], [gradient])
         while self._layers:
             self._layers.pop(0).accumulate()
+        while self._tails:
+            self._tails.pop().accumulate()
 
     @property
     def whole(self) -> str:
@@ -165,8 +174,11 @@ class StageBackward:
 
     @property
     def layers_waiting(self) -> int:
-        """Layers whose weight gradient is still to be computed; 0 where W only accumulates, or does everything."""
-        return len(self._layers)
+        """Layers whose weight gradient is still to be computed; 0 where W only accumulates, or does everything.
+
+        What hangs on the trunk as a whole (the lowest layer of a first stage with all below it) counts once.
+        """
+        return len(self._layers) + len(self._tails)
 
     @property
     def bytes_held(self) -> int:
@@ -181,6 +193,10 @@ class StageBackward:
             tensors += late.gradients
             nodes.append(late.layer.node)
             parameters += late.layer.parameters
+        for tail in self._tails:
+            tensors += tail.gradients
+            nodes += tail.tail.nodes
+            parameters += [variable(node) for node in tail.tail.nodes if is_parameter(node)]
         if self._postponed is not None:
             tensors += self._postponed[1]
             nodes = list(_reachable(get_gradient_edge(y).node for y in self._postponed[0]))
@@ -253,6 +269,46 @@ class _LateLayer:
             torch.autograd.backward(edges, self.gradients, inputs=self.layer.parameters)
         finally:
             hook.remove()
+
+
+class _LateTail:
+    """A branch between I and W, and the gradients that the trunk has sent to it."""
+
+    def __init__(self, tail: Tail) -> None:
+        self.tail = tail
+        self._received: list[tuple[GradientEdge, Tensor]] = []
+        cuts: dict[Node, list[Cut]] = {}
+        for cut in tail.cuts:
+            assert cut.trunk is not None
+            cuts.setdefault(cut.trunk, []).append(cut)
+        # Taken where they leave the trunk: hooks of the branch, which the engine calls on its side, then count once.
+        self._hooks = [node.register_hook(_receiver(some, self._received)) for node, some in cuts.items()]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [gradient for _, gradient in self._received]
+
+    def captured(self) -> None:
+        """I is over."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def accumulate(self) -> None:
+        """Run the branch."""
+        if self._received:
+            torch.autograd.backward([edge for edge, _ in self._received], self.gradients)
+
+
+def _receiver(cuts: list[Cut], received: list[tuple[GradientEdge, Tensor]]) -> Callable[[Gradients, Gradients], None]:
+    """A hook that notes what a node sends along ``cuts``."""
+
+    def hook(sent: Gradients, _: Gradients) -> None:
+        for cut in cuts:
+            gradient = sent[cut.position]
+            if gradient is not None:
+                received.append((GradientEdge(cut.child, cut.input_nr), gradient))
+
+    return hook
 
 
 class _Held:
