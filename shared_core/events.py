@@ -23,6 +23,7 @@ KINDS = (
     "resumed",
     "lane",
     "let_in",
+    "rerouted",
     "checkpoint",
     "restart",
     "resize",

@@ -398,6 +398,14 @@ class Job:
         """
         return self._lanes.let_in(ranks)
 
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run when the program has ended without an error, before this worker is done."""
+        worker.at_end(call)
+
+    def take_back(self) -> None:
+        """The last update was undone, and is made anew."""
+        self._updates.take_back()
+
     def _copy_local(self, top: int) -> bytes:
         """Rank-local state at a batch top, and what was kept with :meth:`remember`, for a copy of this rank."""
         newest = {
@@ -418,7 +426,8 @@ class Job:
 
     def mark(self) -> None:
         """Call right after :meth:`batch_top` where a batch has no collective of all ranks; see :meth:`Logs.mark`."""
-        self._logs.mark()
+        if not self.reroutes:  # steps make no log
+            self._logs.mark()
 
     def regroup(self, together: Sequence[int]) -> None:
         """From now on these ranks, this one among them, start again together: messages between them are not logged."""

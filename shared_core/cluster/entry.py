@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shared_core.cluster import process, worker
-from shared_core.cluster.request import StartRequest
+from shared_core.cluster.request import Mode, StartRequest
 
 _HERE = Path(__file__).resolve()
 #: Folder that holds the package; stays importable for workers where the package is run from a checkout.
@@ -123,15 +123,13 @@ def _run(request: StartRequest) -> None:
     try:
         for name in request.first:
             importlib.import_module(name)
-        if request.mode == "module":
-            _set_first_path(os.getcwd())
-            runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what ``python -m`` itself calls
-        elif os.path.isdir(target) or target.endswith((".zip", ".pyz")):
-            _set_first_path(target)
-            runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
-        else:
-            _set_first_path(os.path.dirname(os.path.realpath(target)))
-            _exec_script(target, main)
+        try:
+            _run_program(request.mode, target, main)
+        except SystemExit as end:
+            if end.code in (None, 0):
+                worker.program_ended()
+            raise
+        worker.program_ended()
     except SystemExit as end:
         if end.code not in (None, 0):
             worker.mark_failed()
@@ -148,6 +146,18 @@ def _run(request: StartRequest) -> None:
         get_error_handler().record_exception(error)
         _print_exception(error)
         raise SystemExit(1) from None
+
+
+def _run_program(mode: Mode, target: str, main: types.ModuleType) -> None:
+    if mode == "module":
+        _set_first_path(os.getcwd())
+        runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what ``python -m`` itself calls
+    elif os.path.isdir(target) or target.endswith((".zip", ".pyz")):
+        _set_first_path(target)
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+    else:
+        _set_first_path(os.path.dirname(os.path.realpath(target)))
+        _exec_script(target, main)
 
 
 def _set_first_path(entry: str) -> None:

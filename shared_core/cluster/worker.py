@@ -11,7 +11,7 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -47,6 +47,7 @@ WORDS = "words"
 
 _failed = False
 _done = False
+_at_end: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,17 @@ def mark_failed() -> None:
     """The user's program ended with an error: no goodbye will be said for it."""
     global _failed
     _failed = True
+
+
+def at_end(call: Callable[[], None]) -> None:
+    """Have ``call`` run when the user's program has ended without an error, before the goodbye."""
+    _at_end.append(call)
+
+
+def program_ended() -> None:
+    """The user's program has ended without an error."""
+    while _at_end:
+        _at_end.pop()()
 
 
 def get_ready_to_say_done() -> None:

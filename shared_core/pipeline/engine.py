@@ -266,20 +266,20 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             The mean loss of the global batch, on every rank: a tensor without dimensions.
         """
         return self._call(
-            self.micro_batches, data_iter, lambda: super(SwiftPipelineEngine, self).train_batch(data_iter)
+            self.micro_batches, data_iter, lambda: super(SwiftPipelineEngine, self).train_batch(data_iter), True
         )
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on the next global batch; see :meth:`deepspeed.PipelineEngine.eval_batch`."""
         number = kwargs.get("num_micro_batches") or self.micro_batches
         call = super().eval_batch
-        return self._call(number, data_iter, lambda: call(data_iter, *args, **kwargs))
+        return self._call(number, data_iter, lambda: call(data_iter, *args, **kwargs), False)
 
-    def _call(self, micro_batches: int, data_iter: Any, call: Callable[[], Any]) -> Any:
+    def _call(self, micro_batches: int, data_iter: Any, call: Callable[[], Any], trains: bool) -> Any:
         if self._job is None:
             return call()
         if not self.drives or self._calls is None:
-            self._after_top(self._job)
+            self._after_top(self._job, trains)
             return call()
         if self._calls.finished():
             source = data_iter if data_iter is not None else self.data_iterator
@@ -290,18 +290,18 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             self._calls.begin()
             self._job.batch_top()
             if self._job.rejoined and self._calls.let_in(count, taken):
-                return self._call(micro_batches, data_iter, call)
-            self._after_top(self._job)
+                return self._call(micro_batches, data_iter, call, trains)
+        self._after_top(self._job, trains)
         result = call()
         self._calls.done(result)
         return result
 
-    def _after_top(self, job: Job) -> None:
+    def _after_top(self, job: Job, trains: bool) -> None:
         job.mark()
         if self._groups is not None:
             self._groups.at_top()
         if self._rerouting is not None:
-            self._rerouting.at_top()
+            self._rerouting.at_top(trains)
 
     def bytes_to_next(self) -> int:
         """Bytes of activations and gradients that cross to and from the next stage in a step; 0 at the last stage."""

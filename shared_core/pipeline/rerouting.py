@@ -6,7 +6,6 @@ loss, clipping, optimizer and scheduler stay DeepSpeed's.
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.consistency.undo import Undo
-from shared_core.errors import RecoveryFailed, Unsupported
+from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.reroute.executor import Executor, Options, Result
 from shared_core.reroute.mail import Lane, Parts
@@ -58,7 +57,7 @@ class Rerouting:
             self._note,
         )
         self.result: Result | None = None
-        atexit.register(self._executor.settle)  # others may need this worker until all have finished
+        job.at_end(self._executor.settle)  # others may need this worker until all have finished
 
     def _rank(self, worker: Worker) -> int:
         return int(self._engine.grid.stage_to_global(worker.stage, data=worker.pipeline))
@@ -72,17 +71,32 @@ class Rerouting:
         return self._plans[lost]
 
     def _note(self, fields: dict[str, Any]) -> None:
-        if fields["lost"] or fields["generation"]:
+        if fields["lost"]:
             self._job.event("rerouted", **fields)
 
-    def at_top(self) -> None:
-        """At each batch top: let newcomers in, if the last step has said so."""
-        executor = self._executor
-        executor.step = int(self._engine.global_steps)
-        if self.result is not None and self.result.let_in:
-            self.result = None
+    def at_top(self, trains: bool) -> None:
+        """At each batch top: let newcomers in, if the last step has said so, or if all workers are needed.
+
+        Args:
+            trains: what follows is a step; evaluation needs all workers.
+        """
+        executor, job, result = self._executor, self._job, self.result
+        executor.step, self.result = int(self._engine.global_steps), None
+        if not trains or (result is not None and result.let_in):
             executor.settle()
-            self._job.let_in(sorted(self._job.absent))
+        if result is not None and result.let_in:
+            job.let_in(sorted(job.absent))
+            executor.leave()
+        while job.absent and not trains:
+            executor.settle()
+            lane = executor.lane
+            try:
+                mine = job.knocking(wait=True) if job.rank == lane.ranks[0] else ()
+                ranks = list(lane.exchange(list(mine))[lane.ranks[0]])
+            except LaneBroken:
+                continue
+            if ranks:
+                job.let_in(ranks)
             executor.leave()
 
     def run(self) -> None:
@@ -116,7 +130,11 @@ class _Layers:
     def __init__(self, engine: SwiftPipelineEngine, job: Job) -> None:
         self._engine, self._job = engine, job
         self._undo: Undo | None = None
-        self.parameters: list[nn.Parameter] = [p for p in engine.module.parameters() if p.requires_grad and p.numel()]
+        self._parameters = [p for p in engine.module.parameters() if p.requires_grad and p.numel()]
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return self._parameters
 
     def items(self) -> list[tuple[Parts, Parts]]:
         engine = self._engine
@@ -206,5 +224,3 @@ def _refuse(engine: SwiftPipelineEngine) -> None:
     for holds, what in reasons:
         if holds:
             raise Unsupported(f"on_failure='reroute' cannot be used with {what}: choose on_failure='replace'")
-
-

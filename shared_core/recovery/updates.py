@@ -279,6 +279,12 @@ class Updates:
         for place, value in params.items():
             self.replicated.parameters[place].data.copy_(value)
 
+    def take_back(self) -> None:
+        """The last update was undone by its owner, who makes another in its place."""
+        with self._condition:
+            self._applied -= 1
+            self._highest = self._applied
+
     # -- hooks -------------------------------------------------------------------------------------
 
     def _mine(self, optimizer: Optimizer) -> bool:

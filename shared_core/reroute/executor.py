@@ -36,13 +36,11 @@ _POINTS = {
 
 
 class StageModel(Protocol):
-    """The layers of this worker's stage.
+    """The layers of this worker's stage."""
 
-    Attributes:
-        parameters: those that are trained, in the order in which gradients are summed.
-    """
-
-    parameters: Sequence[nn.Parameter]
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Those that are trained, in the order in which gradients are summed."""
 
     def items(self) -> list[tuple[Parts, Parts]]:
         """Inputs and labels of this pipeline's micro-batches of the next step; called at first and last stages."""
@@ -118,8 +116,10 @@ class _Step:
     def begin_again(self) -> None:
         """Forget what was computed with parameters that were taken back."""
         self.at = 0
-        for part in (self.made, self.records, self.losses, self.sums):
-            part.clear()  # type: ignore[attr-defined]
+        self.made.clear()
+        self.records.clear()
+        self.losses.clear()
+        self.sums.clear()
 
 
 @dataclass(frozen=True)
@@ -250,12 +250,20 @@ class Executor:
                 if self._mail is None or self._mail.lane.broken():
                     self._change()
                 assert self._mail is not None
+                if self._mail.lane.finished:
+                    return  # who has left the program had come here before, as all others had
                 self._validate()
                 places = self._mail.lane.exchange({"step": self.step})
-                if all(place["step"] >= self.step for place in places.values()):  # type: ignore[index]
+                if all(place["step"] >= self.step for place in places.values()):
                     return
             except LaneBroken:
                 self._mail = None
+
+    @property
+    def lane(self) -> Lane:
+        """The lane in use; after :meth:`settle`."""
+        assert self._mail is not None
+        return self._mail.lane
 
     def leave(self) -> None:
         """The lane is of no more use: newcomers are let in now."""
@@ -271,6 +279,9 @@ class Executor:
             RecoveryFailed: nobody can compute what was lost.
         """
         lane = self._connect()
+        if lane.finished:
+            self._mail = Mail(lane, self._topology, self._shapes)
+            return
         before, now = self._steps.get(self.step - 1), self._steps.get(self.step)
         if before is not None and before.verdict is None and now is not None:
             now.begin_again()  # it would have to be told whether that update was the right one
@@ -292,7 +303,7 @@ class Executor:
         self._mail, self._told = Mail(lane, self._topology, self._shapes), set()
         self._learn(views)
         self._send_again(views)
-        self._noted({"generation": lane.generation, "lost": lost, "step": self.step})
+        self._noted({"lost": lost, "step": self.step})
 
     def _tell(self) -> dict[str, Any]:
         """How far this worker is."""
@@ -341,10 +352,9 @@ class Executor:
     def _send_again(self, views: Mapping[int, Any]) -> None:
         """Send what readers still need and may not have got."""
         assert self._mail is not None
-        for number, step in self._steps.items():
-            plan = self._history.steps.get(number)
-            if plan is None:
-                continue
+        open_steps = self._history.changed_since(self._mail.lane.generation - 1)
+        for number in sorted(open_steps & self._steps.keys()):
+            step, plan = self._steps[number], self._history.steps[number]
             for key, parts in step.made.items():
                 self._deliver(plan, key, parts)
             self._send_items(step, plan)
@@ -399,9 +409,7 @@ class Executor:
         place = (action.pipeline, action.micro_batch)
         if action.kind is Kind.F:
             inputs, labels = self._inputs(step, plan, action), self._labels(step, plan, action)
-            leaves = tuple(
-                t.detach().requires_grad_(action.stage > 0 and t.is_floating_point()) for t in inputs
-            )
+            leaves = tuple(t.detach().requires_grad_(action.stage > 0 and t.is_floating_point()) for t in inputs)
             outputs = self._model.forward(leaves, labels, *place)
             step.records[place] = StageBackward(_differentiable(outputs, self._last), leaves), outputs
             if self._last:
@@ -541,9 +549,7 @@ class Executor:
         none: list[Tensor | None] = [None] * len(parameters)
         mine = {home: flatten(step.sums.get(home if self._options.ordered else -1, none), parameters) for home in homes}
         scale = 1.0 / self._topology.pipelines if self._options.average else 1.0
-        step.reduced = reduce_in_order(
-            self._mail, step.number, stage, self._me.pipeline, holders, mine, peers, scale
-        )
+        step.reduced = reduce_in_order(self._mail, step.number, stage, self._me.pipeline, holders, mine, peers, scale)
 
     def _finish(self, step: _Step) -> None:
         """From summed gradients to the next step."""
@@ -685,9 +691,7 @@ def _detached(parts: Iterable[Tensor]) -> Parts:
 
 def _table(losses: Mapping[tuple[int, int], float], topology: Topology) -> Tensor:
     """Losses by pipeline and micro-batch, not a number where they are another worker's."""
-    values = [
-        losses.get((d, j), math.nan) for d in range(topology.pipelines) for j in range(topology.micro_batches)
-    ]
+    values = [losses.get((d, j), math.nan) for d in range(topology.pipelines) for j in range(topology.micro_batches)]
     return torch.tensor(values, dtype=torch.float64)
 
 

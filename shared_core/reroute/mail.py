@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,16 @@ Parts = tuple[Tensor, ...]
 #: (dtype, shape, whether it is differentiated) of each tensor of a message.
 Shapes = tuple[tuple[torch.dtype, tuple[int, ...], bool], ...]
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
 _PARTS, _DIMENSIONS, _STEPS = 8, 8, 8
 _ROW = _DIMENSIONS + 3
 
@@ -37,6 +46,7 @@ class Lane(Protocol):
 
     generation: int
     ranks: tuple[int, ...]
+    finished: tuple[int, ...]
 
     def broken(self) -> bool:
         """Whether a loss was announced since."""
@@ -47,7 +57,7 @@ class Lane(Protocol):
     def recv(self, tensor: Tensor, rank: int, tag: int) -> LaneWork:
         """Receive into ``tensor``."""
 
-    def exchange(self, value: object) -> dict[int, object]:
+    def exchange(self, value: Any) -> dict[int, Any]:
         """Plain data of all ranks."""
 
 

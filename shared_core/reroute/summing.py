@@ -70,9 +70,7 @@ def reduce_in_order(
             mail.send(Key(step, What.SUM, stage, me), [total], ranks[peer])
     for peer in peers:
         if peer != me:
-            (result[parts[peer]],) = mail.fetch_like(
-                Key(step, What.SUM, stage, peer), [like[parts[peer]]], ranks[peer]
-            )
+            (result[parts[peer]],) = mail.fetch_like(Key(step, What.SUM, stage, peer), [like[parts[peer]]], ranks[peer])
     return result
 
 

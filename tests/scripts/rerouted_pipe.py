@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--evaluate-after", type=int, default=0, help="steps; evaluation needs all workers")
     args = parser.parse_args()
     report = Report()
     baseline = bool(os.environ.get("SWIFT_BASELINE"))
@@ -72,7 +73,11 @@ def main() -> None:
     }
     engine, *_ = (deepspeed.initialize if baseline else initialize)(model=net, config=config)
     data = micro_batches(engine.grid.get_data_parallel_rank(), args.rows)
-    losses = [float(engine.train_batch(data)) for _ in range(args.steps)]
+    losses = []
+    for step in range(args.steps):
+        losses.append(float(engine.train_batch(data)))
+        if step + 1 == args.evaluate_after:
+            losses.append(float(engine.eval_batch(data)))
     digests = training_digest(net, [engine.optimizer], [], {"losses": losses})
     report.finish({**digests, "losses": digest(torch.tensor(losses))}, losses=losses)
 

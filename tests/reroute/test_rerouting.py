@@ -1,0 +1,45 @@
+"""Pipelines that go on without a lost worker: its peers compute its micro-batches, and a newcomer is let in later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from harness import Jobs
+
+from shared_core.testing import Fault
+from shared_core.testing.runner import JobResult, compare
+
+pytest.importorskip("deepspeed")
+SCRIPT = "rerouted_pipe.py"
+ORDERED = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "ordered"}
+
+
+def run(
+    jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4, env: dict[str, str] | None = None
+) -> JobResult:
+    """Train with faults; equal by hash, on every rank, to the same job without."""
+    given = ORDERED | (env or {})
+    reference = jobs.reference(SCRIPT, nproc=nproc, args=args, env=given, launcher="swiftrun")
+    result = jobs.run(SCRIPT, nproc=nproc, args=args, env=given, faults=faults)
+    compare(result, reference)
+    assert not result.kinds("restart"), result.tail()
+    return result
+
+
+def test_without_a_loss_it_is_deepspeed(jobs: Jobs) -> None:
+    args = ("--dropout", "0")
+    theirs = jobs.reference(SCRIPT, nproc=4, args=args)
+    compare(jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED), theirs)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_worker_is_lost_inside_a_step(jobs: Jobs, rank: int) -> None:
+    result = run(jobs, [Fault(rank, 3, "reroute.action", "SIGKILL", nth=5)])
+    assert result.kinds("rerouted"), result.tail()
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_newcomer_is_let_in(jobs: Jobs, rank: int) -> None:
+    result = run(jobs, [Fault(rank, 2, "reroute.action", "SIGKILL", nth=3)], ["--evaluate-after", "4"])
+    assert [event.rank for event in result.kinds("let_in")] == [rank], result.tail()
