@@ -406,6 +406,22 @@ class _Pipelined(Accelerator):  # type: ignore[misc]
             plugin._take(engine)
         return result
 
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_checkpoints()
+        return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_checkpoints()
+        return super().load_state(*args, **kwargs)
+
+    def _check_checkpoints(self) -> None:
+        """DeepSpeed loses most of what it saves of an optimizer in bf16 without ZeRO, and cannot load the rest."""
+        if any(model.bfloat16_enabled() and not model.zero_optimization() for model in self._models):
+            raise Unsupported(
+                "save_state and load_state in bf16 without ZeRO: DeepSpeed writes the optimizer of only one rank of "
+                "each stage, and cannot load it. Give the plugin zero_stage=1"
+            )
+
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """The norm of the gradients of the step that was taken, which the engine has clipped; None where it does not
         clip.

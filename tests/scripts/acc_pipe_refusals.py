@@ -62,6 +62,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "bf16": lambda: prepared(
         accelerator={"mixed_precision": "bf16"}, hf_ds_config={"bf16": {"enabled": False}, "gradient_clipping": 1.0}
     ),
+    "bf16 saved": lambda: prepared(accelerator={"mixed_precision": "bf16"})[0].save_state("never"),
     "precision of the configuration": lambda: prepared(hf_ds_config={"fp16": {"enabled": True}}),
     "two plugins": lambda: prepared(accelerator={"kwargs_handlers": [SwiftPlugin()]}),
     "accumulation": lambda: prepared(accelerator={"gradient_accumulation_steps": 2}),
