@@ -173,6 +173,7 @@ class Job:
         runtime.exact = lambda: self._updates.exact
         runtime.failed = self._failed
         self._recovery.saved_tops = self._checkpoints.tops
+        self._recovery.on_reroute = self._note_reroute
         self._recovery.copy_local = self._copy_local
         self._recovery.together = lambda: self._logs.together
         #: Set in a newcomer that runs on from a checkpoint, or from the beginning.
@@ -884,6 +885,10 @@ class Job:
         )
         self._recovered.append(fields)
         self._stalled_since = fields["detected"]
+
+    def _note_reroute(self, detected: float) -> None:
+        """Recovery thread of a survivor that goes on without a lost rank."""
+        self._stalled_since = detected
 
     def _after_update(self) -> None:
         if self._stalled_since is not None:

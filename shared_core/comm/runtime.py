@@ -233,7 +233,7 @@ class Runtime:
             self.new_store(f"side/{generation}/{name}"),
             list(ranks).index(self.rank),
             len(ranks),
-            operation_timeout=timedelta(hours=1),
+            operation_timeout=timedelta(days=10),
             connect_timeout_s=min(self.connect_timeout_s, 0.5 * 2 ** (attempt if attempt is not None else 9)),
             wait_timeout_s=self.wait_timeout_s,
             abandoned=lambda: self.latest > generation,

@@ -267,14 +267,12 @@ class Lanes:
             except GenerationAbandoned:
                 continue
             if self._env.rank == self._lane.ranks[0]:
-                now, detected = time.time(), self._recovery.record.get("detected", started)
                 self._recovery.events.emit(
                     "lane",
                     rank=self._env.rank,
                     generation=generation,
                     ranks=list(self._lane.ranks),
-                    formed_s=now - started,
-                    stall_s=now - max(started, detected) if not absent else now - detected,
+                    formed_s=time.time() - started,
                     top=runtime.top,
                 )
             return self._lane

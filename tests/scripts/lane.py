@@ -135,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--let-in-at", type=int, default=8, help="from this step on others wait for newcomers")
+    parser.add_argument("--collective-at", type=int, default=-1, help="a step with a collective of all ranks")
     args = parser.parse_args()
     report = Report()
     job = None
@@ -156,6 +157,8 @@ def main() -> None:
             trainer.plain_step()
             continue
         job.batch_top()
+        if trainer.loop["step"] == args.collective_at:
+            dist.barrier()
         trainer.step(job)
     extra = {}
     if job is not None:
