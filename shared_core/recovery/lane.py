@@ -25,7 +25,7 @@ from shared_core.cluster.ledger import lane_key
 from shared_core.cluster.worker import FOREVER_S
 from shared_core.comm.gloo import InnerGroup, wait_for
 from shared_core.comm.runtime import MAX_ATTEMPTS, SUSPECT_S, Runtime
-from shared_core.errors import GenerationAbandoned, LaneBroken, NotConnected, SwiftError
+from shared_core.errors import ConfigError, GenerationAbandoned, LaneBroken, NotConnected, SwiftError
 from shared_core.recovery.exchange import Received, Recovery
 from shared_core.testing import inject
 
@@ -244,9 +244,12 @@ class Lanes:
         """The lane of the ranks that are present; blocks until all of them have called this.
 
         Raises:
+            ConfigError: if ``on_failure`` is not ``reroute``.
             WaitTimeout: if one does not come, with its rank.
         """
         runtime, started = self._runtime, time.time()
+        if self._env.config.on_failure != "reroute":
+            raise ConfigError("lanes are for on_failure='reroute': in all other cases a lost rank is waited for")
         if self._lane is None:
             self._recovery.new_store("").set(lane_key(self._env.rank, self._env.incarnation), "1")
         while True:
@@ -300,7 +303,7 @@ class Lanes:
                 inner = runtime.side_group(f"{name}.{attempt}", ranks, generation, attempt=attempt)
             except NotConnected:
                 continue
-            lane = Lane(runtime, inner, generation, ranks, tuple(set(present) - set(ranks)))
+            lane = Lane(runtime, inner, generation, ranks, tuple(each for each in present if each not in ranks))
             try:
                 lane.barrier()  # all are connected, or nobody uses it
                 return lane

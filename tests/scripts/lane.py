@@ -116,8 +116,11 @@ class Trainer:
                 for other in lane.ranks:
                     if other != job.rank:
                         lane.send(shares[d], other, d)
-        for work in works:
-            work.wait()
+        while works:
+            arrived = [work for work in works if work.done()] or works[:1]
+            for work in arrived:
+                work.wait()
+                works.remove(work)
         self.update([shares[d] for d in world])
 
     def end(self, job: Job) -> None:
