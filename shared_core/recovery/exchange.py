@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shared_core.cluster.ledger import let_in_key
 from shared_core.cluster.worker import FOREVER_S, Resized, WorkerEnv, connect_store, tell
 from shared_core.comm.archive import Archive
-from shared_core.comm.gloo import InnerGroup, wait_for
+from shared_core.comm.gloo import InnerGroup, finish, wait_for
 from shared_core.comm.log import Signature, read_signature
 from shared_core.comm.runtime import MAX_ATTEMPTS, GroupState, Runtime
 from shared_core.consistency import Cut, Frontier, GroupFrontier, Offer, Plan, Top, choose_cut, decide, let_in
@@ -572,7 +572,7 @@ class Recovery:
             inject.point("recovery.connected")
             replay = self._move(inner, plan, received)
             inject.point("recovery.exchanged")
-            inner.pg.barrier(dist.BarrierOptions()).wait()
+            finish(inner.pg.barrier(dist.BarrierOptions()), lambda: self._abandoned(generation), "the last barrier")
         except RuntimeError as error:
             inner.discard()
             if isinstance(error, (SwiftError, inject.FaultInjected)):

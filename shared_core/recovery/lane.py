@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import Store
 
 from shared_core.cluster.ledger import lane_key
 from shared_core.cluster.worker import FOREVER_S
-from shared_core.comm.gloo import InnerGroup, wait_for
+from shared_core.comm.gloo import STUCK_S, InnerGroup, finish, wait_for
 from shared_core.comm.runtime import MAX_ATTEMPTS, SUSPECT_S, Runtime
 from shared_core.errors import ConfigError, GenerationAbandoned, LaneBroken, NotConnected, SwiftError
 from shared_core.recovery.exchange import Received, Recovery
@@ -53,7 +53,11 @@ class LaneWork:
             if self._waiter is None:
                 self._run()
             else:
-                self._waiter.join()
+                self._waiter.join(STUCK_S)
+                while self._waiter.is_alive():
+                    if self._lane.broken():
+                        raise LaneBroken("gloo does not give a message back that was cut")
+                    self._waiter.join(STUCK_S)
         if self._error is not None:
             self._lane.explain(self._error)
 
@@ -193,7 +197,7 @@ class Lane:
         work = self._issue(start)
         with self.waiting():
             try:
-                work.wait(_PATIENCE)
+                finish(work, self.broken, "a lane that is cut")
                 return
             except RuntimeError as error:
                 failed = error
