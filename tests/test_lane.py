@@ -136,6 +136,17 @@ def test_the_newcomer_may_be_started_later(jobs: Jobs) -> None:
     assert started.time - lost.fields["detected"] >= 7, result.tail()
 
 
+@pytest.mark.nightly
+def test_replicas_are_compared_after_the_let_in(jobs: Jobs) -> None:
+    """The damaged newcomer is in the minority, and is replaced by another."""
+    result = run(jobs, [Fault(2, 4, "lane.wait", "SIGKILL", nth=3)], "--let-in-at", "6", "--steps", "20", "--damage")
+    assert [(event.rank, "differs" in event.fields["cause"]) for event in result.kinds("lost")] == [
+        (2, False),
+        (2, True),
+    ], result.tail()
+    assert len({report["digests"]["all"] for report in result.reports.values()}) == 1, result.tail()
+
+
 #: Arguments, faults and what is said, where the job goes back to its beginning.
 BACK: dict[str, tuple[list[str], list[Fault], str]] = {
     "a_collective_of_all_ranks": (
