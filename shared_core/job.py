@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -44,7 +44,7 @@ from shared_core.errors import (
 )
 from shared_core.events import EventLog, console
 from shared_core.recovery.board import Board, Orders, Records, Tally
-from shared_core.recovery.checkpoints import Checkpoints, Restored
+from shared_core.recovery.checkpoints import Checkpoints, Restored, ends_before
 from shared_core.recovery.exchange import Received, Recovery, Replaying
 from shared_core.recovery.lane import Lane, Lanes
 from shared_core.recovery.logs import Logs
@@ -173,6 +173,7 @@ class Job:
         runtime.exact = lambda: self._updates.exact
         runtime.failed = self._failed
         self._recovery.saved_tops = self._checkpoints.tops
+        self._recovery.on_reroute = self._note_reroute
         self._recovery.copy_local = self._copy_local
         self._recovery.together = lambda: self._logs.together
         #: Set in a newcomer that runs on from a checkpoint, or from the beginning.
@@ -352,52 +353,6 @@ class Job:
             self._publish("batch", grads)
         return False
 
-    # -- going on without a lost rank --------------------------------------------------------------
-
-    @property
-    def reroutes(self) -> bool:
-        """Whether the others go on at once when a rank is lost (``on_failure="reroute"``)."""
-        return self.config.on_failure == "reroute"
-
-    @property
-    def absent(self) -> frozenset[int]:
-        """Ranks that were lost and have not been let in again, as of the newest announcement."""
-        return self._runtime.absent
-
-    def lane(self) -> Lane:
-        """Connect the ranks that are present; returns when all of them have called this. See :class:`Lane`.
-
-        A worker that uses lanes does all communication of its training steps over them. Ask again when one breaks.
-
-        Raises:
-            WaitTimeout: if a rank does not come in ``wait_timeout_s``.
-        """
-        return self._lanes.lane()
-
-    def knocking(self, *, wait: bool = False) -> tuple[int, ...]:
-        """The absent ranks, if newcomers of all of them wait to be let in; else none.
-
-        Ask on one rank, right after :meth:`batch_top`, and tell the others: they may see it later.
-
-        Args:
-            wait: block until they do, or another rank is lost; otherwise this returns at once.
-
-        Raises:
-            WaitTimeout: if they do not come in ``rejoin_after_s`` and ``wait_timeout_s``.
-        """
-        return self._lanes.knocking(self._entry, wait=wait)
-
-    def let_in(self, ranks: Sequence[int]) -> bool:
-        """Let newcomers in. All members of the newest lane call this, right after the same :meth:`batch_top`.
-
-        Args:
-            ranks: what :meth:`knocking` gave.
-
-        Returns:
-            Whether they are in. If not, another rank was lost meanwhile. In both cases ask for the next lane.
-        """
-        return self._lanes.let_in(ranks)
-
     def at_end(self, call: Callable[[], None]) -> None:
         """Have ``call`` run when the program has ended without an error, before this worker is done."""
         worker.at_end(call)
@@ -405,18 +360,6 @@ class Job:
     def take_back(self) -> None:
         """The last update was undone, and is made anew."""
         self._updates.take_back()
-
-    def _copy_local(self, top: int) -> bytes:
-        """Rank-local state at a batch top, and what was kept with :meth:`remember`, for a copy of this rank."""
-        newest = {
-            (kind, name): (key, value)
-            for key, value in self._board.records()
-            for _, kind, name, _ in [key]
-            if kind != _BUCKETS and kind not in self._runtime.groups
-        }
-        return dumps((self._board.read_top(top), list(newest.values())))
-
-    # -- more that adapters call -------------------------------------------------------------------
 
     def update(self) -> AbstractContextManager[None]:
         """What an update of a sharded stage is made in, from its first change to a parameter to its last; see
@@ -470,11 +413,12 @@ class Job:
                 return EntryDecision(True, result)
             return EntryDecision(False)
         if self.joining and self._recovery.knocks:
-            with suppress(FileNotFoundError):
-                result, parts = self._board.read_end(self._entry)
-                self._restore(parts, attached=False)
-                return EntryDecision(True, result)
-            return EntryDecision(False)
+            ends = ends_before(self._board, self._entry + 1)
+            if self._entry not in ends:
+                return EntryDecision(False)
+            result, parts = ends[self._entry]
+            self._restore(parts, attached=False)
+            return EntryDecision(True, result)
         target = self._recovery.target
         if (
             self.joining
@@ -588,6 +532,63 @@ class Job:
         """The replicated state while no update runs; see :class:`~shared_core.recovery.updates.Updates`."""
         with self._updates.frozen(min_version, self.config.wait_timeout_s) as exported:
             yield exported
+
+    # -- going on without a lost rank --------------------------------------------------------------
+
+    @property
+    def reroutes(self) -> bool:
+        """Whether the others go on at once when a rank is lost (``on_failure="reroute"``)."""
+        return self.config.on_failure == "reroute"
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """Ranks that were lost and have not been let in again, as of the newest announcement."""
+        return self._runtime.absent
+
+    def lane(self) -> Lane:
+        """Connect the ranks that are present; returns when all of them have called this. See :class:`Lane`.
+
+        A worker that uses lanes does all communication of its training steps over them. Ask again when one breaks.
+
+        Raises:
+            WaitTimeout: if a rank does not come in ``wait_timeout_s``.
+        """
+        return self._lanes.lane()
+
+    def knocking(self, *, wait: bool = False) -> tuple[int, ...]:
+        """The absent ranks, if newcomers of all of them wait to be let in; else none.
+
+        Ask on one rank, right after :meth:`batch_top`, and tell the others: they may see it later.
+
+        Args:
+            wait: block until they do, or another rank is lost; otherwise this returns at once.
+
+        Raises:
+            WaitTimeout: if they do not come in ``rejoin_after_s`` and ``wait_timeout_s``.
+        """
+        return self._lanes.knocking(self._entry, wait=wait)
+
+    def let_in(self, ranks: Sequence[int]) -> bool:
+        """Let newcomers in, each as a copy of one of its replicas as it has just published itself, random generators
+        included. All members of the newest lane call this, right after the same :meth:`batch_top`.
+
+        Args:
+            ranks: what :meth:`knocking` gave.
+
+        Returns:
+            Whether they are in. If not, another rank was lost meanwhile. In both cases ask for the next lane.
+        """
+        return self._lanes.let_in(ranks)
+
+    def _copy_local(self, top: int) -> bytes:
+        """Rank-local state at a batch top, and what was kept with :meth:`remember`, for a copy of this rank."""
+        newest = {
+            (kind, name): (key, value)
+            for key, value in self._board.records()
+            for _, kind, name, _ in [key]
+            if kind != _BUCKETS and kind not in self._runtime.groups
+        }
+        return dumps((self._board.read_top(top), list(newest.values())))
 
     # -- leaving: the number of workers changes ---------------------------------------------------------------------
 
@@ -913,6 +914,10 @@ class Job:
         )
         self._recovered.append(fields)
         self._stalled_since = fields["detected"]
+
+    def _note_reroute(self, detected: float) -> None:
+        """Recovery thread of a survivor that goes on without a lost rank."""
+        self._stalled_since = detected
 
     def _after_update(self) -> None:
         if self._stalled_since is not None:

@@ -23,7 +23,9 @@ def test_defaults_are_valid_and_survive_json() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"on_failure": "reroute"}, r"on_failure='reroute' is not one of 'replace', 'shrink', 'restart'"),
+        ({"on_failure": "retry"}, r"on_failure='retry' is not one of 'replace', 'reroute', 'shrink', 'restart'"),
+        ({"on_failure": "reroute", "replace_timeout_s": 3}, "leave replace_timeout_s out"),
+        ({"rejoin_after_s": -1}, "rejoin_after_s must not be negative"),
         ({"data_policy": "guess"}, r"data_policy='guess' is not one of 'exact', 'drop'"),
         ({"grow_after_s": -1}, r"grow_after_s must not be negative, got -1"),
         ({"data": "skip"}, r"data='skip' is not one of"),

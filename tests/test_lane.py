@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
 from harness import Jobs, most
 
 from shared_core.testing import ANY_STEP, Fault
-from shared_core.testing.runner import JobResult, compare, unconfirmed
+from shared_core.testing.runner import JobResult, check_survivors, compare, unconfirmed
 
 REROUTE = ["--on-failure=reroute"]
 
@@ -83,6 +87,14 @@ CASES: dict[str, tuple[list[Fault], int]] = {
         [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(3, ANY_STEP, "recovery.installed", "SIGKILL")],
         6,
     ),
+    "a_survivor_when_agreed": (
+        [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(1, ANY_STEP, "lane.agreed", "SIGKILL")],
+        6,
+    ),
+    "the_newcomer_when_agreed": (
+        [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(2, ANY_STEP, "lane.agreed", "SIGKILL", incarnation=1)],
+        6,
+    ),
     "frozen": ([Fault(2, 4, "lane.wait", "SIGSTOP", nth=3)], 7),
 }
 
@@ -92,9 +104,68 @@ def test_a_loss(name: str, jobs: Jobs) -> None:
     """The bits are those of the run without a loss, and nobody else starts again."""
     faults, let_in_at = CASES[name]
     result = run(jobs, faults, "--let-in-at", str(let_in_at))
-    reference = jobs.reference("lane.py", nproc=4, args=["--let-in-at", str(let_in_at)])
-    ended_without = {event.rank for event in result.kinds("lost")} if let_in_at > 12 else set()
-    for rank in ended_without:
-        reference.reports.pop(rank, None)
-    compare(result, reference)
+    reference = jobs.reference("lane.py", nproc=4)
+    away = {event.rank for event in result.kinds("lost")} if let_in_at > 12 else set()
+    there = {rank: report for rank, report in reference.reports.items() if rank not in away}
+    compare(result, replace(reference, reports=there))
     check_survivors(result)
+
+
+def test_what_happens_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
+    """The others make steps, and write no checkpoint; the newcomer is a copy of a replica."""
+    env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "2"}
+    result = run(jobs, [Fault(2, 4, "lane.wait", "SIGKILL", nth=3)], "--let-in-at", "7", **env)
+    compare(result, jobs.reference("lane.py", nproc=4))
+    ranks = [event.fields["ranks"] for event in result.kinds("lane")]
+    assert ranks == [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3]], result.tail()
+    (let_in,) = result.kinds("let_in")
+    assert (let_in.rank, let_in.fields["top"]) == (2, 8), result.tail()
+    assert [event.fields["top"] for event in result.kinds("checkpoint")] == [2, 4, 10, 12], result.tail()
+    extra = {rank: report["extra"] for rank, report in result.reports.items()}
+    assert [extra[rank]["rejoined"] for rank in range(4)] == [False, False, True, False]
+    assert extra[2]["plan"] == {"who": 0} and extra[3]["plan"] == {"who": 3}
+
+
+@pytest.mark.nightly
+def test_the_newcomer_may_be_started_later(jobs: Jobs) -> None:
+    """The others wait longer for it than they wait for a connection."""
+    fault = Fault(2, 4, "lane.wait", "SIGKILL", nth=3)
+    result = run(jobs, [fault], "--let-in-at", "7", SWIFT_RECOVERY_REJOIN_AFTER_S="7")
+    compare(result, jobs.reference("lane.py", nproc=4))
+    (lost,), (started,) = result.kinds("lost"), result.kinds("newcomer_start")
+    assert started.time - lost.fields["detected"] >= 7, result.tail()
+
+
+@pytest.mark.nightly
+def test_replicas_are_compared_after_the_let_in(jobs: Jobs) -> None:
+    """The damaged newcomer is in the minority, and is replaced by another."""
+    result = run(jobs, [Fault(2, 4, "lane.wait", "SIGKILL", nth=3)], "--let-in-at", "6", "--steps", "20", "--damage")
+    assert [(event.rank, "differs" in event.fields["cause"]) for event in result.kinds("lost")] == [
+        (2, False),
+        (2, True),
+    ], result.tail()
+    assert len({report["digests"]["all"] for report in result.reports.values()}) == 1, result.tail()
+
+
+#: Arguments, faults and what is said, where the job goes back to its beginning.
+BACK: dict[str, tuple[list[str], list[Fault], str]] = {
+    "a_collective_of_all_ranks": (
+        ["--let-in-at", "99", "--collective-at", "6"],
+        [Fault(1, 4, "lane.wait", "SIGKILL", nth=3)],
+        "rank 0 is in barrier() of group '0', which waits for all ranks, and rank 1 is absent",
+    ),
+    "nobody_is_left_who_could_let_in": (
+        ["--let-in-at", "99"],
+        [Fault(1, 4, "lane.wait", "SIGKILL", nth=3), Fault(0, 9, "lane.wait", "SIGKILL")],
+        "all workers are lost",
+    ),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", BACK)
+def test_where_others_cannot_go_on(name: str, jobs: Jobs) -> None:
+    args, faults, words = BACK[name]
+    result = jobs.run("lane.py", nproc=2, faults=faults, args=args, launcher_args=REROUTE)
+    compare(result, jobs.reference("lane.py", nproc=2))
+    assert len(result.kinds("restart")) == 1 and words in result.stderr, result.tail()

@@ -25,6 +25,8 @@ from shared_core.errors import GenerationAbandoned, NotConnected, WaitTimeout
 _Store: Any = Store
 ProcessGroupGloo: Any = _distributed_c10d.ProcessGroupGloo
 _device_lock = threading.Lock()
+#: How long gloo may take to give operations back once their sockets are shut down. Usually it takes 2 ms.
+STUCK_S = 0.25
 
 
 def wait_for(store: Store, keys: list[str], abandoned: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -50,6 +52,21 @@ def wait_for(store: Store, keys: list[str], abandoned: Callable[[], bool], timeo
             )
         time.sleep(pause)
         pause = min(pause * 1.5, 0.01)
+
+
+def finish(work: Any, abandoned: Callable[[], bool], what: str) -> None:
+    """Wait for a collective of an inner group, which is cut when the generation is abandoned.
+
+    Raises:
+        GenerationAbandoned: if it was cut and gloo does not give the operation back, as happens now and then.
+        RuntimeError: what gloo reports.
+    """
+    done, future = threading.Event(), work.get_future()
+    future.add_done_callback(lambda _: done.set())
+    while not done.wait(0.05):
+        if abandoned() and not done.wait(STUCK_S):
+            raise GenerationAbandoned(what)
+    future.value()
 
 
 class _AbortableStore(_Store):  # type: ignore[misc]

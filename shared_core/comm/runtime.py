@@ -20,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from shared_core.comm.archive import Archive, Key
-from shared_core.comm.gloo import InnerGroup
+from shared_core.comm.gloo import STUCK_S, InnerGroup
 from shared_core.comm.log import BufferPool, Entry, GroupLog, Signature, read_signature, same_call
 from shared_core.comm.op import Op
 from shared_core.comm.turn import Turn
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 SUSPECT_S = 15.0
 #: Attempts to connect the members of a group in one generation.
 MAX_ATTEMPTS = 8
-#: How long gloo may take to give operations back once their sockets are shut down. Usually it takes 2 ms.
-_STUCK_S = 0.25
 #: Results up to so many bytes are recorded in the start-up phase for later newcomers.
 _STARTUP_BYTES = 64 * 1024
 
@@ -234,7 +232,7 @@ class Runtime:
             self.new_store(f"side/{generation}/{name}"),
             list(ranks).index(self.rank),
             len(ranks),
-            operation_timeout=timedelta(hours=1),
+            operation_timeout=timedelta(days=10),
             connect_timeout_s=min(self.connect_timeout_s, 0.5 * 2 ** (attempt if attempt is not None else 9)),
             wait_timeout_s=self.wait_timeout_s,
             abandoned=lambda: self.latest > generation,
@@ -508,7 +506,7 @@ class Runtime:
                 group.inner = None
             for inner in inners:
                 inner.sever()
-            end = time.monotonic() + _STUCK_S
+            end = time.monotonic() + STUCK_S
             while any(group.inflight for group in cut):
                 if not self.changed.wait(0.05):
                     for inner in inners:  # a connection that was being set up while we cut

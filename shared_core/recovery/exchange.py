@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shared_core.cluster.ledger import let_in_key
 from shared_core.cluster.worker import FOREVER_S, Resized, WorkerEnv, connect_store, tell
 from shared_core.comm.archive import Archive
-from shared_core.comm.gloo import InnerGroup, wait_for
+from shared_core.comm.gloo import InnerGroup, finish, wait_for
 from shared_core.comm.log import Signature, read_signature
 from shared_core.comm.runtime import MAX_ATTEMPTS, GroupState, Runtime
 from shared_core.consistency import Cut, Frontier, GroupFrontier, Offer, Plan, Top, choose_cut, decide, let_in
@@ -121,6 +121,7 @@ class Recovery:
         #: For a newcomer that becomes a copy of this rank: what this rank published at a batch top, and remembers.
         self.copy_local: Callable[[int], bytes] = lambda top: b""
         self.on_recovered: Callable[[dict[str, Any]], None] = lambda fields: None
+        self.on_reroute: Callable[[float], None] = lambda detected: None
         self.on_replay: Callable[[Replaying], None] = lambda replaying: None
         self.saved_tops: Callable[[], list[Top]] = list
         self.together: Callable[[], tuple[int, ...]] = tuple
@@ -276,6 +277,7 @@ class Recovery:
 
     def _go_on(self, record: dict[str, Any]) -> None:
         """Thread of a survivor that goes on without the lost ranks: nothing is formed until they are let in."""
+        self.on_reroute(record["detected"])
         with self._recovering:
             self.runtime.break_off()
             inject.point("recovery.severed")
@@ -314,6 +316,7 @@ class Recovery:
                 self.verify_version = max(each.version for each in fronts.values()) + 1
                 inner = self._let_in(plan, store, generation, key)
                 self._install(plan, inner, generation, {}, joining, settled=True)
+                inject.point("recovery.installed")
             except RecoveryFailed as error:
                 self.fall_back(str(error))
         return self._moved
@@ -329,6 +332,7 @@ class Recovery:
             inner, _, _ = self._connect(plan, generation)
             # Whoever is first says whether the newcomers are in: one of us, or an agent that has seen another loss.
             word = store.compare_set(key, "", "yes")
+            inject.point("lane.agreed")
         except GenerationAbandoned:
             # Somebody may have come further than we did. Then all have got to the barrier, with all that they need.
             if not store.check([key]):
@@ -568,7 +572,7 @@ class Recovery:
             inject.point("recovery.connected")
             replay = self._move(inner, plan, received)
             inject.point("recovery.exchanged")
-            inner.pg.barrier(dist.BarrierOptions()).wait()
+            finish(inner.pg.barrier(dist.BarrierOptions()), lambda: self._abandoned(generation), "the last barrier")
         except RuntimeError as error:
             inner.discard()
             if isinstance(error, (SwiftError, inject.FaultInjected)):

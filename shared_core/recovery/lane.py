@@ -23,9 +23,9 @@ from torch._C._distributed_c10d import Store
 
 from shared_core.cluster.ledger import lane_key
 from shared_core.cluster.worker import FOREVER_S
-from shared_core.comm.gloo import InnerGroup, wait_for
+from shared_core.comm.gloo import STUCK_S, InnerGroup, finish, wait_for
 from shared_core.comm.runtime import MAX_ATTEMPTS, SUSPECT_S, Runtime
-from shared_core.errors import GenerationAbandoned, LaneBroken, NotConnected, SwiftError
+from shared_core.errors import ConfigError, GenerationAbandoned, LaneBroken, NotConnected, SwiftError
 from shared_core.recovery.exchange import Received, Recovery
 from shared_core.testing import inject
 
@@ -53,7 +53,11 @@ class LaneWork:
             if self._waiter is None:
                 self._run()
             else:
-                self._waiter.join()
+                self._waiter.join(STUCK_S)
+                while self._waiter.is_alive():
+                    if self._lane.broken():
+                        raise LaneBroken("gloo does not give a message back that was cut")
+                    self._waiter.join(STUCK_S)
         if self._error is not None:
             self._lane.explain(self._error)
 
@@ -193,7 +197,7 @@ class Lane:
         work = self._issue(start)
         with self.waiting():
             try:
-                work.wait(_PATIENCE)
+                finish(work, self.broken, "a lane that is cut")
                 return
             except RuntimeError as error:
                 failed = error
@@ -244,9 +248,12 @@ class Lanes:
         """The lane of the ranks that are present; blocks until all of them have called this.
 
         Raises:
+            ConfigError: if ``on_failure`` is not ``reroute``.
             WaitTimeout: if one does not come, with its rank.
         """
         runtime, started = self._runtime, time.time()
+        if self._env.config.on_failure != "reroute":
+            raise ConfigError("lanes are for on_failure='reroute': in all other cases a lost rank is waited for")
         if self._lane is None:
             self._recovery.new_store("").set(lane_key(self._env.rank, self._env.incarnation), "1")
         while True:
@@ -267,14 +274,12 @@ class Lanes:
             except GenerationAbandoned:
                 continue
             if self._env.rank == self._lane.ranks[0]:
-                now, detected = time.time(), self._recovery.record.get("detected", started)
                 self._recovery.events.emit(
                     "lane",
                     rank=self._env.rank,
                     generation=generation,
                     ranks=list(self._lane.ranks),
-                    formed_s=now - started,
-                    stall_s=now - max(started, detected) if not absent else now - detected,
+                    formed_s=time.time() - started,
                     top=runtime.top,
                 )
             return self._lane
@@ -302,7 +307,7 @@ class Lanes:
                 inner = runtime.side_group(f"{name}.{attempt}", ranks, generation, attempt=attempt)
             except NotConnected:
                 continue
-            lane = Lane(runtime, inner, generation, ranks, tuple(set(present) - set(ranks)))
+            lane = Lane(runtime, inner, generation, ranks, tuple(each for each in present if each not in ranks))
             try:
                 lane.barrier()  # all are connected, or nobody uses it
                 return lane

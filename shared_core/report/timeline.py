@@ -231,6 +231,8 @@ def _lost(said: dict[str, Any]) -> str:
 def _generation(said: dict[str, Any]) -> str:
     if said.get("stay"):
         return f"ranks {', '.join(map(str, said['stay']))} hand on to another number of workers"
+    if said.get("absent"):
+        return f"the others go on without rank {', '.join(map(str, said['absent']))}"
     return f"replaces rank {', '.join(map(str, said.get('lost', [])))}"
 
 

@@ -41,11 +41,12 @@ POINTS: tuple[str, ...] = (
     "recovery.streamed",
     "resize.severed",
     "resize.cut",
-    # on_failure="reroute": before a lane is connected, before a wait in it, before survivors and newcomer meet, and a
-    # newcomer that asks to be let in.
+    # on_failure="reroute": before a lane is connected, before a wait in it, before survivors and newcomers meet, after
+    # they have agreed that newcomers are in, and a newcomer that asks to be let in.
     "lane.connect",
     "lane.wait",
     "lane.let_in",
+    "lane.agreed",
     "lane.knock",
     # Instructions of a pipeline's schedule, before each: any of them, or those of one kind.
     "pipe.instruction",

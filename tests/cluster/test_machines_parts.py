@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from shared_core.cluster.lease import FENCE, FIRST_S, Lease, Observations
-from shared_core.cluster.ledger import FAIL, Ledger
+from shared_core.cluster.ledger import FAIL, Ledger, lane_key, let_in_key
 from shared_core.cluster.machines import reassign
 from shared_core.cluster.mirror import Mirror, MirrorServer, fetch, keeper, place_of
 from shared_core.cluster.register import is_here, parse_endpoint
@@ -90,6 +90,26 @@ def test_nothing_follows_the_last_entry() -> None:
     assert other.append(lambda: {"lost": [1]}) is None
     assert [entry["over"] for entry in other.follow()] == [FAIL]
     assert other.generation == 0 and other.follow() == []
+
+
+def test_who_is_absent() -> None:
+    """Nobody is until all workers use lanes; then whoever is lost, until it is said first that newcomers are in."""
+    store = HashStore()
+    one, other = Ledger(store, "p/", 3), Ledger(store, "p/", 3)
+    lose = lambda ledger, *lost: ledger.append(lambda: {"lost": lost})  # noqa: E731
+    for rank in range(3):
+        store.set("p/" + lane_key(rank, 0), "1")
+    store.delete_key("p/" + lane_key(2, 0))
+    assert "absent" not in lose(one, 1)
+    store.set("p/" + lane_key(2, 0), "1")
+    assert "absent" not in lose(other, 2), "the newcomer of rank 1 does not use lanes yet"
+    for rank in (1, 2):
+        store.set("p/" + lane_key(rank, 1), "1")
+    assert lose(one, 1)["absent"] == [1] and one.present() == [0, 2]
+    assert lose(other, 2)["absent"] == [1, 2] and other.present() == [0]
+    assert store.compare_set("p/" + let_in_key(3), "", "yes") == b"no", "too late for newcomers to be let in"
+    assert store.compare_set("p/" + let_in_key(4), "", "yes") == b"yes" and other.present() == [0, 1, 2]
+    assert lose(one, 0)["absent"] == [0]
 
 
 @pytest.fixture

@@ -116,8 +116,11 @@ class Trainer:
                 for other in lane.ranks:
                     if other != job.rank:
                         lane.send(shares[d], other, d)
-        for work in works:
-            work.wait()
+        while works:
+            arrived = [work for work in works if work.done()] or works[:1]
+            for work in arrived:
+                work.wait()
+                works.remove(work)
         self.update([shares[d] for d in world])
 
     def end(self, job: Job) -> None:
@@ -135,6 +138,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--let-in-at", type=int, default=8, help="from this step on others wait for newcomers")
+    parser.add_argument("--collective-at", type=int, default=-1, help="a step with a collective of all ranks")
+    parser.add_argument("--damage", action="store_true", help="memory of the first newcomer is faulty")
     args = parser.parse_args()
     report = Report()
     job = None
@@ -155,7 +160,10 @@ def main() -> None:
         if job is None:
             trainer.plain_step()
             continue
-        job.batch_top()
+        if job.batch_top() and args.damage and job.incarnation == 1:
+            next(trainer.net.parameters()).data[0] += 1
+        if trainer.loop["step"] == args.collective_at:
+            dist.barrier()
         trainer.step(job)
     extra = {}
     if job is not None:

@@ -1,0 +1,92 @@
+"""How newcomers join survivors that have gone on without them, for frontiers written down by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shared_core.consistency import Frontier, GroupFrontier, Plan, Top, let_in
+from shared_core.errors import RecoveryFailed
+
+#: Four ranks: 0 and 2 hold one stage, 1 and 3 another.
+STAGES = {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}
+
+
+def world(seq: int = 5, **kw: Any) -> GroupFrontier:
+    return GroupFrontier((0, 1, 2, 3), seq, [seq], [], [], **kw)
+
+
+def survivor(rank: int, *, index: int = 7, version: int = 6, top: int = 6, **groups: GroupFrontier) -> Frontier:
+    groups = groups or {"w": world()}
+    at = Top(index, top, 0, "batch", {name: group.next for name, group in groups.items()}, replicas=STAGES[rank])
+    return Frontier(rank, 0, False, version, (at,), groups=groups)
+
+
+def newcomer(rank: int) -> Frontier:
+    return Frontier(rank, 1, True, 0, ())
+
+
+def plan(*fronts: Frontier) -> Plan:
+    """The plan, which must not depend on the order of the frontiers or on who computes it."""
+    found = let_in({front.rank: front for front in fronts})
+    assert found == let_in({f.rank: Frontier.from_json(f.to_json()) for f in reversed(fronts)})
+    return found
+
+
+def test_a_newcomer_is_a_copy_of_a_replica_at_the_others_top() -> None:
+    found = plan(survivor(0), newcomer(1), survivor(2), survivor(3))
+    top = found.tops[1]
+    assert top is not None and (top.index, top.version, top.groups, top.replicas) == (7, 6, {"w": 5}, [1, 3])
+    assert found.donors == {1: 3} and found.copies and not found.transfers
+
+
+def test_it_counts_only_in_its_own_groups() -> None:
+    """A pair that it is in, one that it is not in, and a group whose members are all new."""
+    pair = GroupFrontier((1, 3), 9, [9], [], [])
+    other = GroupFrontier((0, 2), 4, [4], [], [])
+    found = plan(
+        survivor(0, w=world(), other=other),
+        newcomer(1),
+        survivor(2, w=world(), other=other),
+        survivor(3, w=world(), pair=pair),
+    )
+    top = found.tops[1]
+    assert top is not None and top.groups == {"w": 5, "pair": 9} and top.members["pair"] == [1, 3]
+
+
+def test_channels_go_on_where_the_peers_are() -> None:
+    """What was sent to its predecessor is not sent again, what the predecessor sent is not awaited again."""
+    found = plan(
+        survivor(0, w=world(sent={"0,1,0": 8, "0,2,0": 3}, received={"1,0,0": 6})),
+        newcomer(1),
+        survivor(2, w=world(received={"0,2,0": 2})),
+        survivor(3),
+    )
+    top = found.tops[1]
+    assert top is not None and top.received == {"w": {"0,1,0": 8}} and top.sent == {"w": {"1,0,0": 6}}
+    assert found.received["w"] == {"0,1,0": 8, "0,2,0": 2, "1,0,0": 6}
+
+
+def test_two_newcomers_have_donors_of_their_own() -> None:
+    assert plan(newcomer(0), newcomer(1), survivor(2), survivor(3)).donors == {0: 2, 1: 3}
+
+
+@pytest.mark.parametrize(
+    ("fronts", "message"),
+    [
+        ([newcomer(0), survivor(1), newcomer(2), survivor(3)], "rank 0 has no replica left"),
+        ([survivor(0), newcomer(1), survivor(2), survivor(3, index=8)], "survivors stand at different batch tops"),
+        ([survivor(0), newcomer(1), survivor(2), survivor(3, version=7)], "rank 3 lets newcomers in where it stands"),
+        ([survivor(0), newcomer(1), survivor(2), survivor(3, w=world(6))], "a collective of group 'w' is under way"),
+        (
+            [survivor(0), newcomer(1), survivor(2), survivor(3, w=replace(world(), done=[4]))],
+            r"under way while a newcomer is let in .*unfinished at ranks \[3\]",
+        ),
+        ([newcomer(0), newcomer(1)], "no survivor is left"),
+    ],
+)
+def test_what_cannot_be(fronts: list[Frontier], message: str) -> None:
+    with pytest.raises(RecoveryFailed, match=message):
+        plan(*fronts)
