@@ -82,7 +82,7 @@ class Rerouting:
         """
         executor, job, result = self._executor, self._job, self.result
         executor.step, self.result = int(self._engine.global_steps), None
-        if not trains or (result is not None and result.let_in):
+        if executor.connected and (not trains or (result is not None and result.let_in)):
             executor.settle()
         if result is not None and result.let_in:
             job.let_in(sorted(job.absent))

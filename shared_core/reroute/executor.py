@@ -260,6 +260,11 @@ class Executor:
                 self._mail = None
 
     @property
+    def connected(self) -> bool:
+        """Whether there is a lane; a newcomer that has just been let in has none."""
+        return self._mail is not None
+
+    @property
     def lane(self) -> Lane:
         """The lane in use; after :meth:`settle`."""
         assert self._mail is not None
