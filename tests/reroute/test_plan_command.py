@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import planner
 from shared_core.cli import swiftctl
 from shared_core.reroute.check import check
 from shared_core.reroute.planner import Plan
@@ -89,3 +91,20 @@ def test_it_needs_no_more_than_python(tmp_path: Path) -> None:
     )
     drawn = run("--time-limit", "0", "--draw", str(tmp_path / "plan.svg"))
     assert drawn.returncode == 1 and "needs matplotlib: pip install 'swift-recovery[report]'" in drawn.stderr
+
+
+def test_the_examples_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    docs = (ROOT / "docs" / "rerouting.md").read_text()
+    assert swiftctl.main([*EXAMPLE, "--failed", "1:2"]) == 0
+    assert capsys.readouterr().out == re.findall(r"```text\n(.*?)```", docs, re.S)[0]
+    exec(re.findall(r"```python\n(.*?)```", docs, re.S)[0], {})
+    assert capsys.readouterr().out.split()[0] == "30.0"
+
+
+def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "INSTANCES", planner.INSTANCES[2:4])
+    monkeypatch.setattr(planner, "SIZES", ((4, 4, 8),))
+    assert planner.main(["--quick", "--json", str(tmp_path / "rows.json")]) == 0
+    rows = {(row["case"], row["metric"]): row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert rows["3x4x6 lost 1:3 coupled", "best plan (target: closed form)"]["value"] == 36
+    assert rows["all 6 instances", "greedy / best, worst"]["value"] <= 1.05
