@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from shared_core.reroute.timing import StageTimes, simulate
 
 #: Ticks of the shortest duration that are tried, so that all durations are whole numbers of ticks.
 _TICKS = range(1, 13)
+MISSING = "exact planning needs OR-tools: pip install 'swift-recovery[plan]', or plan without a time limit"
 #: Ticks of the longest duration if they are not.
 _FINE = 200
 
@@ -26,10 +28,16 @@ def import_solver() -> Any:
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        raise MissingExtra(
-            "exact planning needs OR-tools: pip install 'swift-recovery[plan]', or plan without a time limit"
-        ) from error
+        raise MissingExtra(MISSING) from error
     return cp_model
+
+
+def has_solver() -> bool:
+    """Whether OR-tools is installed; it is not loaded for that."""
+    try:
+        return importlib.util.find_spec("ortools.sat.python.cp_model") is not None
+    except ImportError:
+        return False
 
 
 def improve(found: Found, time_limit: float, workers: int = 2) -> tuple[Found, bool]:

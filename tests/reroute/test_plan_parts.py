@@ -107,6 +107,12 @@ def test_plans_are_stored(tmp_path: Path) -> None:
         Settings.from_dict({})
 
 
+def test_nobody_wants_the_plans(tmp_path: Path) -> None:
+    """What the process in the background does when the one that started it is gone."""
+    store = PlanStore(tmp_path, Settings(TOPOLOGY))
+    assert store.fill(2, wanted=lambda: len(list(store.folder.glob("lost-*"))) < 2) == 2
+
+
 def test_a_look_up_is_quick(tmp_path: Path) -> None:
     store = PlanStore(tmp_path, Settings(Topology(4, 8, 32)))
     store.fill(1)

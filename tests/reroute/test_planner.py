@@ -193,3 +193,24 @@ def test_a_plan_that_cannot_be_read() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             Plan.from_json(text)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_the_greedy_is_close_to_the_best_known() -> None:
+    """Random jobs, times and limits, with ten seconds of the exact solver each."""
+    rng = random.Random(5)
+    for _ in range(24):
+        topology = Topology(rng.randint(2, 4), rng.randint(2, 5), rng.randint(3, 8))
+        lost: list[Worker] = []
+        for worker in rng.sample(topology.workers(), rng.randint(1, 2)):
+            if sum(one.stage == worker.stage for one in lost) < topology.pipelines - 1:
+                lost.append(worker)
+        stages = tuple(StageTimes(1, rng.uniform(0.8, 1.2), rng.uniform(0.6, 1.1), 2.5) for _ in range(topology.stages))
+        times, memory = Times(stages, rng.choice([0, 0.1, 0.3])), Memory(rng.choice([None, 4, 6]))
+        variant, ordered = rng.choice(list(Variant)), rng.random() < 0.3
+        costs = []
+        for limit in (0.0, 10.0):
+            found = plan(topology, lost, times=times, variant=variant, memory=memory, ordered=ordered, time_limit=limit)
+            costs.append(verified(found, times, memory))
+        assert costs[0] <= 1.05 * costs[1]
