@@ -92,7 +92,7 @@ def played(plan_: Plan, done: Executed, rest: Remainder) -> None:
 
 
 def verified(plan_: Plan, rest: Remainder) -> None:
-    check(rest.plan.schedule, TOPOLOGY, done=rest.done, ordered=False)
+    check(rest.plan.schedule, rest.plan.topology, done=rest.done)
     hosts: dict[tuple[int, int, int], Worker] = {}
     for rows in (rest.done, rest.plan.schedule.rows):
         for worker, row in rows.items():
@@ -107,25 +107,35 @@ def verified(plan_: Plan, rest: Remainder) -> None:
     played(plan_, rest.done, rest)
 
 
-@given(seed=st.integers(0, 10**6), variant=st.sampled_from(Variant), ordered=st.booleans(), before=st.integers(0, 1))
+@given(
+    shape=st.sampled_from([(3, 4, 6), (3, 1, 4), (4, 2, 3), (3, 5, 2)]),
+    seed=st.integers(0, 10**6),
+    variant=st.sampled_from(Variant),
+    ordered=st.booleans(),
+    before=st.integers(0, 1),
+)
 @settings(max_examples=60, deadline=None)
-def test_a_loss_at_any_time(seed: int, variant: Variant, ordered: bool, before: int) -> None:
-    rng = random.Random(seed)
-    first = plan(TOPOLOGY, rng.sample(TOPOLOGY.workers(), before), variant=variant, ordered=ordered, effort=500)
+def test_a_loss_at_any_time(
+    shape: tuple[int, int, int], seed: int, variant: Variant, ordered: bool, before: int
+) -> None:
+    topology, rng = Topology(*shape), random.Random(seed)
+    first = plan(topology, rng.sample(topology.workers(), before), variant=variant, ordered=ordered, effort=500)
     timeline = simulate(first.schedule, Times())
     progress = at_time(timeline, rng.uniform(0, timeline.slots))
-    lost = rng.choice([one for one in timeline.rows if all(one.stage != other.stage for other in first.lost)])
+    lost = rng.choice([one for one in timeline.rows if sum(other.stage == one.stage for other in timeline.rows) > 1])
     rest = replan(first, progress, [lost], effort=500)
     verified(first, rest)
     kept = sum(len(actions) for actions in rest.done.values())
     assert kept == sum(count for worker, count in progress.items() if worker != lost), "no survivor's work is repeated"
     if ordered:
-        check(rest.plan.schedule, TOPOLOGY, done=rest.done, ordered=True)
+        check(rest.plan.schedule, topology, done=rest.done, ordered=True)
     # Another loss before the rest is through.
     done = [action for actions in rest.done.values() for action in actions]
     second = simulate(rest.plan.schedule, Times(), done=done)
     progress = at_time(second, rng.uniform(0, second.slots))
     alive = [one for one in second.rows if sum(other.stage == one.stage for other in second.rows) > 1]
+    if not alive:
+        return
     again = replan(rest.plan, progress, [rng.choice(alive)], before=rest.done, effort=500)
     verified(rest.plan, again)
 
