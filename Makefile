@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.swift-recovery-installed
-EXTRAS := lightning,accelerate,deepspeed,report,test,dev
+EXTRAS := lightning,accelerate,deepspeed,plan,report,test,dev
 FAULTS ?= 60
 SEED ?= 1
 export OMP_NUM_THREADS ?= 1
@@ -56,6 +56,7 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.logging_tradeoff --measure --json runs/bench/logging_tradeoff.json
 	$(PY) -m benchmarks.traces --json runs/bench/traces.json
 	$(PY) -m benchmarks.total_time --simulated --json runs/bench/total_time.json
+	$(PY) -m benchmarks.planner --json runs/bench/planner.json
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache

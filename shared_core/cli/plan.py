@@ -12,7 +12,7 @@ from shared_core.errors import ConfigError, InvalidSchedule, MissingExtra
 from shared_core.reroute.check import Memory
 from shared_core.reroute.draw import draw_file, draw_text
 from shared_core.reroute.normalise import Move, normalise
-from shared_core.reroute.optimal import import_solver
+from shared_core.reroute.optimal import MISSING, has_solver
 from shared_core.reroute.planner import Plan, parse_worker, plan
 from shared_core.reroute.problem import Variant
 from shared_core.reroute.schedule import Topology
@@ -106,12 +106,9 @@ def _place(move: Move) -> str:
 
 def _time_limit(seconds: float) -> float:
     """0 where OR-tools is not installed, said in one line."""
-    if seconds > 0:
-        try:
-            import_solver()
-        except MissingExtra as error:
-            print(f"swiftctl: the plan is the greedy's: {error}", file=sys.stderr)
-            return 0.0
+    if seconds > 0 and not has_solver():
+        print(f"swiftctl: the plan is the greedy's: {MISSING}", file=sys.stderr)
+        return 0.0
     return max(0.0, seconds)
 
 

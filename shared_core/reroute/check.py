@@ -124,6 +124,18 @@ def held_after(done: Collection[Action], stash: float = 1.0) -> float:
     return sum(change[action.kind] for action in done)
 
 
+def peaks(schedule: Schedule, stash: float = 1.0) -> dict[Worker, float]:
+    """The most micro-batches that each worker holds at once: how many buffers it needs; see ``Memory.stash``."""
+    found = {}
+    for worker, row in schedule.rows.items():
+        held = most = 0.0
+        for action in row:
+            held += held_after((action,), stash)
+            most = max(most, held)
+        found[worker] = most
+    return found
+
+
 def _check_complete(
     topology: Topology,
     hosts: Mapping[tuple[int, int, int], Worker],

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from shared_core.reroute.listing import Arrays, Rule
 from shared_core.reroute.problem import Problem, Variant, lower_bound
 from shared_core.reroute.schedule import Schedule
-from shared_core.reroute.timing import Timeline
+from shared_core.reroute.timing import ROUNDS, Measured, Timeline
 
 #: Actions that all passes together may place.
 EFFORT = 100_000
@@ -63,8 +63,8 @@ def greedy(problem: Problem, effort: int = EFFORT) -> Found:
     choices = [Arrays(replace(problem, split_last=last)) for last in lasts]
     goal = lower_bound(problem)
     tried: list[tuple[float, int, Rule]] = []
-    best: tuple[float, int, list[list[int]]] | None = None
-    attempts = _attempts(len(choices), stages, tried, hurry=passes < 50)
+    best: tuple[float, int, list[list[int]], Measured] | None = None
+    attempts = _attempts(len(choices), problem, tried, hurry=passes < 50)
     rounds = 2 if passes == 1 else 8
     for _ in range(passes):
         which, rule = next(attempts)
@@ -73,22 +73,26 @@ def greedy(problem: Problem, effort: int = EFFORT) -> Found:
         cost = measured.period if problem.staggered else measured.slots
         tried.append((cost, which, rule))
         if best is None or cost < best[0] * (1 - _SAME):
-            best = cost, which, rows
+            best = cost, which, rows, measured
         if cost <= goal * (1 + _SAME):
             break
     assert best is not None
-    _, which, rows = best
-    schedule = choices[which].schedule_of(rows)
-    return Found(choices[which].problem, schedule, choices[which].timeline(rows, schedule, 4 * rounds), goal)
+    _, which, rows, measured = best
+    arrays = choices[which]
+    if passes > 1:
+        measured = arrays.measure(rows, ROUNDS)
+    schedule = arrays.schedule_of(rows)
+    return Found(arrays.problem, schedule, arrays.timeline(rows, schedule, measured), goal)
 
 
 def _attempts(
-    choices: int, stages: int, tried: list[tuple[float, int, Rule]], *, hurry: bool
+    choices: int, problem: Problem, tried: list[tuple[float, int, Rule]], *, hurry: bool
 ) -> Iterator[tuple[int, Rule]]:
     """First every rule, then the five best with noise, again and again. Rules come first that take little memory and
     split little; in a ``hurry`` those that take much, which are the better ones.
     """
-    whiches, aheads = list(range(choices)), [0, 1, 2, stages]
+    whiches, aheads = list(range(choices)), [0, 1, 2, problem.topology.stages]
+    whole = problem.variant is Variant.COUPLED
     if hurry:
         aheads.reverse()
         whiches = [*whiches[-2:], *reversed(whiches[:-2])]
@@ -96,10 +100,10 @@ def _attempts(
         for which in whiches:
             for ahead in aheads:
                 # Whole backwards lose less where forwards are ready for the next one; split ones go on with a W.
-                for forward_first in (choices == 1, choices != 1):
+                for forward_first in (whole, not whole):
                     yield which, Rule(hosted, ahead, forward_first)
                 if hosted == 0.5:
-                    yield which, Rule(0.0, ahead, forward_first=choices == 1, arrival=True)
+                    yield which, Rule(0.0, ahead, forward_first=whole, arrival=True)
     seed = 0
     while True:
         tried.sort(key=lambda one: one[0])

@@ -57,7 +57,7 @@ class Arrays:
         for (d, s, j), worker in problem.route.items():
             self.host[(d * self.stages + s) * self.count + j] = worker.pipeline * self.stages + worker.stage
         self.split = [problem.splits(d, s, j) for d, s in self.places for j in range(self.count)]
-        self.limit = [problem.memory.at(place) for place in self.places]
+        self.limit = [problem.memory.at(place) + 1e-9 for place in self.places]  # parts add up to wholes with rounding
         self.held = [held_after(problem.done.get(place, ()), problem.memory.stash) for place in self.places]
         self.done = [code for actions in problem.done.values() for code in codes(actions, self.stages, self.count)]
         self.ran = bytearray(self.size)  # bits: F, I, W as they were executed before
@@ -84,10 +84,9 @@ class Arrays:
         """Times of a schedule."""
         return self._replay(rows).measure(self.problem.staggered, rounds)
 
-    def timeline(self, rows: list[list[int]], schedule: Schedule, rounds: int) -> Timeline:
+    def timeline(self, rows: list[list[int]], schedule: Schedule, measured: Measured) -> Timeline:
         """The same with a time for every action."""
-        replay = self._replay(rows)
-        return replay.timeline(replay.measure(self.problem.staggered, rounds), schedule)
+        return self._replay(rows).timeline(measured, schedule)
 
     def _replay(self, rows: list[list[int]]) -> Replay:
         alive = [w for w, place in enumerate(self.places) if place not in self.problem.lost]

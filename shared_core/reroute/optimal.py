@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from shared_core.reroute.timing import StageTimes, simulate
 
 #: Ticks of the shortest duration that are tried, so that all durations are whole numbers of ticks.
 _TICKS = range(1, 13)
+MISSING = "exact planning needs OR-tools: pip install 'swift-recovery[plan]', or plan without a time limit"
 #: Ticks of the longest duration if they are not.
 _FINE = 200
 
@@ -26,17 +28,23 @@ def import_solver() -> Any:
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        raise MissingExtra(
-            "exact planning needs OR-tools: pip install 'swift-recovery[plan]', or plan without a time limit"
-        ) from error
+        raise MissingExtra(MISSING) from error
     return cp_model
+
+
+def has_solver() -> bool:
+    """Whether OR-tools is installed; it is not loaded for that."""
+    try:
+        return importlib.util.find_spec("ortools.sat.python.cp_model") is not None
+    except ImportError:
+        return False
 
 
 def improve(found: Found, time_limit: float, workers: int = 2) -> tuple[Found, bool]:
     """A better plan if there is one, and whether it was proven that there is none better than that.
 
-    Micro-batches of a pipeline keep their order in F and in I at every stage (W is free), as in the published
-    schedules; the proof is among such plans. If the bound is reached it is among all.
+    Micro-batches of a pipeline that pass the same workers keep their order in F and in I at every stage, which costs
+    nothing: two that do not can be exchanged from there on.
 
     Args:
         found: the greedy's plan of a whole iteration.
@@ -137,11 +145,20 @@ class _Model:
                     weight = self.weight(d, s, j)
                     if weight != backward:
                         add(self.starts[weight] >= self.ends[backward])
-                    if j:
-                        add(self.starts[forward] >= self.starts[Action(s, Kind.F, j - 1, d)])
-                        add(self.starts[backward] >= self.starts[self.backward(d, s, j - 1)])
-                        if self.problem.ordered:
-                            add(self.starts[weight] >= self.ends[self.weight(d, s, j - 1)])
+                    before = self._twin(d, j)
+                    if before is not None:
+                        add(self.starts[forward] >= self.starts[Action(s, Kind.F, before, d)])
+                        add(self.starts[backward] >= self.starts[self.backward(d, s, before)])
+                    if j and self.problem.ordered:
+                        add(self.starts[weight] >= self.ends[self.weight(d, s, j - 1)])
+
+    def _twin(self, d: int, j: int) -> int | None:
+        """The last micro-batch before j of its pipeline that passes the same workers, if there is one."""
+        for before in range(j - 1, -1, -1):
+            stages = range(self.problem.topology.stages)
+            if all(self.problem.host(d, s, before) == self.problem.host(d, s, j) for s in stages):
+                return before
+        return None
 
     def _memory(self) -> None:
         memory, topology = self.problem.memory, self.problem.topology

@@ -26,7 +26,8 @@ class Remainder:
 
     Attributes:
         plan: rows of the survivors from here on; its times are counted from the loss.
-        done: what survivors have executed before and need not do again.
+        done: what was executed before and need not be done again: by survivors, and by lost workers of stages that have
+            stepped.
         silent: actions of the rows that are computed again for the gradient alone: whoever needs their result has
             used the lost worker's, so it must not be sent.
         resend: results of ``done`` that a new host needs: (who has it, what made it, who needs it).
@@ -72,25 +73,22 @@ def replan(
     times = Times() if times is None else times
     gone = tuple(sorted({*plan.lost, *lost}))
     survivors(plan.topology, gone)
-    rows = dict(plan.schedule.rows)
-    finished = {
-        worker: (*(before or {}).get(worker, ()), *row[: progress.get(worker, 0)]) for worker, row in rows.items()
+    rows, earlier = plan.schedule.rows, before or {}
+    finished = dict(earlier) | {
+        worker: (*earlier.get(worker, ()), *row[: progress.get(worker, 0)]) for worker, row in rows.items()
     }
-    done = {worker: actions for worker, actions in finished.items() if worker not in lost}
-    stepped = {worker.stage for worker, actions in done.items() if any(one.kind is Kind.OPT for one in actions)}
-    kept = {worker: actions for worker, actions in finished.items() if worker in lost and worker.stage in stepped}
+    done = {worker: actions for worker, actions in finished.items() if worker not in gone}
+    stepped = {worker.stage for worker, actions in done.items() if _has_stepped(actions)}
+    kept = {worker: actions for worker, actions in finished.items() if worker in gone and worker.stage in stepped}
     again = _moved(plan, lost, stepped)
     route = dict(plan.route) | _deal_again(plan, again, done, gone, times)
     problem = Problem(
         plan.topology, times, plan.variant, frozenset(gone), route, memory, plan.ordered, done={**done, **kept}
     )
     found = greedy(problem, effort)
-    rest = {
-        worker: row[:-1] if worker.stage in stepped and _has_stepped(done[worker]) else row
-        for worker, row in found.schedule.rows.items()
-    }
+    rest = {worker: row[:-1] if _has_stepped(done[worker]) else row for worker, row in found.schedule.rows.items()}
     schedule = Schedule(rest)
-    _refuse_stepped(schedule, kept, done)
+    _refuse_stepped(schedule, kept)
     old = Schedule({worker: row[progress.get(worker, 0) :] for worker, row in rows.items()})
     without = simulate(old, times, done=[one for actions in finished.values() for one in actions])
     timeline = found.timeline
@@ -107,7 +105,7 @@ def replan(
         optimal=optimal,
     )
     silent, resend = _messages(plan.topology.stages, schedule, again, done, route)
-    return Remainder(new, done, silent, resend, timeline.slots - without.slots)
+    return Remainder(new, {**done, **kept}, silent, resend, timeline.slots - without.slots)
 
 
 def _moved(plan: Plan, lost: Collection[Worker], stepped: set[int]) -> list[tuple[int, int, int]]:
@@ -147,7 +145,7 @@ def _has_stepped(actions: tuple[Action, ...]) -> bool:
     return any(one.kind is Kind.OPT for one in actions)
 
 
-def _refuse_stepped(schedule: Schedule, kept: Executed, done: Executed) -> None:
+def _refuse_stepped(schedule: Schedule, kept: Executed) -> None:
     """A stage that has stepped cannot compute a lost result again: its parameters are of the next iteration."""
     for worker in kept:
         for reader, row in schedule.rows.items():
@@ -176,13 +174,13 @@ def _messages(
     for worker, row in schedule.rows.items():
         for action in row:
             place = (action.pipeline, action.stage, action.micro_batch)
-            if place not in moved or action.kind not in (Kind.F, Kind.I, Kind.B):
+            if action.kind not in (Kind.F, Kind.I, Kind.B):
                 continue
             step = 1 if action.kind is Kind.F else -1
             forward = action.kind is Kind.F
             if (forward, place[0], place[1] + step, place[2]) in made:
                 silent.add(action)
             source = made.get((forward, place[0], place[1] - step, place[2]))
-            if source is not None:
+            if source is not None and place in moved:
                 resend.append((*source, worker))
     return frozenset(silent), tuple(resend)

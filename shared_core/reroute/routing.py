@@ -46,13 +46,12 @@ def deal(topology: Topology, lost: Collection[Worker], *, ordered: bool = False)
     alive = survivors(topology, lost)
     route: Route = {}
     for stage, peers in enumerate(alive):
-        turn = 0
-        for d in sorted(worker.pipeline for worker in set(lost) if worker.stage == stage):
-            # Starting behind the lost pipeline spreads losses of several stages over the pipelines.
-            start = next((i for i, peer in enumerate(peers) if peer > d), 0) if ordered and not turn else 0
+        gone = sorted(worker.pipeline for worker in set(lost) if worker.stage == stage)
+        # In order, the next pipeline takes all: that spreads losses of several stages over the pipelines.
+        turn = next((i for i, peer in enumerate(peers) if peer > gone[0]), 0) if ordered and gone else 0
+        for d in gone:
             for j in range(topology.micro_batches):
-                peer = peers[(start + turn) % len(peers)]
-                route[d, stage, j] = Worker(peer, stage)
+                route[d, stage, j] = Worker(peers[turn % len(peers)], stage)
                 turn += 0 if ordered else 1
             turn += 1 if ordered else 0
     return route

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -124,11 +124,13 @@ class PlanStore:
             self._read[pattern] = found
         return rename(found, {new: old for old, new in names.items()})
 
-    def fill(self, losses: int) -> int:
-        """Make all plans for 0 to so many losses, fewest first; returns how many there are."""
+    def fill(self, losses: int, wanted: Callable[[], bool] = lambda: True) -> int:
+        """Make all plans for 0 to so many losses, fewest first, while ``wanted``; returns how many there are."""
         count = 0
         for number in range(losses + 1):
             for pattern in self._patterns(number):
+                if not wanted():
+                    return count
                 try:
                     self.make(pattern)
                 except InvalidSchedule:  # does not fit into the memory: nothing to look up then
@@ -137,10 +139,10 @@ class PlanStore:
         return count
 
     def fill_in_background(self, losses: int) -> Filling:
-        """The same in a process of its own, of the lowest priority."""
+        """The same in a process of its own, of the lowest priority, which ends with this one."""
         path = self.folder / "settings.json"
         path.write_text(json.dumps(self.settings.to_dict()), encoding="utf-8")
-        command = [sys.executable, "-m", "shared_core.reroute.store", str(path), str(losses)]
+        command = [sys.executable, "-m", "shared_core.reroute.store", str(path), str(losses), str(os.getpid())]
         root = str(Path(__file__).resolve().parents[2])
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         return Filling(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
@@ -212,11 +214,11 @@ def _from_name(stem: str) -> tuple[Worker, ...]:
 
 
 def main() -> None:
-    """``python -m shared_core.reroute.store SETTINGS.json LOSSES``: what ``fill_in_background`` starts."""
-    path, losses = Path(sys.argv[1]), int(sys.argv[2])
+    """``python -m shared_core.reroute.store SETTINGS.json LOSSES PARENT``: what ``fill_in_background`` starts."""
+    path, losses, parent = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     os.nice(19)
     settings = Settings.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    PlanStore(path.parent.parent, settings).fill(losses)
+    PlanStore(path.parent.parent, settings).fill(losses, lambda: os.getppid() == parent)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import golden
 import pytest
 
 from shared_core.errors import ConfigError, InvalidSchedule
-from shared_core.reroute.check import Memory, check, check_order, check_times
+from shared_core.reroute.check import Memory, check, check_order, check_times, peaks
 from shared_core.reroute.schedule import Action, Kind, Schedule, Topology, Worker, one_f_one_b, parse_action
 from shared_core.reroute.timing import Slot, StageTimes, Times, simulate
 
@@ -152,11 +152,12 @@ def test_a_circle_is_refused() -> None:
 
 def test_memory_is_counted_until_w() -> None:
     schedule = golden.untimed(golden.optimum("staggered"))
-    rows = {worker: row for worker, row in schedule.rows.items() if worker == W0_2}
-    held, most = 0, 0
-    for action in rows[W0_2]:
-        held += {Kind.F: 1, Kind.W: -1, Kind.B: -1}.get(action.kind, 0)
-        most = max(most, held)
+    most = 0
+    for at in range(len(schedule.rows[W0_2])):
+        begun = [action.kind for action in schedule.rows[W0_2][: at + 1]]
+        most = max(most, begun.count(Kind.F) - begun.count(Kind.W) - begun.count(Kind.B))
+    assert peaks(schedule)[W0_2] == most and peaks(one_f_one_b(golden.TOPOLOGY))[W0_2] == 2
+    assert peaks(schedule, stash=0)[W0_2] < most
     check(schedule, golden.TOPOLOGY, memory=Memory(workers={W0_2: most}))
     with pytest.raises(InvalidSchedule, match=rf"W0_2 would hold {most} micro-batches, but has room for {most - 1}$"):
         check(schedule, golden.TOPOLOGY, memory=Memory(workers={W0_2: most - 1}))

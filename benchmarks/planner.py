@@ -1,0 +1,161 @@
+"""Plans around lost workers: slots against closed forms and proven optima, the greedy against both, and planning time.
+
+The closed forms hold for equal times (F = I = W = 1 slot, the optimizer 3, no transfers, no memory limit); see
+docs/rerouting.md. The optimum is CP-SAT's, or the bound where it is reached; where neither proves it, the best known.
+Times are those of the processor: the greedy and the look-up use one thread, and other programs do not disturb them.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common import Row, arguments, at_most, finish, say
+from shared_core.reroute.check import Memory, check
+from shared_core.reroute.planner import Plan, plan
+from shared_core.reroute.problem import Variant
+from shared_core.reroute.remainder import replan
+from shared_core.reroute.routing import deal, loads
+from shared_core.reroute.schedule import Topology, Worker
+from shared_core.reroute.store import PlanStore, Settings
+from shared_core.reroute.timing import StageTimes, Times, simulate
+
+Losses = tuple[tuple[int, int], ...]
+
+#: Pipelines, stages, micro-batches and losses; each in three variants: 30 instances.
+INSTANCES: tuple[tuple[int, int, int, Losses], ...] = (
+    (3, 4, 6, ((1, 0),)),
+    (3, 4, 6, ((1, 1),)),
+    (3, 4, 6, ((1, 2),)),
+    (3, 4, 6, ((1, 3),)),
+    (3, 4, 6, ((1, 2), (0, 1))),
+    (3, 4, 6, ((1, 2), (0, 2))),
+    (4, 4, 8, ((1, 2),)),
+    (3, 3, 4, ((0, 1),)),
+    (2, 4, 4, ((1, 3),)),
+    (4, 4, 6, ((1, 1), (2, 3))),
+)
+#: Where the proven optimum is above the closed form: at stage 0 nothing comes before the first forward.
+ABOVE = {((3, 4, 6, ((1, 0),)), Variant.COUPLED): 29}
+#: Times as they may be measured, and room for five micro-batches.
+MEASURED = Times((StageTimes(1.0, 1.1, 0.8, 2.5),), 0.1)
+SIZES = ((4, 8, 32), (8, 16, 64), (16, 32, 128), (32, 64, 256))
+GREEDY_OVER_BEST, LARGEST_S, LOOK_UP_MS, REPLAN_MS = 1.05, 60.0, 10.0, 300.0
+
+
+def closed_form(topology: Topology, lost: Sequence[Worker], variant: Variant) -> int:
+    """Slots (staggered: the period) of the best plan: 1F1B's, or those of the stage that lost most."""
+    load = loads(topology, lost, deal(topology, lost))
+    optimizer = 3 if variant is Variant.STAGGERED else 0
+    best = 3 * (topology.micro_batches + topology.stages - 1) + optimizer
+    for worker, count in load.items():
+        if any(one.stage == worker.stage for one in lost):
+            ways = {Variant.COUPLED: 3 * worker.stage, Variant.DECOUPLED: worker.stage, Variant.STAGGERED: 3}[variant]
+            best = max(best, 3 * count + ways)
+    return best
+
+
+def name(topology: Topology, lost: Sequence[Worker], variant: Variant) -> str:
+    """The instance in a few letters."""
+    shape = f"{topology.pipelines}x{topology.stages}x{topology.micro_batches}"
+    return f"{shape} lost {' '.join(f'{d}:{s}' for d, s in lost)} {variant.value}"
+
+
+def cost(found: Plan) -> float:
+    """What the plan minimises."""
+    return found.period if found.variant is Variant.STAGGERED else found.slots
+
+
+def quality(limit: float) -> list[Row]:
+    """Closed forms and optima."""
+    rows, worst = [], 0.0
+    for shape in INSTANCES:
+        for variant in Variant:
+            topology, lost = Topology(*shape[:3]), [Worker(*one) for one in shape[3]]
+            case = name(topology, lost, variant)
+            first, best = plan(topology, lost, variant=variant), plan(topology, lost, variant=variant, time_limit=limit)
+            check(first.schedule, topology)
+            check(best.schedule, topology)
+            wanted = ABOVE.get((shape, variant), closed_form(topology, lost, variant))
+            rows.append(at_most(case, "best plan (target: closed form)", cost(best), "slots", wanted))
+            ratio = cost(first) / cost(best)
+            rows.append(at_most(case, "greedy / best", ratio, "", GREEDY_OVER_BEST))
+            worst = max(worst, ratio)
+            proof = "proven" if best.optimal else "best known"
+            say(f"{case}: greedy {cost(first):g}, best {cost(best):g} ({proof}), closed form {wanted}")
+    rows.append(at_most(f"all {3 * len(INSTANCES)} instances", "greedy / best, worst", worst, "", GREEDY_OVER_BEST))
+    for variant in Variant:
+        topology, lost = Topology(3, 4, 6), [Worker(1, 2)]
+        case = name(topology, lost, variant) + ", measured times, room for 5"
+        first = plan(topology, lost, times=MEASURED, memory=Memory(5), variant=variant)
+        best = plan(topology, lost, times=MEASURED, memory=Memory(5), variant=variant, time_limit=limit)
+        rows.append(at_most(case, "greedy / best known", cost(first) / cost(best), "", GREEDY_OVER_BEST))
+    return rows
+
+
+def speed(sizes: Sequence[tuple[int, int, int]]) -> list[Row]:
+    """Planning time of the greedy, and how far its plan is from the bound."""
+    rows = []
+    for shape in sizes:
+        topology, lost = Topology(*shape), [Worker(1, shape[1] // 2)]
+        for variant in (Variant.COUPLED, Variant.STAGGERED):
+            case = name(topology, lost, variant)
+            start = time.process_time()
+            found = plan(topology, lost, variant=variant)
+            seconds = time.process_time() - start
+            say(f"{case}: {seconds:.2f} s of the processor, {cost(found):g} (bound {found.bound:g})")
+            rows.append(at_most(case, "planning, greedy, processor time", seconds, "s", LARGEST_S))
+            rows.append(Row(case, "greedy / bound", cost(found) / found.bound, ""))
+    return rows
+
+
+def at_a_loss() -> list[Row]:
+    """What happens while training waits: looking a plan up, and planning the rest of an iteration."""
+    topology = Topology(4, 8, 32)
+    with tempfile.TemporaryDirectory() as folder:
+        store = PlanStore(Path(folder), Settings(topology))
+        store.fill(1)
+        cold, warm = [], []
+        for worker in topology.workers():
+            fresh = PlanStore(Path(folder), store.settings)
+            for times in (cold, warm):
+                start = time.process_time()
+                assert fresh.look_up([worker]) is not None
+                times.append(1000 * (time.process_time() - start))
+    case = "4x8x32, any one loss, staggered"
+    rows = [
+        at_most(case, "look-up of a plan in memory, median", sorted(warm)[len(warm) // 2], "ms", LOOK_UP_MS),
+        Row(case, "look-up of a plan on disk, median", sorted(cold)[len(cold) // 2], "ms"),
+    ]
+    for shape in ((3, 4, 6), (4, 8, 32)):
+        topology = Topology(*shape)
+        healthy = plan(topology)
+        timeline = simulate(healthy.schedule, Times())
+        longest = 0.0
+        for part in (0.1, 0.3, 0.5, 0.7, 0.9):
+            until = part * timeline.slots
+            progress = {worker: sum(slot.end <= until for slot in row[:-1]) for worker, row in timeline.rows.items()}
+            start = time.process_time()
+            replan(healthy, progress, [Worker(1, shape[1] // 2)])
+            longest = max(longest, 1000 * (time.process_time() - start))
+        case = f"{shape[0]}x{shape[1]}x{shape[2]}, a loss within an iteration"
+        rows.append(at_most(case, "planning the rest, longest", longest, "ms", REPLAN_MS))
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    options = arguments("planner", __doc__ or "").parse_args(argv)
+    rows = quality(1.0 if options.quick else 30.0)
+    rows += at_a_loss()
+    rows += speed(SIZES[:2] if options.quick else SIZES)
+    assert all(row.value is None or math.isfinite(row.value) for row in rows)
+    return finish(rows, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

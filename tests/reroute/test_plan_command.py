@@ -1,0 +1,110 @@
+"""``swiftctl plan``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import planner
+from shared_core.cli import swiftctl
+from shared_core.reroute.check import check
+from shared_core.reroute.planner import Plan
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ["plan", "--dp", "3", "--pp", "4", "--micro-batches", "6"]
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, object]:
+    assert swiftctl.main([*EXAMPLE, *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_example_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    for variant, slots, period in (("coupled", 33, 36), ("decoupled", 29, 32), ("staggered", 29, 30)):
+        found = as_json(capsys, "--failed", "1:2", "--variant", variant)
+        assert (found["slots"], found["period"]) == (slots, period)
+        workers = found["workers"]
+        assert isinstance(workers, dict) and len(workers) == 11 and "W1_2" not in workers
+        plan = Plan.from_dict(found)
+        check(plan.schedule, plan.topology)
+    assert as_json(capsys)["slots"] == 27
+
+
+def test_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert as_json(capsys, "--failed", "1:2", "--failed", "0:2")["period"] == 57
+    spread = as_json(capsys, "--failed", "1:2", "--failed", "0:2", "--normalise")
+    assert spread["period"] == 30 and len(spread["moves"]) == 1  # type: ignore[arg-type]
+    ordered = Plan.from_dict(as_json(capsys, "--failed", "1:2", "--ordered"))
+    check(ordered.schedule, ordered.topology, ordered=True)
+    assert len(set(ordered.route.values())) == 1
+    timed = as_json(capsys, "--times", "2,2,2,6,0")
+    assert timed["slots"] == 54
+    assert as_json(capsys, "--failed", "1:2", "--memory", "2", "--time-limit", "0")["slots"] > 29  # type: ignore[operator]
+
+
+def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.txt"
+    assert swiftctl.main([*EXAMPLE, "--failed", "1:2", "--draw", str(picture)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "staggered, lost: W1_2; 29 slots, period 30 (period optimal; greedy)"
+    assert out[2:] == picture.read_text().splitlines() and len(out) == 13
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (["--failed", "1-2"], 2, "a worker is given as PIPELINE:STAGE"),
+        (["--failed", "1:4"], 2, "lost worker 1:4 does not exist: there are 3 pipelines of 4 stages"),
+        (["--failed", "0:1", "--failed", "1:1", "--failed", "2:1"], 2, "all 3 workers of stage 1 are lost"),
+        (["--times", "1,2"], 2, "--times needs five numbers F,I,W,OPT,COMM, got '1,2'"),
+        (["--memory", "0"], 2, "must be able to hold at least 1 micro-batch"),
+        (["--draw", "plan.pdf"], 2, "the name must end in .svg, .png or .txt"),
+        (["--draw", "/nowhere/plan.txt"], 1, "No such file or directory"),
+    ],
+)
+def test_what_is_refused(options: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert swiftctl.main([*EXAMPLE, *options]) == status
+    assert message in capsys.readouterr().err
+
+
+def test_it_needs_no_more_than_python(tmp_path: Path) -> None:
+    for name in ("torch", "deepspeed", "ortools", "matplotlib"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('it is not here')")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "shared_core.cli.swiftctl", *EXAMPLE, "--failed", "1:2", *options]
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    greedy = run("--json")
+    assert greedy.returncode == 0 and json.loads(greedy.stdout)["period"] == 30
+    assert (
+        "the plan is the greedy's: exact planning needs OR-tools: pip install 'swift-recovery[plan]'" in greedy.stderr
+    )
+    drawn = run("--time-limit", "0", "--draw", str(tmp_path / "plan.svg"))
+    assert drawn.returncode == 1 and "needs matplotlib: pip install 'swift-recovery[report]'" in drawn.stderr
+
+
+def test_the_examples_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    docs = (ROOT / "docs" / "rerouting.md").read_text()
+    assert swiftctl.main([*EXAMPLE, "--failed", "1:2"]) == 0
+    assert capsys.readouterr().out == re.findall(r"```text\n(.*?)```", docs, re.S)[0]
+    exec(re.findall(r"```python\n(.*?)```", docs, re.S)[0], {})
+    assert capsys.readouterr().out.split()[0] == "30.0"
+
+
+def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "INSTANCES", planner.INSTANCES[2:4])
+    monkeypatch.setattr(planner, "SIZES", ((4, 4, 8),))
+    assert planner.main(["--quick", "--json", str(tmp_path / "rows.json")]) == 0
+    rows = {(row["case"], row["metric"]): row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert rows["3x4x6 lost 1:3 coupled", "best plan (target: closed form)"]["value"] == 36
+    assert rows["all 6 instances", "greedy / best, worst"]["value"] <= 1.05

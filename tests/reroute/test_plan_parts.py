@@ -1,0 +1,201 @@
+"""Normalisation, stored plans, measured times and pictures."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from shared_core.errors import ConfigError, WaitTimeout
+from shared_core.reroute.check import Memory
+from shared_core.reroute.draw import draw_file, draw_text
+from shared_core.reroute.normalise import Move, normalise, stage_cost
+from shared_core.reroute.planner import plan
+from shared_core.reroute.problem import Variant
+from shared_core.reroute.profile import COMMUNICATION, Profile
+from shared_core.reroute.schedule import Kind, Topology, Worker, one_f_one_b
+from shared_core.reroute.store import PlanStore, Settings
+from shared_core.reroute.symmetry import canonical, patterns, rename
+from shared_core.reroute.timing import StageTimes, Times, simulate
+
+TOPOLOGY = Topology(3, 4, 6)
+
+
+def places(*numbers: tuple[int, int]) -> list[Worker]:
+    return [Worker(*one) for one in numbers]
+
+
+def test_losses_are_spread() -> None:
+    found = normalise(TOPOLOGY, places((0, 2), (1, 2)))
+    assert (found.before, found.cost, found.moving) == (57, 30, 0)
+    (move,) = found.moves
+    assert move.target.stage == 2 and move.source.stage != 2
+    assert plan(TOPOLOGY, found.lost).period == 30
+    # Without staggering early stages are the cheap ones.
+    late = normalise(TOPOLOGY, places((1, 3)), variant=Variant.COUPLED)
+    assert late.cost == 27 and late.moves == (Move(Worker(0, 0), Worker(1, 3)),)
+    assert normalise(TOPOLOGY, places((1, 3))).moves == (), "staggered, all stages cost the same"
+
+
+def test_moves_cost_time() -> None:
+    lost = places((0, 2), (1, 2))
+    assert normalise(TOPOLOGY, lost, moving=[100], iterations=3).moves == ()
+    assert normalise(TOPOLOGY, lost, moving=[100], iterations=4).moving == 100
+    with pytest.raises(ConfigError, match="moving needs 1 value or one for each of 4 stages, got 2"):
+        normalise(TOPOLOGY, lost, moving=[1, 2])
+    with pytest.raises(ConfigError, match="all 3 workers of stage 1 are lost"):
+        normalise(TOPOLOGY, places((0, 1), (1, 1), (2, 1)))
+
+
+@pytest.mark.parametrize("variant", Variant)
+@pytest.mark.parametrize("lost", [[(0, 1), (1, 1)], [(0, 0), (1, 2), (2, 2)], [(0, 1), (2, 1), (0, 2), (1, 2), (2, 3)]])
+def test_normalisation_is_the_best_choice(variant: Variant, lost: list[tuple[int, int]]) -> None:
+    stages = tuple(StageTimes(1 + s / 10, 1, 1, 3) for s in range(4))
+    times, moving = Times(stages), [1.0, 2.0, 3.0, 4.0]
+    have = [sum(s == stage for _, stage in lost) for s in range(4)]
+    best = min(
+        10 * max(stage_cost(TOPOLOGY, times, variant, s, k) for s, k in enumerate(counts))
+        + sum(max(0, have[s] - k) * moving[s] for s, k in enumerate(counts))
+        for counts in itertools.product(range(3), repeat=4)
+        if sum(counts) == len(lost)
+    )
+    found = normalise(TOPOLOGY, places(*lost), times=times, variant=variant, moving=moving, iterations=10)
+    assert 10 * found.cost + found.moving == pytest.approx(best)
+    after = set(places(*lost))
+    for move in found.moves:
+        assert move.target in after and move.source not in after
+        after ^= {move.target, move.source}
+    assert sorted(after) == list(found.lost)
+
+
+def test_pipelines_are_renamed() -> None:
+    pattern, names = canonical(TOPOLOGY, places((2, 1)))
+    assert pattern == (Worker(0, 1),) and names == {2: 0, 0: 1, 1: 2}
+    assert len(patterns(TOPOLOGY, 1)) == 4 and len(patterns(TOPOLOGY, 2)) == 4 * 3 // 2 + 4 * 5 // 2
+    assert patterns(Topology(2, 2, 1), 3) == [], "a stage would have nobody left"
+    first = plan(TOPOLOGY, pattern)
+    back = rename(first, {new: old for old, new in names.items()})
+    assert back.lost == (Worker(2, 1),) and set(back.schedule.rows) == set(TOPOLOGY.workers()) - {Worker(2, 1)}
+    assert simulate(back.schedule, Times(), staggered=True).period == first.period
+    assert rename(back, names) == first
+
+
+def test_plans_are_stored(tmp_path: Path) -> None:
+    settings = Settings(TOPOLOGY, Times((StageTimes(1, 1, 1, 3),), 0.25), Variant.DECOUPLED, Memory(6), time_limit=0)
+    assert Settings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    store = PlanStore(tmp_path, settings)
+    assert store.look_up(places((1, 2))) is None
+    filling = store.fill_in_background(1)
+    try:
+        filling.wait(60)
+    finally:
+        filling.stop()
+    assert not filling.running
+    fresh = PlanStore(tmp_path, settings)
+    for worker in TOPOLOGY.workers():
+        found = fresh.look_up([worker])
+        assert found is not None and found.lost == (worker,) and found.topology == TOPOLOGY
+    assert fresh.look_up([]) is not None and fresh.look_up(places((1, 2), (0, 2))) is None
+    assert PlanStore(tmp_path, Settings(TOPOLOGY)).look_up([]) is None, "other settings, other plans"
+    made = fresh.make(places((1, 2), (0, 2)))
+    assert made.lost == (Worker(0, 2), Worker(1, 2)) == fresh.make(places((0, 2), (1, 2))).lost
+    assert PlanStore(tmp_path, settings).load_all() == 6
+    with pytest.raises(ConfigError, match="these are not a planner's settings: KeyError"):
+        Settings.from_dict({})
+
+
+def test_nobody_wants_the_plans(tmp_path: Path) -> None:
+    """What the process in the background does when the one that started it is gone."""
+    store = PlanStore(tmp_path, Settings(TOPOLOGY))
+    assert store.fill(2, wanted=lambda: len(list(store.folder.glob("lost-*"))) < 2) == 2
+
+
+def test_a_look_up_is_quick(tmp_path: Path) -> None:
+    store = PlanStore(tmp_path, Settings(Topology(4, 8, 32)))
+    store.fill(1)
+    store = PlanStore(tmp_path, store.settings)
+    assert store.load_all() == 9
+    best = float("inf")
+    for worker in places((1, 2), (2, 5), (3, 7), (0, 0), (1, 0)):
+        start = time.perf_counter()
+        assert store.look_up([worker]) is not None
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.01
+
+
+def test_plans_for_workers_that_differ(tmp_path: Path) -> None:
+    store = PlanStore(tmp_path, Settings(Topology(2, 2, 2), memory=Memory(2, {Worker(1, 0): 3})))
+    assert store.make(places((1, 1))).lost == (Worker(1, 1),)
+    with pytest.raises(ConfigError, match="are not made beforehand"):
+        store.fill(1)
+
+
+def test_planning_that_takes_too_long_is_said(tmp_path: Path) -> None:
+    filling = PlanStore(tmp_path, Settings(Topology(4, 8, 64))).fill_in_background(3)
+    with pytest.raises(WaitTimeout, match="plans were not ready after 0 s"):
+        filling.wait(0)
+    filling.stop()
+
+
+def test_measured_times() -> None:
+    profile = Profile(skip=1, keep=5)
+    assert not profile.complete
+    for stage in range(2):
+        profile.add(stage, Kind.F, 9.0)  # the first one is left out
+        profile.add(stage, Kind.B, 9.0)
+        for wobble in (0.0, 0.1, 50.0, -0.1, 0.0, 77.0):
+            profile.add(stage, Kind.F, 1.0 + stage + wobble)
+            profile.add(stage, Kind.B, 2.5 + wobble)
+    profile.add(0, COMMUNICATION, 0.3)
+    with_w = Profile.from_dict(json.loads(json.dumps(profile.to_dict())))
+    assert with_w == profile and profile.times(2) == Times(
+        (StageTimes(1.0, 1.25, 1.25, 0.0, 2.5), StageTimes(2.0, 1.25, 1.25, 0.0, 2.5)), 0.3
+    )
+    for stage in range(2):
+        with_w.add(stage, Kind.I, 1.5)
+        with_w.add(stage, Kind.W, 1.2)
+        with_w.add(stage, Kind.OPT, 0.5)
+    assert with_w.times(2).stages[1] == StageTimes(2.0, 1.5, 1.2, 0.5, 2.5)
+    merged = Profile.merge([profile, with_w])
+    assert merged.times(2).stages[0] == StageTimes(1.0, 1.5, 1.2, 0.5, 2.5)
+    with pytest.raises(ConfigError, match="stage 2 has not been measured yet"):
+        profile.times(3)
+    with pytest.raises(ConfigError, match="'X' is not profiled"):
+        profile.add(0, "X", 1.0)
+    with pytest.raises(ConfigError, match="a duration of F must be a finite number"):
+        profile.add(0, Kind.F, float("nan"))
+    with pytest.raises(ConfigError, match="this is not a profile"):
+        Profile.from_dict({"skip": 1})
+
+
+def test_a_profile_is_complete() -> None:
+    profile = Profile(skip=0, keep=2)
+    for _ in range(2):
+        assert not profile.complete
+        profile.add(0, Kind.F, 1.0)
+    assert profile.complete
+
+
+def test_drawn_as_text() -> None:
+    timeline = simulate(one_f_one_b(Topology(1, 2, 2)), Times())
+    assert draw_text(timeline).splitlines() == [
+        "W0_0  F0  F1  .   .   B0  --- .   B1  --- OPT --- ---",
+        "W0_1  .   F0  B0  --- F1  B1  --- .   .   OPT --- ---",
+    ]
+    assert "F0@1" in draw_text(simulate(plan(Topology(2, 2, 2), places((1, 1))).schedule, Times()))
+    many = simulate(one_f_one_b(Topology(1, 2, 400)), Times())
+    assert max(map(len, draw_text(many).splitlines())) < 400 * 8
+
+
+def test_drawn_as_a_picture(tmp_path: Path) -> None:
+    timeline = simulate(plan(TOPOLOGY, places((1, 2))).schedule, Times(), staggered=True)
+    for name, start in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG")):
+        draw_file(timeline, tmp_path / name, "one loss")
+        assert (tmp_path / name).read_bytes().startswith(start)
+    draw_file(timeline, tmp_path / "a.txt")
+    assert (tmp_path / "a.txt").read_text() == draw_text(timeline) + "\n"
+    with pytest.raises(ConfigError, match="the name must end in .svg, .png or .txt"):
+        draw_file(timeline, tmp_path / "a.pdf")
