@@ -1,7 +1,4 @@
-"""A DeepSpeed pipeline in a plain loop, for ``on_failure="reroute"``: data of a pipeline depend on nothing but its number.
-
-Each stage counts which micro-batch of which pipeline it computes forward in which step.
-"""
+"""A DeepSpeed pipeline in a plain loop, for ``on_failure="reroute"``: its data depend on the pipeline alone."""
 
 from __future__ import annotations
 
