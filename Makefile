@@ -54,6 +54,8 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.pipeline_overhead --json runs/bench/pipeline_overhead.json
 	$(PY) -m benchmarks.pipeline_recovery --json runs/bench/pipeline_recovery.json
 	$(PY) -m benchmarks.logging_tradeoff --measure --json runs/bench/logging_tradeoff.json
+	$(PY) -m benchmarks.traces --json runs/bench/traces.json
+	$(PY) -m benchmarks.total_time --simulated --json runs/bench/total_time.json
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -20,7 +20,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, HfDeepSpeedConfig
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader
 
 from accelerate_swift.plugin import SwiftPlugin, accelerator_under_construction, enabled, mixed
@@ -51,7 +51,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
             another number of micro-batches.
         MissingExtra: if DeepSpeed is not installed.
         SwiftError: where the script cannot be started again under ``swiftrun``.
-        Unsupported: for precisions other than fp32 and for ZeRO.
+        Unsupported: for precisions other than fp32 and bf16, and for ZeRO stages 2 and 3.
     """
 
     def __init__(
@@ -67,11 +67,9 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         options = self._options(deepspeed)
         self._create_group()
         super().__init__(**options)
-        if self.get_value("zero_optimization.stage", 0) != 0:
-            raise Unsupported(
-                "ZeRO shards optimizer state over the pipelines, so that no other rank holds it and it cannot be "
-                "recovered: use zero_stage=0"
-            )
+        stage = self.get_value("zero_optimization.stage", 0)
+        if stage not in (0, 1):
+            raise Unsupported(f"ZeRO stage {stage} shards more than a pipeline allows: use zero_stage=0 or 1")
 
     # -- what the user calls ------------------------------------------------------------------------------------------
 
@@ -109,15 +107,21 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         """Called by ``Accelerator`` while it is built, when the process group exists.
 
         Raises:
-            ConfigError: if another :class:`SwiftPlugin` was given to the ``Accelerator``.
-            Unsupported: for any precision but fp32.
+            ConfigError: if another :class:`SwiftPlugin` was given to the ``Accelerator``, or the DeepSpeed
+                configuration switches bf16 off.
+            Unsupported: for any precision but fp32 and bf16.
         """
-        super().set_mixed_precision(mixed_precision)
-        if mixed_precision != "no" or any(self.get_value(f"{kind}.enabled") for kind in ("fp16", "bf16")):
+        if mixed_precision not in ("no", "bf16") or self.get_value("fp16.enabled") is True:
+            asked = mixed_precision if mixed_precision not in ("no", "bf16") else "fp16 in the DeepSpeed configuration"
             raise Unsupported(
-                "fp16, bf16 and fp8 pipelines keep fp32 weights that no other rank holds, which cannot be recovered in "
-                "this version: leave mixed_precision='no', and fp16 and bf16 out of the DeepSpeed configuration"
+                f"a pipeline trains in fp32 or bf16, got {asked}: fp16 and fp8 have scales that cannot be recovered in "
+                "this version. Use mixed_precision='no' or 'bf16'"
             )
+        if mixed_precision == "bf16" and self.get_value("bf16.enabled") is False:
+            raise ConfigError(
+                "mixed_precision='bf16', but the DeepSpeed configuration has bf16 off: leave its section 'bf16' out"
+            )
+        super().set_mixed_precision(mixed_precision)
         accelerator = accelerator_under_construction()
         if accelerator is not None:
             self._adopt(accelerator)
@@ -249,7 +253,7 @@ class _LoopEngine:
 
         Args:
             batch: inputs and targets: a tensor, or a tuple of tensors, each; ``micro_batches`` times the rows of a
-                micro-batch.
+                micro-batch. With bf16, those of fp32 become bf16.
 
         Returns:
             The mean loss over all pipelines, without dimensions.
@@ -257,6 +261,8 @@ class _LoopEngine:
         Raises:
             ConfigError: if the batch is anything else.
         """
+        if self.bfloat16_enabled():
+            batch = tree_map(_to_bf16, batch)
         parts, shapes = _cut(batch, self.micro_batches)
         if self.shapes not in (None, shapes):
             self.reset_activation_shape()
@@ -270,6 +276,10 @@ class _LoopEngine:
         from deepspeed.runtime.utils import clip_grad_norm_
 
         self._global_grad_norm = clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), mpu=self.mpu)
+
+
+def _to_bf16(value: Any) -> Any:
+    return value.bfloat16() if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
 
 
 def _cut(batch: Any, count: int) -> tuple[list[Any], list[list[int]]]:
@@ -395,6 +405,22 @@ class _Pipelined(Accelerator):  # type: ignore[misc]
             self.deepspeed_engine_wrapped = _Stepped(engine)
             plugin._take(engine)
         return result
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_checkpoints()
+        return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_checkpoints()
+        return super().load_state(*args, **kwargs)
+
+    def _check_checkpoints(self) -> None:
+        """DeepSpeed loses most of what it saves of an optimizer in bf16 without ZeRO, and cannot load the rest."""
+        if any(model.bfloat16_enabled() and not model.zero_optimization() for model in self._models):
+            raise Unsupported(
+                "save_state and load_state in bf16 without ZeRO: DeepSpeed writes the optimizer of only one rank of "
+                "each stage, and cannot load it. Give the plugin zero_stage=1"
+            )
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """The norm of the gradients of the step that was taken, which the engine has clipped; None where it does not

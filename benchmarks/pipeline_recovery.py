@@ -6,7 +6,8 @@ sleeps instead of computing, so that a few cores are as good as one for each sta
 
 - stall: from the kill until the step has next returned on all ranks; part of it is the step itself;
 - delay: how much later than without the kill the job is once it is two steps beyond where it was;
-- replay: from the newcomer's join until it is through the last step that its predecessor had finished;
+- replay: from the newcomer's join until it is through the last step that its predecessor had finished; where all ranks
+  are in one group, so that all go back to the checkpoint, from the first forward pass after that;
 - regained: until all ranks are beyond the furthest step that any had made before the kill;
 - recomputed: forward passes of micro-batches that a rank had made before.
 """
@@ -282,17 +283,22 @@ def measure(
     for event in later:
         if event.kind == "help":
             kill.alone_s, kill.planned_s, kill.shared_s = (event.fields[f] for f in ("alone_s", "planned_s", "step_s"))
-    joins = [e for e in later if e.kind == "newcomer_ready"]
+    joins = [(e.rank, e.time) for e in later if e.kind == "newcomer_ready"]
+    restarted = max((e.time for e in later if e.kind == "restart"), default=None)
+    if restarted is not None:  # a rank's first forward pass after it is past the calls that it skips
+        passes = [[x["time"] for x in lines if x["kind"] == "forward"] for lines in traces.lines]
+        joins = [(rank, min(t for t in times if t > restarted)) for rank, times in enumerate(passes)]
+    begun = min((joined for _, joined in joins), default=0.0) if restarted is not None else None
     if not joins:
         return kill
-    kill.joined_s = max(e.time for e in joins) - at
-    for join in joins:
-        if join.rank in ranks:
-            before = max(x["step"] for x in traces.steps(join.rank) if x["time"] <= at)
-            made = [x for x in traces.steps(join.rank, join.time) if x["step"] <= before]
+    kill.joined_s = max(joined for _, joined in joins) - at
+    for rank, joined in joins:
+        if rank in ranks:
+            before = max(x["step"] for x in traces.steps(rank) if x["time"] <= at)
+            made = [x for x in traces.steps(rank, joined) if x["step"] <= before]
             if made:
                 kill.replayed = max(kill.replayed, len(made))
-                kill.replay_s = max(kill.replay_s or 0.0, made[-1]["time"] - join.time)
+                kill.replay_s = max(kill.replay_s or 0.0, made[-1]["time"] - (begun or joined))
     return kill
 
 

@@ -78,7 +78,7 @@ class SwiftLauncher(_Launcher):
             return None
         return {
             "module": {name: value for name, value in module.state_dict().items() if hasattr(value, "dtype")},
-            "optimizers": [optimizer.state_dict() for optimizer in self._strategy.optimizers],
+            "optimizers": [self._strategy.optimizer_state(optimizer) for optimizer in self._strategy.optimizers],
         }
 
     def _restore(self, data: Mapping[str, Any] | None) -> None:
@@ -86,11 +86,8 @@ class SwiftLauncher(_Launcher):
             return
         self._ended = data
         self._rebuild(*self._entering)
-        module = self._strategy.lightning_module
-        if module is not None:
-            module.load_state_dict(data["module"], strict=False)
-        for optimizer, state in zip(self._strategy.optimizers, data["optimizers"], strict=False):
-            optimizer.load_state_dict(state)
+        if not self._strategy.builds_late:
+            self._strategy.put_back(data)
 
     def _rebuild(self, trainer: pl.Trainer, args: tuple[Any, ...]) -> None:
         """Do what the entry call does to the trainer before its loop runs, without collectives."""
@@ -125,17 +122,12 @@ class SwiftLauncher(_Launcher):
         strategy = self._strategy
         if strategy.lightning_module is not None:
             strategy.attach([strategy.lightning_module], [])
-        # A newcomer whose predecessor was between two entry calls joins here. Lightning seeds generators on the way.
-        random, joining = read_random(), strategy.joining
+        assert strategy.job is not None
+        random = read_random()  # Lightning seeds generators on the way
         strategy.setup_environment()
-        if strategy.joining == joining:
-            strategy.after_skip(trainer, self._ended)
-            write_random(random)
-        elif strategy.joins_late:
-            assert strategy.job is not None
-            strategy.job.fall_back(
-                "a worker was lost between two calls of the Trainer, where its stage cannot be built"
-            )
+        strategy.after_skip(trainer, self._ended)
+        write_random(random)
+        strategy.job.end_top()
         trainer.training = False
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
 

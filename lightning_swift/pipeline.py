@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
@@ -31,6 +31,7 @@ from lightning_swift.pipeline_parts import (
     engine_config,
     micro_batches_of,
     most_pieces,
+    precision_config,
     read_config,
     rows_of,
     shapes_of,
@@ -43,6 +44,7 @@ from shared_core.testing import inject
 
 if TYPE_CHECKING:
     from shared_core.pipeline import SwiftPipelineEngine
+    from shared_core.pipeline.sharded import Shard
 
 
 class SwiftPipelineStrategy(SwiftDDPStrategy):
@@ -75,7 +77,7 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         parallel_devices: see there.
         cluster_environment: see there.
         checkpoint_io: writes and reads the files of a checkpoint, one a stage.
-        precision_plugin: see there; only 32-bit.
+        precision_plugin: see there; 32-bit or bf16.
         process_group_backend: see there.
         timeout: see there.
 
@@ -140,7 +142,10 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
             "partition_method": partition_method,
             "activation_checkpoint_interval": activation_checkpoint_interval,
         }
+        self._config = self._given[1]
         self._engine: SwiftPipelineEngine | None = None
+        #: This rank's part of the optimizer, in bf16 and with ZeRO.
+        self._shard: Shard | None = None
         self._pieces = self._per_step = 1
         #: Micro-batches of this step from batches that were read already (accumulate_grad_batches).
         self._waiting: list[tuple[Any, Any]] = []
@@ -181,8 +186,13 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         trainer = model.trainer
         if trainer.state.fn == TrainerFn.PREDICTING:
             raise Unsupported("Trainer.predict: only the last stage of a pipeline has outputs; use Trainer.test")
-        if self.precision_plugin.precision != "32-true" or self._layer_sync is not None:
-            raise Unsupported("a pipeline trains in 32-bit, without sync_batchnorm: leave precision out")
+        if self._layer_sync is not None:
+            raise Unsupported("sync_batchnorm: a pipeline's stages do not have the same layers; leave it out")
+        precision = str(self.precision_plugin.precision)
+        self._config = precision_config(self._given[1], precision)
+        if precision != "32-true":
+            # Inputs and targets become bf16, and DeepSpeed casts the layers.
+            self.precision_plugin = DeepSpeedPrecision("bf16-true")
         if self.world_size % self.stages:
             raise ConfigError(f"stages={self.stages} does not divide the number of workers, {self.world_size}")
         self._pieces, self._per_step = micro_batches_of(*self._given, trainer.accumulate_grad_batches)
@@ -208,11 +218,10 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         stage = self._build(self.lightning_module)
         if fitting:
             self.setup_optimizers(trainer)
-        if fitting or self._engine is None:
+        if fitting or self._engine is None or self._engine.module is not stage:
             self._start_engine(stage, trainer, self.optimizers[0] if fitting else None)
         if self.job is not None:
             check_trainer(trainer)  # again: the module may have added callbacks
-            self.job.attach([stage], self.optimizers if fitting else [], replicas=self.engine.grid.dp_group)
             self.job.register("lightning.pipeline", lambda: self._shapes, self._set_shapes)
 
     def _build(self, module: pl.LightningModule) -> nn.Module:
@@ -236,16 +245,20 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
 
     def _start_engine(self, stage: nn.Module, trainer: pl.Trainer, optimizer: Optimizer | None) -> None:
         from shared_core.pipeline import initialize
+        from shared_core.pipeline.sharded import Shard, is_sharded
 
         if self._engine is not None:
             self._engine.destroy()
+        # ZeRO divides an optimizer: without one, it has nothing to do.
+        given = {k: v for k, v in self._config.items() if optimizer is not None or k != "zero_optimization"}
         config = engine_config(
-            self._given[1],
+            given,
             self._pieces * self._per_step,
             trainer.gradient_clip_val,
             trainer.gradient_clip_algorithm,
         )
         self._engine, *_ = initialize(model=stage, optimizer=optimizer, config=config, dist_init_required=False)
+        self._shard = Shard(self._engine.optimizer) if is_sharded(self._engine.optimizer) else None
         self._engine.drives = False
         self._engine.before_step = self._before_step
         self._waiting, self._shapes = [], None
@@ -255,15 +268,13 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         if hasattr(self.lightning_module, STAGE):
             super().setup_optimizers(trainer)
 
-    joins_late = True
+    builds_late = True
 
     def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
         """Make the groups, the layers and the engine that the predecessor made in this call."""
         self.setup(trainer)
-        if ended is not None and self.lightning_module is not None:
-            self.lightning_module.load_state_dict(ended["module"], strict=False)
-            for optimizer, state in zip(self.optimizers, ended["optimizers"], strict=False):
-                optimizer.load_state_dict(state)
+        if ended is not None:
+            self.put_back(ended)
 
     def attach(self, modules: list[nn.Module], optimizers: list[Optimizer]) -> None:
         """Nothing: the engine says what is trained."""
@@ -370,21 +381,38 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         """There are no layers to load before."""
         return True
 
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """In bf16 and with ZeRO that of this rank alone, with the fp32 weights."""
+        return super().optimizer_state(optimizer) if self._shard is None else self._shard.capture()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._shard is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        for state in checkpoint["optimizer_states"]:
+            if "masters" not in state:
+                raise ConfigError(
+                    "the optimizer in the checkpoint is that of a pipeline without ZeRO, in 32-bit: train on with the "
+                    "same precision and zero_optimization"
+                )
+            self._shard.restore(state)
+
     def _files(self, filepath: _PATH) -> StageFiles:
-        return StageFiles(str(filepath), self.checkpoint_io, self.stage, self.stages)
+        shards = 0 if self._shard is None else self.pipelines
+        return StageFiles(str(filepath), self.checkpoint_io, self.stage, self.stages, self.data_index, shards)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Write a folder: one file a stage, by the stage's first rank, and what all share, by rank 0."""
+        """Write a folder: one file a stage, by the stage's first rank, and what all share, by rank 0. In bf16 and with
+        ZeRO also one a rank.
+        """
         inject.point("checkpoint.write")
         files = self._files(self.broadcast(filepath))
-        if self.data_index == 0:
-            files.write_part(checkpoint, storage_options)
+        files.write_parts(checkpoint, storage_options)
         self.barrier()
         if self.is_global_zero:
             files.commit(checkpoint, storage_options)
         self.barrier()
-        if self.data_index == 0:
-            files.drop_older(checkpoint["global_step"])
+        files.drop_older(checkpoint["global_step"])
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         return self._files(checkpoint_path).read(weights_only)

@@ -32,7 +32,7 @@ _OWNED = {
     "configure_gradient_clipping": "the engine clips, by the norm over all stages: use Trainer(gradient_clip_val=...)",
 }
 _TRAINER_FILE = "trainer.ckpt"
-_PARTS = ("state_dict", "optimizer_states")
+_STATE, _OPTIMIZERS = "state_dict", "optimizer_states"
 
 
 def check_module(module: pl.LightningModule) -> None:
@@ -115,11 +115,54 @@ def engine_config(
             f"Trainer(gradient_clip_val={clip}), but the DeepSpeed configuration has gradient_clipping={limit}: leave "
             "one out"
         )
-    made = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": None, **config}
+    made = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": None,
+        "zero_allow_untested_optimizer": True,  # as with Lightning's own strategy
+        **config,
+    }
     made["gradient_accumulation_steps"] = micro_batches
     if clip is not None:
         made["gradient_clipping"] = clip
     return made
+
+
+def precision_config(config: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """DeepSpeed's configuration with the Trainer's precision in it.
+
+    Args:
+        config: as the user gave it.
+        precision: ``Trainer(precision=...)``, as Lightning spells it out.
+
+    Raises:
+        ConfigError: for a contradiction.
+        Unsupported: for fp16, other precisions, and ZeRO stages 2 and 3.
+    """
+    if precision not in ("32-true", "bf16-true", "bf16-mixed") or _enabled(config, "fp16"):
+        asked = "a section 'fp16' in the DeepSpeed configuration" if _enabled(config, "fp16") else repr(precision)
+        raise Unsupported(
+            f"precision: a pipeline trains in 32-bit or bf16, got {asked}: fp16 has a loss scale that cannot be "
+            "recovered in this version. Use precision='bf16-true', or leave precision out"
+        )
+    stage = dict(config.get("zero_optimization") or {}).get("stage", 0)
+    if stage not in (0, 1):
+        raise Unsupported(f"zero_optimization has stage {stage}: a pipeline can use stage 1, or leave the section out")
+    wanted, said = precision != "32-true", _enabled(config, "bf16")
+    if said not in (None, wanted):
+        raise ConfigError(
+            f"Trainer(precision={precision!r}), but the DeepSpeed configuration has bf16 {'on' if said else 'off'}: "
+            "leave the section 'bf16' out, and say precision='bf16-true' for bf16"
+        )
+    made = dict(config)
+    if wanted:
+        made["bf16"] = {**dict(config.get("bf16") or {}), "enabled": True}
+    return made
+
+
+def _enabled(config: Mapping[str, Any], section: str) -> bool | None:
+    """Whether a section is switched on; None if nothing is said."""
+    said = dict(config.get(section) or {}).get("enabled", "auto")
+    return None if said == "auto" else bool(said)
 
 
 def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
@@ -218,7 +261,8 @@ def _uneven(rows: int, pieces: int) -> str:
 
 
 class StageFiles:
-    """A checkpoint: a folder with one file a stage, and one with what all ranks share, written last.
+    """A checkpoint: a folder with one file a stage, and one with what all ranks share, written last. Where the
+    optimizer of a stage is divided over its ranks, each of these has a file, too.
 
     The shared file names the others. Files of an older checkpoint in the same folder stay until the new one is
     complete.
@@ -228,29 +272,42 @@ class StageFiles:
         io: writes and reads files.
         stage: stage of this rank.
         stages: their number.
+        index: data-parallel index of this rank.
+        shards: ranks that the optimizer of a stage is divided over; 0: each of them has it all.
     """
 
-    def __init__(self, folder: str, io: CheckpointIO, stage: int, stages: int) -> None:
+    def __init__(self, folder: str, io: CheckpointIO, stage: int, stages: int, index: int = 0, shards: int = 0) -> None:
         self._folder, self._io, self._stage, self._stages = folder.rstrip("/"), io, stage, stages
+        self._index, self._shards = index, shards
 
-    def _part(self, step: int) -> str:
-        return f"stage{self._stage}-of-{self._stages}-step{step}.ckpt"
+    def _parts(self, step: int) -> dict[str, tuple[str, ...]]:
+        """Files of this rank's stage and what is in them; its own shard only."""
+        stage, rest = f"stage{self._stage}-of-{self._stages}", f"step{step}.ckpt"
+        if not self._shards:
+            return {f"{stage}-{rest}": (_STATE, _OPTIMIZERS)}
+        shard = f"{stage}-shard{self._index}-of-{self._shards}-{rest}"
+        return {f"{stage}-{rest}": (_STATE,), shard: (_OPTIMIZERS,)}
 
-    def write_part(self, checkpoint: Mapping[str, Any], options: Any) -> None:
-        """Write what this stage alone has."""
-        part = {name: checkpoint[name] for name in _PARTS if name in checkpoint}
-        self._io.save_checkpoint(part, f"{self._folder}/{self._part(checkpoint['global_step'])}", options)
+    def write_parts(self, checkpoint: Mapping[str, Any], options: Any) -> None:
+        """Write what this rank alone has, and, by the stage's first rank, what the stage alone has."""
+        for file, names in self._parts(checkpoint["global_step"]).items():
+            part = {name: checkpoint[name] for name in names if name in checkpoint}
+            if part and (self._index == 0 or _STATE not in names):
+                self._io.save_checkpoint(part, f"{self._folder}/{file}", options)
 
     def commit(self, checkpoint: Mapping[str, Any], options: Any) -> None:
         """Write what all ranks share, once all parts are there."""
-        shared = {name: value for name, value in checkpoint.items() if name not in _PARTS}
-        self._io.save_checkpoint(shared | {"pipeline_stages": self._stages}, f"{self._folder}/{_TRAINER_FILE}", options)
+        shared = {name: value for name, value in checkpoint.items() if name not in (_STATE, _OPTIMIZERS)}
+        shared |= {"pipeline_stages": self._stages, "pipeline_shards": self._shards if _OPTIMIZERS in checkpoint else 0}
+        self._io.save_checkpoint(shared, f"{self._folder}/{_TRAINER_FILE}", options)
 
     def drop_older(self, step: int) -> None:
-        """Remove parts of this stage that the shared file does not name any more."""
+        """Remove parts of this stage that the shared file does not name any more; done by the stage's first rank."""
+        if self._index:
+            return
         fs = get_filesystem(self._folder)
         for path in fs.glob(f"{self._folder}/stage{self._stage}-of-*.ckpt"):
-            if path.rpartition("/")[2] != self._part(step):
+            if not path.endswith(f"-step{step}.ckpt"):
                 fs.rm(path)
 
     def read(self, weights_only: bool | None) -> dict[str, Any]:
@@ -272,5 +329,15 @@ class StageFiles:
                 f"{self._folder} is the checkpoint of a pipeline of {stages} stages, and this one has {self._stages}: "
                 "use as many"
             )
-        part = self._part(shared["global_step"])
-        return shared | self._io.load_checkpoint(f"{self._folder}/{part}", weights_only=weights_only)
+        shards = shared.pop("pipeline_shards", 0)
+        parts = self._parts(shared["global_step"])
+        if self._shards and shards != self._shards:
+            if shards:
+                raise ConfigError(
+                    f"{self._folder} has the optimizer of each stage in {shards} parts, one for each of its ranks, and "
+                    f"now there are {self._shards}: use as many pipelines"
+                )
+            parts.pop(next(file for file, names in parts.items() if _OPTIMIZERS in names))
+        for part in parts:
+            shared |= self._io.load_checkpoint(f"{self._folder}/{part}", weights_only=weights_only)
+        return shared

@@ -231,11 +231,17 @@ class SwiftDDPStrategy(DDPStrategy):
         assert self.job is not None
         self.job.attach(modules, optimizers)
 
-    #: What is trained is built with collectives, so a newcomer cannot join before.
-    joins_late = False
+    #: What is trained is built with collectives, in :meth:`after_skip`.
+    builds_late = False
+
+    def put_back(self, ended: Mapping[str, Any]) -> None:
+        """Put the module and the optimizers into the state that they had at the end of an entry call."""
+        if self.lightning_module is not None:
+            self.lightning_module.load_state_dict(ended["module"], strict=False)
+        self.load_optimizer_state_dict({"optimizer_states": ended["optimizers"]})
 
     def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
-        """A newcomer has skipped an entry call and will join in a later one.
+        """A newcomer has skipped an entry call: make what its predecessor made in it with collectives.
 
         Args:
             trainer: its trainer.

@@ -43,7 +43,7 @@ from shared_core.errors import (
     Unsupported,
 )
 from shared_core.events import EventLog, console
-from shared_core.recovery.board import Board, Orders, Tally
+from shared_core.recovery.board import Board, Orders, Records, Tally
 from shared_core.recovery.checkpoints import Checkpoints, Restored, ends_before
 from shared_core.recovery.exchange import Received, Recovery, Replaying
 from shared_core.recovery.lane import Lane, Lanes
@@ -56,7 +56,6 @@ from shared_core.recovery.updates import Updates
 from shared_core.testing import inject
 
 Capture = Callable[[], Any]
-Records = Sequence[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
 Restore = Callable[[Any], None]
 
 #: Tops without a recovery point until pending gradients are published along with the top.
@@ -161,6 +160,7 @@ class Job:
         self._leaving = ExitStack()
         self.orders = Orders(self._board, env.config.data_policy == "drop") if env.config.resizes else None
         self.joining = env.incarnation > 0 or self._restored is not None
+        self._saved: Restored | None = None
         self._peeked: dict[str, Any] | None = None
         runtime = self._runtime
         runtime.record = self._board.record
@@ -365,7 +365,7 @@ class Job:
 
     def regroup(self, together: Sequence[int]) -> None:
         """From now on these ranks, this one among them, start again together: messages between them are not logged."""
-        self._logs.together = tuple(together)
+        self._logs.regroup(together)
 
     def note_messages(self, note: dict[str, Any]) -> None:
         """What the log on disk says of the messages sent from now on; plain data."""
@@ -388,8 +388,9 @@ class Job:
 
         Returns:
             Whether the predecessor had finished it, and its result. Then the registered parts are restored to what
-            they were at its end.
+            they were at its end, except those of what is attached, which may be from another call.
         """
+        inject.point("entry")
         self._prepare()
         self._entry += 1
         with self._runtime.lock:
@@ -399,7 +400,7 @@ class Job:
             if self._entry in self._restored.ends:
                 result, parts = self._restored.ends[self._entry]
                 self._board.publish_end(self._entry, result, parts)  # for newcomers of this attempt
-                self._restore(parts)
+                self._restore(parts, attached=False)
                 return EntryDecision(True, result)
             return EntryDecision(False)
         if self.joining and self._recovery.knocks:
@@ -407,7 +408,7 @@ class Job:
             if self._entry not in ends:
                 return EntryDecision(False)
             result, parts = ends[self._entry]
-            self._restore(parts)
+            self._restore(parts, attached=False)
             return EntryDecision(True, result)
         target = self._recovery.target
         if (
@@ -416,12 +417,27 @@ class Job:
             and (target.entry > self._entry or (target.entry == self._entry and target.kind == "end"))
         ):
             result, parts = self._board.read_end(self._entry)
-            self._restore(parts)
+            self._restore(parts, attached=False)
             return EntryDecision(True, result)
         return EntryDecision(False)
 
+    def end_top(self) -> None:
+        """Call after a skipped entry call, when all that it makes has been made: a newcomer joins here whose
+        predecessor was between this call and the next.
+        """
+        if self.joining and self._may_join("end"):
+            self._join()
+        self._leave_entry()
+
+    def _leave_entry(self) -> None:
+        """What the script does between two entry calls is start-up, too, with operations that are counted apart."""
+        with self._runtime.lock:
+            self._runtime.entry = -2 - self._entry
+            self._runtime.in_startup = True
+
     def entry_done(self, result: Any) -> None:
-        """Call at the end of each entry call.
+        """Call at the end of each entry call. What is registered must hold everything that the script finds after it,
+        what is trained too: peers go on, and could not give it later.
 
         Args:
             result: plain data; what a newcomer that finds the entry finished returns for it.
@@ -434,8 +450,7 @@ class Job:
         self._board.publish_end(self._entry, result, parts)
         with self._tops_lock:
             self._publish("end")
-        with self._runtime.lock:
-            self._runtime.in_startup = True
+        self._leave_entry()
 
     def peek(self, name: str) -> Any:
         """The predecessor's newest published value of a registered name, or None; for what must be known before the
@@ -453,8 +468,8 @@ class Job:
                     target = tops[-1]
                 if target is None:
                     self._peeked = {}
-                elif target.saved:
-                    self._peeked = self._checkpoints.at(target.index).parts
+                elif self._saved is not None:
+                    self._peeked = self._saved.parts
                 else:
                     self._peeked = self._board.read_top(target.index)
         return self._peeked.get(name)
@@ -729,8 +744,18 @@ class Job:
 
     def _prepare(self) -> None:
         self._recovery.prepare()
-        if self._recovery.target is not None or self._recovery.knocks:
+        target = self._recovery.target
+        if self._recovery.knocks:
+            self._restored = None  # the others have got further
+        elif target is not None:
             self._restored = None  # a predecessor has got further than the checkpoint of this attempt
+            if target.saved and self.joining and self._saved is None:
+                try:
+                    self._saved = self._checkpoints.at(target.index)
+                except CorruptFile as error:  # since it was looked at
+                    self._recovery.fall_back(str(error))
+                self._board.complete(self._saved.records, self._saved.ends)
+                self._runtime.records = dict(self._board.records())
         elif self._recovery.newcomer and self._restored is None and self.joining:
             self._restored = self._line()
 
@@ -738,8 +763,6 @@ class Job:
         recovery = self._recovery
         self._prepare()
         if self._runtime.starting:
-            if recovery.target is not None and recovery.target.kind == "end":
-                self._join()
             return
         if recovery.newcomer:
             console(f"rank {self.rank}: newcomer {self.incarnation} takes over from the beginning")
@@ -754,7 +777,7 @@ class Job:
 
     def _may_join(self, kind: str) -> bool:
         if self._recovery.knocks:
-            return True
+            return kind != "end"
         if self._restored is not None:
             return self._restored.top.entry == self._entry
         target = self._recovery.target
@@ -773,10 +796,9 @@ class Job:
         received = self._recovery.join()
         top, self.replaying = received.top, received.replaying
         assert top is not None
-        if top.saved:
-            restored = self._checkpoints.at(top.index)
-            self._updates.load(top.version, restored.description, restored.tensors)
-            parts = restored.parts
+        if self._saved is not None:
+            self._updates.load(top.version, self._saved.description, self._saved.tensors)
+            parts, self._saved = self._saved.parts, None
         else:
             self._updates.load(top.version, received.description, received.tensors)
             parts = self._board.read_top(top.index)
@@ -832,9 +854,9 @@ class Job:
         inject.set_step(self.tops)
         self._progress.top(self.tops)
 
-    def _restore(self, parts: dict[str, Any]) -> None:
+    def _restore(self, parts: dict[str, Any], attached: bool = True) -> None:
         for name, part in self._parts.items():
-            if name in parts:
+            if name in parts and (attached or not name.startswith("swift.")):
                 part.restore(parts[name])
         if "swift.random" in parts:
             _set_random_state(parts["swift.random"])

@@ -47,6 +47,62 @@ def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
     jobs.check("acc_pipe.py", nproc=4, faults=CASES[name], args=ALL)
 
 
+BF16, ZERO = ["--precision", "bf16"], ["--zero"]
+#: Each rank has a part of its stage's optimizer to itself.
+SHARDED: dict[str, tuple[list[str], list[Fault]]] = {
+    "bf16": ([*BF16, "--tied"], [Fault(0, 2, "update.during", "SIGKILL", 20), Fault(3, 5, "pipe.backward", "SIGKILL")]),
+    "zero": ([*ZERO, *ALL], [Fault(2, 2, "update.after", "SIGKILL"), Fault(1, 5, "pipe.reduce", "SIGKILL")]),
+    "both": (
+        [*BF16, *ZERO, *ALL],
+        [Fault(1, 2, "update.during", "SIGKILL", nth=60), Fault(3, 5, "update.after", "SIGKILL")],
+    ),
+    "saved": ([*BF16, *ZERO, *PLAIN], [Fault(2, 4, "pipe.send_grad", "SIGKILL")]),
+}
+
+
+@pytest.mark.parametrize("name", most(SHARDED, "zero", "both", "saved"))
+def test_a_rank_is_lost_that_has_a_part_of_the_optimizer(name: str, jobs: Jobs) -> None:
+    args, faults = SHARDED[name]
+    result = jobs.check("acc_pipe.py", nproc=4, faults=faults, args=args)
+    dtype = "torch.bfloat16" if "--precision" in args else "torch.float32"
+    assert all(report["extra"]["dtypes"] == [dtype] for report in result.reports.values())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", [ZERO, [*BF16, *ZERO]], ids=["zero", "both"])
+def test_a_shard_is_resumed_from_a_checkpoint(mode: list[str], jobs: Jobs) -> None:
+    args = [*PLAIN, *mode]
+    whole = jobs.reference("acc_pipe.py", nproc=4, args=args)
+    resume = ["--resume", str(whole.out / "epoch0")]
+    result = jobs.run("acc_pipe.py", nproc=4, faults=[Fault(3, 2, "pipe.forward", "SIGKILL")], args=[*args, *resume])
+    compare(result, whole, [*STATE, "trained", "generators"])
+    assert len(result.struck) == 1, result.tail()
+
+
+#: One pipeline of two stages without replicas: arguments, the fault, and batches from one checkpoint to the next.
+ALONE: dict[str, tuple[list[str], Fault, int]] = {
+    "forward": (["--tied"], Fault(1, 8, "pipe.forward", "SIGKILL", nth=2), 0),
+    "first stage": (ALL, Fault(0, 5, "pipe.forward", "SIGKILL", nth=3), 0),
+    "checkpoint": (ALL, Fault(1, 9, "pipe.forward", "SIGKILL"), 4),
+    "evaluation": (ALL, Fault(0, 6, "pipe.forward", "SIGKILL", nth=7), 4),
+    "update": ([*BF16, *ZERO, "--tied"], Fault(0, 9, "update.during", "SIGKILL", nth=20), 4),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ALONE)
+def test_a_stage_without_a_replica_is_lost(name: str, jobs: Jobs, tmp_path: Path) -> None:
+    args, fault, every = ALONE[name]
+    env = {
+        "SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "saved"),
+        "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": str(every),
+    }
+    result = jobs.run("acc_pipe.py", nproc=2, args=args, faults=[fault], env=env)
+    compare(result, jobs.reference("acc_pipe.py", nproc=2, args=args))
+    assert len(result.struck) == 1 and not result.kinds("restart"), result.tail()
+    assert {event.fields["resolution"] for event in result.kinds("recovered")} == {"replay"}, result.tail()
+
+
 def test_the_result_is_that_of_deepspeeds_engine_driven_by_hand(jobs: Jobs) -> None:
     result = jobs.check("acc_pipe.py", nproc=4, faults=[Fault(1, 5, "pipe.backward", "SIGKILL")], args=PLAIN)
     compare(result, jobs.reference("acc_pipe.py", nproc=4, args=[*PLAIN, "--by-hand"]), [*STATE, "losses"])
@@ -84,9 +140,11 @@ def test_stages_of_a_single_pipeline_shuffle_alike(jobs: Jobs) -> None:
 
 REFUSED = {
     "stages": "1 workers cannot hold pipelines of 2 stages",
-    "zero": "ZeRO shards optimizer state",
-    "precision": "leave mixed_precision='no'",
-    "precision of the configuration": "leave mixed_precision='no'",
+    "zero": "ZeRO stage 2 shards more",
+    "precision": "got fp16: fp16 and fp8 have scales",
+    "bf16": "the DeepSpeed configuration has bf16 off",
+    "bf16 saved": "Give the plugin zero_stage=1",
+    "precision of the configuration": "got fp16 in the DeepSpeed configuration",
     "accumulation": "gradient_accumulation_steps=2 of the Accelerator conflicts",
     "dispatch": "dispatch_batches=True gives each worker rows of its own",
     "model": "must be a deepspeed.pipe.PipelineModule, got a Linear",

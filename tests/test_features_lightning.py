@@ -44,6 +44,10 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "gan_in_the_second_update": ("gan", [Fault(1, 5, "update.during", "SIGKILL", nth=45)]),
     "first_fit_of_two": ("fit_test_fit", [Fault(1, 4, "bucket", "SIGKILL")]),
     "second_fit": ("fit_test_fit", [Fault(0, 15, "bucket", "SIGKILL")]),
+    # Lost at the beginning of the second, third and fourth call.
+    "between_calls_1": ("calls", [Fault(1, 0, "entry", "SIGKILL", nth=2)]),
+    "between_calls_2": ("calls", [Fault(0, 12, "entry", "SIGKILL")]),
+    "between_calls_3": ("calls", [Fault(1, 12, "entry", "SIGKILL", nth=2)]),
     "validate_fit": ("validate_fit", [Fault(0, 3, "bucket", "SIGKILL")]),
     "iterable": ("iterable", [Fault(1, 4, "forward", "SIGKILL")]),
     "two_losses": ("all", [Fault(0, 3, "update.during", "SIGKILL", nth=7), Fault(1, 8, "forward", "os._exit")]),
@@ -54,6 +58,8 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
 
 #: Much like others.
 RARE = (
+    "between_calls_1",
+    "between_calls_3",
     "first_fit_of_two",
     "validate_fit",
     "accumulate_last",

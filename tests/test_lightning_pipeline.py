@@ -18,10 +18,12 @@ from lightning_swift.pipeline_parts import (
     engine_config,
     micro_batches_of,
     most_pieces,
+    precision_config,
     split,
 )
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.testing import Fault
+from shared_core.testing.runner import compare
 
 SCRIPT = "lit_pipe.py"
 
@@ -43,10 +45,14 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "sanity_check": ([], [Fault(3, 0, "pipe.forward", "SIGKILL")]),
     "validate_first": (["--test"], [Fault(2, 2, "pipe.backward", "SIGKILL")]),
     "test_after_fit": (["--test"], [Fault(0, 6, "validation", "SIGKILL", nth=4)]),
+    # At the beginning of the second, third and fourth call.
+    "between_calls_1": (["--calls"], [Fault(2, 0, "entry", "SIGKILL", nth=2)]),
+    "between_calls_2": (["--calls"], [Fault(0, 6, "entry", "SIGKILL")]),
+    "between_calls_3": (["--calls"], [Fault(3, 6, "entry", "SIGKILL", nth=2)]),
     "resumed": (["--resume"], [Fault(0, 8, "pipe.forward", "SIGKILL")]),
     "accumulate": (["--accumulate", "3"], [Fault(3, 5, "batch_top", "SIGKILL")]),
 }
-RARE = tuple(CASES.keys() - {"first_stage", "last_stage_sends", "validation"})
+RARE = tuple(CASES.keys() - {"first_stage", "last_stage_sends", "validation", "between_calls_2"})
 
 
 @pytest.mark.parametrize("name", most(CASES, *RARE))
@@ -56,6 +62,60 @@ def test_a_stage_is_lost(name: str, jobs: Jobs) -> None:
     reference = jobs.reference(SCRIPT, nproc=4, args=args)
     for rank in reference.reports.keys() - result.struck_ranks():
         assert result.reports[rank]["extra"] == reference.reports[rank]["extra"]
+
+
+BF16, ZERO = ["--precision", "bf16-true"], ["--zero"]
+#: Each rank has a part of its stage's optimizer to itself.
+SHARDED: dict[str, tuple[list[str], list[Fault]]] = {
+    "bf16": (BF16, [Fault(0, 2, "update.during", "SIGKILL", nth=20), Fault(3, 5, "pipe.backward", "SIGKILL")]),
+    "mixed": (["--precision", "bf16-mixed"], [Fault(1, 3, "pipe.forward", "SIGKILL")]),
+    "zero": (ZERO, [Fault(2, 2, "update.after", "SIGKILL"), Fault(1, 5, "pipe.reduce", "SIGKILL")]),
+    "both": ([*BF16, *ZERO], [Fault(1, 2, "update.during", "SIGKILL", nth=60), Fault(3, 4, "batch_top", "SIGKILL")]),
+    "checkpoint": ([*BF16, *ZERO], [Fault(3, 6, "checkpoint.write", "SIGKILL")]),
+    "resumed": ([*BF16, *ZERO, "--resume"], [Fault(1, 8, "pipe.forward", "SIGKILL")]),
+    "resumed_zero": ([*ZERO, "--resume"], [Fault(2, 8, "pipe.step", "SIGKILL")]),
+    "between_calls_2": ([*BF16, "--calls"], [Fault(0, 6, "entry", "SIGKILL")]),
+    "between_calls_3": ([*BF16, *ZERO, "--calls"], [Fault(3, 6, "entry", "SIGKILL", nth=2)]),
+    "after_two_calls": ([*BF16, "--calls"], [Fault(2, 8, "pipe.forward", "SIGKILL")]),
+}
+
+
+@pytest.mark.parametrize("name", most(SHARDED, *(SHARDED.keys() - {"bf16"})))
+def test_a_rank_is_lost_that_has_a_part_of_the_optimizer(name: str, jobs: Jobs) -> None:
+    args, faults = SHARDED[name]
+    result = jobs.check(SCRIPT, nproc=4, args=args, faults=faults)
+    dtype = "torch.bfloat16" if "--precision" in args else "torch.float32"
+    assert all(report["extra"]["dtypes"] == [dtype] for report in result.reports.values())
+
+
+#: One pipeline of two stages without replicas: arguments, the fault, and batches from one checkpoint to the next.
+ALONE: dict[str, tuple[list[str], Fault, int]] = {
+    "forward": (["--no-validation"], Fault(1, 8, "pipe.forward", "SIGKILL", nth=2), 0),
+    "first_stage": ([], Fault(0, 8, "pipe.forward", "SIGKILL", nth=3), 0),
+    "checkpoint": ([], Fault(1, 11, "pipe.forward", "SIGKILL"), 4),
+    "update": ([], Fault(0, 9, "update.during", "SIGKILL", nth=3), 4),
+    "validation": ([], Fault(1, 6, "validation", "SIGKILL", nth=2), 4),
+    "between_calls_1": (["--calls"], Fault(1, 0, "entry", "SIGKILL", nth=2), 0),
+    "between_calls_2": (["--calls"], Fault(0, 12, "entry", "SIGKILL"), 0),
+    "between_calls_3": (["--calls"], Fault(1, 12, "entry", "SIGKILL", nth=2), 4),
+    "after_two_calls": (["--calls"], Fault(0, 14, "pipe.forward", "SIGKILL"), 0),
+    "after_two_calls_checkpoint": (["--calls"], Fault(0, 16, "pipe.forward", "SIGKILL"), 4),
+}
+
+
+@pytest.mark.parametrize("name", most(ALONE, *(ALONE.keys() - {"forward"})))
+def test_a_stage_without_a_replica_is_lost(name: str, jobs: Jobs, tmp_path: Path) -> None:
+    args, fault, every = ALONE[name]
+    env = {
+        "SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "saved"),
+        "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": str(every),
+    }
+    result = jobs.run(SCRIPT, nproc=2, args=args, faults=[fault], env=env)
+    compare(result, jobs.reference(SCRIPT, nproc=2, args=args))
+    assert len(result.struck) == 1 and not result.kinds("restart"), result.tail()
+    # The end of a call holds all that a stage has; elsewhere it is computed again.
+    how = {event.fields["resolution"] for event in result.kinds("recovered")}
+    assert how == {"replica" if name.startswith("between") else "replay"}, result.tail()
 
 
 @pytest.mark.nightly
@@ -75,7 +135,9 @@ def test_the_reference_is_deepspeeds_own_engine(jobs: Jobs) -> None:
         pytest.param("value", "clips by the norm", marks=pytest.mark.nightly),
         pytest.param("clip", "leave one out", marks=pytest.mark.nightly),
         pytest.param("accumulate", "leave one out", marks=pytest.mark.nightly),
-        pytest.param("precision", "leave precision out", marks=pytest.mark.nightly),
+        pytest.param("precision", "got '16-true': fp16 has a loss scale", marks=pytest.mark.nightly),
+        pytest.param("bf16", "say precision='bf16-true' for bf16", marks=pytest.mark.nightly),
+        pytest.param("zero", "a pipeline can use stage 1", marks=pytest.mark.nightly),
         pytest.param("rows", "drop_last=True", marks=pytest.mark.nightly),
         pytest.param("stages", "stages=3 does not divide", marks=pytest.mark.nightly),
     ],
@@ -134,6 +196,23 @@ def test_micro_batches_are_said_once(arguments: Any) -> None:
         micro_batches_of(*arguments)
 
 
+def test_precision_is_said_once() -> None:
+    on, off = {"bf16": {"enabled": True}}, {"bf16": {"enabled": False}}
+    assert precision_config({}, "32-true") == {} and precision_config(off, "32-true") == off
+    for given in ({}, on, {"bf16": {"enabled": "auto"}}, {"bf16": {}}):
+        assert precision_config(given, "bf16-true") == on
+    assert precision_config({"zero_optimization": {"stage": 1}}, "32-true") == {"zero_optimization": {"stage": 1}}
+    for given, precision in ((off, "bf16-true"), (on, "32-true")):
+        with pytest.raises(ConfigError, match="leave the section 'bf16' out"):
+            precision_config(given, precision)
+    fp16 = {"fp16": {"enabled": True}}
+    for given, precision in ((fp16, "32-true"), ({}, "16-true"), ({}, "16-mixed"), ({}, "64-true")):
+        with pytest.raises(Unsupported, match="trains in 32-bit or bf16"):
+            precision_config(given, precision)
+    with pytest.raises(Unsupported, match="stage 2"):
+        precision_config({"zero_optimization": {"stage": 2}}, "32-true")
+
+
 def test_contradictions_are_refused() -> None:
     with pytest.raises(ConfigError, match="gradient_clip_val=1.0"):
         engine_config({"gradient_clipping": 0.5}, 4, 1.0, "norm")
@@ -174,7 +253,7 @@ def test_a_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> None:
 
     def parts(step: int) -> None:
         for number, stage in enumerate(stages):
-            stage.write_part(content(step, number), None)
+            stage.write_parts(content(step, number), None)
 
     with pytest.raises(ConfigError, match="no complete checkpoint"):
         parts(1)

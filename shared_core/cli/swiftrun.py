@@ -31,6 +31,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 
     parser: argparse.ArgumentParser = torchrun_parser()
     parser.prog = "swiftrun"
+    parser.allow_abbrev = False  # options of the script may begin like one of ours
     parser.description = (
         "Starts a distributed training job with torchrun's flags. A worker that is lost is replaced by a newcomer, "
         "which takes its place bit for bit; the other workers go on."

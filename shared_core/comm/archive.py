@@ -255,10 +255,15 @@ class Archive:
         with self._changed:
             return sorted({*self._places.get(channel, ()), *(i for c, i in self._waiting if c == channel)})
 
-    def first(self, channel: str) -> int | None:
-        """The record from which on all are there, without a gap, up to the newest put; None if that is not there."""
+    def first(self, channel: str, before: int | None = None) -> int | None:
+        """The record from which on all are there, without a gap; None if the last of them is not there.
+
+        Args:
+            channel: of the records.
+            before: they end before this one; at the newest put if it is None.
+        """
         with self._changed:
-            index = self._newest.get(channel)
+            index = self._newest.get(channel) if before is None else before - 1
             if index is None or not self._holds(channel, index):
                 return None
             while self._holds(channel, index - 1):

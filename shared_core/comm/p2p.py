@@ -183,11 +183,10 @@ class Channels:
         log = self._log.get(channel)
         first = log[0][0] if log else self._sent[channel]
         archive = self._runtime.archive
-        on_disk = archive.first(self._name(channel)) if archive is not None else None
-        # What is on disk reaches up to what is in memory, unless the disk failed.
-        if on_disk is None or archive is None or archive.stats.failed is not None:
-            return first
-        return min(first, on_disk)
+        # What is on disk counts if it reaches up to what is in memory: the disk may have failed, and the receiver may
+        # have come into this rank's group since.
+        on_disk = archive.first(self._name(channel), before=first) if archive is not None else None
+        return first if on_disk is None else on_disk
 
     def start_from(self, received: dict[str, int], sent: dict[str, int]) -> None:
         """Take over a predecessor's counts at its batch top."""

@@ -119,6 +119,7 @@ class Runtime:
         self.served_operations = 0
         # Recording for later newcomers, and what a predecessor recorded.
         self.in_startup = True
+        #: Number of the entry call; -1 before the first, and -2 - e between call e and the next.
         self.entry = -1
         #: Ranks that were lost and without which the others go on (``on_failure="reroute"``).
         self.absent: frozenset[int] = frozenset()

@@ -26,7 +26,7 @@ from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import import_deepspeed
 from shared_core.pipeline.calls import STATE, Calls
 from shared_core.pipeline.planned_groups import PlannedGroups
-from shared_core.pipeline.sharded import SHARD, Shard, is_sharded
+from shared_core.pipeline.sharded import SHARD, Shard, evaluates, is_sharded
 from shared_core.pipeline.shared_replay import SharedReplay
 from shared_core.pipeline.stage import layer_seed
 from shared_core.testing import inject
@@ -75,7 +75,8 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
     Attributes:
         drives: the engine marks the batch tops, at each call of :meth:`train_batch` and :meth:`eval_batch`; an adapter
             whose framework has tops of its own sets it to False before the first call.
-        compute_s: seconds of forward and backward passes so far.
+        compute_s: seconds of forward and backward passes that this process has made.
+        timed: backward passes that it has made.
         before_step: called when the gradients of a batch are complete, before they are clipped and applied.
 
     Raises:
@@ -91,7 +92,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self._shared: SharedReplay | None = None
         self._groups: PlannedGroups | None = None
         self._sent: dict[str, int] = {}
-        self._micro_batch = self._timed = 0
+        self._micro_batch = self.timed = 0
         self.compute_s = 0.0
         self._shard: Shard | None = None
         self._job: Job | None = current_job()
@@ -111,8 +112,9 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             self._job.attach([self.module], [], replicas=self.grid.dp_group, sharded=True)
             self._job.register(SHARD, self._shard.capture, self._shard.restore)
         else:
-            optimizers = [] if self.optimizer is None else [self.optimizer]  # without one it only evaluates
+            optimizers = [] if evaluates(self.optimizer) else [self.optimizer]
             self._job.attach([self.module], optimizers, replicas=self.grid.dp_group)
+            self._job.unregister(SHARD)  # of an engine before
         self._job.register(STATE, self._capture, self._restore)
         self._calls = Calls(self._job)
         if self.grid.data_parallel_size > 1:
@@ -129,7 +131,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             raise Unsupported("pipelines with a model-parallel axis cannot be recovered: use pipe and data axes only")
         if self.fp16_enabled():
             raise Unsupported("fp16 with its loss scale cannot be recovered in this version: train in bf16 or fp32")
-        known = self.optimizer is None or isinstance(self.optimizer, torch.optim.Optimizer)
+        known = evaluates(self.optimizer) or isinstance(self.optimizer, torch.optim.Optimizer)
         if not known and not is_sharded(self.optimizer):
             raise Unsupported(
                 f"the optimizer is {type(self.optimizer).__name__}, not one of torch's: pass one, or choose a type "
@@ -177,7 +179,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         began = time.perf_counter()
         super()._exec_backward_pass(buffer_id)
         self.compute_s += time.perf_counter() - began
-        self._timed += 1
+        self.timed += 1
 
     def _exec_send_activations(self, buffer_id: int) -> None:
         self._note("forward")
@@ -211,7 +213,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self._micro_batch = 0
         self._sent = {}
         training = isinstance(pipe_schedule, schedule.TrainSchedule)
-        if training and self._shared is not None and self._shared.takes(self.compute_s / max(self._timed, 1)):
+        if training and self._shared is not None and self._shared.takes(self.compute_s / max(self.timed, 1)):
             self._shared.run()
         else:
             super()._exec_schedule(pipe_schedule)

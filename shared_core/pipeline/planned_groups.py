@@ -1,14 +1,13 @@
 """``log_groups="plan"``: the pipeline is measured while it trains, and who starts again together follows from that.
 
-At each checkpoint's batch top all ranks tell each other what they have measured since the last, and plan alike. A
-grouping holds from a batch top on at which a checkpoint is written, so that what is logged since that checkpoint was
-logged for it.
+At each checkpoint's batch top all ranks tell each other what they have measured since the last, and plan alike: from
+that and from the plan before, which a newcomer finds in its checkpoint. A grouping holds from a batch top on at which a
+checkpoint is written, so that what is logged since that checkpoint was logged for it.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +25,7 @@ def profile_of(rows: Sequence[Sequence[float]], stages: int, steps: int, micro_b
     """The profile of a chain of stages.
 
     Args:
-        rows: of each stage: seconds of computing in a step, bytes that cross to and from the next stage in a step, and
-            seconds of a whole step.
+        rows: of each stage: seconds of computing in a step, and bytes that cross to and from the next stage in a step.
         stages: of each machine.
         steps: between two checkpoints.
         micro_batches: of a step.
@@ -38,7 +36,6 @@ def profile_of(rows: Sequence[Sequence[float]], stages: int, steps: int, micro_b
         tuple(int(each[-1][1]) for each in machines[:-1]),
         steps,
         micro_batches,
-        step_s=max(row[2] for row in rows),
     )
 
 
@@ -57,7 +54,7 @@ class PlannedGroups:
         self._stages = nproc if job.world_size > nproc else 1
         self._planned: list[list[float]] | None = None
         self._together: list[int] | None = None
-        self._before = (0.0, 0, time.perf_counter())
+        self._before = (0.0, 0)
         job.register("swift.groups", self._capture, self._restore)
 
     def _capture(self) -> Any:
@@ -72,14 +69,11 @@ class PlannedGroups:
         """Call after each batch top, on all ranks."""
         if not self._every or self._job.tops % self._every:
             return
-        compute_s, steps, now = self._engine.compute_s, self._engine.global_steps, time.perf_counter()
-        made = max(steps - self._before[1], 1)
-        row = [
-            (compute_s - self._before[0]) / made,
-            float(self._engine.bytes_to_next()),
-            (now - self._before[2]) / made,
-        ]
-        self._before = (compute_s, steps, now)
+        engine, (compute_s, timed) = self._engine, self._before
+        self._before = (engine.compute_s, engine.timed)
+        made = (engine.timed - timed) / engine.micro_batches
+        # 0 if this process has computed nothing: it begins here, or others have computed for it.
+        row = [(engine.compute_s - compute_s) / made if made else 0.0, float(engine.bytes_to_next())]
         mine = torch.tensor(row, dtype=torch.float64)
         all_rows = [torch.zeros_like(mine) for _ in range(self._job.world_size)]
         with self._job.unchecked():  # a newcomer measures something else, and is served what was said
@@ -87,6 +81,8 @@ class PlannedGroups:
         self._plan([each.tolist() for each in all_rows])
 
     def _plan(self, rows: list[list[float]]) -> None:
+        if not all(compute_s for compute_s, _ in rows):
+            return
         engine, config = self._engine, self._job.config
         profile = profile_of(rows, self._stages, self._every, engine.micro_batches)
         if self._planned is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from shared_core.errors import SwiftError, Unsupported
@@ -25,7 +26,12 @@ _FACTS = ("overflow", "_global_grad_norm")
 
 def is_sharded(optimizer: Any) -> bool:
     """Whether the state of DeepSpeed's optimizer is divided over the data-parallel ranks."""
-    return isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer))
+    return isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)) and not evaluates(optimizer)
+
+
+def evaluates(optimizer: Any) -> bool:
+    """Whether there is none: the engine only evaluates. In bf16, DeepSpeed makes one that does nothing."""
+    return optimizer is None or isinstance(getattr(optimizer, "optimizer", None), DummyOptim)
 
 
 class Shard:

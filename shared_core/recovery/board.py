@@ -17,7 +17,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -33,6 +33,8 @@ from shared_core.recovery.plain import Piece, dumps, loads, pieces
 _HEADER = struct.Struct("<IQI")  # length of the header, length of the payload, checksum of both
 _CHECK = struct.Struct("<IIQ")  # group, checksum, sequence number + 1
 _CHECKS = 8192
+#: (entry call, what it is, name, batch top) and the results.
+Records = list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
 #: Start of the names of files with numbers.
 TALLY = "tally."
 _TALLY = struct.Struct("<Q")
@@ -198,6 +200,18 @@ class Board:
         if self._mirror is not None:
             self._mirror.append("records", data)
 
+    def complete(self, records: Records, ends: Mapping[int, tuple[Any, dict[str, Any]]]) -> None:
+        """Publish what a checkpoint has of a predecessor and this board has not: it was on a machine that is lost, and
+        its copies too.
+        """
+        known = {key for key, _ in self.records()}
+        for key, results in records:
+            if key not in known:
+                self.record(key, results)
+        for entry, (result, parts) in ends.items():
+            if not (self.folder / f"end.{entry}").exists():
+                self.publish_end(entry, result, parts)
+
     def write_order(self, indices: list[Any]) -> str:
         """Publish the indices of a pass over the data. Returns its name."""
         name = f"order.{os.urandom(6).hex()}"
@@ -257,10 +271,10 @@ class Board:
         stored = loads(read_file(self.folder / f"end.{entry}")[1])
         return stored["result"], stored["parts"]
 
-    def records(self) -> list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]:
+    def records(self) -> Records:
         """Recorded results in order; a torn last one is left out."""
         data = (self.folder / "records").read_bytes()
-        found: list[tuple[tuple[int, str, str, int], list[torch.Tensor]]] = []
+        found: Records = []
         at = 0
         while at + 8 <= len(data):
             length, crc = struct.unpack_from("<II", data, at)

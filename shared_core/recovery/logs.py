@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -78,7 +78,7 @@ class Logs:
         self._env, self._runtime, self._newest_top, self._fall_back = env, runtime, newest_top, fall_back
         self._mark: tuple[Any, torch.Tensor] | None = None
         self._commits = [0, 0]
-        self.together: tuple[int, ...] = ()
+        self._groups: list[tuple[int, frozenset[int]]] = []  # from a batch top on: who starts again together
 
     def open(self) -> None:
         """Log to disk from now on. A newcomer goes on with what its predecessor has left on this machine."""
@@ -86,7 +86,7 @@ class Logs:
             return
         env = self._env
         nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.together = together(env.config.log_groups, env.rank, env.world_size, nproc)
+        self.regroup(together(env.config.log_groups, env.rank, env.world_size, nproc))
         mine = log_folder(env.config.log_dir, env.job_dir) / f"rank{env.rank}"
         folder = mine / f"attempt{env.restart}"
         for old in mine.glob("attempt*"):
@@ -96,7 +96,7 @@ class Logs:
         again = folder.is_dir()
         make = Archive.reopen if again else Archive
         self._runtime.unreadable = self._unreadable
-        self._runtime.archived = lambda destination: destination not in self.together
+        self._runtime.archived = lambda destination: destination not in self._groups[-1][1]
         for group in self._runtime.groups.values():
             group.timeout = max(group.timeout, _PATIENCE)
         config = env.config
@@ -104,6 +104,17 @@ class Logs:
         if again:
             archive.verify()  # what is damaged is written again by the replay, what is whole is not
         self._runtime.open_archive(archive)
+
+    @property
+    def together(self) -> tuple[int, ...]:
+        """Ranks that have been in one group with this one since the checkpoint from which a newcomer may start: of
+        what was sent to them not everything is logged. Without a log none.
+        """
+        return tuple(sorted(frozenset[int]().union(*(ranks for _, ranks in self._groups))))
+
+    def regroup(self, ranks: Iterable[int]) -> None:
+        """From now on these ranks, this one among them, start again together: messages between them are not logged."""
+        self._groups.append((self._runtime.top, frozenset(ranks)))
 
     def mark(self) -> None:
         """Tell all ranks that this one has published a batch top, and which checkpoint it knows to be committed; call
@@ -130,6 +141,8 @@ class Logs:
         if archive is None:
             return
         archive.drop_before(self._commits[0])
+        while len(self._groups) > 1 and self._groups[1][0] <= self._commits[0]:
+            del self._groups[0]
         if archive.stats.failed is not None:
             archive.restart()
 

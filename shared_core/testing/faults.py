@@ -19,6 +19,8 @@ KINDS: tuple[str, ...] = ("SIGKILL", "SIGSTOP", "SIGTERM", "os._exit", "exceptio
 POINTS: tuple[str, ...] = (
     "startup",
     "join",
+    # A call of the trainer (fit, validate, test, predict) begins.
+    "entry",
     "batch_top",
     "forward",
     "collective.before",

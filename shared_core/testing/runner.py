@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -300,19 +300,20 @@ def compare(result: JobResult, reference: JobResult, parts: Sequence[str] | None
         raise Mismatch("differs from the reference:\n  " + "\n  ".join(wrong) + "\n" + result.tail())
 
 
-def check_survivors(result: JobResult, reference: JobResult | None = None) -> None:
+def check_survivors(result: JobResult, reference: JobResult | None = None, besides: Collection[int] = ()) -> None:
     """Check that ranks that no fault struck are the processes that began, and ran no batch twice.
 
     Args:
         result: the run with faults.
         reference: the run without; survivors must have run each batch as often as it did. Without it: once.
+        besides: ranks that are not checked.
 
     Raises:
         Mismatch: saying which rank was restarted or ran which batch again.
     """
     wrong = []
     for rank, report in sorted(result.reports.items()):
-        if rank in result.struck_ranks():
+        if rank in result.struck_ranks() or rank in besides:
             continue
         starts = [worker for worker in result.workers if worker["rank"] == rank]
         if len(starts) != 1:

@@ -519,6 +519,15 @@ def test_options_come_from_file_environment_and_command_line(tmp_path: Path, mon
     assert parse_args(["--max-restarts", "0", "x.py"]).max_restarts == 0
 
 
+def test_options_of_the_script_are_its_own() -> None:
+    """Also those that are the beginning of one of ours, or of several."""
+    own = ["--checkpoint", "x", "--stand=1", "--no", "--n", "2", "--resume", "--nproc_per_node", "8"]
+    for flags in (["--nproc-per-node", "2"], ["--nproc_per_node=2"], ["--nproc-per-node=2"]):
+        args = parse_args([*flags, "--max_restarts", "3", "--standbys", "0", "train.py", *own])
+        assert (args.nproc_per_node, args.max_restarts, args.standbys, args.resume) == ("2", 3, 0, False)
+        assert (args.training_script, args.training_script_args) == ("train.py", own)
+
+
 def test_a_refusal_is_one_line(tmp_path: Path) -> None:
     job = start_command(tmp_path, [sys.executable, "-m", "shared_core.cli.swiftrun", "--standbys", "0", "missing.py"])
     job.finish()

@@ -194,6 +194,8 @@ def test_first_indices_and_drops(tmp_path: Path) -> None:
         archive.read(A, 0)
     put(archive, A, 21, top=5)  # 20 is missing
     assert archive.first(A) == 21 and archive.indices(A) == [*range(first, 20), 21]
+    assert archive.first(A, before=20) == first and archive.first(A, before=22) == 21
+    assert archive.first(A, before=21) is None and archive.first(A, before=30) is None
     archive.flush(WAIT_S)
     archive.drop_before(6)  # the open segment too
     assert archive.first(B) is None

@@ -184,6 +184,13 @@ def test_without_a_replica_the_newest_checkpoint_serves_and_needs_no_donor() -> 
     assert found.transfers == (Transfer(1, 0, {"w": [6, 7, 8]}),)
 
 
+def test_what_was_published_at_the_end_of_a_call_needs_no_donor() -> None:
+    """The others are in the next call already, where they train something else."""
+    ended = replace(top(3, 2, w=4), kind="end", replicas=[0])
+    found = plan(newcomer(0, top(2, 1, w=2), ended), survivor(1, w=group(5, log=[4])), survivor(2, w=group(5)))
+    assert found.tops == {0: ended} and found.donors == {}
+
+
 def test_the_older_checkpoint_serves_where_a_message_of_the_newer_is_lost_with_its_sender() -> None:
     older, newer = (replace(top(n, n, sent=n, w=2), replicas=[0], saved=True) for n in (3, 6))
     found = plan(newcomer(0, older, newer), survivor(1, 6, w=group(2, received={"0,1,0": 5})), survivor(2, w=group(2)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ def run(
     env: Mapping[str, str] | None = None,
     extra: Sequence[str] = (),
     restarts: int = 0,
+    together: Collection[int] = (),
 ) -> JobResult:
     """Train with faults and check the result, on every rank, by hash against DeepSpeed's own engine.
 
@@ -44,6 +45,7 @@ def run(
         extra: arguments of the run with faults only.
         restarts: how often all workers must have gone back to a checkpoint; where it is 0, no survivor may have been
             restarted or have computed any micro-batch again.
+        together: survivors that must have started again together with a newcomer, and no others.
     """
     reference = jobs.reference(SCRIPT, nproc=nproc, args=args)
     assert all(sum(report["counts"].values()) > 0 for report in reference.reports.values()), "forward is not counted"
@@ -52,8 +54,9 @@ def run(
     assert not unconfirmed(result), "\n".join([*unconfirmed(result), result.tail()])
     assert len(result.kinds("restart")) == restarts, result.tail()
     assert result.stderr.count("restarting all workers") == restarts, result.tail()
+    assert {event.rank for event in result.kinds("together")} == set(together), result.tail()
     if not restarts:
-        check_survivors(result, reference)
+        check_survivors(result, reference, together)
     return result
 
 

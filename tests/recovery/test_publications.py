@@ -194,3 +194,16 @@ def test_ends_of_entries(tmp_path: pathlib.Path) -> None:
     board = Board(tmp_path / "rank0")
     board.publish_end(0, [{"loss": 0.5}], {"loop": {"step": 3}})
     assert Board(tmp_path / "rank0").read_end(0) == ([{"loss": 0.5}], {"loop": {"step": 3}})
+
+
+def test_what_a_checkpoint_has_is_published_once(tmp_path: pathlib.Path) -> None:
+    """A newcomer may have been lost while it did that."""
+    records = [((0, "results", str(number), 3), [torch.tensor(float(number))]) for number in range(3)]
+    board = Board(tmp_path / "rank0")
+    board.record(*records[0])
+    board.publish_end(0, 1.5, {})
+    for _ in range(2):
+        board.complete(records, {0: (None, {}), 1: (2.5, {"loop": 1})})
+    found = Board(tmp_path / "rank0")
+    assert [(key, float(results[0])) for key, results in found.records()] == [(k, float(r[0])) for k, r in records]
+    assert found.read_end(0) == (1.5, {}) and found.read_end(1) == (2.5, {"loop": 1})

@@ -66,8 +66,15 @@ def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 
 
 def finish(report: Report, net: nn.Module, optimizer, scheduler, losses: list[float]) -> None:  # type: ignore[no-untyped-def]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer.optimizer  # in bf16 and with ZeRO, DeepSpeed wraps torch's
     digests = training_digest(net, [optimizer], [scheduler], {"losses": losses})
-    report.finish({**digests, "generators": generators_digest(), "losses": digest(torch.tensor(losses))}, losses=losses)
+    digests["trained"] = digest([p for group in optimizer.param_groups for p in group["params"]])
+    report.finish(
+        {**digests, "generators": generators_digest(), "losses": digest(torch.tensor(losses))},
+        losses=losses,
+        dtypes=sorted({str(p.dtype) for p in net.parameters()}),
+    )
 
 
 def by_hand(args: argparse.Namespace, report: Report) -> None:
@@ -116,6 +123,8 @@ def main() -> None:
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--save", action="store_true", help="after each epoch")
     parser.add_argument("--resume", help="a checkpoint, written after the first epoch of another run")
+    parser.add_argument("--precision", default="no")
+    parser.add_argument("--zero", action="store_true", help="ZeRO stage 1")
     parser.add_argument("--by-hand", action="store_true")
     args = parser.parse_args()
     report, out = Report(), Path(os.environ[OUT])
@@ -129,8 +138,12 @@ def main() -> None:
 
     from accelerate_swift import SwiftDeepSpeedPipelinePlugin
 
-    plugin = SwiftDeepSpeedPipelinePlugin(args.stages, MICRO_BATCHES, gradient_clipping=args.clip)
-    accelerator = Accelerator(deepspeed_plugin=plugin)
+    plugin = SwiftDeepSpeedPipelinePlugin(
+        args.stages, MICRO_BATCHES, gradient_clipping=args.clip, zero_stage=int(args.zero)
+    )
+    if args.zero:
+        plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = 1 << 20
+    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision=args.precision)
     torch.manual_seed(5)
     net = plugin.pipeline_module(layers(args.tied), nn.MSELoss())
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)

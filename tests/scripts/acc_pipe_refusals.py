@@ -57,8 +57,12 @@ def clipped(norm: float, **plugin: Any) -> None:
 ADAM = {"type": "Adam", "params": {"torch_adam": True, "lr": 0.01}}
 MISTAKES: dict[str, Callable[[], Any]] = {
     "stages": lambda: prepared(num_stages=2),
-    "zero": lambda: prepared(zero_stage=1),
-    "precision": lambda: prepared(accelerator={"mixed_precision": "bf16"}),
+    "zero": lambda: prepared(zero_stage=2),
+    "precision": lambda: prepared(accelerator={"mixed_precision": "fp16"}),
+    "bf16": lambda: prepared(
+        accelerator={"mixed_precision": "bf16"}, hf_ds_config={"bf16": {"enabled": False}, "gradient_clipping": 1.0}
+    ),
+    "bf16 saved": lambda: prepared(accelerator={"mixed_precision": "bf16"})[0].save_state("never"),
     "precision of the configuration": lambda: prepared(hf_ds_config={"fp16": {"enabled": True}}),
     "two plugins": lambda: prepared(accelerator={"kwargs_handlers": [SwiftPlugin()]}),
     "accumulation": lambda: prepared(accelerator={"gradient_accumulation_steps": 2}),

@@ -159,6 +159,29 @@ def _fit_test_fit(
     return digests(trainer, module) | {"tested": repr(tested)}
 
 
+def _calls(
+    trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
+) -> dict[str, str]:
+    """Four calls; between them rank 0 tells the others something, and parameters are changed."""
+    told: list[Any] = []
+
+    def between(call: str) -> None:
+        told.append(trainer.strategy.broadcast(f"{call}: {trainer.callback_metrics} of rank {trainer.global_rank}"))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.9)
+
+    told.append(trainer.validate(module, data["val_dataloaders"], verbose=False))
+    between("validated")
+    trainer.fit(module, **data)
+    between("fitted")
+    told.append(trainer.test(module, data["val_dataloaders"], verbose=False))
+    between("tested")
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(module, **data)
+    return digests(trainer, module) | {"told": repr(told)}
+
+
 def _validate_fit_predict(
     trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
 ) -> dict[str, str]:
@@ -242,6 +265,11 @@ FEATURES: dict[str, Feature] = {
         module=lambda: Net(norm=True, dropout=0.1, scheduler="epoch"),
         data=_with_validation(),
         run=_fit_test_fit,
+    ),
+    "calls": Feature(
+        module=lambda: Net(norm=True, dropout=0.1, scheduler="epoch"),
+        data=_with_validation(),
+        run=_calls,
     ),
     "validate_fit": Feature(module=Sums, data=_with_validation(), run=_validate_fit_predict),
     "iterable": Feature(

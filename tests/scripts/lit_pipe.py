@@ -117,7 +117,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Layers]]] = {
     "value": ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, {}, Layers),
     "clip": ({"gradient_clip_val": 0.5}, {"config": {"gradient_clipping": 1.0}}, Layers),
     "accumulate": ({"accumulate_grad_batches": 3}, {"micro_batches": 4}, Layers),
-    "precision": ({"precision": "bf16-mixed"}, {}, Layers),
+    "precision": ({"precision": "16-true"}, {}, Layers),
+    "bf16": ({}, {"config": {"bf16": {"enabled": True}}}, Layers),
+    "zero": ({}, {"config": {"zero_optimization": {"stage": 2}}}, Layers),
     "optimizer": ({}, {"config": {"optimizer": {"type": "Adam"}}}, Layers),
     "rows": ({}, {"micro_batches": 3}, Layers),
     "stages": ({}, {"stages": 3}, Layers),
@@ -132,6 +134,9 @@ def main() -> None:
     parser.add_argument("--no-validation", action="store_true")
     parser.add_argument("--resume", action="store_true", help="fit again, from the checkpoint of the first epoch")
     parser.add_argument("--test", action="store_true", help="validate before and test after the fit")
+    parser.add_argument("--calls", action="store_true", help="validate, fit, test, and fit on")
+    parser.add_argument("--precision")
+    parser.add_argument("--zero", action="store_true", help="ZeRO stage 1")
     parser.add_argument("--refuse", choices=sorted(REFUSED))
     parser.add_argument("--by-hand", action="store_true")
     args = parser.parse_args()
@@ -145,24 +150,41 @@ def main() -> None:
         refused = fitting(report, args, SwiftPipelineStrategy(**strategy_options), **trainer_options)
         refused.fit(kind(), loader(48, 1))
         return
-    one = SwiftPipelineStrategy(stages=STAGES, micro_batches=None if args.accumulate > 1 else MICRO_BATCHES)
+    config = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1 << 20}} if args.zero else {}
+    pieces = None if args.accumulate > 1 else MICRO_BATCHES
+    one = SwiftPipelineStrategy(stages=STAGES, micro_batches=pieces, config=config)
     module, losses = Layers(), Losses()
     trainer = fitting(report, args, one, losses)
     extra: dict[str, Any] = {}
     val = loader(20, 2, shuffle=False)
-    if args.test:
+    told: list[str] = []
+
+    def tell(call: str) -> None:
+        """What rank 0 says between two calls."""
+        told.append(trainer.strategy.broadcast(f"{call}: {trainer.callback_metrics} of rank {trainer.global_rank}"))
+
+    if args.test or args.calls:
         extra["validated"] = trainer.validate(module, val, verbose=False)
+        tell("validated")
     trainer.fit(module, loader(48, 1), val)
-    if args.test:
+    if args.test or args.calls:
+        tell("fitted")
         extra["tested"] = trainer.test(module, val, verbose=False)
+    if args.calls:
+        tell("tested")
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module, loader(48, 1), val)
     if args.resume:
-        trainer = fitting(report, args, SwiftPipelineStrategy(stages=STAGES, micro_batches=MICRO_BATCHES))
+        trainer = fitting(report, args, SwiftPipelineStrategy(stages=STAGES, micro_batches=pieces, config=config))
         module = Layers()
         trainer.fit(module, loader(48, 1), val, ckpt_path=str(OUT / "epoch=0.ckpt"))
     digests = final_digests(trainer, module) | {"hooks": digest(module.hooks), "checkpoints": checkpoints()}
+    digests["told"] = digest(told)
+    digests["trained"] = digest([p for o in trainer.optimizers for group in o.param_groups for p in group["params"]])
     if trainer.is_global_zero:
         digests["rows"] = rows()
     same = training_digest(module, trainer.optimizers)
+    extra["dtypes"] = sorted({str(p.dtype) for p in module.parameters()})
     report.finish(digests, losses=losses.losses, same=[same["parameters"], same["optimizers"]], **extra)
 
 
@@ -170,7 +192,11 @@ def fitting(
     report: Report, args: argparse.Namespace, strategy: Any, *callbacks: pl.Callback, **options: Any
 ) -> pl.Trainer:
     """A trainer."""
-    given: dict[str, Any] = {"gradient_clip_val": args.clip, "accumulate_grad_batches": args.accumulate}
+    given: dict[str, Any] = {
+        "gradient_clip_val": args.clip,
+        "accumulate_grad_batches": args.accumulate,
+        "precision": args.precision,
+    }
     return pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),

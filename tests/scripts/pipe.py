@@ -28,6 +28,7 @@ class Block(nn.Module):
 
     report: Report
     step = 0
+    takes_s = 0.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,6 +36,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Block.report.count(f"batch {Block.step}")
+        time.sleep(Block.takes_s)
         return torch.relu(self.drop(self.linear(x)))
 
 
@@ -71,6 +73,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="of a micro-batch")
     parser.add_argument(
         "--slow", type=float, default=0.0, help="seconds a newcomer's script takes before its first batch"
+    )
+    parser.add_argument(
+        "--uneven", type=float, default=0.0, help="seconds of a forward pass at the first or, by turns, the third rank"
     )
     parser.add_argument("--damage", nargs=3, action="append", default=[], metavar=("RANK", "STEP", "KIND"))
     parser.add_argument("--bf16", action="store_true")
@@ -125,6 +130,7 @@ def main() -> None:
         if step == 3:  # the script itself draws a random number
             data = micro_batches(int(torch.randint(1000, (1,))), args.rows, dtype)
         Block.step = step
+        Block.takes_s = args.uneven if dist.get_rank() == (step + 1) // 4 % 2 * 2 else 0.0
         for rank, at, kind in args.damage:
             if (int(rank), int(at)) == (dist.get_rank(), step):
                 damage.do(kind)

@@ -1,0 +1,107 @@
+"""``swiftctl simulate``: what systems make of a job that loses workers as a trace says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shared_core.errors import ConfigError, MissingExtra
+from shared_core.report.simulations import draw_results, format_results, result_to_dict
+from shared_core.simulate import choices
+from shared_core.simulate.engine import Result, simulate
+from shared_core.simulate.generators import FORMS
+from shared_core.simulate.rerouting import Measured
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``simulate`` to the commands of ``swiftctl``."""
+    times, measured = choices.Times(), Measured()
+    command = commands.add_parser(
+        "simulate",
+        help="compare systems on a trace of failures",
+        description="Simulate a job on a trace of failures; see docs/simulator.md for the models and their inputs.",
+    )
+    forms = ", ".join(f"{name}:{form}" for name, form in FORMS.items())
+    command.add_argument("--trace", metavar="TRACE", default="gcp", help=f"a file, gcp (24 workers), {forms}")
+    command.add_argument("--workers", metavar="N", type=int, help="where the trace does not say it")
+    command.add_argument("--stages", metavar="N", type=int, default=4, help="pipeline stages (4)")
+    command.add_argument("--micro-batches", metavar="N", type=int, help="of a pipeline in a step (3 times the stages)")
+    command.add_argument(
+        "--systems", metavar="NAME", nargs="+", default=list(choices.DEFAULT), help="which; an unknown one lists them"
+    )
+    command.add_argument("--hours", metavar="H", type=float, help="length of the trace (24, or all of a file)")
+    command.add_argument("--seed", metavar="N", type=int, default=0, help="for everything that is drawn (0)")
+    command.add_argument("--spares", metavar="N", type=int, default=0, help="spare workers, which take over at once")
+    seconds = (
+        ("--step-s", 10.0, "a step without failures"),
+        ("--write-s", times.write_s, "stall of a checkpoint"),
+        ("--restart-s", times.restart_s, "restart from a checkpoint"),
+        ("--copy-s", times.copy_s, "moving a worker's state"),
+        ("--reconfigure-s", times.reconfigure_s, "stall of Oobleck"),
+    )
+    for flag, value, text in seconds:
+        command.add_argument(flag, metavar="S", type=float, default=value, help=f"{text} ({value:g})")
+    command.add_argument("--interval-s", metavar="S", type=float, help="work between checkpoints (Young's)")
+    command.add_argument("--layers", metavar="N", type=int, default=times.layers, help="of the model, for Oobleck (32)")
+    command.add_argument(
+        "--overhead",
+        metavar="X",
+        type=float,
+        default=measured.overhead,
+        help=f"step time with this system over that without ({measured.overhead:g}, measured on CPU)",
+    )
+    command.add_argument("--fault-free", metavar="X", type=float, help="samples/s without failures: adds a column")
+    command.add_argument("--json", action="store_true", help="print JSON instead")
+    command.add_argument("--plot", metavar="FILE", type=Path, help="draw it, as PNG, SVG or PDF")
+    command.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        results = _simulate(options)
+        if options.plot is not None:
+            draw_results(results, options.plot)
+    except ConfigError as error:
+        print(f"swiftctl: {error}", file=sys.stderr)
+        return 2
+    except (OSError, ValueError, MissingExtra) as error:
+        print(f"swiftctl: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps([result_to_dict(one) for one in results], indent=2), flush=True)
+    else:
+        print(format_results(results, options.fault_free), flush=True)
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> list[Result]:
+    for name in ("step_s", "overhead", "hours", "interval_s", "write_s", "fault_free"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+    for name in ("restart_s", "copy_s", "reconfigure_s", "spares", "layers"):
+        if getattr(options, name) < (name == "layers"):
+            raise ConfigError(f"--{name.replace('_', '-')} must not be {getattr(options, name):g}")
+    trace = choices.trace_of(options.trace, options.workers, options.hours, options.seed)
+    if options.workers is not None and options.workers != trace.workers:
+        raise ConfigError(f"the trace {options.trace} has {trace.workers} workers, not {options.workers}")
+    trace = trace.with_spares(options.spares)
+    micro_batches = options.micro_batches if options.micro_batches is not None else 3 * options.stages
+    layout = choices.layout_of(trace.workers, options.stages, micro_batches, options.step_s)
+    times = choices.Times(
+        write_s=options.write_s,
+        restart_s=options.restart_s,
+        interval_s=options.interval_s,
+        layers=options.layers,
+        reconfigure_s=options.reconfigure_s,
+        copy_s=options.copy_s,
+    )
+    measured = Measured(overhead=options.overhead, copy_s=options.copy_s)
+    known = choices.systems(layout, times, measured, choices.mtbf_of(trace))
+    return [simulate(trace, system) for system in choices.choose(options.systems, known)]

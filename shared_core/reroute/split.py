@@ -1,0 +1,340 @@
+"""Decoupled backward: input gradients of a micro-batch first, weight gradients later (ReCycle's Decoupled BackProp).
+
+A stage owes its neighbour dL/dx at once; dL/dW can fill a bubble. Nothing is patched, the forward is an ordinary one:
+its autograd graph is looked at only when ``backward_input`` is called. A linear layer or convolution then keeps its
+input and its output gradient; all else that the graph had saved is let go while the input gradients are computed, as
+in an unsplit backward.
+
+Gradients are bit for bit those of ``torch.autograd.backward``: each node of the graph runs the kernel it would have
+run, and a parameter used twice is summed within the micro-batch before it is added to ``.grad``. Where that cannot be
+had, ``backward_input`` does the whole backward, ``backward_weight`` does nothing, and ``whole`` says why.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from shared_core.errors import SwiftError
+from shared_core.reroute.autograd_graph import (
+    Layer,
+    Survey,
+    is_parameter,
+    is_python,
+    raw_tensors,
+    saved_names,
+    survey,
+    variable,
+)
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class BackwardOrder(SwiftError, RuntimeError):
+    """A part of a backward was asked for twice, or before the part it follows."""
+
+
+class _State(enum.Enum):
+    RECORDED = "its forward"
+    INPUT_DONE = "the input gradients"
+    DONE = "the weight gradients"
+
+
+class StageBackward:
+    """The backward of one micro-batch of one stage: whole (B), or input gradients (I) and later weight gradients (W).
+
+    What is to be done is decided after the forward; until then nothing is spent. Accumulation into ``.grad``, with all
+    hooks of parameters (tensor hooks, hooks of ``AccumulateGrad``, post-accumulate hooks), happens in B, or in W:
+    parameters are summed over micro-batches in the order of the calls of B and W. Exception: where ``whole`` is set, it
+    happens in I.
+
+    A stage none of whose inputs needs a gradient has nothing to do in I; W is then the whole backward.
+
+    Args:
+        outputs: what the forward returned: tensors, also within tuples, lists and dicts. Others are passed over.
+        inputs: tensors that the forward was given; those that require a gradient must be leaves.
+
+    Raises:
+        ValueError: an input that requires a gradient is not a leaf: its own graph would be run too.
+    """
+
+    def __init__(self, outputs: Any, inputs: Iterable[Tensor]) -> None:
+        self._outputs = tuple(_tensors(outputs))
+        self._inputs = tuple(inputs)
+        if any(x.requires_grad and not x.is_leaf for x in self._inputs):
+            raise ValueError("inputs of a stage that require a gradient must be leaves: detach them before the forward")
+        self._state = _State.RECORDED
+        self._whole: str | None = None
+        self._layers: list[_LateLayer] = []
+        self._early: list[tuple[Tensor, Tensor]] = []
+        self._postponed: tuple[list[Tensor], list[Tensor]] | None = None
+
+    @classmethod
+    def forward(cls, fn: Callable[..., Any], *inputs: Any) -> tuple[Any, Self]:
+        """Run ``fn`` on ``inputs``, cut off from the graph they come from.
+
+        Args:
+            fn: the stage.
+            inputs: tensors, also within tuples, lists and dicts. A gradient is wanted for those that require one.
+
+        Returns:
+            What ``fn`` returned, and its backward. Input gradients come in the order of the tensors in ``inputs``.
+        """
+        leaves: list[Tensor] = []
+        outputs = fn(*_detached(inputs, leaves))
+        return outputs, cls(outputs, leaves)
+
+    def backward(self, grads: Sequence[Tensor | None] | None = None) -> Gradients:
+        """B: all gradients at once, as ``torch.autograd.backward`` does it.
+
+        Args:
+            grads: dL/d(output), one for each tensor of the outputs, of its shape; ``None`` where the output is not used
+                further. Without it, outputs are losses.
+
+        Returns:
+            dL/d(input), one for each input, of its shape; ``None`` where it requires none or no output depends on it.
+        """
+        outputs, given = self._begin(grads)
+        self._state = _State.DONE
+        return self._run_whole(outputs, given)
+
+    def backward_input(self, grads: Sequence[Tensor | None] | None = None) -> Gradients:
+        """I: the input gradients. What W does not need is freed on the way. Arguments and result as of ``backward``."""
+        outputs, given = self._begin(grads)
+        self._state = _State.INPUT_DONE
+        wanted = [x for x in self._inputs if x.requires_grad]
+        if not wanted:
+            self._postponed = (outputs, given)
+            return (None,) * len(self._inputs)
+        plan = self._survey(outputs)
+        self._whole = plan.whole
+        if plan.whole:
+            return self._run_whole(outputs, given)
+        self._layers = [_LateLayer(layer) for layer in plan.layers]
+        kept: list[_Held] = []
+        found: Gradients = ()
+        try:
+            if self._layers:
+                _hold(plan, kept)
+            if outputs:
+                found = torch.autograd.grad(
+                    outputs, [*wanted, *plan.early], given, retain_graph=bool(self._layers), allow_unused=True
+                )
+        finally:
+            for layer in self._layers:
+                layer.captured()
+            for held in kept:
+                held.value = None
+        gradients = iter(found or (None,) * len(wanted))
+        result = tuple(next(gradients) if x.requires_grad else None for x in self._inputs)
+        self._early = [(p, g) for p, g in zip(plan.early, gradients, strict=False) if g is not None]
+        self._inputs = ()
+        return result
+
+    def backward_weight(self) -> None:
+        """W: the weight gradients, accumulated into ``.grad``; what was held for them is freed layer by layer.
+
+        Raises:
+            BackwardOrder: the input gradients were not computed before, or W was done already.
+        """
+        if self._state is not _State.INPUT_DONE:
+            raise BackwardOrder(f"weight gradients need the input gradients first; last done: {self._state.value}")
+        self._state = _State.DONE
+        if self._postponed is not None:
+            outputs, given = self._postponed
+            self._postponed = None
+            if outputs:
+                torch.autograd.backward(outputs, given)
+        while self._early:
+            parameter, gradient = self._early.pop()
+            torch.autograd.backward([parameter], [gradient])
+        while self._layers:
+            self._layers.pop(0).accumulate()
+
+    @property
+    def whole(self) -> str:
+        """Why this backward is not split; empty where it is. Known before I, from a walk through the graph."""
+        if self._whole is None:
+            self._whole = self._survey(self._outputs).whole if any(x.requires_grad for x in self._inputs) else ""
+        return self._whole
+
+    @property
+    def layers_waiting(self) -> int:
+        """Layers whose weight gradient is still to be computed; 0 where W only accumulates, or does everything."""
+        return len(self._layers)
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes kept between I and W: what the graph holds, output gradients, gradients done early.
+
+        Not counted: parameters, and what a user's ``autograd.Function`` or a checkpoint keeps in places of its own.
+        """
+        tensors = [gradient for _, gradient in self._early]
+        parameters: list[Tensor] = []
+        nodes: list[Node] = []
+        for late in self._layers:
+            tensors += late.gradients
+            nodes.append(late.layer.node)
+            parameters += late.layer.parameters
+        if self._postponed is not None:
+            tensors += self._postponed[1]
+            nodes = list(_reachable(get_gradient_edge(y).node for y in self._postponed[0]))
+            parameters = [variable(node) for node in nodes if is_parameter(node)]
+        for node in nodes:
+            for raw in raw_tensors(node):
+                value = raw.data
+                value = value.value if isinstance(value, _Held) else value
+                tensors += [value] if isinstance(value, Tensor) else []
+        own = {p.untyped_storage().data_ptr() for p in parameters}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(size for place, size in storages.items() if place not in own)
+
+    def _begin(self, grads: Sequence[Tensor | None] | None) -> tuple[list[Tensor], list[Tensor]]:
+        """Outputs that are differentiated, with their gradients; this object lets go of the others."""
+        if self._state is not _State.RECORDED:
+            raise BackwardOrder(f"a backward follows its forward once; last done: {self._state.value}")
+        given = [torch.ones_like(y) for y in self._outputs] if grads is None else list(grads)
+        if len(given) != len(self._outputs):
+            raise ValueError(f"{len(self._outputs)} outputs need as many gradients, {len(given)} were given")
+        pairs = [(y, g) for y, g in zip(self._outputs, given, strict=True) if y.requires_grad and g is not None]
+        self._outputs = ()
+        return [y for y, _ in pairs], [g for _, g in pairs]
+
+    def _run_whole(self, outputs: list[Tensor], grads: list[Tensor]) -> Gradients:
+        inputs, self._inputs = self._inputs, ()
+        before = [x.grad for x in inputs]
+        for x in inputs:
+            x.grad = None
+        if outputs:
+            torch.autograd.backward(outputs, grads)
+        result = tuple(x.grad for x in inputs)
+        for x, grad in zip(inputs, before, strict=True):
+            x.grad = grad
+        return result
+
+    def _survey(self, outputs: Iterable[Tensor]) -> Survey:
+        roots = [get_gradient_edge(y).node for y in outputs if y.requires_grad]
+        return survey(roots, [get_gradient_edge(x).node for x in self._inputs if x.requires_grad])
+
+
+class _LateLayer:
+    """A layer between I and W: its node with the saved operand, and the gradient of its output."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        self._gradients: Gradients = ()
+        self._hook = layer.node.register_prehook(self._capture)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [gradient for gradient in self._gradients if gradient is not None]
+
+    def _capture(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+
+    def captured(self) -> None:
+        """I is over."""
+        self._hook.remove()
+
+    def accumulate(self) -> None:
+        """Visit the node again, for its branch alone: the engine is told the parameters, so it leaves the trunk out."""
+        gradients, node = self._gradients, self.layer.node
+        edges = [GradientEdge(node, i) for i, gradient in enumerate(gradients) if gradient is not None]
+        if not edges:
+            return  # no gradient came here
+        # A user's hook on the layer's output runs again here; what it did to the gradient in I must not be done twice.
+        hook = node.register_prehook(lambda _: gradients)
+        try:
+            torch.autograd.backward(edges, self.gradients, inputs=self.layer.parameters)
+        finally:
+            hook.remove()
+
+
+class _Held:
+    """A tensor that the graph had saved, now in our hands: it can be let go although the graph stays."""
+
+    def __init__(self, once: bool, stand_in: bool = False) -> None:
+        self.value: Tensor | None = None
+        self._once, self._stand_in = once, stand_in
+
+    def pack(self, value: Tensor) -> _Held:
+        self.value = value
+        return self
+
+    def unpack(self) -> Tensor:
+        value = self.value
+        assert value is not None, "a saved tensor is needed after the input gradients were done"
+        if self._stand_in:
+            self.value = value.new_zeros(()).expand(value.shape)  # of its shape, without its bytes
+        elif self._once:
+            self.value = None
+        return value
+
+
+def _hold(plan: Survey, kept: list[_Held]) -> None:
+    """Take over into ``kept`` what the graph saved for the input gradients alone; each goes when its node has used it.
+
+    Nodes of torch ask for a saved tensor once. A user's function may ask again; its tensors go after I.
+
+    Raises:
+        RuntimeError: a saved tensor was modified in place (autograd's own message).
+    """
+    for node in plan.first:
+        once = not is_python(type(node))
+        for raw_name, name in saved_names(type(node)):
+            raw = getattr(node, raw_name)
+            for one in raw if isinstance(raw, tuple | list) else (raw,):
+                if one.unpack_hook is None and one.data is not None:
+                    getattr(node, name)  # compares versions, which taking over would not
+                    kept.append(_take(one, _Held(once)))
+    for layer in plan.layers:
+        for name in layer.spare:
+            raw = getattr(layer.node, f"_raw_saved_{name}")
+            if raw.unpack_hook is None and raw.data is not None:
+                getattr(layer.node, f"_saved_{name}")
+                _take(raw, _Held(once=True, stand_in=True))
+
+
+def _take(raw: Any, held: _Held) -> _Held:
+    raw.register_hooks(held.pack, _Held.unpack)
+    return held
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _detached(value: Any, leaves: list[Tensor]) -> Any:
+    """``value`` with leaves in place of its tensors; the leaves are added to ``leaves``."""
+    if isinstance(value, Tensor):
+        leaves.append(value.detach().requires_grad_(value.requires_grad))
+        return leaves[-1]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_detached(one, leaves) for one in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_detached(one, leaves) for one in value)
+    if isinstance(value, dict):
+        return {name: _detached(one, leaves) for name, one in value.items()}
+    return value
+
+
+def _reachable(roots: Iterable[Node]) -> set[Node]:
+    seen = set(roots)
+    stack = list(seen)
+    while stack:
+        for child, _ in stack.pop().next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return seen

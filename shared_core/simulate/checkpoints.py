@@ -1,0 +1,96 @@
+"""Systems that go back to what they have saved (torchrun with checkpoints, CheckFreq, Elastic Horovod), and torchft."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shared_core.simulate.engine import Cost
+from shared_core.simulate.layout import Layout, Pattern
+from shared_core.simulate.trace import Event
+
+#: CheckFreq (Mohan et al., FAST 2021) checkpoints as often as costs at most this share of time.
+CHECKFREQ_OVERHEAD = 0.035
+
+
+def young(write_s: float, mtbf_s: float) -> float:
+    """Seconds of work between checkpoints that take ``write_s``: ``sqrt(2 C M)`` (Young 1974)."""
+    return math.sqrt(2 * write_s * mtbf_s)
+
+
+def daly(work_s: float, interval_s: float, write_s: float, restart_s: float, mtbf_s: float) -> float:
+    """Expected seconds that the work takes under failures without memory, also while it restarts (Daly 2006):
+    ``M exp(R / M) (exp((tau + C) / M) - 1) W / tau``.
+    """
+    segment = math.expm1((interval_s + write_s) / mtbf_s)
+    return mtbf_s * math.exp(restart_s / mtbf_s) * segment * work_s / interval_s
+
+
+@dataclass(frozen=True)
+class CheckpointRestart:
+    """All workers start again from what was saved.
+
+    Attributes:
+        layout: the job's shape.
+        interval_s: seconds of work between savings.
+        write_s: stall of a saving.
+        restart_s: from the loss, or from the moment the place is filled, until all train again.
+        overhead: time of a step over that without the system, savings apart.
+        elastic: whether it goes on with as many whole pipelines as are left; else it waits for the place to be filled.
+        joins_between: whether an elastic job lets workers in without going back.
+        name: as in tables.
+    """
+
+    layout: Layout
+    interval_s: float
+    write_s: float
+    restart_s: float
+    overhead: float = 1.0
+    elastic: bool = False
+    joins_between: bool = False
+    name: str = "checkpoint restart"
+
+    def throughput(self, pattern: Pattern) -> float:
+        """Share of time not spent on saving, of the pipelines that are whole."""
+        whole = pattern.live // self.layout.stages if self.elastic else self.layout.pipelines * (not pattern.vacant)
+        return whole / self.layout.pipelines * self.interval_s / (self.interval_s + self.write_s) / self.overhead
+
+    def loss(self, before: Pattern, after: Pattern, event: Event) -> Cost:
+        """A restart and the work since the newest saving that is complete."""
+        return Cost(self.restart_s, self.interval_s)
+
+    def join(self, before: Pattern, after: Pattern) -> Cost:
+        """An elastic job starts again to let the worker in; another that has waited starts now."""
+        if self.elastic:
+            return Cost(self.restart_s, None if self.joins_between else self.interval_s)
+        return Cost() if after.vacant else Cost(self.restart_s)
+
+
+@dataclass(frozen=True)
+class TorchFT:
+    """torchft: a pipeline with a lost worker is out, its batches with it; the others go on after a new quorum.
+
+    Attributes:
+        layout: the job's shape; each pipeline is a replica group.
+        quorum_s: stall until the others go on: 10.3 s were measured with the defaults of its nightly of 2026.10.26.
+        overhead: time of a step over that without it. Given: its all-reduce through Gloo is said to be slower.
+        name: as in tables.
+    """
+
+    layout: Layout
+    quorum_s: float = 10.3
+    overhead: float = 1.0
+    name: str = "torchft"
+
+    def throughput(self, pattern: Pattern) -> float:
+        """Samples that are learned from: of pipelines without a vacant place."""
+        damaged = len({place // self.layout.stages for place in pattern.vacant})
+        return (1 - damaged / self.layout.pipelines) / self.overhead
+
+    def loss(self, before: Pattern, after: Pattern, event: Event) -> Cost:
+        """A new quorum; with all pipelines gone there is no state to go on from, and no checkpoint is modelled."""
+        return Cost(self.quorum_s)
+
+    def join(self, before: Pattern, after: Pattern) -> Cost:
+        """A newcomer is healed beside the others, which take no notice."""
+        return Cost()

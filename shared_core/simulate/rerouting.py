@@ -1,0 +1,149 @@
+"""Systems whose survivors go on: this one, ReCycle's ideal, and throughput in proportion to the live workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shared_core.simulate.engine import Cost
+from shared_core.simulate.layout import Layout, Pattern, Variant, fault_scaled, rerouted, wiped_out
+from shared_core.simulate.trace import Event
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where a job starts again when the state of a stage is gone.
+
+    Attributes:
+        every_s: seconds of work between checkpoints.
+        restart_s: from the loss until all train again.
+    """
+
+    every_s: float = 3600.0
+    restart_s: float = 60.0
+
+    @property
+    def cost(self) -> Cost:
+        """Of going back to the newest one."""
+        return Cost(self.restart_s, self.every_s)
+
+
+@dataclass(frozen=True)
+class FaultScaled:
+    """ReCycle's yardstick: throughput in proportion to the live workers, changes cost nothing."""
+
+    layout: Layout
+    name: str = "fault-scaled"
+
+    def throughput(self, pattern: Pattern) -> float:
+        """Live workers over all."""
+        return fault_scaled(self.layout, pattern.live)
+
+    def loss(self, before: Pattern, after: Pattern, event: Event) -> Cost:
+        """Nothing."""
+        return Cost()
+
+    def join(self, before: Pattern, after: Pattern) -> Cost:
+        """Nothing."""
+        return Cost()
+
+
+@dataclass(frozen=True)
+class ReCycle:
+    """ReCycle's ideal: the closed form of its re-routed schedule, and no stall while each stage has a live worker.
+
+    That it is stall-free is claimed in the author's talk; what a change costs is not published.
+    """
+
+    layout: Layout
+    variant: Variant = "staggered"
+    checkpoints: Checkpoints = Checkpoints()
+    name: str = "ReCycle, ideal"
+
+    def throughput(self, pattern: Pattern) -> float:
+        """Of the re-routed schedule; 0 if there is no worker for some stage."""
+        return rerouted(self.layout, pattern.live, self.variant)
+
+    def loss(self, before: Pattern, after: Pattern, event: Event) -> Cost:
+        """Nothing, or a restart from the checkpoint when the last replica of a stage is gone."""
+        return self.checkpoints.cost if wiped_out(before, event.lost) else Cost()
+
+    def join(self, before: Pattern, after: Pattern) -> Cost:
+        """Nothing."""
+        return Cost()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of this system. The defaults were measured on 2 cores with small models (README, docs/benchmarks.md) except
+    where it says otherwise; at another scale give your own.
+
+    Attributes:
+        overhead: time of a step over that without this system. 1.08: pipelines of 2 stages x 2 with replicas, four
+            workers on two cores; data parallelism was at 1.003 to 1.09.
+        replace_s: stall of a replacement by a standby, without what it replays of a step: median of ten kills.
+        reroute_s: from a loss until re-routed work starts. The design's target: not measured yet.
+        admit_s: stall when a worker is let in again.
+        copy_s: to move the state of a worker to its replacement, while all wait. Given; 0 for small models.
+    """
+
+    overhead: float = 1.08
+    replace_s: float = 0.18
+    reroute_s: float = 0.3
+    admit_s: float = 0.42
+    copy_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class ThisSystem:
+    """This product, by what it does when a worker is lost.
+
+    - ``reroute``: peers compute what the lost worker would (staggered optimizer, failures normalised). In the step of
+      the loss what it had accumulated is computed again by its peers: on average half of its micro-batches.
+    - ``replace``: all wait until the place is filled; then the newcomer runs its part of the step, on average half.
+    - ``replay``: the same without a replica: the newcomer runs all steps since the checkpoint with logged messages,
+      alone and so without bubbles, in ``m / (m + S - 1)`` of their time (Swift, arXiv 2302.06173).
+    """
+
+    layout: Layout
+    on_failure: Literal["reroute", "replace", "replay"] = "reroute"
+    measured: Measured = Measured()
+    checkpoints: Checkpoints = Checkpoints()
+
+    @property
+    def name(self) -> str:
+        """With the mode."""
+        return f"this, {self.on_failure}"
+
+    def throughput(self, pattern: Pattern) -> float:
+        """Of the re-routed schedule, or all or nothing where lost workers are waited for."""
+        share = rerouted(self.layout, pattern.live) if self.on_failure == "reroute" else float(not pattern.vacant)
+        return share / self.measured.overhead
+
+    def loss(self, before: Pattern, after: Pattern, event: Event) -> Cost:
+        """See the class."""
+        if wiped_out(before, event.lost) and self.on_failure != "replay":
+            return self.checkpoints.cost
+        if self.on_failure != "reroute":
+            return Cost() if after.vacant else self._replacement()
+        peers = max(1, self.layout.pipelines - 1 - len(before.vacant) // self.layout.stages)
+        again_s = self._share_s / 2 / peers
+        return Cost(self.measured.reroute_s + again_s + (self.measured.admit_s if event.joined else 0.0))
+
+    def join(self, before: Pattern, after: Pattern) -> Cost:
+        """A newcomer is let in; where all wait for it, that is its replacement."""
+        if self.on_failure == "reroute":
+            return Cost(self.measured.admit_s)
+        return Cost() if after.vacant else self._replacement()
+
+    def _replacement(self) -> Cost:
+        ready_s = self.measured.replace_s + self.measured.copy_s
+        if self.on_failure == "replace":
+            return Cost(ready_s + self._share_s / 2)
+        alone = self.layout.micro_batches / (self.layout.micro_batches + self.layout.stages - 1)
+        return Cost(ready_s, self.checkpoints.every_s, alone)
+
+    @property
+    def _share_s(self) -> float:
+        """Seconds that a worker computes in a step."""
+        return 3 * self.layout.micro_batches * self.layout.slot_s

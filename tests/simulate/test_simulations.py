@@ -1,0 +1,111 @@
+"""The command, the benchmarks and the report of simulations."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import total_time as total_time_benchmark
+from benchmarks import traces
+from benchmarks.recycle_published import LARGE, MEDIUM
+from shared_core.cli.swiftctl import main
+from shared_core.simulate.total_time import Training, total_time
+
+
+def test_deviation_from_the_published_averages() -> None:
+    """Judged with a batch and micro-batches that are not published; Bamboo's is explained."""
+    rows = [row for model in (LARGE, MEDIUM) for row in traces.published_rows(model)]
+    judged = [row for row in rows if row.target is not None]
+    assert len(judged) == 7 and all(row.holds for row in judged)
+    assert {row.case.partition(": ")[2] for row in judged} == {"ReCycle", "Oobleck"}
+    bamboo = [row.value or 0.0 for row in rows if ": Bamboo" in row.case and row.metric.startswith("deviation")]
+    assert bamboo[0] > 5 > bamboo[1] and any("Bamboo is not judged" in text for text in traces.EXPLAINED)
+
+
+def test_large_jobs() -> None:
+    rows = {row.case: row.value or 0.0 for row in traces.scale_rows(100_000, 1)}
+    at = "100000 workers, single losses: "
+    assert rows[at + "ReCycle, ideal"] >= rows[at + "this, reroute, no overhead"] > rows[at + "Oobleck"]
+    assert rows[at + "Oobleck"] > rows[at + "checkpoint restart, 1 % spare"] > rows[at + "checkpoint restart"]
+
+
+def test_total_time_of_a_training() -> None:
+    found = total_time(Training(), (1.0, 8.0, 48.0), days=10, seeds=2)
+    by_system: dict[str, list[float]] = {}
+    for one in found:
+        by_system.setdefault(one.system, []).append(one.ratio)
+    assert len(by_system) == 6
+    for system, ratios in by_system.items():
+        assert ratios == sorted(ratios, reverse=True) and ratios[-1] >= 1, system
+    ours = by_system["this, replace"]
+    for other in ("CheckFreq", "Elastic Horovod", "torchrun, checkpoints"):
+        assert all(a < b for a, b in zip(ours, by_system[other], strict=True))
+    # 30 s of start-up, half a step and 0.18 s a loss, 1 % of them while another stalls
+    assert ours[0] / 1.003 == pytest.approx(1 + (30 + 0.18 + 0.8) / 3600, rel=0.001)
+
+
+def test_the_real_part_of_total_time_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        total_time_benchmark.main([])
+    assert "only --simulated" in capsys.readouterr().err
+    assert total_time_benchmark.main(["--simulated", "--quick"]) == 0
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--step-s", "90", "--fault-free", "11.34"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[0] == "system" and lines[0].endswith("samples/s") and len(lines) == 9
+    assert next(line for line in lines if line.startswith("ReCycle")).split()[-2:] == ["21.7", "11.08"]
+    command = ["simulate", "--trace", "weibull:2:0.7", "--workers", "64", "--hours", "200", "--seed", "4", "--json"]
+    printed = []
+    for _ in range(2):
+        assert main([*command, "--spares", "2", "--systems", "replace", "torchft", "horovod", "checkfreq"]) == 0
+        printed.append(capsys.readouterr().out)
+    found = json.loads(printed[0])
+    assert printed[0] == printed[1] and [one["system"] for one in found][1] == "torchft"
+    assert all(one["losses"] > 50 and 0 < one["useful"] < 1 and one["seconds"] == 720_000 for one in found)
+
+
+@pytest.mark.parametrize(
+    "arguments, status, message",
+    [
+        (["--systems", "magic"], 2, "unknown system 'magic': choose from reroute"),
+        (["--stages", "5"], 2, "24 workers do not make whole pipelines of 5 stages"),
+        (["--workers", "32"], 2, "has 24 workers, not 32"),
+        (["--trace", "exponential:0", "--workers", "8"], 2, "numbers above 0"),
+        (["--trace", "nowhere.csv"], 1, "nowhere.csv"),
+        (["--step-s", "0"], 2, "--step-s must be above 0"),
+        (["--micro-batches", "0"], 2, "must be at least 1"),
+        (["--plot", "a.nonsense"], 1, "nonsense"),
+    ],
+)
+def test_wrong_usage(
+    arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["simulate", *arguments]) == status
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.startswith("swiftctl: ") and not printed.out
+
+
+def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "trace.svg"
+    assert main(["simulate", "--plot", str(path)]) == 0
+    assert "<svg" in path.read_text()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    assert main(["simulate", "--plot", str(tmp_path / "other.svg")]) == 1
+    assert "pip install 'swift-recovery[report]'" in capsys.readouterr().err
+    assert not (tmp_path / "other.svg").exists()
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys; from shared_core.cli.swiftctl import main; assert main(['simulate']) == 0; "
+        "print({'torch', 'numpy', 'matplotlib', 'ortools', 'deepspeed'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
