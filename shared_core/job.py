@@ -754,9 +754,11 @@ class Job:
     def _prepare(self) -> None:
         self._recovery.prepare()
         target = self._recovery.target
-        if target is not None or self._recovery.knocks:
+        if self._recovery.knocks:
+            self._restored = None  # the others have got further
+        elif target is not None:
             self._restored = None  # a predecessor has got further than the checkpoint of this attempt
-            if target is not None and target.saved and self.joining and self._saved is None:
+            if target.saved and self.joining and self._saved is None:
                 try:
                     self._saved = self._checkpoints.at(target.index)
                 except CorruptFile as error:  # since it was looked at
@@ -784,7 +786,7 @@ class Job:
 
     def _may_join(self, kind: str) -> bool:
         if self._recovery.knocks:
-            return True
+            return kind != "end"
         if self._restored is not None:
             return self._restored.top.entry == self._entry
         target = self._recovery.target
