@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import ConfigError, LaneBroken, RecoveryFailed, Unsupported
+from shared_core.errors import ConfigError, InvalidSchedule, LaneBroken, RecoveryFailed, Unsupported
 from shared_core.reroute.history import History, MakePlan, StepPlan
 from shared_core.reroute.mail import Key, Lane, Mail, Parts, Shapes, What
 from shared_core.reroute.schedule import Action, Kind, Topology, Worker
@@ -207,6 +207,7 @@ class Executor:
         mine = self._steps[self.step] = _Step(self.step)
         for old in [number for number in self._steps if number < self.step - 1]:
             del self._steps[old]
+        self._told = {(number, what) for number, what in self._told if number >= self.step - 1}
         first, last = self._me.stage == 0, self._me.stage == self._topology.stages - 1
         if first or last:
             for index, item in enumerate(self._model.items()):
@@ -330,7 +331,7 @@ class Executor:
                 raise RecoveryFailed(f"the data of pipeline {d} went with its first and its last stage")
         try:
             fresh = self._history.change(entry)
-        except (ConfigError, Unsupported) as error:
+        except (ConfigError, InvalidSchedule, Unsupported) as error:
             raise RecoveryFailed(str(error)) from error
         for number in fresh & self._steps.keys():
             self._steps[number].at = 0

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -48,14 +48,14 @@ class Block(nn.Module):
 
 
 def micro_batches(
-    pipeline: int, rows: int, odd: int = -1, value: float = 0.0
+    pipeline: int, rows: int, odd: Sequence[int] = (), value: float = 0.0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Data; one label of micro-batch ``odd`` of pipeline 1 is ``value``."""
+    """Data; one label of some micro-batches of pipeline 1 is ``value``."""
     generator = torch.Generator().manual_seed(pipeline)
     for index in itertools.count():
         x = torch.randn(rows, WIDTH, generator=generator)
         y = x.sin()
-        if (pipeline, index) == (1, odd):
+        if pipeline == 1 and index in odd:
             y[0, 0] = value
         yield x, y
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--evaluate-after", type=int, default=0, help="steps; evaluation needs all workers")
     parser.add_argument("--decay", type=float, default=0.0, help="of the learning rate, in each step")
-    parser.add_argument("--odd", type=int, default=-1, help="micro-batch that has an odd label")
+    parser.add_argument("--odd", type=int, nargs="*", default=(), help="micro-batches that have an odd label")
     parser.add_argument("--odd-value", type=float, default=0.0)
     parser.add_argument("--work-ms", type=float, default=0.0)
     args = parser.parse_args()
