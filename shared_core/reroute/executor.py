@@ -425,6 +425,7 @@ class Executor:
             return None
         record, outputs = step.records[place]
         gradients = None if self._last else self._gradients(step, plan, action, outputs)
+        self._tell_read(step, plan)
         with self._accumulating(step, action.pipeline):
             found = record.backward(gradients) if action.kind is Kind.B else record.backward_input(gradients)
         if action.kind is Kind.B:
@@ -537,7 +538,30 @@ class Executor:
         workers = [Worker(d, stage) for d in range(self._topology.pipelines)]
         return {worker.pipeline: self._rank(worker) for worker in workers if worker not in self._history.lost}
 
+    def _tell_read(self, step: _Step, plan: StepPlan) -> None:
+        """With the last gradient of the step: tell the stage that has sent it. See :meth:`_await_read`."""
+        assert self._mail is not None
+        d, s = self._me
+        if self._last or any(_goes_back(one) for one in plan.plan.schedule.rows[self._me][step.at + 1 :]):
+            return
+        for worker, row in plan.plan.schedule.rows.items():
+            if worker.stage == s + 1 and row:
+                self._mail.send(Key(step.number, What.READ, s, d), [torch.zeros(1)], self._rank(worker))
+
+    def _await_read(self, step: _Step, plan: StepPlan) -> None:
+        """Wait until the stage before has all gradients of this one, before this one makes its update.
+
+        A lost worker's could not be made again with the new parameters. It costs nothing: the stage before has to be
+        through with them before it sends anything of the next step.
+        """
+        assert self._mail is not None
+        for worker, row in plan.plan.schedule.rows.items():
+            if worker.stage == self._me.stage - 1 and any(map(_goes_back, row)):
+                key = Key(step.number, What.READ, worker.stage, worker.pipeline)
+                self._mail.fetch_like(key, [torch.zeros(1)], self._rank(worker))
+
     def _reduce(self, step: _Step, plan: StepPlan) -> None:
+        self._await_read(step, plan)
         if step.reduced is not None:
             return
         assert self._mail is not None
@@ -675,6 +699,11 @@ class _Accumulating:
         self._sums[self._home] = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
+
+
+def _goes_back(action: Action) -> bool:
+    """Whether an action needs a gradient of the stage behind."""
+    return action.kind in (Kind.B, Kind.I)
 
 
 def _differentiable(outputs: Parts, last: bool) -> Parts:

@@ -75,6 +75,7 @@ class What(IntEnum):
     NORM = 8
     HEADER = 9  # of the first message of one of the kinds above, by kind in place of the micro-batch
     TIED = 10
+    READ = 11  # all gradients of a step have come
 
 
 class Key(NamedTuple):

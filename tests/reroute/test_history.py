@@ -26,7 +26,9 @@ def test_who_had_the_sum_is_lost_after_the_one_whose_gradients_are_in_it() -> No
     change(past, 0, (), dict.fromkeys(workers, (0, 0)))
     rows = past.begin(0).plan.schedule.rows
     summed, first, waits = Worker(0, 1), Worker(1, 1), Worker(2, 1)
-    at = {worker: (0, len(rows[worker]) - 1) for worker in workers if worker != first} | {summed: (0, len(rows[summed]))}
+    at = {worker: (0, len(rows[worker]) - 1) for worker in workers if worker != first} | {
+        summed: (0, len(rows[summed]))
+    }
     change(past, 1, [first], at)
     assert not any(one.pipeline == 1 for one in past.begin(0).plan.schedule.rows[waits] if one.kind is not Kind.OPT)
     change(past, 2, [summed, first], {worker: (0, 0) for worker in at if worker != summed})

@@ -77,6 +77,11 @@ def test_the_worker_that_gathers_losses_is_lost(jobs: Jobs) -> None:
     check(jobs, [kill(2, 3, 1, "reroute.step")])
 
 
+def test_who_has_sent_gradients_is_lost_after_its_update(jobs: Jobs) -> None:
+    """Rank 1 reads late. Nobody can make its gradients again after the update, so it is not made before it has them."""
+    check(jobs, [kill(3, 2, 1, "reroute.step")], ("--slow-ms", "100", "--steps", "4"))
+
+
 def test_two_workers_of_three_pipelines_are_lost_in_a_step(jobs: Jobs) -> None:
     check(jobs, [kill(3, 3, 4), kill(4, 3, 6)], nproc=6)
 

@@ -28,10 +28,11 @@ class Block(nn.Module):
     Attributes:
         seen: for each step, inputs that this process has computed with, by digest.
         step: the present one.
+        slow_s: what a backward takes at least, slept too.
         work_s: what a forward takes at least; slept, because the test machines have few cores.
     """
 
-    step, work_s = 0, 0.0
+    step, work_s, slow_s = 0, 0.0, 0.0
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -42,7 +43,10 @@ class Block(nn.Module):
         if self.training:
             self.seen[Block.step, digest(x.detach())] += 1
             time.sleep(Block.work_s)
-        return torch.relu(self.drop(self.linear(x))) + x
+        y = torch.relu(self.drop(self.linear(x))) + x
+        if Block.slow_s and y.requires_grad:
+            y.register_hook(lambda _: time.sleep(Block.slow_s))
+        return y
 
 
 def micro_batches(
@@ -71,7 +75,10 @@ def main() -> None:
     parser.add_argument("--odd", type=int, nargs="*", default=(), help="micro-batches that have an odd label")
     parser.add_argument("--odd-value", type=float, default=0.0)
     parser.add_argument("--work-ms", type=float, default=0.0)
+    parser.add_argument("--slow-ms", type=float, default=0.0, help="what a layer's backward takes in rank 1")
     args = parser.parse_args()
+    if os.environ["RANK"] == "1":
+        Block.slow_s = args.slow_ms / 1000
     Block.work_s = args.work_ms / 1000
     report = Report()
     baseline = bool(os.environ.get("SWIFT_BASELINE"))
