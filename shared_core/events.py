@@ -24,6 +24,7 @@ KINDS = (
     "lane",
     "let_in",
     "rerouted",
+    "update_taken_back",
     "checkpoint",
     "restart",
     "resize",

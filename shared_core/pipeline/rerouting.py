@@ -57,7 +57,7 @@ class Rerouting:
             self._note,
         )
         self.result: Result | None = None
-        job.at_end(self._executor.settle)  # others may need this worker until all have finished
+        job.at_end(self._settle)  # others may need this worker until all have finished
 
     def _rank(self, worker: Worker) -> int:
         return int(self._engine.grid.stage_to_global(worker.stage, data=worker.pipeline))
@@ -82,13 +82,14 @@ class Rerouting:
         """
         executor, job, result = self._executor, self._job, self.result
         executor.step, self.result = int(self._engine.global_steps), None
-        if executor.connected and (not trains or (result is not None and result.let_in)):
-            executor.settle()
-        if result is not None and result.let_in:
-            job.let_in(sorted(job.absent))
-            executor.leave()
+        knock = result.let_in if result is not None else -1
+        if executor.connected and (not trains or knock >= 0):
+            self._settle()
+            if executor.lane.generation == knock:  # else somebody was lost since, whose newcomer is not waited for
+                job.let_in(sorted(job.absent))
+                executor.leave()
         while job.absent and not trains:
-            executor.settle()
+            self._settle()
             lane = executor.lane
             try:
                 mine = job.knocking(wait=True) if job.rank == lane.ranks[0] else ()
@@ -98,6 +99,12 @@ class Rerouting:
             if ranks:
                 job.let_in(ranks)
             executor.leave()
+
+    def _settle(self) -> None:
+        try:
+            self._executor.settle()
+        except RecoveryFailed as error:
+            self._job.fall_back(str(error))
 
     def run(self) -> None:
         """Train on the next global batch."""
@@ -184,6 +191,7 @@ class _Layers:
         assert self._undo is not None
         optimizer = self._engine.optimizer
         now = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+        self._job.event("update_taken_back", step=int(self._engine.global_steps) - 1, factor=factor)
         self._undo.undo()
         self._job.take_back()
         self._scale(factor)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import ConfigError, LaneBroken, RecoveryFailed, Unsupported
+from shared_core.errors import ConfigError, InvalidSchedule, LaneBroken, RecoveryFailed, Unsupported
 from shared_core.reroute.history import History, MakePlan, StepPlan
 from shared_core.reroute.mail import Key, Lane, Mail, Parts, Shapes, What
 from shared_core.reroute.schedule import Action, Kind, Topology, Worker
@@ -90,10 +90,8 @@ class _Step:
         reduced: sum over all pipelines, once it is there.
         norms: of the stages, as far as they are known.
         updated: the update is made.
-        hasty: updates of this step may be made before the norms of all stages are known.
         tentative: it was made before the norms of all stages were known.
-        verdict: what gradients had to be multiplied by, once all norms are known.
-        again: the step was begun again, because the update before it was not the right one.
+        verdict: what gradients have to be multiplied by, once all norms are known.
         result: the losses of all micro-batches, once they are there.
     """
 
@@ -107,19 +105,9 @@ class _Step:
     reduced: Tensor | None = None
     norms: dict[int, float | None] = field(default_factory=dict)
     updated: bool = False
-    hasty: bool = False
     tentative: bool = False
     verdict: float | None = None
-    again: bool = False
     result: Result | None = None
-
-    def begin_again(self) -> None:
-        """Forget what was computed with parameters that were taken back."""
-        self.at = 0
-        self.made.clear()
-        self.records.clear()
-        self.losses.clear()
-        self.sums.clear()
 
 
 @dataclass(frozen=True)
@@ -128,11 +116,11 @@ class Result:
 
     Attributes:
         losses: of each pipeline's micro-batches.
-        let_in: newcomers are let in before the next step.
+        let_in: newcomers are let in before the next step, if the lane is still of this generation; -1 for not.
     """
 
     losses: tuple[tuple[float, ...], ...]
-    let_in: bool
+    let_in: int
 
     def to_tensor(self) -> Tensor:
         return torch.tensor([float(self.let_in), *(loss for row in self.losses for loss in row)], dtype=torch.float64)
@@ -142,7 +130,7 @@ class Result:
         flag, *losses = values.tolist()
         count = topology.micro_batches
         rows = tuple(tuple(losses[d * count : (d + 1) * count]) for d in range(topology.pipelines))
-        return cls(rows, bool(flag))
+        return cls(rows, int(flag))
 
 
 @dataclass(frozen=True)
@@ -152,7 +140,8 @@ class Options:
     Attributes:
         ordered: gradients of each home pipeline are summed apart and added by ascending pipeline.
         synchronous: no stage makes its update before all have their gradients. Otherwise a stage whose gradients must
-            be clipped by the norm over all stages goes on as if they need not, and takes its update back if they must.
+            be clipped by the norm over all stages goes on as if they need not, and takes its update back if they must,
+            before the step is over for the caller.
         average: divide sums by the number of pipelines.
     """
 
@@ -199,7 +188,7 @@ class Executor:
         self._steps: dict[int, _Step] = {}
         self._mail: Mail | None = None
         self._told: set[tuple[int, str]] = set()
-        self._newest = -1
+        self._settled = False
         self.step = 0
 
     # -- what the engine calls ---------------------------------------------------------------------
@@ -216,10 +205,9 @@ class Executor:
             RecoveryFailed: nobody can compute what was lost.
         """
         mine = self._steps[self.step] = _Step(self.step)
-        before = self._steps.get(self.step - 1)
-        mine.again = before is not None and before.hasty and before.verdict not in (None, 1.0)
         for old in [number for number in self._steps if number < self.step - 1]:
             del self._steps[old]
+        self._told = {(number, what) for number, what in self._told if number >= self.step - 1}
         first, last = self._me.stage == 0, self._me.stage == self._topology.stages - 1
         if first or last:
             for index, item in enumerate(self._model.items()):
@@ -244,18 +232,23 @@ class Executor:
         return mine.result
 
     def settle(self) -> None:
-        """Return when all workers have finished the last step."""
+        """Return when all workers have finished the last step.
+
+        Raises:
+            RecoveryFailed: nobody can compute what was lost.
+        """
         while True:
             try:
                 if self._mail is None or self._mail.lane.broken():
                     self._change()
+                    # Who has come out of the exchange below does not come to another; the change says as much.
+                    if self._settled:
+                        return
                 assert self._mail is not None
                 if self._mail.lane.finished:
                     return  # who has left the program had come here before, as all others had
-                self._validate()
-                places = self._mail.lane.exchange({"step": self.step})
-                if all(place["step"] >= self.step for place in places.values()):
-                    return
+                self._mail.lane.exchange(self.step)
+                return  # nobody comes here before it has finished the step
             except LaneBroken:
                 self._mail = None
 
@@ -285,15 +278,12 @@ class Executor:
         """
         lane = self._connect()
         if lane.finished:
-            self._mail = Mail(lane, self._topology, self._shapes)
+            self._mail, self._settled = Mail(lane, self._topology, self._shapes, {}), True
             return
-        before, now = self._steps.get(self.step - 1), self._steps.get(self.step)
-        if before is not None and before.verdict is None and now is not None:
-            now.begin_again()  # it would have to be told whether that update was the right one
         views: dict[int, Any] = dict(lane.exchange(self._tell()))
         missed = {entry["generation"]: entry for view in views.values() for entry in view["entries"]}
         for _, entry in sorted(missed.items()):
-            if entry["generation"] > self._history.generation:
+            if entry["generation"] > self._history.generation and not self._is_older(entry):
                 self._apply(entry)
         workers = {self._rank(worker): worker for worker in self._topology.workers()}
         at = {}
@@ -304,8 +294,9 @@ class Executor:
             at[_name(workers[rank])] = [step, place]
         lost = [list(worker) for rank, worker in sorted(workers.items()) if rank not in lane.ranks]
         self._apply({"generation": lane.generation, "lost": lost, "at": at})
-        self._newest = max(step for step, _ in at.values())
-        self._mail, self._told = Mail(lane, self._topology, self._shapes), set()
+        self._settled = all(step >= self.step for step, _ in at.values())
+        knows = {rank: {What(kind) for kind in view["shapes"]} for rank, view in views.items()}
+        self._mail, self._told = Mail(lane, self._topology, self._shapes, knows), set()
         self._learn(views)
         self._send_again(views)
         self._noted({"lost": lost, "step": self.step})
@@ -317,15 +308,21 @@ class Executor:
             "base": self._history.generation,
             "entries": self._history.entries,
             "at": [self.step, step.at if step is not None else 0],
+            "shapes": [int(what) for what in self._shapes],
             "steps": {
                 str(number): {
                     "reduced": one.reduced is not None,
                     "norms": {str(stage): _hex(norm) for stage, norm in one.norms.items()},
+                    "losses": [[*place, loss.hex()] for place, loss in one.losses.items()],
                     "result": [value.hex() for value in one.result.to_tensor().tolist()] if one.result else None,
                 }
                 for number, one in self._steps.items()
             },
         }
+
+    def _is_older(self, entry: Mapping[str, Any]) -> bool:
+        """Whether a change was made before this worker took its place: of steps that it has nothing to do with."""
+        return self._history.generation < 0 and any(step < self.step for step, _ in entry["at"].values())
 
     def _apply(self, entry: Mapping[str, Any]) -> None:
         lost = {Worker(*each) for each in entry["lost"]}
@@ -334,13 +331,13 @@ class Executor:
                 raise RecoveryFailed(f"the data of pipeline {d} went with its first and its last stage")
         try:
             fresh = self._history.change(entry)
-        except (ConfigError, Unsupported) as error:
+        except (ConfigError, InvalidSchedule, Unsupported) as error:
             raise RecoveryFailed(str(error)) from error
         for number in fresh & self._steps.keys():
             self._steps[number].at = 0
 
     def _learn(self, views: Mapping[int, Any]) -> None:
-        """Take over norms and results that others know."""
+        """Take over norms, losses and results that others know."""
         for view in views.values():
             for number, facts in view["steps"].items():
                 step = self._steps.get(int(number))
@@ -348,6 +345,8 @@ class Executor:
                     continue
                 for stage, norm in facts["norms"].items():
                     step.norms.setdefault(int(stage), None if norm is None else float.fromhex(norm))
+                for d, j, loss in facts["losses"] if self._last else ():
+                    step.losses.setdefault((d, j), float.fromhex(loss))
                 if facts["result"] is not None and step.result is None:
                     values = torch.tensor([float.fromhex(each) for each in facts["result"]], dtype=torch.float64)
                     step.result = Result.from_tensor(values, self._topology)
@@ -391,26 +390,24 @@ class Executor:
             if self._mail.lane.broken():
                 raise LaneBroken
             action = row[step.at]
-            if not self._is_own(action):
-                self._validate()
-                action = row[step.at]
-            if not self._is_own(action):
-                for coming in row[step.at : step.at + _AHEAD]:
-                    self._post(step, plan, coming)
+            for coming in row[step.at : step.at + _AHEAD]:
+                self._post(step, plan, coming)
             inject.point("reroute.action")
             inject.point(_POINTS[action.kind])
-            self._act(step, plan, action)
+            made = self._act(step, plan, action)
             step.at += 1
+            if made is not None:
+                self._deliver(plan, made, step.made[made])  # it is done, also if a loss comes before it is sent
 
-    def _is_own(self, action: Action) -> bool:
-        """Whether an action needs nothing from others."""
-        return action.kind is Kind.F and action.stage == 0 and action.pipeline == self._me.pipeline
+    def _act(self, step: _Step, plan: StepPlan, action: Action) -> Key | None:
+        """Everything that may have to wait comes before anything that changes this worker.
 
-    def _act(self, step: _Step, plan: StepPlan, action: Action) -> None:
-        """Everything that may have to wait comes before anything that changes this worker."""
+        Returns:
+            The message that was made, if there is one.
+        """
         if action.kind is Kind.OPT:
             self._reduce(step, plan)
-            return
+            return None
         place = (action.pipeline, action.micro_batch)
         if action.kind is Kind.F:
             inputs, labels = self._inputs(step, plan, action), self._labels(step, plan, action)
@@ -419,14 +416,13 @@ class Executor:
             step.records[place] = StageBackward(_differentiable(outputs, self._last), leaves), outputs
             if self._last:
                 step.losses[place] = float(outputs[1].detach())
-            else:
-                self._keep(step, plan, action, What.ACTIVATION, _detached(outputs))
-            return
+                return None
+            return self._keep(step, action, What.ACTIVATION, _detached(outputs))
         if action.kind is Kind.W:
             record, _ = step.records.pop(place)
             with self._accumulating(step, action.pipeline):
                 record.backward_weight()
-            return
+            return None
         record, outputs = step.records[place]
         gradients = None if self._last else self._gradients(step, plan, action, outputs)
         with self._accumulating(step, action.pipeline):
@@ -435,8 +431,9 @@ class Executor:
             del step.records[place]
         else:
             step.records[place] = record, ()
-        if action.stage > 0:
-            self._keep(step, plan, action, What.GRADIENT, tuple(g for g in found if g is not None))
+        if action.stage == 0:
+            return None
+        return self._keep(step, action, What.GRADIENT, tuple(g for g in found if g is not None))
 
     @property
     def _last(self) -> bool:
@@ -448,7 +445,7 @@ class Executor:
     # -- messages ----------------------------------------------------------------------------------
 
     def _key(self, step: _Step, what: What, stage: int, action: Action) -> Key:
-        return Key(step.number, what, stage, action.pipeline, action.micro_batch, step.again)
+        return Key(step.number, what, stage, action.pipeline, action.micro_batch)
 
     def _source(self, plan: StepPlan, action: Action, stage: int) -> Worker:
         return plan.plan.host(action.pipeline, stage, action.micro_batch)
@@ -496,12 +493,12 @@ class Executor:
         key = self._key(step, What.GRADIENT, action.stage, action)
         return self._mail.fetch_like(key, _differentiable(outputs, False), self._rank(source))
 
-    def _keep(self, step: _Step, plan: StepPlan, action: Action, what: What, parts: Parts) -> None:
-        """Keep a message for readers that may need it again, and send it."""
+    def _keep(self, step: _Step, action: Action, what: What, parts: Parts) -> Key:
+        """Keep a message for its reader, and for readers that may need it again."""
         stage = action.stage + (1 if what is What.ACTIVATION else -1)
         key = self._key(step, what, stage, action)
         step.made[key] = parts
-        self._deliver(plan, key, parts)
+        return key
 
     def _deliver(self, plan: StepPlan, key: Key, parts: Parts) -> None:
         """Send a message to whoever has the action in its row that reads it."""
@@ -530,7 +527,7 @@ class Executor:
             reader = plan.awaits(Action(other, Kind.F, j, d))
             if reader is not None and (d, j) in step.items:
                 parts = step.items[d, j][0 if other == 0 else 1]
-                self._mail.send_shaped(Key(step.number, what, other, d, j, step.again), parts, self._rank(reader))
+                self._mail.send_shaped(Key(step.number, what, other, d, j), parts, self._rank(reader))
 
     # -- the end of a step -------------------------------------------------------------------------
 
@@ -554,18 +551,26 @@ class Executor:
         none: list[Tensor | None] = [None] * len(parameters)
         mine = {home: flatten(step.sums.get(home if self._options.ordered else -1, none), parameters) for home in homes}
         scale = 1.0 / self._topology.pipelines if self._options.average else 1.0
-        step.reduced = reduce_in_order(self._mail, step.number, stage, self._me.pipeline, holders, mine, peers, scale)
+        others = {d: rank for d, rank in peers.items() if d != self._me.pipeline} if self._last else {}
+        for rank in others.values():
+            key = Key(step.number, What.LOSSES, stage, self._me.pipeline)
+            self._mail.send(key, [_table(step.losses, self._topology)], rank)
+        reduced = reduce_in_order(self._mail, step.number, stage, self._me.pipeline, holders, mine, peers, scale)
+        # Who has the sum can do without the others, so it has their losses, too.
+        like = _table({}, self._topology)
+        for d, rank in others.items():
+            (losses,) = self._mail.fetch_like(Key(step.number, What.LOSSES, stage, d), [like], rank)
+            _merge(step.losses, losses, self._topology)
+        step.reduced = reduced
 
     def _finish(self, step: _Step) -> None:
         """From summed gradients to the next step."""
         assert self._mail is not None and step.reduced is not None
         if not step.updated:
             self._set_gradients(step)
-            if self._me.stage not in step.norms:
-                step.norms[self._me.stage] = self._model.norm()
+            step.norms[self._me.stage] = self._model.norm()
             self._tell_norm(step)
-            step.hasty = self._may_be_hasty(step)
-            if not (step.hasty and self._clip(step) == 1.0):
+            if not (self._may_be_hasty(step) and self._clip(step) == 1.0):
                 self._await_norms(step)
                 step.verdict = self._clip(step)
             inject.point("reroute.step")
@@ -574,6 +579,7 @@ class Executor:
             step.updated = True
             step.sums.clear()
         self._gather_result(step)
+        self._validate(step)
 
     def _set_gradients(self, step: _Step) -> None:
         assert step.reduced is not None
@@ -586,27 +592,24 @@ class Executor:
         return self._model.clip([step.norms.get(stage) for stage in range(self._topology.stages)])
 
     def _may_be_hasty(self, step: _Step) -> bool:
-        """The same at all workers: the step before was made on this lane, and nothing had to be clipped in it."""
-        if self._options.synchronous or step.norms[self._me.stage] is None or step.number - 1 <= self._newest:
+        """Whether to update before all norms are known: nothing had to be clipped in the step before."""
+        if self._options.synchronous or step.norms[self._me.stage] is None:
             return False
-        return self._steps[step.number - 1].verdict == 1.0
+        before = self._steps.get(step.number - 1)
+        return before is not None and before.verdict == 1.0
 
-    def _validate(self) -> None:
-        """See to it that the last update was the right one: before anything of the present step that others see."""
-        step = self._steps.get(self.step - 1)
-        if step is None or step.verdict is not None or not step.updated:
+    def _validate(self, step: _Step) -> None:
+        """See to it that the update was the right one, before the caller sees it."""
+        if step.verdict is not None:
             return
         self._await_norms(step)
-        step.verdict = self._clip(step)
-        if not step.tentative or step.verdict == 1.0:
+        verdict = self._clip(step)
+        if verdict == 1.0:
             self._model.accept()
         else:
             self._set_gradients(step)
-            self._model.update_again(step.verdict)
-        now = self._steps.get(self.step)
-        if now is not None and step.verdict != 1.0:
-            now.again = True
-            now.begin_again()
+            self._model.update_again(verdict)
+        step.verdict = verdict
 
     def _tell_norm(self, step: _Step) -> None:
         """Tell the other stages this stage's norm, where updates must not be made, or not stay, without them."""
@@ -638,35 +641,23 @@ class Executor:
             step.norms[other] = float(value) if clips else None
 
     def _gather_result(self, step: _Step) -> None:
-        """The losses of all micro-batches, from the last stages over one of them to all workers."""
+        """The losses of all micro-batches, from one of the last stages to all workers."""
         if step.result is not None:
             return
         assert self._mail is not None
-        topology, last = self._topology, self._topology.stages - 1
-        tails = [w for w in topology.workers() if w.stage == last and w not in self._history.lost]
-        root = min(tails)
-        like = [torch.empty(topology.pipelines * topology.micro_batches, dtype=torch.float64)]
-        if self._me == root:
-            found = _table(step.losses, topology)
-            for worker in tails:
-                if worker != root:
-                    key = Key(step.number, What.LOSSES, last, worker.pipeline)
-                    (more,) = self._mail.fetch_like(key, like, self._rank(worker))
-                    found = torch.where(found.isnan(), more, found)
-            rows = found.view(topology.pipelines, topology.micro_batches).tolist()
-            let_in = bool(self._history.lost) and self._knocking()
-            step.result = Result(tuple(map(tuple, rows)), let_in)
-            for worker in topology.workers():
-                if worker not in self._history.lost and worker != root:
-                    key = Key(step.number, What.RESULT, 0, 0)
-                    self._mail.send(key, [step.result.to_tensor()], self._rank(worker))
+        topology, last, lost = self._topology, self._topology.stages - 1, self._history.lost
+        there = [worker for worker in topology.workers() if worker not in lost]
+        root, key = min(worker for worker in there if worker.stage == last), Key(step.number, What.RESULT, 0, 0)
+        if self._me != root:
+            like = [torch.empty(1 + topology.pipelines * topology.micro_batches, dtype=torch.float64)]
+            step.result = Result.from_tensor(self._mail.fetch_like(key, like, self._rank(root))[0], topology)
             return
-        if self._last:
-            key = Key(step.number, What.LOSSES, last, self._me.pipeline)
-            self._mail.send(key, [_table(step.losses, topology)], self._rank(root))
-        like = [torch.empty(1 + topology.pipelines * topology.micro_batches, dtype=torch.float64)]
-        (values,) = self._mail.fetch_like(Key(step.number, What.RESULT, 0, 0), like, self._rank(root))
-        step.result = Result.from_tensor(values, topology)
+        rows = _table(step.losses, topology).view(topology.pipelines, topology.micro_batches).tolist()
+        let_in = self._mail.lane.generation if lost and self._knocking() else -1
+        step.result = Result(tuple(map(tuple, rows)), let_in)
+        for worker in there:
+            if worker != root:
+                self._mail.send(key, [step.result.to_tensor()], self._rank(worker))
 
 
 class _Accumulating:
@@ -698,6 +689,13 @@ def _table(losses: Mapping[tuple[int, int], float], topology: Topology) -> Tenso
     """Losses by pipeline and micro-batch, not a number where they are another worker's."""
     values = [losses.get((d, j), math.nan) for d in range(topology.pipelines) for j in range(topology.micro_batches)]
     return torch.tensor(values, dtype=torch.float64)
+
+
+def _merge(losses: dict[tuple[int, int], float], table: Tensor, topology: Topology) -> None:
+    """Add losses of a :func:`_table` that are not known yet."""
+    for index, loss in enumerate(table.tolist()):
+        if not math.isnan(loss):
+            losses.setdefault(divmod(index, topology.micro_batches), loss)
 
 
 def _name(worker: Worker) -> str:

@@ -130,14 +130,17 @@ class History:
             worker: 0 if where < number else len(rows.get(worker, ())) if where > number else place
             for worker, (where, place) in at.items()
         }
-        now = lost - set(step.plan.lost)
+        stepped = {w.stage for w in progress if progress[w] == len(rows.get(w, ()))}
+        # Whoever had the sum with the gradients of a worker lost before may be lost, too.
+        again = {worker for worker in step.done if worker in lost and worker.stage not in stepped}
+        done = {worker: actions for worker, actions in step.done.items() if worker not in again}
+        now = (lost - set(step.plan.lost)) | again
         if all(progress[worker] == len(rows.get(worker, ())) for worker in progress):
             return step  # nobody there has anything left to do
-        if not any(progress.values()) and not step.done:
+        if not any(progress.values()) and not done:
             return StepPlan(self._make_plan(lost))
         for worker in now:
-            peers = [peer for peer in progress if peer.stage == worker.stage]
-            if any(progress[peer] == len(rows.get(peer, ())) for peer in peers):
+            if worker.stage in stepped:
                 progress[worker] = len(rows.get(worker, ()))  # its gradients are in the sum that this peer has
-        rest: Remainder = replan(step.plan, progress, now, before=step.done)
+        rest: Remainder = replan(step.plan, progress, now, before=done)
         return StepPlan(rest.plan, dict(rest.done), rest.silent)

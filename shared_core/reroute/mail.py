@@ -6,7 +6,7 @@ of activations from a header that comes with the first one of each sender.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -86,7 +86,6 @@ class Key(NamedTuple):
         stage: that of the receiver, or, for sums, norms and the like, that of the sender.
         pipeline: home of the micro-batch, or the sender's.
         micro_batch: index in its home pipeline.
-        again: the step was begun again, because the update before it was taken back.
     """
 
     step: int
@@ -94,7 +93,6 @@ class Key(NamedTuple):
     stage: int
     pipeline: int
     micro_batch: int = 0
-    again: bool = False
 
 
 class Mail:
@@ -104,16 +102,21 @@ class Mail:
         lane: the workers that are there.
         topology: shape of the job; tags depend on it.
         shapes: what is known of messages to this worker, by kind; learned and kept over lanes.
+        knows: kinds of which each rank knew the shapes before this lane. A header that nobody reads is never sent
+            wholly, and all that is sent after it would be kept.
     """
 
-    def __init__(self, lane: Lane, topology: Topology, shapes: dict[What, Shapes]) -> None:
+    def __init__(
+        self, lane: Lane, topology: Topology, shapes: dict[What, Shapes], knows: Mapping[int, Collection[What]]
+    ) -> None:
         self.lane, self._topology, self._shapes = lane, topology, shapes
-        self._told: set[tuple[What, int]] = set()
+        self._told = {(what, rank) for rank, kinds in knows.items() for what in kinds}
+        self._known, self._heard = frozenset(shapes), set[tuple[What, int]]()
         self._posted: dict[Key, tuple[Parts, list[LaneWork]]] = {}
 
     def _tag(self, key: Key, part: int = 0) -> int:
         t, width = self._topology, max(self._topology.micro_batches, len(What))
-        tag = ((2 * key.step + key.again) % _STEPS) * len(What) + key.what
+        tag = (key.step % _STEPS) * len(What) + key.what
         return (((tag * t.stages + key.stage) * t.pipelines + key.pipeline) * width + key.micro_batch) * _PARTS + part
 
     def send(self, key: Key, parts: Sequence[Tensor], rank: int) -> None:
@@ -122,7 +125,7 @@ class Mail:
             self.lane.send(tensor.contiguous(), rank, self._tag(key, part))
 
     def send_shaped(self, key: Key, parts: Sequence[Tensor], rank: int) -> None:
-        """As :meth:`send`, for a receiver that may not know the shapes yet."""
+        """As :meth:`send`, with a header before the first one to a receiver that did not know the shapes."""
         if (key.what, rank) not in self._told:
             self._told.add((key.what, rank))
             self.lane.send(_header(parts), rank, self._tag(_header_key(key)))
@@ -130,17 +133,22 @@ class Mail:
 
     def post(self, key: Key, rank: int) -> None:
         """Begin to receive a message of known shape; of unknown shape, do nothing."""
-        if key not in self._posted and key.what in self._shapes:
+        if key not in self._posted and self._knows(key, rank):
             self._begin(key, self._shapes[key.what], rank)
 
     def fetch(self, key: Key, rank: int) -> Parts:
         """Wait for a message whose shape its header says. Raises ``LaneBroken`` after a loss."""
-        if key.what not in self._shapes:
+        if not self._knows(key, rank):
             header = torch.zeros(_PARTS * _ROW, dtype=torch.int64)
             self.lane.recv(header, rank, self._tag(_header_key(key))).wait()
             self._shapes[key.what] = _shapes(header)
+            self._heard.add((key.what, rank))
         self.post(key, rank)
         return self._finish(key)
+
+    def _knows(self, key: Key, rank: int) -> bool:
+        """Whether no header comes before the next message of this kind from ``rank``."""
+        return key.what in self._known or (key.what, rank) in self._heard
 
     def fetch_like(self, key: Key, like: Sequence[Tensor], rank: int) -> Parts:
         """Wait for a message of the shapes of ``like``."""

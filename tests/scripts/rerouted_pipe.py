@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -20,21 +23,41 @@ WIDTH, LAYERS = 32, 4
 
 
 class Block(nn.Module):
-    """Linear, with dropout."""
+    """Linear, with dropout.
+
+    Attributes:
+        seen: for each step, inputs that this process has computed with, by digest.
+        step: the present one.
+        work_s: what a forward takes at least.
+    """
+
+    step, work_s = 0, 0.0
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+        self.seen: Counter[tuple[int, str]] = Counter()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen[Block.step, digest(x.detach())] += 1
+            ends = time.perf_counter() + Block.work_s
+            while time.perf_counter() < ends:
+                time.sleep(0)
         return torch.relu(self.drop(self.linear(x))) + x
 
 
-def micro_batches(pipeline: int, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def micro_batches(
+    pipeline: int, rows: int, odd: Sequence[int] = (), value: float = 0.0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Data; one label of some micro-batches of pipeline 1 is ``value``."""
     generator = torch.Generator().manual_seed(pipeline)
-    while True:
+    for index in itertools.count():
         x = torch.randn(rows, WIDTH, generator=generator)
-        yield x, x.sin()
+        y = x.sin()
+        if pipeline == 1 and index in odd:
+            y[0, 0] = value
+        yield x, y
 
 
 def main() -> None:
@@ -46,7 +69,12 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--evaluate-after", type=int, default=0, help="steps; evaluation needs all workers")
+    parser.add_argument("--decay", type=float, default=0.0, help="of the learning rate, in each step")
+    parser.add_argument("--odd", type=int, nargs="*", default=(), help="micro-batches that have an odd label")
+    parser.add_argument("--odd-value", type=float, default=0.0)
+    parser.add_argument("--work-ms", type=float, default=0.0)
     args = parser.parse_args()
+    Block.work_s = args.work_ms / 1000
     report = Report()
     baseline = bool(os.environ.get("SWIFT_BASELINE"))
     from shared_core.pipeline import import_deepspeed, initialize, install
@@ -68,15 +96,27 @@ def main() -> None:
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
         "steps_per_print": None,
     }
-    engine, *_ = (deepspeed.initialize if baseline else initialize)(model=net, config=config)
-    data = micro_batches(engine.grid.get_data_parallel_rank(), args.rows)
+
+    def decayed(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 - args.decay) ** step)
+
+    more = {"lr_scheduler": decayed} if args.decay else {}
+    engine, *_ = (deepspeed.initialize if baseline else initialize)(model=net, config=config, **more)
+    data = micro_batches(engine.grid.get_data_parallel_rank(), args.rows, args.odd, args.odd_value)
     losses = []
     for step in range(args.steps):
+        Block.step = step
         losses.append(float(engine.train_batch(data)))
         if step + 1 == args.evaluate_after:
             losses.append(float(engine.eval_batch(data)))
     digests = training_digest(net, [engine.optimizer], [], {"losses": losses})
-    report.finish({**digests, "losses": digest(torch.tensor(losses))}, losses=losses)
+    repeated = max((count for m in net.modules() if isinstance(m, Block) for count in m.seen.values()), default=0)
+    report.finish(
+        {**digests, "losses": digest(torch.tensor(losses))},
+        losses=losses,
+        repeated=repeated,
+        parameters=[p.tolist() for p in net.parameters()],
+    )
 
 
 if __name__ == "__main__":

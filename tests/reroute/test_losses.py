@@ -1,0 +1,175 @@
+"""Losses everywhere in a step: the same bits as without, on every rank, and nothing that a survivor did is done twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from harness import Jobs
+
+from shared_core.testing import Fault
+from shared_core.testing.runner import JobResult, compare
+
+pytest.importorskip("deepspeed")
+SCRIPT = "rerouted_pipe.py"
+ORDERED = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "ordered"}
+VARIANTS = ("staggered", "decoupled", "coupled")
+#: Actions in a row of 4 micro-batches, if nothing is split and nothing re-routed.
+ROW = 9
+#: What is in no row, or inside an action, with the occurrences in one step.
+PLACES = (
+    ("batch_top", 1),
+    ("lane.wait", 2),
+    ("lane.wait", 7),
+    ("lane.wait", 11),
+    ("lane.wait", 13),
+    ("reroute.reduce", 1),
+    ("reroute.step", 1),
+    ("update.before", 1),
+    ("update.during", 1),
+    ("update.after", 1),
+)
+
+
+def kill(rank: int, step: int, nth: int, point: str = "reroute.action", incarnation: int = 0) -> Fault:
+    return Fault(rank, step, point, "SIGKILL", nth=nth, incarnation=incarnation)
+
+
+def variant(name: str) -> dict[str, str]:
+    return {"SWIFT_RECOVERY_REROUTE_PLAN": name}
+
+
+def go(
+    jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4, env: dict[str, str] | None = None
+) -> JobResult:
+    """Train with faults; equal by hash, on every rank that reports, to the same job without."""
+    given = ORDERED | (env or {})
+    reference = jobs.reference(SCRIPT, nproc=nproc, args=args, env=given, launcher="swiftrun")
+    result = jobs.run(SCRIPT, nproc=nproc, args=args, env=given, faults=faults)
+    away = {fault.rank for fault in faults} - result.reports.keys()  # the others may end before a newcomer comes
+    kept = {rank: report for rank, report in reference.reports.items() if rank not in away}
+    compare(result, replace(reference, reports=kept))
+    return result
+
+
+def check(
+    jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4, env: dict[str, str] | None = None
+) -> JobResult:
+    """As :func:`go`, without going back to a checkpoint, and with no forward repeated by the process that made it."""
+    result = go(jobs, faults, args, nproc, env)
+    assert result.struck, result.tail()
+    assert not result.kinds("restart"), result.tail()
+    repeated = {rank: report["extra"]["repeated"] for rank, report in result.reports.items()}
+    assert max(repeated.values()) == 1, (repeated, result.tail())
+    return result
+
+
+def test_a_loss_comes_while_others_compute(jobs: Jobs) -> None:
+    """What they have just computed cannot be sent any more, and yet is not computed again."""
+    args = ("--work-ms", "50", "--micro-batches", "3", "--steps", "4")
+    check(jobs, [kill(3, 2, 2)], args)
+
+
+def test_the_worker_that_gathers_losses_is_lost(jobs: Jobs) -> None:
+    """Stage 1 has its sum by then, and computes nothing again."""
+    check(jobs, [kill(2, 3, 1, "reroute.step")])
+
+
+def test_two_workers_of_three_pipelines_are_lost_in_a_step(jobs: Jobs) -> None:
+    check(jobs, [kill(3, 3, 4), kill(4, 3, 6)], nproc=6)
+
+
+def test_the_last_worker_of_a_stage_is_lost(jobs: Jobs) -> None:
+    """Then the job goes back to its beginning: there is no checkpoint."""
+    result = go(jobs, [kill(2, 3, 4), kill(3, 3, 6)])
+    assert result.kinds("restart"), result.tail()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("pair", [(0, 2), (1, 3)])
+def test_both_ends_of_a_pipeline_are_lost(jobs: Jobs, pair: tuple[int, int]) -> None:
+    result = go(jobs, [kill(pair[0], 3, 4), kill(pair[1], 4, 6)], ("--steps", "8"))
+    if len(result.struck) == 2 and not result.kinds("let_in"):
+        assert any("the data of pipeline" in str(event.fields) for event in result.kinds("restart")), result.tail()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("plan", VARIANTS)
+@pytest.mark.parametrize("nth", range(1, ROW + 1))
+@pytest.mark.parametrize("rank", range(4))
+def test_every_action(jobs: Jobs, rank: int, nth: int, plan: str) -> None:
+    check(jobs, [kill(rank, 3, nth)], env=variant(plan))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("point", "nth"), PLACES)
+@pytest.mark.parametrize("rank", range(4))
+def test_every_place(jobs: Jobs, rank: int, point: str, nth: int) -> None:
+    check(jobs, [kill(rank, 3, nth, point)], ("--clip", "1.0"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("later", (0, 1), ids=("same-step", "next-step"))
+@pytest.mark.parametrize("first", range(6))
+def test_two_losses_of_three_pipelines(jobs: Jobs, first: int, later: int) -> None:
+    draw = random.Random(10 * first + later)
+    for second in range(6):
+        ends = {first, second} in ({0, 3}, {1, 4}, {2, 5})
+        if second == first or ends:
+            continue
+        check(jobs, [kill(first, 3, draw.randint(1, ROW)), kill(second, 3 + later, draw.randint(1, ROW))], nproc=6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("plan", VARIANTS)
+@pytest.mark.parametrize("rank", range(8))
+def test_four_stages(jobs: Jobs, rank: int, plan: str) -> None:
+    draw = random.Random(rank)
+    check(jobs, [kill(rank, 3, draw.randint(1, ROW))], ("--stages", "4"), 8, variant(plan))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("first", "second"), [(0, 3), (2, 5), (4, 6), (7, 2), (3, 4)])
+def test_two_losses_of_four_stages(jobs: Jobs, first: int, second: int) -> None:
+    draw = random.Random(first)
+    faults = [kill(first, 3, draw.randint(1, ROW)), kill(second, 3, draw.randint(ROW, ROW + 4))]
+    check(jobs, faults, ("--stages", "4"), 8)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("point", ["lane.knock", "lane.let_in", "lane.agreed", "recovery.installed", "reroute.action"])
+def test_a_newcomer_is_lost_again(jobs: Jobs, point: str) -> None:
+    again = Fault(3, -1, point, "SIGKILL", incarnation=1)
+    result = check(jobs, [kill(3, 2, 3), again], ("--evaluate-after", "4", "--steps", "8"))
+    assert result.kinds("let_in"), result.tail()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", (0, 1, 2))
+@pytest.mark.parametrize("point", ["lane.let_in", "lane.agreed", "recovery.installed"])
+def test_a_survivor_is_lost_while_a_newcomer_is_let_in(jobs: Jobs, point: str, rank: int) -> None:
+    faults = [kill(3, 2, 3), Fault(rank, -1, point, "SIGKILL")]
+    result = go(jobs, faults, ("--evaluate-after", "4", "--steps", "8"))
+    if rank == 2:  # the last worker of its stage, but for a newcomer that may not have its state yet
+        return
+    assert not result.kinds("restart"), result.tail()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("plan", VARIANTS)
+@pytest.mark.parametrize("rank", range(4))
+def test_sums_in_any_order_are_equal_to_rounding(jobs: Jobs, rank: int, plan: str) -> None:
+    env = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "sum"} | variant(plan)
+    reference = jobs.reference(SCRIPT, nproc=4, env=env, launcher="swiftrun")
+    result = jobs.run(SCRIPT, nproc=4, env=env, faults=[kill(rank, 3, 4)])
+    assert result.status == 0 and result.kinds("rerouted") and not result.kinds("restart"), result.tail()
+    for each, report in result.reports.items():
+        for part in ("losses", "parameters"):
+            got, want = report["extra"][part], reference.reports[each]["extra"][part]
+            assert flat(got) == pytest.approx(flat(want), rel=1e-3, abs=1e-4), (each, part)
+
+
+def flat(value: float | list) -> list[float]:
+    return [one for each in value for one in flat(each)] if isinstance(value, list) else [value]
