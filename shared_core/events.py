@@ -24,6 +24,8 @@ KINDS = (
     "lane",
     "let_in",
     "rerouted",
+    "took_over",
+    "planned",
     "checkpoint",
     "restart",
     "resize",
