@@ -8,7 +8,8 @@ good as one for each worker. Rows:
 - throughput: of samples, as ratio to no loss; beside it what dropping each pipeline that has lost a worker leaves
   (computed: as many pipelines less), as torchft does. Who waits has none, until somebody takes the place;
 - first re-routed: from the kill until the first forward of a lost worker's micro-batch begins at a peer;
-- extra: how much longer the step took in which the worker was killed, beside the planner's prediction;
+- extra: how much longer the step took in which the worker was killed; beside it what was predicted when the rest of the
+  step was planned, which was after everybody had finished what he was at and was connected anew;
 - let in: how much later the others are, when a newcomer was let in, than they would be without.
 """
 
@@ -23,7 +24,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common import Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
 from benchmarks.pipeline_model import COMPUTE, ENV, OPTIMIZER
@@ -196,13 +196,15 @@ class Run:
         before = min(max(self.ends(each)) for each in others)
         self.when(lambda: len(self.events("took_over", at)) > 0)
         self.until(before + 1, others)
-        extra = max(self.ends(r)[before + 1] for r in others) - max(self.ends(r)[before] for r in others) - before_s
+        due = max(self.ends(r)[before] for r in others) + before_s
+        extra = max(self.ends(r)[before + 1] for r in others) - due
         if self.case.rejoins:
             return Phase(lost, before_s, None, os.getloadavg()[0])
         period = self.period(before + 2, others)
         first = min(e.time for e in self.events("took_over", at)) - at
-        told: dict[str, Any] = self.events("rerouted", at)[0].fields["extra_s"]
-        predicted = sum(told.values())
+        told = self.events("rerouted", at)
+        planned, rest = max(e.time for e in told), told[0].fields["rest_s"]
+        predicted = planned + rest[max(rest)] - due if rest else None
         return Phase(lost, period, self.expected(lost), os.getloadavg()[0], first, extra, predicted)
 
     def await_newcomer(self, others: Sequence[int], normal_s: float, re_routed_s: float) -> float:

@@ -9,7 +9,7 @@ survivors agree on whether all of them have the plan; if not, each makes one wit
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +19,7 @@ from shared_core.reroute.planner import Plan, plan
 from shared_core.reroute.problem import Variant
 from shared_core.reroute.profile import COMMUNICATION
 from shared_core.reroute.remainder import EFFORT
-from shared_core.reroute.schedule import Kind, Schedule, Topology, Worker
+from shared_core.reroute.schedule import Action, Kind, Schedule, Topology, Worker
 from shared_core.reroute.store import Filling, PlanStore, Settings
 from shared_core.reroute.timing import StageTimes, Times, simulate
 
@@ -158,6 +158,11 @@ class Plans:
     def seconds(self, schedule: Schedule, staggered: bool) -> float:
         """What an iteration takes, by the measured times."""
         return simulate(schedule, self.times or Times(), staggered=staggered).period
+
+    def rest(self, schedule: Schedule, staggered: bool, done: Collection[Action]) -> float:
+        """What the rest of an iteration takes, to the end of its updates, by the measured times."""
+        timeline = simulate(schedule, self.times or Times(), staggered=staggered, done=done, rounds=0)
+        return max((slot.end for row in timeline.rows.values() for slot in row), default=0.0)
 
     def prepare(self, lost: frozenset[Worker]) -> dict[str, Any]:
         """Begin to make plans for further losses, and say what is planned for now. Not on the way of a loss.

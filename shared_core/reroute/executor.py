@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -328,10 +329,11 @@ class Executor:
         self._mail, self._told = Mail(lane, self._topology, self._shapes), set()
         self._learn(views)
         self._send_again(views)
-        planned_s, extra = time.perf_counter() - started, self._history.extra
+        planned_s, history = time.perf_counter() - started, self._history
         self._watched = True
         if lost:
-            self._noted("rerouted", {"lost": lost, "step": self.step, "planned_s": planned_s, "extra_s": extra})
+            predicted = {"extra_s": history.extra, "rest_s": history.rest}
+            self._noted("rerouted", {"lost": lost, "step": self.step, "planned_s": planned_s} | predicted)
 
     def _tell(self) -> dict[str, Any]:
         """How far this worker is."""
@@ -588,7 +590,8 @@ class Executor:
         stage = action.stage + (1 if what is What.ACTIVATION else -1)
         key = self._key(step, what, stage, action)
         step.made[key] = parts
-        self._deliver(plan, key, parts)
+        with suppress(LaneBroken):  # the action is done all the same, and this is sent again
+            self._deliver(plan, key, parts)
 
     def _deliver(self, plan: StepPlan, key: Key, parts: Parts) -> None:
         """Send a message to whoever has the action in its row that reads it."""

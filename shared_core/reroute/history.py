@@ -6,7 +6,7 @@ plain data, so that one that missed the last change can make up for it from anot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,6 +42,9 @@ class Planner(Protocol):
 
     def seconds(self, schedule: Schedule, staggered: bool) -> float:
         """What an iteration takes, by the measured times."""
+
+    def rest(self, schedule: Schedule, staggered: bool, done: Collection[Action]) -> float:
+        """What the rest of an iteration takes, to the end of its updates, by the measured times."""
 
 
 #: Changes that a worker may have missed.
@@ -95,12 +98,15 @@ class History:
         lost: workers lost, as of that change.
         entries: plain data of the last changes, oldest first.
         steps: plans by number of the step.
-        extra: predicted times by which steps that the last change has planned anew take longer, by number.
+        extra: of the steps that the last change has planned anew, by number: by how much longer their work takes,
+            as predicted.
+        rest: predicted times from there until all stages have made their update of that step.
     """
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self.extra: dict[int, float] = {}
+        self.rest: dict[int, float] = {}
         self.generation = -1
         self.lost: frozenset[Worker] = frozenset()
         self.entries: list[dict[str, Any]] = []
@@ -140,7 +146,7 @@ class History:
         self._planner.choose(lost, entry["ready"])
         at = {Worker(*map(int, name.split(":"))): tuple(place) for name, place in entry["at"].items()}
         fresh: set[int] = set()
-        self.extra = {}
+        self.extra, self.rest = {}, {}
         first, newest = min(step for step, _ in at.values()), max(step for step, _ in at.values())
         for number in range(first, newest + 1):
             if number not in self.steps:
@@ -170,14 +176,19 @@ class History:
             fresh, staggered = self._planner.plan(lost), step.plan.variant is Variant.STAGGERED
             seconds = [self._planner.seconds(one.schedule, staggered) for one in (fresh, step.plan)]
             self.extra[number] = seconds[0] - seconds[1]
+            self.rest[number] = self._planner.rest(fresh.schedule, staggered, ())
             return StepPlan(fresh)
         for worker in now:
             peers = [peer for peer in progress if peer.stage == worker.stage]
             if any(progress[peer] == len(rows.get(peer, ())) for peer in peers):
                 progress[worker] = len(rows.get(worker, ()))  # its gradients are in the sum that this peer has
+            else:  # not known; a guess, for the prediction alone
+                progress[worker] = max((progress[peer] for peer in peers), default=0)
         planner = self._planner
         rest: Remainder = replan(
             step.plan, progress, now, times=planner.planned_times, measured=planner.times, before=step.done
         )
         self.extra[number] = rest.extra
+        there = [one for actions in rest.done.values() for one in actions]
+        self.rest[number] = planner.rest(rest.plan.schedule, rest.plan.variant is Variant.STAGGERED, there)
         return StepPlan(rest.plan, dict(rest.done), rest.silent)
