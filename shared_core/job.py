@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -480,6 +481,11 @@ class Job:
     def fall_back(self, reason: str) -> NoReturn:
         """Nobody can take the lost worker's place: all workers go back to the newest checkpoint. Does not return."""
         self._recovery.fall_back(reason)
+
+    @property
+    def folder(self) -> Path:
+        """Private to the job, shared by its workers on this machine, and removed with it."""
+        return self._env.job_dir
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append an event to the job's log."""

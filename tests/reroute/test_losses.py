@@ -1,4 +1,4 @@
-"""Losses everywhere in a step: the same bits as without, on every rank, and nothing that a survivor did is done twice."""
+"""Losses everywhere in a step: the same bits as without, on every rank, and no survivor does anything twice."""
 
 from __future__ import annotations
 
