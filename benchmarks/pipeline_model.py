@@ -18,6 +18,8 @@ from torch.nn import functional
 ENV = {"DS_ACCELERATOR": "cpu"}
 MICRO_BATCHES = 4
 WIDTH, HEADS = 256, 4
+#: Slots of the emulated optimizer.
+OPTIMIZER = 3
 #: Blocks in all of the stages together, with real compute.
 BLOCKS = 4
 #: Different micro-batches; afterwards they come again.
@@ -31,14 +33,22 @@ class Compute:
     Attributes:
         rows, tokens: shape of a micro-batch, (rows, tokens, WIDTH) float32.
         slot_s: seconds that a stage sleeps in forward, and as long in backward, of a micro-batch; 0 computes instead.
+        halves: it sleeps as long for the gradient of the input, again for that of the weights, and three times as long
+            in the optimizer.
     """
 
     rows: int
     tokens: int
     slot_s: float
+    halves: bool = False
 
 
-COMPUTE = {"emulated": Compute(4, 64, 0.05), "real": Compute(4, 128, 0.0)}
+COMPUTE = {
+    "emulated": Compute(4, 64, 0.05),
+    "real": Compute(4, 128, 0.0),
+    "halves": Compute(1, 16, 0.05, True),
+    "long halves": Compute(1, 16, 0.1, True),
+}
 
 
 class _Sleep(torch.autograd.Function):
@@ -67,6 +77,27 @@ class Emulated(nn.Module):
         return y
 
 
+class _SleepBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+class Halves(Emulated):
+    """A stage that sleeps in forward, for the gradient of the input, and for that of the weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = _SleepBackward.apply(self.linear.bias, self.seconds)  # off the way from output to input
+        y: torch.Tensor = _Sleep.apply(functional.linear(x, self.linear.weight, bias), self.seconds)
+        return y
+
+
 class Block(nn.Module):
     """A block of GPT: causal attention and a perceptron, each with a norm before it; dropout 0.1."""
 
@@ -91,13 +122,16 @@ def data(compute: Compute, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tens
     return itertools.cycle([(x, x.sin()) for x in made])
 
 
-def engine(name: str, stages: int, *, swift: bool) -> tuple[Any, Any, Iterator[Any]]:
+def engine(
+    name: str, stages: int, *, swift: bool, micro_batches: int = MICRO_BATCHES
+) -> tuple[Any, Any, Iterator[Any]]:
     """The engine of a job with ``stages`` stages and as many replicas as there are workers for, its model and data.
 
     Args:
         name: of the compute, in :data:`COMPUTE`.
         stages: pipeline stages.
         swift: this product's engine, not DeepSpeed's own.
+        micro_batches: of each pipeline in a step.
     """
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule
@@ -105,10 +139,11 @@ def engine(name: str, stages: int, *, swift: bool) -> tuple[Any, Any, Iterator[A
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     compute = COMPUTE[name]
     torch.manual_seed(0)
-    specs = [LayerSpec(Emulated, compute.slot_s)] * stages if compute.slot_s else [LayerSpec(Block)] * BLOCKS
+    emulated = LayerSpec(Halves if compute.halves else Emulated, compute.slot_s)
+    specs = [emulated] * stages if compute.slot_s else [LayerSpec(Block)] * BLOCKS
     net = PipelineModule(specs, num_stages=stages, loss_fn=nn.MSELoss(), partition_method="uniform")
     config = {
-        "train_batch_size": compute.rows * MICRO_BATCHES * (dist.get_world_size() // stages),
+        "train_batch_size": compute.rows * micro_batches * (dist.get_world_size() // stages),
         "train_micro_batch_size_per_gpu": compute.rows,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}},
         "steps_per_print": None,
@@ -119,6 +154,8 @@ def engine(name: str, stages: int, *, swift: bool) -> tuple[Any, Any, Iterator[A
         made, *_ = initialize(model=net, config=config)
     else:
         made, *_ = deepspeed.initialize(model=net, config=config)
+    if compute.halves:
+        made.optimizer.register_step_pre_hook(lambda *_: time.sleep(OPTIMIZER * compute.slot_s))
     return made, net, data(compute, made.grid.get_data_parallel_rank())
 
 

@@ -81,6 +81,7 @@ class SwiftConfig:
             stage's update as soon as its own gradients are complete.
         reduction: with ``reroute``, gradients are added as they come (``sum``), or those of each data-parallel index
             apart and then by index (``ordered``): the same bits, whoever computes them.
+        reroute_ahead: with ``reroute``, plans for so many further losses lie ready; 0 makes each when it is needed.
         replay_sums: gradients of a shared replay are added by micro-batch in their order (``ordered``, bitwise) or by
             worker (``slices``, less to move, equal up to rounding).
         log_messages: log what pipeline stages send each other to disk: ``auto`` where a stage has no replica.
@@ -113,6 +114,7 @@ class SwiftConfig:
     replay_sums: str = "ordered"
     reroute_plan: str = "staggered"
     reduction: str = "sum"
+    reroute_ahead: int = 1
     log_messages: str = "auto"
     log_groups: str = "auto"
     log_budget_bytes: int = 0
@@ -135,6 +137,7 @@ class SwiftConfig:
             "log_segment_bytes",
             "replace_timeout_s",
             "rejoin_after_s",
+            "reroute_ahead",
             "grow_after_s",
         ):
             if getattr(self, name) < 0:

@@ -25,6 +25,8 @@ KINDS = (
     "let_in",
     "rerouted",
     "update_taken_back",
+    "took_over",
+    "planned",
     "checkpoint",
     "restart",
     "resize",

@@ -19,13 +19,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shared_core.cluster import worker
 from shared_core.cluster.mirror import Mirror
@@ -36,18 +35,19 @@ from shared_core.comm.op import Op
 from shared_core.comm.turn import Turn
 from shared_core.consistency import Cut, Offer, Top
 from shared_core.errors import (
-    ConfigError,
     CorruptFile,
     RecoveryFailed,
     SwiftError,
     Unsupported,
 )
 from shared_core.events import EventLog, console
-from shared_core.recovery.board import Board, Orders, Records, Tally
+from shared_core.recovery.board import Board, Orders, Tally
+from shared_core.recovery.buckets import BUCKETS, Buckets
 from shared_core.recovery.checkpoints import Checkpoints, Restored, ends_before
 from shared_core.recovery.exchange import Received, Recovery, Replaying
 from shared_core.recovery.lane import Lane, Lanes
 from shared_core.recovery.logs import Logs
+from shared_core.recovery.passes import Passes
 from shared_core.recovery.plain import dumps, loads
 from shared_core.recovery.replicas import Replicas
 from shared_core.recovery.resize import hand_on, take_over
@@ -60,10 +60,6 @@ Restore = Callable[[Any], None]
 
 #: Tops without a recovery point until pending gradients are published along with the top.
 _MAX_DEFERRED = 16
-#: Tops in which DDP may settle its buckets without a recovery point.
-_BUCKET_TOPS = 3
-_BUCKETS = "ddp buckets"
-_OUTPUTS = "swift.outputs"
 
 
 @dataclass(frozen=True)
@@ -137,17 +133,18 @@ class Job:
         self._replicas = Replicas(env, self._recovery, self._updates)
         self._parts: dict[str, _Part] = {}
         self._unclaimed: dict[str, Any] = {}
-        self._ddps: list[DistributedDataParallel] = []
-        self._settled: set[int] = set()
-        self._agreed: dict[int, int] = {}
-        self._eligible_tops = 0
+        self._buckets = Buckets(self._runtime, self._record_buckets)
         self._deferred = 0
-        self._backwards = 0
-        self._graph = -1
-        self._mutations = -1
-        self._outputs: list[list[Any]] = []
         self._handles: list[Any] = []
-        self._buffers: list[torch.Tensor] = []
+        self._passes = Passes(
+            self._runtime,
+            self._board,
+            self._updates,
+            lambda: self._capture(lambda part: part.forward_mutated),
+            lambda parts: self._restore(parts),
+            lambda: self.joining,
+            lambda: self.tops,
+        )
         self._recovered: deque[dict[str, Any]] = deque()
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._stalled_since: float | None = None
@@ -165,8 +162,6 @@ class Job:
         runtime = self._runtime
         runtime.record = self._board.record
         runtime.publish_checksum = self._board.checksum
-        runtime.before_bucket = self._before_bucket
-        runtime.bucket_order = self._bucket_order
         runtime.waiting_changed = self._progress.waiting
         runtime.first_group = self._first_group
         runtime.adopt = self._recovery.adopt
@@ -231,20 +226,10 @@ class Job:
                         "training in this version. "
                         "Choose accelerator='cpu', or train without this plugin."
                     )
-        self._ddps = [m for module in modules for m in module.modules() if isinstance(m, DistributedDataParallel)]
-        for ddp in self._ddps:
-            if getattr(ddp, "static_graph", False):
-                raise Unsupported(
-                    "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which a "
-                    "newcomer does not run: "
-                    "leave static_graph off, or use find_unused_parameters=True"
-                )
+        self._buckets.attach(modules)
         for handle in self._handles:
             handle.remove()
-        self._handles = [ddp.register_forward_hook(self._after_forward) for ddp in self._ddps]
-        self._settled.clear()
-        self._agreed.clear()
-        self._eligible_tops = 0
+        self._handles = [ddp.register_forward_hook(self._passes.after_forward) for ddp in self._buckets.modules]
         replicated = Replicated(modules, optimizers)
         self._updates.attach(replicated, undo=self.config.resizes, sharded=sharded)
         if replicas is not None:
@@ -254,12 +239,9 @@ class Job:
             extra = 4 * sum(p.numel() for p in replicated.parameters) if sharded else 0
             self._runtime.max_log_bytes = max(2 * (replicated.nbytes + extra), 4 << 20)
         buffers = [b for module in modules for b in module.buffers()]
-        self._buffers = buffers
-        # DDP remembers whether the last forward had gradients, and broadcasts buffers before the next only then.
-        self.register("swift.ddp", self._ddp_flags, self._set_ddp_flags)
-        self._runtime.bucket_checksums = self.config.verify_checksums and not any(
-            ddp.find_unused_parameters for ddp in self._ddps
-        )
+        self._passes.buffers = buffers
+        self.register("swift.ddp", self._buckets.flags, self._buckets.set_flags)
+        self._runtime.bucket_checksums = self.config.verify_checksums and not self._buckets.may_be_unused
         self.register(
             "swift.buffers",
             lambda: list(buffers),
@@ -286,13 +268,6 @@ class Job:
             self._updates.keep_images(at_once=True)
         if wanted == "always" or (wanted == "auto" and alone):
             self._logs.open()
-
-    def _ddp_flags(self) -> list[bool]:
-        return [ddp.require_forward_param_sync for ddp in self._ddps]
-
-    def _set_ddp_flags(self, flags: list[bool]) -> None:
-        for ddp, flag in zip(self._ddps, flags, strict=False):
-            ddp.require_forward_param_sync = flag
 
     def register(
         self,
@@ -346,7 +321,7 @@ class Job:
             if self._deferred <= _MAX_DEFERRED or self.config.resizes:
                 return False
             grads = self._gradients()
-        if self._unsettled():  # counts the tops that could be recovery points, so it is asked last
+        if self._buckets.unsettled():  # counts the tops that could be recovery points, so it is asked last
             return False
         self._deferred = 0
         with self._tops_lock:
@@ -507,6 +482,11 @@ class Job:
         """Nobody can take the lost worker's place: all workers go back to the newest checkpoint. Does not return."""
         self._recovery.fall_back(reason)
 
+    @property
+    def folder(self) -> Path:
+        """Private to the job, shared by its workers on this machine, and removed with it."""
+        return self._env.job_dir
+
     def event(self, kind: str, **fields: Any) -> None:
         """Append an event to the job's log."""
         self._events.emit(kind, rank=self.rank, generation=self._runtime.generation, **fields)
@@ -586,7 +566,7 @@ class Job:
             (kind, name): (key, value)
             for key, value in self._board.records()
             for _, kind, name, _ in [key]
-            if kind != _BUCKETS and kind not in self._runtime.groups
+            if kind != BUCKETS and kind not in self._runtime.groups
         }
         return dumps((self._board.read_top(top), list(newest.values())))
 
@@ -625,7 +605,7 @@ class Job:
 
     def _publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None, *, save: bool = True) -> None:
         parts = self._capture(lambda part: True)
-        parts["swift.eligible"] = self._eligible_tops
+        parts["swift.eligible"] = self._buckets.eligible
         parts["swift.images"] = self._updates.keeps_images
         if grads is not None:
             parts["swift.gradients"] = grads
@@ -654,8 +634,8 @@ class Job:
             runtime.settle(stable)
         self._board.drop_before(stable)
         self._updates.at_top()
-        self._backwards, self._graph, self._outputs = 0, -1, []
-        self._replicas.compare(self._replica_ranks or range(self.world_size if self._ddps else 0))
+        self._passes.at_top()
+        self._replicas.compare(self._replica_ranks or range(self.world_size if self._buckets.modules else 0))
         if self.absent:
             return
         if save and kind == "batch" and self.reachable and self._checkpoints.due(self.tops):
@@ -665,89 +645,9 @@ class Job:
         assert self._updates.replicated is not None
         return {i: p.grad for i, p in enumerate(self._updates.replicated.parameters) if p.grad is not None}
 
-    def _unsettled(self) -> bool:
-        """DDP orders its buckets anew after the first backward. A newcomer learns the order by running that
-        backward, or, later, from the record of
-        what was agreed; in between there is no recovery point."""
-        waiting = [i for i, ddp in enumerate(self._ddps) if i not in self._settled and not ddp.find_unused_parameters]
-        if not waiting:
-            return False
-        self._eligible_tops += 1
-        return 1 < self._eligible_tops <= _BUCKET_TOPS
-
-    def _bucket_order(self, ddp: DistributedDataParallel, op: Op) -> None:
-        number = next((i for i, known in enumerate(self._ddps) if known is ddp), None)
-        if number is None:
-            raise ConfigError(
-                f"rank {self.rank}: a DistributedDataParallel module is trained that job.attach() was not given: "
-                "pass it the wrapper, not only the module inside"
-            )
-        self._settled.add(number)
-        ordinal = self._agreed[number] = self._agreed.get(number, -1) + 1
-        key = (self._entry, _BUCKETS, f"{number}.{ordinal}", self.tops)
+    def _record_buckets(self, name: str, op: Op) -> None:
+        key = (self._entry, BUCKETS, name, self.tops)
         op.future.add_done_callback(lambda _: self._board.record(key, op.results))
-
-    def _before_bucket(self) -> None:
-        """DDP hands over a gradient bucket: forward is done. Publish what forward changed and returned, or, in a
-        newcomer that computed with newer
-        parameters, put back what its predecessor had."""
-        inject.point("bucket")
-        if self.joining or self._updates.keeps_images:
-            return
-        graph = torch._C._current_graph_task_id()
-        mutations = sum(b._version for b in self._buffers)
-        if graph == self._graph and mutations == self._mutations:
-            return
-        if graph != self._graph:
-            self._backwards += 1
-        self._graph, self._mutations = graph, mutations
-        number = self._backwards - 1
-        if self._updates.exact:
-            parts = self._capture(lambda part: part.forward_mutated)
-            parts[_OUTPUTS] = self._outputs
-            self._board.publish_mid(self._runtime.top, number, parts)
-        else:
-            recorded = self._board.read_mid(self._runtime.top, number)
-            if recorded is not None:
-                self._restore(recorded)
-        self._outputs = []
-
-    def _after_forward(self, ddp: nn.Module, args: Any, output: Any) -> Any:
-        """Forward of a DDP module is done. Its output is all that flows from the parameters to the user's code; it
-        is published with the next bucket, so
-        that a newcomer whose parameters are already newer can go on with what its predecessor saw."""
-        if not torch.is_grad_enabled() or self.joining or self._updates.keeps_images:
-            return None
-        leaves, layout = tree_flatten(output)
-        if self._updates.exact:
-            # Copies: the user's code may scale a loss in place before the first bucket is there.
-            self._outputs.append(
-                [
-                    leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf if _plain(leaf) else None
-                    for leaf in leaves
-                ]
-            )
-            size = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
-            # Judged by the first batch only, because all ranks must come to the same answer.
-            if (
-                self.tops <= 1
-                and self._updates.replicated is not None
-                and 2 * size > max(self._updates.replicated.nbytes, 1 << 20)
-            ):
-                self._updates.keep_images()  # outputs are larger than the parameters: keep those instead
-            return None
-        recorded = self._board.read_mid(self._runtime.top, self._backwards)
-        outputs = recorded[_OUTPUTS] if recorded is not None else []
-        place = len(self._outputs)
-        self._outputs.append([])
-        if place >= len(outputs):
-            return None
-        for index, (leaf, value) in enumerate(zip(leaves, outputs[place], strict=True)):
-            if isinstance(leaf, torch.Tensor):
-                leaf.data.copy_(value)
-            elif value is not None:
-                leaves[index] = value
-        return tree_unflatten(leaves, layout)
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -811,7 +711,7 @@ class Job:
         else:
             self._updates.load(top.version, received.description, received.tensors)
             parts = self._board.read_top(top.index)
-        self._settle_buckets(self._board.records(), top)
+        self._buckets.settle(self._board.records(), top)
         self._take_place(top, parts)
         if top.saved:
             self._board.forget_tops()  # of places that are now ahead
@@ -839,7 +739,7 @@ class Job:
         restored = self._restored
         assert restored is not None
         self._updates.load(restored.top.version, restored.description, restored.tensors)
-        self._settle_buckets(restored.records, restored.top)
+        self._buckets.settle(restored.records, restored.top)
         for key, results in restored.records:
             self._board.record(key, results)
         self.resized, self.added = restored.resized, restored.added
@@ -858,7 +758,7 @@ class Job:
         for index, grad in parts.get("swift.gradients", {}).items():
             assert self._updates.replicated is not None
             self._updates.replicated.parameters[index].grad = grad
-        self._eligible_tops = parts.get("swift.eligible", 0)
+        self._buckets.eligible = parts.get("swift.eligible", 0)
         self._updates.resume_images(parts.get("swift.images", False))
         inject.set_step(self.tops)
         self._progress.top(self.tops)
@@ -869,24 +769,6 @@ class Job:
                 part.restore(parts[name])
         if "swift.random" in parts:
             _set_random_state(parts["swift.random"])
-
-    def _settle_buckets(self, records: Records, top: Top) -> None:
-        """Give DDP the buckets that were agreed on before ``top``, without a backward: the broadcasts of that
-        agreement are served from the record.
-        """
-        for number, ddp in enumerate(self._ddps):
-            agreed = {
-                which: results
-                for (entry, kind, which, tops), results in records
-                if entry == top.entry and kind == _BUCKETS and which.startswith(f"{number}.") and tops < top.index
-            }
-            if not agreed:
-                continue
-            self._runtime.scripted.extend(agreed[f"{number}.{ordinal}"] for ordinal in range(len(agreed)))
-            ddp.reducer._push_all_rebuilt_params()
-            ddp.reducer._rebuild_buckets()
-            self._runtime.scripted.clear()
-            self._settled.add(number)
 
     def _announce(self, received: Received | None, **fields: Any) -> None:
         generation = self._runtime.generation
@@ -974,10 +856,6 @@ class Job:
 
     def _failed(self, error: SwiftError) -> None:
         self._recovery.fail(error)
-
-
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _hyperparameters(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:

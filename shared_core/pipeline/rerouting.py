@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from shared_core.consistency.undo import Undo
 from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
 from shared_core.loaders.randomness import RawRandom, restore_raw
+from shared_core.reroute.ahead import Plans
 from shared_core.reroute.executor import Executor, Options, Result
 from shared_core.reroute.mail import Lane, Parts
-from shared_core.reroute.planner import Plan, plan
 from shared_core.reroute.problem import Variant
 from shared_core.reroute.schedule import Topology, Worker
 
@@ -39,8 +39,9 @@ class Rerouting:
         grid = engine.grid
         self._topology = Topology(grid.data_parallel_size, grid.pipe_parallel_size, int(engine.micro_batches))
         self._me = Worker(grid.get_data_parallel_rank(), grid.get_stage_id())
-        self._variant, self._ordered = Variant(options.reroute_plan), options.reduction == "ordered"
-        self._plans: dict[frozenset[Worker], Plan] = {}
+        variant, ordered = Variant(options.reroute_plan), options.reduction == "ordered"
+        self._plans = Plans(self._topology, variant, ordered, job.folder / f"plans{job.attempt}", options.reroute_ahead)
+        self._prepared: tuple[frozenset[Worker], bool] = (frozenset(), False)
         self._executor = Executor(
             self._topology,
             self._me,
@@ -48,16 +49,17 @@ class Rerouting:
             _Layers(engine, job),
             self._connect,
             lambda: bool(job.knocking()),
-            self._plan,
+            self._plans,
             Options(
-                ordered=self._ordered,
-                synchronous=self._variant is not Variant.STAGGERED,
+                ordered=ordered,
+                synchronous=variant is not Variant.STAGGERED,
                 average=bool(engine.gradient_average),
             ),
-            self._note,
+            lambda kind, fields: job.event(kind, **fields),
         )
         self.result: Result | None = None
         job.at_end(self._settle)  # others may need this worker until all have finished
+        job.at_end(self._plans.stop)
 
     def _rank(self, worker: Worker) -> int:
         return int(self._engine.grid.stage_to_global(worker.stage, data=worker.pipeline))
@@ -65,14 +67,16 @@ class Rerouting:
     def _connect(self) -> Lane:
         return self._job.lane()
 
-    def _plan(self, lost: frozenset[Worker]) -> Plan:
-        if lost not in self._plans:
-            self._plans[lost] = plan(self._topology, lost, variant=self._variant, ordered=self._ordered)
-        return self._plans[lost]
-
-    def _note(self, fields: dict[str, Any]) -> None:
-        if fields["lost"]:
-            self._job.event("rerouted", **fields)
+    def _prepare(self) -> None:
+        """Have plans made for what may come, if that has changed."""
+        lost, executor = self._executor.lost, self._executor
+        now = lost, self._plans.times is not None
+        if now == self._prepared:
+            return
+        self._prepared = now
+        facts = self._plans.prepare(lost)
+        if executor.connected and self._job.rank == executor.lane.ranks[0]:
+            self._job.event("planned", **facts)
 
     def at_top(self, trains: bool) -> None:
         """At each batch top: let newcomers in, if the last step has said so, or if all workers are needed.
@@ -112,6 +116,7 @@ class Rerouting:
             self.result = self._executor.run()
         except RecoveryFailed as error:
             self._job.fall_back(str(error))
+        self._prepare()
 
     def total_loss(self) -> Tensor:
         """The mean loss of the last global batch, with DeepSpeed's arithmetic."""

@@ -6,16 +6,47 @@ plain data, so that one that missed the last change can make up for it from anot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from shared_core.reroute.planner import Plan
+from shared_core.reroute.problem import Variant
 from shared_core.reroute.remainder import Remainder, replan
-from shared_core.reroute.schedule import Action, Kind, Worker
+from shared_core.reroute.schedule import Action, Kind, Schedule, Worker
+from shared_core.reroute.timing import Times
 
-#: The plan of a step that begins while these workers are lost.
-MakePlan = Callable[[frozenset[Worker]], Plan]
+
+class Planner(Protocol):
+    """Makes plans, the same at every worker; see :class:`shared_core.reroute.ahead.Plans`."""
+
+    @property
+    def times(self) -> Times | None:
+        """Durations that all go by; None before they are known."""
+
+    def adopt(self, times: Times) -> None:
+        """Go by these times from now on."""
+
+    @property
+    def planned_times(self) -> Times:
+        """Durations that plans are made for."""
+
+    def lies_ready(self, lost: frozenset[Worker]) -> bool:
+        """Whether this worker has the plan for these losses already."""
+
+    def choose(self, lost: frozenset[Worker], ready: bool) -> None:
+        """For these losses, go by the plan that lies ready, or by one that is quickly made."""
+
+    def plan(self, lost: frozenset[Worker]) -> Plan:
+        """The plan of a step that begins while these workers are lost."""
+
+    def seconds(self, schedule: Schedule, staggered: bool) -> float:
+        """What an iteration takes, by the measured times."""
+
+    def rest(self, schedule: Schedule, staggered: bool, done: Collection[Action]) -> float:
+        """What the rest of an iteration takes, to the end of its updates, by the measured times."""
+
+
 #: Changes that a worker may have missed.
 _KEPT = 8
 
@@ -60,17 +91,22 @@ class History:
     """Plans of the steps under way.
 
     Args:
-        make_plan: the plan of a step that begins with some workers lost; the same at every worker.
+        planner: makes the plans.
 
     Attributes:
         generation: of the last change.
         lost: workers lost, as of that change.
         entries: plain data of the last changes, oldest first.
         steps: plans by number of the step.
+        extra: of the steps that the last change has planned anew, by number: by how much longer their work takes,
+            as predicted.
+        rest: predicted times from there until all stages have made their update of that step.
     """
 
-    def __init__(self, make_plan: MakePlan) -> None:
-        self._make_plan = make_plan
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self.extra: dict[int, float] = {}
+        self.rest: dict[int, float] = {}
         self.generation = -1
         self.lost: frozenset[Worker] = frozenset()
         self.entries: list[dict[str, Any]] = []
@@ -80,7 +116,7 @@ class History:
     def begin(self, step: int) -> StepPlan:
         """The plan of a step that this worker begins."""
         if step not in self.steps:
-            self.steps[step] = StepPlan(self._make_plan(self.lost))
+            self.steps[step] = StepPlan(self._planner.plan(self.lost))
         for old in [number for number in self.steps if number < step - 1]:
             del self.steps[old]
         return self.steps[step]
@@ -94,8 +130,9 @@ class History:
 
         Args:
             entry: plain data, the same at every worker: ``generation``; ``lost``, all workers that are not there, as
-                (pipeline, stage); ``at``: for each worker that is there, as text, the number of its step and its place
-                in that step's row. A worker that has finished a step and begun no other is at place 0 of the next.
+                (pipeline, stage); ``ready``, whether all have the plan for these losses already; ``at``: for each
+                worker that is there, as text, the number of its step and its place in that step's row. A worker that
+                has finished a step and begun no other is at place 0 of the next.
 
         Returns:
             Steps that have new rows, in which every worker is at place 0.
@@ -106,12 +143,14 @@ class History:
         self.generation = entry["generation"]
         self.entries = [*self.entries, dict(entry)][-_KEPT:]
         lost = frozenset(Worker(*each) for each in entry["lost"])
+        self._planner.choose(lost, entry["ready"])
         at = {Worker(*map(int, name.split(":"))): tuple(place) for name, place in entry["at"].items()}
         fresh: set[int] = set()
+        self.extra, self.rest = {}, {}
         first, newest = min(step for step, _ in at.values()), max(step for step, _ in at.values())
         for number in range(first, newest + 1):
             if number not in self.steps:
-                self.steps[number] = StepPlan(self._make_plan(self.lost))
+                self.steps[number] = StepPlan(self._planner.plan(self.lost))
             before, self.steps[number] = self.steps[number], self._again(self.steps[number], number, lost, at)
             if self.steps[number] is not before:
                 fresh.add(number)
@@ -138,9 +177,21 @@ class History:
         if all(progress[worker] == len(rows.get(worker, ())) for worker in progress):
             return step  # nobody there has anything left to do
         if not any(progress.values()) and not done:
-            return StepPlan(self._make_plan(lost))
+            fresh, staggered = self._planner.plan(lost), step.plan.variant is Variant.STAGGERED
+            seconds = [self._planner.seconds(one.schedule, staggered) for one in (fresh, step.plan)]
+            self.extra[number] = seconds[0] - seconds[1]
+            self.rest[number] = self._planner.rest(fresh.schedule, staggered, ())
+            return StepPlan(fresh)
         for worker in now:
             if worker.stage in stepped:
                 progress[worker] = len(rows.get(worker, ()))  # its gradients are in the sum that this peer has
-        rest: Remainder = replan(step.plan, progress, now, before=done)
+            else:  # not known; a guess, for the prediction alone
+                progress[worker] = max((progress[w] for w in at if w.stage == worker.stage), default=0)
+        planner = self._planner
+        rest: Remainder = replan(
+            step.plan, progress, now, times=planner.planned_times, measured=planner.times, before=done
+        )
+        self.extra[number] = rest.extra
+        there = [one for actions in rest.done.values() for one in actions]
+        self.rest[number] = planner.rest(rest.plan.schedule, rest.plan.variant is Variant.STAGGERED, there)
         return StepPlan(rest.plan, dict(rest.done), rest.silent)

@@ -71,7 +71,7 @@ class What(IntEnum):
     SHARE = 4  # of gradients, to who sums it
     SUM = 5  # of gradients
     LOSSES = 6
-    RESULT = 7
+    PING = 7  # to measure what a message takes
     NORM = 8
     HEADER = 9  # of the first message of one of the kinds above, by kind in place of the micro-batch
     TIED = 10

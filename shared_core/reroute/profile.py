@@ -73,6 +73,10 @@ class Profile:
         ]
         return Times(tuple(found), median(transfers) if transfers else 0.0)
 
+    def medians(self, stage: int) -> dict[str, float]:
+        """Of each sort of samples of a stage, by name."""
+        return {name: median(self._used(one)) for (at, name), one in self.samples.items() if at == stage and one}
+
     def _used(self, samples: list[float]) -> list[float]:
         return samples[self.skip :] or samples
 

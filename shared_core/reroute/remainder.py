@@ -47,6 +47,7 @@ def replan(
     lost: Collection[Worker],
     *,
     times: Times | None = None,
+    measured: Times | None = None,
     memory: Memory = NO_LIMIT,
     before: Executed | None = None,
     effort: int = EFFORT,
@@ -61,6 +62,7 @@ def replan(
         progress: how many actions of its row each worker has finished.
         lost: workers lost now.
         times: durations.
+        measured: durations that ``extra`` is reckoned with; ``times`` where left out.
         memory: limits.
         before: ``done`` of the earlier ``Remainder``, if there was one.
         effort: actions that the greedy may place.
@@ -90,8 +92,11 @@ def replan(
     schedule = Schedule(rest)
     _refuse_stepped(schedule, kept)
     old = Schedule({worker: row[progress.get(worker, 0) :] for worker, row in rows.items()})
-    without = simulate(old, times, done=[one for actions in finished.values() for one in actions])
+    clock = times if measured is None else measured
+    without = simulate(old, clock, done=[one for actions in finished.values() for one in actions])
     timeline = found.timeline
+    there = [one for actions in (*done.values(), *kept.values()) for one in actions]
+    slots = timeline.slots if measured is None else simulate(schedule, clock, done=there).slots
     bound, optimal = found.bound, found.cost <= found.bound * (1 + 1e-9)
     new = replace(
         plan,
@@ -105,7 +110,7 @@ def replan(
         optimal=optimal,
     )
     silent, resend = _messages(plan.topology.stages, schedule, again, done, route)
-    return Remainder(new, {**done, **kept}, silent, resend, timeline.slots - without.slots)
+    return Remainder(new, {**done, **kept}, silent, resend, slots - without.slots)
 
 
 def _moved(plan: Plan, lost: Collection[Worker], stepped: set[int]) -> list[tuple[int, int, int]]:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shared_core.cluster.process import die_with_parent
 from shared_core.errors import ConfigError, InvalidSchedule, WaitTimeout
 from shared_core.reroute.check import NO_LIMIT, Memory
 from shared_core.reroute.planner import Plan, parse_worker, plan
@@ -217,6 +218,7 @@ def main() -> None:
     """``python -m shared_core.reroute.store SETTINGS.json LOSSES PARENT``: what ``fill_in_background`` starts."""
     path, losses, parent = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     os.nice(19)
+    die_with_parent(parent)
     settings = Settings.from_dict(json.loads(path.read_text(encoding="utf-8")))
     PlanStore(path.parent.parent, settings).fill(losses, lambda: os.getppid() == parent)
 

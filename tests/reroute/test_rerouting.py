@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from harness import Jobs
+from harness import Jobs, most
 
 from shared_core.testing import Fault
 from shared_core.testing.runner import JobResult, compare
@@ -36,13 +36,13 @@ def test_without_a_loss_it_is_deepspeed(jobs: Jobs) -> None:
     compare(jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED), theirs)
 
 
-@pytest.mark.parametrize("rank", range(4))
-def test_a_worker_is_lost_inside_a_step(jobs: Jobs, rank: int) -> None:
-    result = run(jobs, [Fault(rank, 3, "reroute.action", "SIGKILL", nth=5)])
+@pytest.mark.parametrize("rank", most("0123", "0", "2", "3"))
+def test_a_worker_is_lost_inside_a_step(jobs: Jobs, rank: str) -> None:
+    result = run(jobs, [Fault(int(rank), 3, "reroute.action", "SIGKILL", nth=5)])
     assert result.kinds("rerouted"), result.tail()
 
 
-@pytest.mark.parametrize("rank", range(4))
-def test_a_newcomer_is_let_in(jobs: Jobs, rank: int) -> None:
-    result = run(jobs, [Fault(rank, 2, "reroute.action", "SIGKILL", nth=3)], ["--evaluate-after", "4"])
-    assert [event.rank for event in result.kinds("let_in")] == [rank], result.tail()
+@pytest.mark.parametrize("rank", most("0123", "1", "2"))
+def test_a_newcomer_is_let_in(jobs: Jobs, rank: str) -> None:
+    result = run(jobs, [Fault(int(rank), 2, "reroute.action", "SIGKILL", nth=3)], ["--evaluate-after", "4"])
+    assert [event.rank for event in result.kinds("let_in")] == [int(rank)], result.tail()

@@ -1,0 +1,308 @@
+"""What pipelines lose while nobody takes a lost worker's place: ``on_failure="reroute"``, with 0, 1 and 2 lost workers.
+
+Workers are killed (SIGKILL) in the middle of a step; newcomers are withheld, except where they are the matter. With
+emulated compute a stage sleeps one slot for each of F, I and W, and three in the optimizer, so that a few cores are as
+good as one for each worker. Rows:
+
+- period: from a step to the next, mean of several steps, of all survivors; beside that of the plan in whole slots;
+- throughput: of samples, as ratio to no loss; beside it what dropping each pipeline that has lost a worker leaves
+  (computed: as many pipelines less), as torchft does. Who waits has none, until somebody takes the place;
+- first re-routed: from the kill until the first forward of a lost worker's micro-batch begins at a peer;
+- extra: how much longer the step took in which the worker was killed; beside it what was predicted when the rest of the
+  step was planned, which was after everybody had finished what he was at and was connected anew;
+- let in: how much later the others are, when a newcomer was let in, than they would be without.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.common import Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
+from benchmarks.pipeline_model import COMPUTE, ENV, OPTIMIZER
+from benchmarks.recovery import PATIENCE_S, Traces, wait
+from shared_core.events import Event, read_events
+from shared_core.reroute.planner import plan
+from shared_core.reroute.problem import Variant
+from shared_core.reroute.schedule import Topology, Worker
+from shared_core.reroute.timing import StageTimes, Times
+
+SCRIPT = Path(__file__).with_name("reroute_worker.py")
+#: Steps that are not looked at in the beginning: in them all is measured, and plans are made.
+WARM = 4
+#: Steps of which a period is taken.
+STEPS, QUICK_STEPS = 8, 5
+PERIOD_TARGET, COST_TARGET, FIRST_TARGET_S, EXTRA_TARGET = 0.05, 0.03, 0.3, 0.1
+NEVER_S = 1e6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline and a variant of plans.
+
+    Attributes:
+        topology: its shape.
+        variant: of plans.
+        losses: workers that are killed, one after the other.
+        compute: see ``pipeline_model.COMPUTE``.
+        rejoins: newcomers come at once.
+    """
+
+    topology: Topology
+    variant: Variant
+    losses: tuple[Worker, ...]
+    compute: str = "halves"
+    rejoins: bool = False
+
+    @property
+    def name(self) -> str:
+        """In the table: pipe x data, as the number of micro-batches of each pipeline."""
+        t, slot = self.topology, COMPUTE[self.compute].slot_s
+        compute = f"slots of {1000 * slot:.0f} ms" if slot else "real"
+        rejoins = ", newcomer" if self.rejoins else ""
+        return f"pipe {t.stages} x data {t.pipelines} x {t.micro_batches}, {compute}, {self.variant.value}{rejoins}"
+
+    def rank(self, worker: Worker) -> int:
+        """Rank of a place."""
+        return worker.stage * self.topology.pipelines + worker.pipeline
+
+    def slots(self, lost: Sequence[Worker]) -> float:
+        """Seconds from one step to the next that are planned, of slots alone."""
+        times = Times((StageTimes(optimizer=OPTIMIZER),))
+        return plan(self.topology, lost, times=times, variant=self.variant).period * COMPUTE[self.compute].slot_s
+
+
+@dataclass
+class Phase:
+    """Some steps with the same losses; seconds.
+
+    Attributes:
+        lost: who is not there.
+        period_s: measured.
+        expected_s: by the plan and the times that the job has measured.
+        first_s: until the first re-routed instruction.
+        extra_s, predicted_s: of the step with the kill.
+        load: of the machine, at the end.
+    """
+
+    lost: tuple[Worker, ...]
+    period_s: float
+    expected_s: float | None
+    load: float
+    first_s: float | None = None
+    extra_s: float | None = None
+    predicted_s: float | None = None
+
+
+@dataclass
+class Outcome:
+    """All phases of a case, and what letting a newcomer in took."""
+
+    case: Case
+    phases: list[Phase] = field(default_factory=list)
+    let_in_s: float | None = None
+
+
+class Run:
+    """A job under way."""
+
+    def __init__(self, case: Case, folder: Path, steps: int) -> None:
+        self.case, self.steps, self.out = case, steps, folder / "job"
+        self.out.mkdir()
+        topology = case.topology
+        self.traces = Traces(self.out, topology.pipelines * topology.stages)
+        args = ["--out", str(self.out), "--compute", case.compute, "--stages", str(topology.stages)]
+        args += ["--micro-batches", str(topology.micro_batches)]
+        env = ENV | {
+            "SWIFT_RECOVERY_ON_FAILURE": "reroute",
+            "SWIFT_RECOVERY_REROUTE_PLAN": case.variant.value,
+            "SWIFT_RECOVERY_REJOIN_AFTER_S": "0" if case.rejoins else str(NEVER_S),
+        }
+        number = topology.pipelines * topology.stages
+        standbys = int(case.rejoins)
+        self.workers = Workers("swift", SCRIPT, args, self.out, standbys=standbys, env=env, nproc=number)
+
+    def ends(self, rank: int) -> dict[int, float]:
+        """When each step had returned."""
+        return {line["step"]: line["time"] for line in self.traces.steps(rank)}
+
+    def until(self, step: int, ranks: Sequence[int]) -> None:
+        """Wait until ranks have finished a step."""
+        self.when(lambda: all(max(self.ends(rank), default=0) >= step for rank in ranks))
+
+    def when(self, condition: Callable[[], bool]) -> None:
+        """Wait."""
+        wait(self.traces, self.workers, condition)
+
+    def events(self, kind: str, after: float = 0.0) -> list[Event]:
+        """Those of a kind, since a moment."""
+        path = self.out / "events.jsonl"
+        return [e for e in read_events(path) if e.kind == kind and e.time >= after] if path.exists() else []
+
+    def period(self, first: int, ranks: Sequence[int]) -> float:
+        """Mean seconds of the steps after ``first``."""
+        self.until(first + self.steps, ranks)
+        found = [self.ends(rank) for rank in ranks]
+        return statistics.mean((ends[first + self.steps] - ends[first]) / self.steps for ends in found)
+
+    def measure(self) -> Outcome:
+        """Do everything."""
+        case, outcome = self.case, Outcome(self.case)
+        ranks = list(self.traces.ranks)
+        normal = self.period(WARM, ranks)
+        outcome.phases.append(Phase((), normal, self.expected(()), os.getloadavg()[0]))
+        lost: tuple[Worker, ...] = ()
+        for worker in case.losses:
+            lost, rank = (*lost, worker), case.rank(worker)
+            ranks.remove(rank)
+            outcome.phases.append(self.strike(lost, rank, ranks, outcome.phases[-1].period_s))
+            last = outcome.phases[-1]
+            say(f"{case.name}: lost {worker}: period {last.period_s:.3f} s (slots {case.slots(lost):.3f} s)")
+            if case.rejoins:
+                outcome.let_in_s = self.await_newcomer(ranks, normal, outcome.phases[-1].period_s)
+        furthest = max(max(self.ends(rank)) for rank in ranks)
+        (self.out / "stop").write_text(str(furthest + 3))
+        try:
+            status = self.workers.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            status = -1
+        if status:
+            raise RuntimeError(f"{case.name} ended with status {status}\n{self.workers.tail()}")
+        return outcome
+
+    def expected(self, lost: Sequence[Worker]) -> float | None:
+        """What the job itself expects of its plan."""
+        wanted = [list(worker) for worker in sorted(lost)]
+        found = [e for e in self.events("planned") if e.fields["lost"] == wanted and e.fields["times"] is not None]
+        return float(found[-1].fields["period_s"]) if found else None
+
+    def strike(self, lost: tuple[Worker, ...], rank: int, others: list[int], before_s: float) -> Phase:
+        """Kill a worker in the middle of a step, and measure that step and those that follow."""
+        self.traces.refresh()
+        now = max(self.ends(rank))
+        self.until(now + 1, [rank])
+        time.sleep(0.4 * before_s)
+        self.traces.refresh()
+        pid, at = self.traces.lines[rank][-1]["pid"], time.time()
+        os.kill(pid, signal.SIGKILL)
+        self.traces.refresh()
+        before = min(max(self.ends(each)) for each in others)
+        self.when(lambda: len(self.events("took_over", at)) > 0)
+        self.until(before + 1, others)
+        due = max(self.ends(r)[before] for r in others) + before_s
+        extra = max(self.ends(r)[before + 1] for r in others) - due
+        if self.case.rejoins:
+            return Phase(lost, before_s, None, os.getloadavg()[0])
+        period = self.period(before + 2, others)
+        first = min(e.time for e in self.events("took_over", at)) - at
+        told = self.events("rerouted", at)
+        planned, rest = max(e.time for e in told), told[0].fields["rest_s"]
+        predicted = planned + rest[max(rest)] - due if rest else None
+        return Phase(lost, period, self.expected(lost), os.getloadavg()[0], first, extra, predicted)
+
+    def await_newcomer(self, others: Sequence[int], normal_s: float, re_routed_s: float) -> float:
+        """How much later the others are for having let a newcomer in."""
+        self.when(lambda: len(self.events("let_in")) > 0)
+        at = self.events("let_in")[0].time
+        self.traces.refresh()
+        before = min(max(step for step, end in self.ends(rank).items() if end <= at) for rank in others)
+        self.until(before + 3, others)
+        # The step after the letting in, as compared with one with all workers; it fills the pipeline anew.
+        took = max(self.ends(rank)[before + 1] - self.ends(rank)[before] for rank in others)
+        return took - normal_s
+
+
+def rows_of(outcome: Outcome) -> list[Row]:
+    """Rows of a case, by losses."""
+    case, rows = outcome.case, []
+    emulated = COMPUTE[case.compute].slot_s > 0
+    normal = outcome.phases[0].period_s
+    pipelines = case.topology.pipelines
+    if outcome.let_in_s is not None:
+        return [at_most(case.name, "let in: later than without, in steps", outcome.let_in_s / normal, "steps", 1.0)]
+    for phase in outcome.phases:
+        name = f"{case.name}, {len(phase.lost)} lost"
+        rows.append(Row(name, "period", phase.period_s, "s"))
+        if emulated:
+            slots = case.slots(phase.lost)
+            rows.append(Row(name, "period, plan in slots", slots, "s"))
+            rows.append(
+                at_most(name, "period / plan in slots - 1", phase.period_s / slots - 1, "of the plan", PERIOD_TARGET)
+            )
+        if phase.expected_s is not None:
+            rows.append(Row(name, "period, plan with measured times", phase.expected_s, "s"))
+        rows.append(Row(name, "load of the machine", phase.load, ""))
+        if not phase.lost:
+            continue
+        ratio = normal / phase.period_s
+        rows.append(Row(name, "throughput / without a loss", ratio, "times"))
+        if emulated:
+            rows.append(Row(name, "the same, planned", case.slots(()) / case.slots(phase.lost), "times"))
+            if (
+                case.variant is Variant.STAGGERED
+                and len(phase.lost) == 1
+                and pipelines == 3
+                and case.topology.stages == 4
+            ):
+                rows.append(at_most(name, "cost of the loss", phase.period_s / normal - 1, "of a step", COST_TARGET))
+        hit = len({worker.pipeline for worker in phase.lost})
+        rows.append(Row(name, "the same, dropping pipelines (computed)", (pipelines - hit) / pipelines, "times"))
+        rows.append(Row(name, "the same, waiting, until a newcomer is there", 0.0, "times"))
+        rows.append(at_most(name, "first re-routed after the kill", phase.first_s, "s", FIRST_TARGET_S))
+        rows.append(Row(name, "extra of that step", phase.extra_s, "s"))
+        rows.append(Row(name, "extra of that step, predicted", phase.predicted_s, "s"))
+        if phase.extra_s is not None and phase.predicted_s:
+            off = abs(phase.extra_s / phase.predicted_s - 1)
+            rows.append(
+                at_most(name, "extra, deviation", off, "of the prediction", EXTRA_TARGET)
+                if emulated
+                else Row(name, "extra, deviation", off, "of the prediction")
+            )
+    return rows
+
+
+def cases(quick: bool) -> list[Case]:
+    """What is run."""
+    two, big = (Worker(1, 1), Worker(0, 0)), (Worker(1, 2), Worker(0, 1))
+    small, large = Topology(2, 2, 4), Topology(3, 4, 6)
+    if quick:
+        return [Case(small, Variant.STAGGERED, two[:1]), Case(large, Variant.STAGGERED, big[:1], "long halves")]
+    shapes = [(small, two), (Topology(3, 2, 4), two), (Topology(2, 4, 6), big), (large, big)]
+    found = [Case(topology, variant, lost, _slots(topology)) for topology, lost in shapes for variant in Variant]
+    found += [Case(small, Variant.STAGGERED, two, "real")]
+    found += [Case(small, variant, two[:1], rejoins=True) for variant in (Variant.STAGGERED, Variant.DECOUPLED)]
+    return found
+
+
+def _slots(topology: Topology) -> str:
+    """Twelve processes share two cores: what they do besides sleeping takes longer."""
+    return "long halves" if topology.pipelines * topology.stages > 8 else "halves"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns 1 if a target is missed."""
+    parser = arguments("reroute", "Pipelines that go on without lost workers.")
+    parser.add_argument("--only", metavar="TEXT", help="only cases whose name contains this")
+    options = parser.parse_args(argv)
+    leave_nothing()
+    rows: list[Row] = []
+    for case in cases(options.quick):
+        if options.only and options.only not in case.name:
+            continue
+        with scratch() as folder:
+            say(f"{case.name}: starting {case.topology.pipelines * case.topology.stages} workers")
+            run = Run(case, folder, QUICK_STEPS if options.quick else STEPS)
+            with run.workers:
+                rows += rows_of(run.measure())
+    return finish(rows, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
