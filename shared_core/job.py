@@ -220,7 +220,8 @@ class Job:
                 caller registers the state, and makes each update inside :meth:`update`.
 
         Raises:
-            Unsupported: for parameters that are not on the CPU, and for DDP with ``static_graph``.
+            Unsupported: for parameters that are not on the CPU, for DDP with ``static_graph``, and for DDP with
+                ``on_failure="reroute"``.
             UnsupportedOptimizer: for an optimizer whose state cannot be moved.
         """
         for module in modules:
@@ -232,6 +233,13 @@ class Job:
                         "Choose accelerator='cpu', or train without this plugin."
                     )
         self._ddps = [m for module in modules for m in module.modules() if isinstance(m, DistributedDataParallel)]
+        if self._ddps and self.reroutes:
+            raise Unsupported(
+                "on_failure='reroute' needs a loop in which any worker can compute the share of a lost one, and "
+                "DistributedDataParallel sums what each has computed itself: attach the model without it and loop over "
+                "job.shared_steps(loader, epochs) (with Accelerate: plugin.shared_steps), or choose "
+                "on_failure='replace'"
+            )
         for ddp in self._ddps:
             if getattr(ddp, "static_graph", False):
                 raise Unsupported(
@@ -544,6 +552,11 @@ class Job:
     def absent(self) -> frozenset[int]:
         """Ranks that were lost and have not been let in again, as of the newest announcement."""
         return self._runtime.absent
+
+    def issued(self) -> int:
+        """Collectives that this worker has issued, of all groups."""
+        with self._runtime.lock:
+            return sum(group.next for group in self._runtime.groups.values())
 
     def lane(self) -> Lane:
         """Connect the ranks that are present; returns when all of them have called this. See :class:`Lane`.
