@@ -136,11 +136,6 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
                 "a pipeline cannot go on with another number of workers: use on_failure='replace' or 'restart', and "
                 "leave replace_timeout_s out"
             )
-        if self.config.on_failure == "reroute":
-            raise Unsupported(
-                "on_failure='reroute' for pipelines under Lightning is not in this version: choose "
-                "on_failure='replace', or drive the engine itself (shared_core.pipeline)"
-            )
         self.stages = stages
         self._given = (micro_batches, read_config(config))
         self._layer_options = {

@@ -30,15 +30,16 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--evaluate", action="store_true", help="at the start of each epoch, and at the end")
-    parser.add_argument("--mistake", default="", help="ddp, own, norm, gather, sampler, buffer")
+    parser.add_argument("--mistake", default="", help="ddp, own, norm, gather, sampler, buffer, late, twice")
     args = parser.parse_args()
     report = Report()
     if not os.environ.get("SWIFT_BASELINE"):
         shared_core.install()
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
-    last: nn.Module = nn.BatchNorm1d(4) if args.mistake == "norm" else Counting() if args.mistake == "buffer" else nn.Identity()
-    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4), last)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+    if args.mistake in ("norm", "buffer"):
+        net.append(nn.BatchNorm1d(4) if args.mistake == "norm" else Counting())
     net.register_parameter("unused", nn.Parameter(torch.ones(3)))
     net.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
     data = Noisy(torch.randn(70, 16, generator=torch.Generator().manual_seed(5)))
@@ -76,6 +77,10 @@ def main() -> None:
             step.wait_for_all()
             evaluate()
         seen.loss += step.backward(loss).mean().item()
+        if args.mistake == "twice":
+            step.backward(loss)
+        if args.mistake == "late":
+            step.wait_for_all()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
