@@ -88,7 +88,12 @@ class Sharing:
     """
 
     def __init__(
-        self, job: Job | None, config: SwiftConfig, modules: Sequence[nn.Module], loader: DataLoader[Any], accumulate: int
+        self,
+        job: Job | None,
+        config: SwiftConfig,
+        modules: Sequence[nn.Module],
+        loader: DataLoader[Any],
+        accumulate: int,
     ) -> None:
         if accumulate < 1:
             raise ConfigError(f"accumulate must be at least 1, got {accumulate}")
@@ -196,7 +201,7 @@ class Sharing:
         if changed:
             raise Unsupported(
                 f"the forward pass changes the buffer {changed[0]!r}, which would then depend on who computes whose "
-                "share: shared_steps() cannot be used with this model; choose on_failure='replace' and a loop of its own"
+                "share: shared_steps() cannot be used with this model; choose on_failure='replace' and your own loop"
             )
         if self._issued() != issued:
             raise Unsupported(

@@ -126,7 +126,8 @@ def _check(loader: Any, world: int) -> None:
         raise Unsupported(f"{refusal}: give it a torch.utils.data.DataLoader, not a {type(loader).__name__}")
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         raise Unsupported(f"{refusal}: use a map-style data set and batches, no IterableDataset and no batch_size=None")
-    shares, sampler = 1, loader.batch_sampler
+    shares = 1
+    sampler: Any = loader.batch_sampler
     while not isinstance(sampler, _LEAVES):
         if hasattr(sampler, "process_index"):  # Accelerate's BatchSamplerShard
             shares, sampler = shares * sampler.num_processes, sampler.batch_sampler
