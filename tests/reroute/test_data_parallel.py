@@ -156,26 +156,20 @@ class Worker:
     def connect(self) -> ThreadLane:
         network = self.tick()
         with network.changed:
-            while True:
-                generation, present = network.generation, network.present
-                if self.here is not None and self.here.meeting == (generation, present):
-                    return self.here
-                meeting = (generation, present)
-                network.arrived[meeting].add(self.rank)
-                network.changed.notify_all()
-                network.wait(
-                    lambda: (
-                        set(present) <= network.arrived[meeting] | network.finished
-                        or network.generation > generation
-                        or network.present != present
-                    )
-                )
-                if network.generation > generation:
-                    continue
-                ranks = tuple(sorted(network.arrived[meeting]))
-                shape = network.lanes.setdefault(meeting, (ranks, tuple(set(present) - set(ranks))))
-                self.here = ThreadLane(self, meeting, generation, *shape)
-                return self.here
+            while self.here is None or self.here.meeting != (network.generation, network.present):
+                self.here = self.meet(network, network.generation, network.present)
+            return self.here
+
+    def meet(self, network: Network, generation: int, present: tuple[int, ...]) -> ThreadLane | None:
+        meeting = (generation, present)
+        arrived = network.arrived[meeting]
+        arrived.add(self.rank)
+        network.changed.notify_all()
+        network.wait(lambda: set(present) <= arrived | network.finished or network.generation > generation)
+        if network.generation > generation:
+            return None
+        shape = network.lanes.setdefault(meeting, (tuple(sorted(arrived)), tuple(set(present) - arrived)))
+        return ThreadLane(self, meeting, generation, *shape)
 
     def knocking(self, wait: bool) -> Sequence[int]:
         network = self.tick()
