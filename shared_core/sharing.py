@@ -104,7 +104,7 @@ class Sharing:
         self._shards = Shards(loader, self._world, config.seed)
         self._loss: Loss | None = None
         self._parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
-        self._buffers = {name: b for module in modules for name, b in module.named_buffers()}
+        self._buffers = [each for module in modules for each in module.named_buffers()]
         if not self._parameters:
             raise ConfigError("nothing is trained: pass the model, with parameters that require gradients")
         self._steps: DataParallelSteps | None = None
@@ -183,7 +183,7 @@ class Sharing:
         first = index * self._accumulate
         numbers = range(first, min(first + self._accumulate, self._shards.per_epoch))
         batches = [self._shards.read(rank, epoch, each) for each in numbers]
-        before, versions, issued = RawRandom(), self._versions(), self._issued()
+        before, versions, issued = RawRandom(), [buffer._version for _, buffer in self._buffers], self._issued()
         seed_random(place_seed(self._seed, _STEP, number, rank))
         total = 0.0
         with ExitStack() as apart:
@@ -197,7 +197,9 @@ class Sharing:
                 loss.backward()
                 total += float(loss.detach())
         restore_raw(before)
-        changed = [name for name, version in self._versions().items() if version != versions[name]]
+        changed = [
+            name for (name, buffer), version in zip(self._buffers, versions, strict=True) if buffer._version != version
+        ]
         if changed:
             raise Unsupported(
                 f"the forward pass changes the buffer {changed[0]!r}, which would then depend on who computes whose "
@@ -210,9 +212,6 @@ class Sharing:
                 "backward()"
             )
         return total
-
-    def _versions(self) -> dict[str, int]:
-        return {name: buffer._version for name, buffer in self._buffers.items()}
 
     def _issued(self) -> int:
         return self._job.issued() if self._job is not None and self._steps is not None else 0

@@ -122,7 +122,7 @@ MISTAKES = {
     "ddp": "needs a loop in which any worker can compute the share of a lost one",
     "own": "write 'for step in job.shared_steps(loader, epochs)'",
     "norm": "batch normalisation",
-    "buffer": "the forward pass changes the buffer 'calls'",
+    "buffer": "the forward pass changes the buffer '4.calls'",
     "gather": "the loss function talks to other workers",
     "sampler": "the loader divides the data among 1 ranks, and there are 2",
     "late": "wait_for_all() was called after backward()",

@@ -40,7 +40,7 @@ def main() -> None:
     set_seed(7)
     data = torch.randn(70, 16)
     train = DataLoader(TensorDataset(data, data[:, :4].sin()), batch_size=6, shuffle=True, num_workers=args.workers)
-    evaluate = DataLoader(TensorDataset(data[:50]), batch_size=8)
+    evaluate = DataLoader(TensorDataset(data[:50]), batch_size=6)
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 80)
