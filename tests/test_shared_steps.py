@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from harness import Jobs, most
 
+from shared_core.errors import Unsupported
 from shared_core.testing import ANY_STEP, Fault
 from shared_core.testing.runner import JobResult, compare, unconfirmed
 
@@ -145,3 +147,26 @@ def test_what_cannot_be_shared_is_refused(name: str, jobs: Jobs) -> None:
 def test_what_accelerate_cannot_share_is_refused(arg: str, said: str, jobs: Jobs) -> None:
     result = jobs.run("acc_shared.py", env=ORDERED, args=[arg])
     assert result.status == 1 and said in " ".join(result.stderr.split()), result.tail()
+
+
+def test_lightning_and_the_pipeline_adapters_refuse() -> None:
+    pytest.importorskip("lightning")
+    pytest.importorskip("accelerate")
+    from accelerate_swift import SwiftDeepSpeedPipelinePlugin, SwiftPlugin
+    from lightning_swift import SwiftDDPStrategy
+
+    with pytest.raises(Unsupported, match="'reroute' under Lightning is not in this version"):
+        SwiftDDPStrategy(options={"on_failure": "reroute"})
+    with pytest.raises(Unsupported, match="'reroute' for pipelines under Accelerate is not in this version"):
+        SwiftDeepSpeedPipelinePlugin(2, 4, swift=SwiftPlugin(on_failure="reroute"))
+
+
+@pytest.mark.nightly
+def test_the_example_in_the_docs_runs_and_loses_a_worker(jobs: Jobs, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "rerouting.md").read_text()
+    [code] = re.findall(r"```python\n# train_shared.py: [^\n]*\n(.*?)```", text, re.S)
+    script = tmp_path / "train_shared.py"
+    script.write_text(code)
+    faults = [Fault(1, 7, "reroute.forward", "SIGKILL")]
+    result = jobs.run(str(script), nproc=3, launcher_args=["--on-failure=reroute"], faults=faults)
+    assert result.status == 0 and result.kinds("rerouted"), result.tail()
