@@ -102,6 +102,8 @@ class Job:
         added: what is being restored is a copy of another rank's, because this one has been added.
         rejoined: this worker has been let in by others that had gone on without its predecessor; whoever acts on it
             sets it back.
+        alike: all ranks train the same, although it is not wrapped in ``DistributedDataParallel``: they are compared
+            after recoveries.
         reachable: a fresh worker that runs the script gets to the present place; elsewhere no checkpoint is written.
     """
 
@@ -116,7 +118,7 @@ class Job:
         self.attempt = env.restart
         self.tops = 0
         self._replica_ranks: list[int] = []
-        self.reachable = True
+        self.reachable, self.alike = True, False
         self.resized = self.added = self.rejoined = False
         self._entry = -1
         self._events = EventLog(env.events)
@@ -668,7 +670,7 @@ class Job:
         self._board.drop_before(stable)
         self._updates.at_top()
         self._backwards, self._graph, self._outputs = 0, -1, []
-        self._replicas.compare(self._replica_ranks or range(self.world_size if self._ddps else 0))
+        self._replicas.compare(self._replica_ranks or range(self.world_size if self._ddps or self.alike else 0))
         if self.absent:
             return
         if save and kind == "batch" and self.reachable and self._checkpoints.due(self.tops):

@@ -108,6 +108,8 @@ class Sharing:
         if not self._parameters:
             raise ConfigError("nothing is trained: pass the model, with parameters that require gradients")
         self._steps: DataParallelSteps | None = None
+        if job is not None:
+            job.alike = True
         if job is not None and job.reroutes and self._world > 1:
             self._steps = DataParallelSteps(
                 self._rank,

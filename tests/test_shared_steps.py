@@ -119,6 +119,16 @@ def test_a_loss_in_the_scripts_own_collective_goes_back_to_the_checkpoint(jobs: 
     assert result.kinds("restart"), result.tail()
 
 
+@pytest.mark.nightly
+def test_a_newcomer_with_faulty_memory_is_replaced(jobs: Jobs) -> None:
+    faults = [Fault(1, 3, "reroute.forward", "SIGKILL")]
+    args = ["--evaluate", "--damage", "--epochs", "6"]
+    result = jobs.run("shared_steps.py", nproc=3, env=ORDERED, args=args, faults=faults)
+    assert result.status == 0, result.tail()
+    causes = [(event.rank, "differs" in event.fields["cause"]) for event in result.kinds("lost")]
+    assert causes == [(1, False), (1, True)], result.tail()
+
+
 #: What is said of each mistake.
 MISTAKES = {
     "ddp": "needs a loop in which any worker can compute the share of a lost one",

@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--evaluate", action="store_true", help="at the start of each epoch, and at the end")
+    parser.add_argument("--damage", action="store_true", help="memory of the first newcomer is faulty")
     parser.add_argument("--mistake", default="", help="ddp, own, norm, gather, sampler, buffer, late, twice")
     args = parser.parse_args()
     report = Report()
@@ -71,8 +72,12 @@ def main() -> None:
     if args.mistake == "own":
         for _ in job.steps(loader):
             pass
+    steps = 0
     for step in job.shared_steps(loader, args.epochs, accumulate=args.accumulate):
         report.count(f"step {step.number}")
+        steps += 1
+        if args.damage and steps == 1 and job.job is not None and job.job.incarnation == 1:
+            next(net.parameters()).data[0] += 1
         if args.evaluate and step.first:
             step.wait_for_all()
             evaluate()
