@@ -77,7 +77,7 @@ def test_an_unknown_option_in_the_environment(jobs: Jobs) -> None:
 def test_a_value_out_of_range(jobs: Jobs) -> None:
     result = jobs.run("plain_ddp.py", env={"SWIFT_RECOVERY_ON_FAILURE": "giveup"})
     assert result.status != 0
-    assert "on_failure='giveup' is not one of 'replace', 'shrink', 'restart'" in result.stderr, result.tail()
+    assert "on_failure='giveup' is not one of 'replace', 'reroute', 'shrink', 'restart'" in result.stderr, result.tail()
 
 
 def test_an_unknown_option_of_the_strategy() -> None:
