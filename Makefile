@@ -52,6 +52,7 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.recovery --json runs/bench/recovery.json
 	$(PY) -m benchmarks.undo --json runs/bench/undo.json
 	$(PY) -m benchmarks.pipeline_overhead --json runs/bench/pipeline_overhead.json
+	$(PY) -m benchmarks.reroute_ddp --json runs/bench/reroute_ddp.json
 	$(PY) -m benchmarks.pipeline_recovery --json runs/bench/pipeline_recovery.json
 	$(PY) -m benchmarks.logging_tradeoff --measure --json runs/bench/logging_tradeoff.json
 	$(PY) -m benchmarks.traces --json runs/bench/traces.json

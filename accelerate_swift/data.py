@@ -14,6 +14,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
 from accelerate_swift.dispatch import SwiftDispatcher
 from shared_core import TrackedLoader
+from shared_core.errors import Unsupported
 
 if TYPE_CHECKING:
     from accelerate_swift.plugin import SwiftPlugin
@@ -26,6 +27,18 @@ def gate(plugin: SwiftPlugin, prepared: Any) -> Any:
     if issubclass(type(prepared), DataLoaderShard) and type(prepared.base_dataloader) is not Gate:
         prepared.base_dataloader = Gate(plugin, prepared.base_dataloader)
     return prepared
+
+
+def unwrapped(prepared: Any) -> Any:
+    """The ``DataLoader`` below what Accelerate has prepared.
+
+    Raises:
+        Unsupported: if batches are dealt out by rank 0.
+    """
+    if isinstance(prepared, DataLoaderDispatcher):
+        raise Unsupported("shared_steps() needs workers that read their own data: set dispatch_batches=False")
+    loader = getattr(prepared, "base_dataloader", prepared)
+    return loader._tracked.loader.wrapped if type(loader) is Gate else loader
 
 
 class Gate:

@@ -51,7 +51,8 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
             another number of micro-batches.
         MissingExtra: if DeepSpeed is not installed.
         SwiftError: where the script cannot be started again under ``swiftrun``.
-        Unsupported: for precisions other than fp32 and bf16, and for ZeRO stages 2 and 3.
+        Unsupported: for precisions other than fp32 and bf16, for ZeRO stages 2 and 3, and for
+            ``on_failure="reroute"``.
     """
 
     def __init__(
@@ -63,6 +64,11 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         self.num_stages = num_stages
         self.micro_batches = micro_batches
         self.swift = swift or SwiftPlugin()
+        if self.swift.config.on_failure == "reroute":
+            raise Unsupported(
+                "on_failure='reroute' for pipelines under Accelerate is not in this version: choose "
+                "on_failure='replace', or drive the engine itself (shared_core.pipeline)"
+            )
         self._accelerator: Accelerator | None = None
         options = self._options(deepspeed)
         self._create_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +14,10 @@ from accelerate.utils import InitProcessGroupKwargs, KwargsHandler
 from torch import nn
 from torch.optim import Optimizer
 
-from accelerate_swift.data import Gate, gate
+from accelerate_swift.data import Gate, gate, unwrapped
 from accelerate_swift.launch import hand_over_if_needed
 from accelerate_swift.state import RunState
-from shared_core import SwiftConfig, TrainingLoop, install, launched_by_swiftrun
+from shared_core import SharedStep, SwiftConfig, TrainingLoop, install, launched_by_swiftrun
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import console
 
@@ -58,6 +58,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         self._standbys = standbys
         self._init = init_process_group
         self._accelerator: Accelerator | None = None
+        self._built: Accelerator | None = None
         self._models: list[nn.Module] = []
         self._attached: list[Any] = []
         self._warned = False
@@ -81,7 +82,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             ConfigError: if ``SWIFT_RECOVERY`` is neither on nor off.
             SwiftError: where the script cannot be started again under ``swiftrun``.
         """
-        accelerator = accelerator_under_construction()
+        accelerator = self._built = accelerator_under_construction()
         if accelerator is not None and enabled():
             self.hand_over()
             if launched_by_swiftrun():
@@ -100,6 +101,46 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             self.state.early()
         yield from self.loop.epochs(count, start)
 
+    def shared_steps(
+        self, model: nn.Module | Sequence[nn.Module], loader: Any, epochs: int, *, accumulate: int | None = None
+    ) -> Iterator[SharedStep]:
+        """As :meth:`shared_core.TrainingLoop.shared_steps`: the only loop for ``on_failure="reroute"``.
+
+        ``step.backward(loss)`` stands for ``accelerator.backward``, for ``accelerator.accumulate`` and for
+        ``optimizer.zero_grad``; clipping, ``optimizer.step`` and ``scheduler.step`` stay the script's.
+
+        Args:
+            model: as ``accelerator.prepare`` has returned it; several as a list.
+            loader: as ``accelerator.prepare`` has returned it.
+            epochs: passes over the data.
+            accumulate: batches of a step at each rank; ``gradient_accumulation_steps`` of the ``Accelerator`` unless
+                given.
+
+        Raises:
+            ConfigError: if no ``Accelerator`` has taken this plugin.
+            Unsupported: for fp16, ``dispatch_batches``, DeepSpeed, and whatever the core refuses.
+        """
+        accelerator = self._built
+        if accelerator is None:
+            raise ConfigError(
+                "no Accelerator has taken this plugin: build Accelerator(kwargs_handlers=[plugin]) before "
+                "plugin.shared_steps()"
+            )
+        if self.engine is not None:
+            raise Unsupported("shared_steps() is for data parallelism: a pipeline engine makes its steps itself")
+        if accelerator.scaler is not None:
+            raise Unsupported("shared_steps() cannot be used with fp16, whose scaler counts steps: use bf16 or no")
+        if self.loop.job is not None:
+            self._take_over()
+        if accumulate is None:
+            accumulate = int(accelerator.gradient_accumulation_steps)
+        modules = [model] if isinstance(model, nn.Module) else list(model)
+        return self.loop.shared_steps(unwrapped(loader), epochs, accumulate=accumulate, modules=modules)
+
+    def wait_for_all(self) -> None:
+        """As :meth:`shared_core.TrainingLoop.wait_for_all`."""
+        self.loop.wait_for_all()
+
     def register(self, *objects: Any, **values: Any) -> SimpleNamespace:
         """As :meth:`shared_core.TrainingLoop.register`; not needed for what is registered for checkpointing with
         Accelerate.
@@ -114,17 +155,9 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         Raises:
             Unsupported: for a kind of distributed training that is not supported.
         """
-        accelerator = self._accelerator
-        assert accelerator is not None and self.loop.job is not None
         job = self.loop.job
-        if accelerator.num_processes != job.world_size:
-            raise Unsupported(
-                f"swiftrun started {job.world_size} workers, but this Accelerator sees {accelerator.num_processes}: "
-                "without a GPU, pass Accelerator(cpu=True) or set ACCELERATE_USE_CPU=true"
-            )
-        kind = accelerator.distributed_type.value
-        if kind not in ("NO", "MULTI_CPU") and self.engine is None:
-            raise Unsupported(f"recovery under Accelerate's {kind} is not in this version: only MULTI_CPU is supported")
+        assert job is not None
+        self.loop.refuse_own_steps()
         if self.loop.epoch is None and not self._warned:
             self._warned = True
             if job.rank == 0:
@@ -133,6 +166,20 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
                     "the data cannot be replaced, all then go back to the newest checkpoint. Write "
                     "'for epoch in plugin.epochs(n):'"
                 )
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Raises Unsupported."""
+        accelerator, job = self._accelerator, self.loop.job
+        assert accelerator is not None and job is not None
+        if accelerator.num_processes != job.world_size:
+            raise Unsupported(
+                f"swiftrun started {job.world_size} workers, but this Accelerator sees {accelerator.num_processes}: "
+                "without a GPU, pass Accelerator(cpu=True) or set ACCELERATE_USE_CPU=true"
+            )
+        kind = accelerator.distributed_type.value
+        if kind not in ("NO", "MULTI_CPU") and self.engine is None:
+            raise Unsupported(f"recovery under Accelerate's {kind} is not in this version: only MULTI_CPU is supported")
         if self.engine is not None:
             return
         models = self._models
@@ -191,8 +238,13 @@ class _Watched(Accelerator):  # type: ignore[misc]
         self._dataloaders: list[Any] = [watched if each is prepared else each for each in self._dataloaders]
         return watched
 
-    def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
-        return self._swift_plugin.note_model(super().prepare_model(*args, **kwargs))
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        job = self._swift_plugin.loop.job
+        # As for evaluation: without DistributedDataParallel, which sums what each worker has computed itself.
+        bare = evaluation_mode or (job is not None and job.reroutes)
+        return self._swift_plugin.note_model(super().prepare_model(model, device_placement, bare))
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         if self._swift_plugin.state.logs_again():

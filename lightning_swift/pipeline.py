@@ -83,7 +83,7 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
 
     Raises:
         MissingExtra: if DeepSpeed is not installed.
-        Unsupported: for ``on_failure="shrink"``.
+        Unsupported: for ``on_failure="shrink"`` and ``"reroute"``.
         ConfigError: for a bad value.
     """
 

@@ -30,6 +30,7 @@ from lightning_swift.support import check_ddp_options, check_device, check_train
 from shared_core import Job, hand_over, install, launched_by_swiftrun
 from shared_core.cluster.handover import under_plain_torchrun, warn_plain_torchrun_once
 from shared_core.config import SwiftConfig
+from shared_core.errors import Unsupported
 from shared_core.loaders import wrap_loader
 from shared_core.testing import inject
 
@@ -68,7 +69,8 @@ class SwiftDDPStrategy(DDPStrategy):
         kwargs: options of ``DistributedDataParallel``.
 
     Raises:
-        Unsupported: for ``static_graph``, communication hooks, model averaging, and start methods that spawn or fork.
+        Unsupported: for ``static_graph``, communication hooks, model averaging, start methods that spawn or fork, and
+            ``on_failure="reroute"``.
         ConfigError: for an unknown option or a bad value.
     """
 
@@ -153,6 +155,12 @@ class SwiftDDPStrategy(DDPStrategy):
         self._options = options
         #: Options of the run: the environment (and what swiftrun was given) over the constructor's.
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(options))
+        if self.config.on_failure == "reroute":
+            raise Unsupported(
+                "on_failure='reroute' under Lightning is not in this version: Lightning's loop talks to all workers in "
+                "every batch, and so cannot go on without one. Choose on_failure='replace', or a loop of your own "
+                "(job.shared_steps, shared_core.pipeline)"
+            )
         self._run_state: RunState | None = None
         self._trainer: pl.Trainer | None = None
         #: Leave out collectives: code of Lightning is called again whose peers are elsewhere.

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from shared_core.cluster.handover import hand_over, launched_by_swiftrun
     from shared_core.job import EntryDecision, Job, current_job, install
     from shared_core.loop import TrackedLoader, TrainingLoop, attach
+    from shared_core.sharing import SharedStep
 
 __all__ = [
     "EntryDecision",
     "Job",
+    "SharedStep",
     "SwiftConfig",
     "TrackedLoader",
     "TrainingLoop",
@@ -32,6 +34,7 @@ _HOMES = {
     "Job": "shared_core.job",
     "current_job": "shared_core.job",
     "install": "shared_core.job",
+    "SharedStep": "shared_core.sharing",
     "TrackedLoader": "shared_core.loop",
     "TrainingLoop": "shared_core.loop",
     "attach": "shared_core.loop",

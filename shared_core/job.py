@@ -98,6 +98,8 @@ class Job:
         added: what is being restored is a copy of another rank's, because this one has been added.
         rejoined: this worker has been let in by others that had gone on without its predecessor; whoever acts on it
             sets it back.
+        alike: all ranks train the same, although it is not wrapped in ``DistributedDataParallel``: they are compared
+            after recoveries.
         reachable: a fresh worker that runs the script gets to the present place; elsewhere no checkpoint is written.
     """
 
@@ -112,7 +114,7 @@ class Job:
         self.attempt = env.restart
         self.tops = 0
         self._replica_ranks: list[int] = []
-        self.reachable = True
+        self.reachable, self.alike = True, False
         self.resized = self.added = self.rejoined = False
         self._entry = -1
         self._events = EventLog(env.events)
@@ -215,7 +217,8 @@ class Job:
                 caller registers the state, and makes each update inside :meth:`update`.
 
         Raises:
-            Unsupported: for parameters that are not on the CPU, and for DDP with ``static_graph``.
+            Unsupported: for parameters that are not on the CPU, for DDP with ``static_graph``, and for DDP with
+                ``on_failure="reroute"``.
             UnsupportedOptimizer: for an optimizer whose state cannot be moved.
         """
         for module in modules:
@@ -227,6 +230,13 @@ class Job:
                         "Choose accelerator='cpu', or train without this plugin."
                     )
         self._buckets.attach(modules)
+        if self._buckets.modules and self.reroutes:
+            raise Unsupported(
+                "on_failure='reroute' needs a loop in which any worker can compute the share of a lost one, and "
+                "DistributedDataParallel sums what each has computed itself: attach the model without it and loop over "
+                "job.shared_steps(loader, epochs) (with Accelerate: plugin.shared_steps), or choose "
+                "on_failure='replace'"
+            )
         for handle in self._handles:
             handle.remove()
         self._handles = [ddp.register_forward_hook(self._passes.after_forward) for ddp in self._buckets.modules]
@@ -525,6 +535,11 @@ class Job:
         """Ranks that were lost and have not been let in again, as of the newest announcement."""
         return self._runtime.absent
 
+    def issued(self) -> int:
+        """Collectives that this worker has issued, of all groups."""
+        with self._runtime.lock:
+            return sum(group.next for group in self._runtime.groups.values())
+
     def lane(self) -> Lane:
         """Connect the ranks that are present; returns when all of them have called this. See :class:`Lane`.
 
@@ -635,7 +650,8 @@ class Job:
         self._board.drop_before(stable)
         self._updates.at_top()
         self._passes.at_top()
-        self._replicas.compare(self._replica_ranks or range(self.world_size if self._buckets.modules else 0))
+        alike = self._buckets.modules or self.alike
+        self._replicas.compare(self._replica_ranks or range(self.world_size if alike else 0))
         if self.absent:
             return
         if save and kind == "batch" and self.reachable and self._checkpoints.due(self.tops):

@@ -7,7 +7,7 @@ first batch that the newcomer asks a training loader for is the predecessor's: t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 
 from shared_core.cluster.handover import warn_plain_torchrun_once, warn_srun_once
 from shared_core.config import SwiftConfig
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, Unsupported
 from shared_core.job import Job, current_job
 from shared_core.loaders import read_random, wrap_loader, write_random
-from shared_core.loaders.resumable import Position
+from shared_core.loaders.resumable import Position, changes
 from shared_core.recovery.values import NotPlain, assign, decode, encode
+from shared_core.sharing import SharedStep, Sharing, shared_steps
 
 _PLACE, _LOADERS, _VALUES = "loop.place", "loop.loaders", "loop.values"
 
@@ -45,13 +46,26 @@ class TrackedLoader:
             orders=job.orders,
         )
         self._pending: Mapping[str, Any] | None = None
+        self._job = job
+        self._built = self._scalars() if job.reroutes else {}
+
+    def _scalars(self) -> Mapping[str, Mapping[str, Any]]:
+        owned: Mapping[str, Mapping[str, Any]] = self.loader.state()["owned"]["scalars"]
+        return owned
 
     def capture(self) -> Mapping[str, Any]:
         """Where it is, or where it will go on when it is next asked for an item, as plain data."""
-        return self.loader.state() if self._pending is None else self._pending
+        if self._pending is not None:
+            return self._pending
+        state = self.loader.state()
+        return {**state, "moved": changes(self._built, self._scalars())} if self._job.reroutes else state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go there: at once, or, where an iteration was in progress, when it is asked for its first item."""
+        if self._job.reroutes and self._job.added:
+            # Of a peer: what has changed since it was built, but not which part of the data it reads.
+            owned = {**state["owned"], "scalars": state["moved"]}
+            state = {**state, "owned": owned, "iterations": [], "recent": [], "live": False}
         if state["live"]:
             self._pending = state
         else:
@@ -95,6 +109,8 @@ class TrainingLoop:
         self._unclaimed: dict[int, Mapping[str, Any]] = {}
         self._values: dict[str, Any] = {}
         self._config = SwiftConfig()
+        self._modules: list[nn.Module] = []
+        self._sharing: Sharing | None = None
         if job is not None:
             self.begin(job, job.config)
 
@@ -111,6 +127,7 @@ class TrainingLoop:
             start: first number.
         """
         self._phase += 1
+        self.refuse_own_steps()
         target = self._target()
         if target is not None and target["phase"] > self._phase:
             return  # the predecessor had finished them
@@ -135,6 +152,7 @@ class TrainingLoop:
                 yield self.step, batch
                 self.step += 1
             return
+        self.refuse_own_steps()
         tracked = self._tracked(loader)
         if self.nested:
             position = iter(tracked.loader)
@@ -155,6 +173,45 @@ class TrainingLoop:
                 return
             yield self.step, batch
             self.step += 1
+
+    def shared_steps(
+        self, loader: Any, epochs: int, *, accumulate: int = 1, modules: Sequence[nn.Module] | None = None
+    ) -> Iterator[SharedStep]:
+        """Steps of which any worker can compute any rank's share; the only loop for ``on_failure="reroute"``.
+
+        With it the workers go on at once when one is lost: its peers compute its share of each global batch, and a
+        newcomer is let in later. Without a loss, with other options and without ``swiftrun`` it is a data-parallel loop
+        as well::
+
+            job = shared_core.attach(model, optimizer)        # no DistributedDataParallel around the model
+            for step in job.shared_steps(loader, epochs=3):
+                losses = step.backward(lambda batch: criterion(model(batch[0]), batch[1]))
+                optimizer.step()
+
+        What the loop registers must be the same at all workers: a newcomer gets a copy of a peer's.
+
+        Args:
+            loader: a ``DataLoader`` over a map-style data set, with a ``DistributedSampler`` if there are several
+                workers. Order and randomness of its data are functions of the option ``seed``, rank, epoch and batch.
+            epochs: passes over the data.
+            accumulate: batches of a step at each rank; the gradient is that of their mean loss.
+            modules: what is trained, if not the models given to :func:`attach`.
+
+        Raises:
+            ConfigError: for a second loop.
+            Unsupported: for models with batch normalisation, and for data that only one rank can read.
+        """
+        if self._sharing is not None:
+            raise ConfigError("shared_steps() was called before: make all steps in one loop, with as many epochs")
+        sharing = self._sharing = Sharing(self.job, self._config, modules or self._modules, loader, accumulate)
+        return shared_steps(sharing, epochs, self, self.batch_top if self.job is not None else lambda: None)
+
+    def wait_for_all(self) -> None:
+        """After :meth:`shared_steps`: wait until newcomers have taken the places of all lost workers. Call it before
+        collectives of the script's own, which need all workers.
+        """
+        if self._sharing is not None:
+            self._sharing.wait_for_all(self.step)
 
     def register(self, *objects: Any, **values: Any) -> SimpleNamespace:
         """Have state of the script follow a newcomer: what the loop counts, averages or remembers.
@@ -212,6 +269,19 @@ class TrainingLoop:
         if number in self._unclaimed:
             tracked.restore(self._unclaimed.pop(number))
         return tracked
+
+    def refuse_own_steps(self) -> None:
+        """A loop is entered in which each worker computes its own share.
+
+        Raises:
+            Unsupported: with ``on_failure="reroute"``.
+        """
+        if self.job is not None and self.job.reroutes:
+            raise Unsupported(
+                "on_failure='reroute' needs a loop in which any worker can compute the share of a lost one: write 'for "
+                "step in job.shared_steps(loader, epochs)' (with Accelerate: plugin.shared_steps(model, loader, "
+                "epochs)), or choose on_failure='replace'"
+            )
 
     def begin_round(self) -> bool:
         """A training loader is about to be iterated. False in a newcomer whose predecessor had finished with it."""
@@ -324,6 +394,7 @@ def attach(*objects: Any) -> TrainingLoop:
     loop = TrainingLoop(job)
     models = [each for each in objects if isinstance(each, nn.Module)]
     optimizers = [each for each in objects if isinstance(each, Optimizer)]
+    loop._modules = models
     if job is not None:
         job.attach(models, optimizers)
     for each in objects:

@@ -51,7 +51,16 @@ def test_messages_cross_a_socket() -> None:
 
 
 def test_every_benchmark_has_the_common_options() -> None:
-    for module in ("overhead", "recovery", "pipeline_overhead", "pipeline_recovery", "planner", "traces", "total_time"):
+    for module in (
+        "overhead",
+        "recovery",
+        "pipeline_overhead",
+        "pipeline_recovery",
+        "planner",
+        "traces",
+        "total_time",
+        "reroute_ddp",
+    ):
         command = [sys.executable, "-m", f"benchmarks.{module}", "--help"]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert "--json FILE" in text and "--quick" in text

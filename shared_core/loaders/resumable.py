@@ -329,7 +329,7 @@ class ResumableLoader:
             MARK: True,
             "ahead": self._swift_ahead,
             # Another number of workers has built its own samplers: only what has changed since then follows.
-            "moved": _changes(self._swift_built, owned["scalars"]) if self._swift_notary is not None else {},
+            "moved": changes(self._swift_built, owned["scalars"]) if self._swift_notary is not None else {},
             "live": found is not None,
             "iterations": iterations,
             "recent": recent,
@@ -492,7 +492,8 @@ def wrap_loader(loader: Any, **options: Any) -> ResumableLoader:
     return (_StatefulResumableLoader if stateful else ResumableLoader)(loader, **options)
 
 
-def _changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Attributes, by object, that are new or have another value."""
     return {
         path: changed
         for path, values in now.items()

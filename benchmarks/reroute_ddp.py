@@ -1,0 +1,75 @@
+"""What it costs, while nothing fails, that workers could go on without each other: ``shared_steps`` against plain DDP.
+
+``shared_steps`` sums gradients when backward is done, over point-to-point messages; DDP overlaps its all-reduce with
+backward. The jobs take turns, as in *overhead*.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks import turns
+from benchmarks.common import Row, arguments, finish, leave_nothing, say
+from benchmarks.overhead import NAMES
+from benchmarks.turns import Side, Start
+
+SCRIPT = Path(__file__).with_name("reroute_ddp_worker.py")
+#: Steps in a block, and rounds.
+CASES = {"mlp": (20, 20), "gpt2": (4, 16), "10M": (4, 12)}
+QUICK = ("mlp",)
+SYSTEMS = {
+    "gloo": Start("torchrun", ("--loop", "ddp")),
+    "replace": Start("swift", ("--loop", "ddp", "--system", "replace")),
+    "sum": Start("swift", ("--loop", "shared", "--system", "sum"), {"SWIFT_RECOVERY_ON_FAILURE": "reroute"}),
+    "ordered": Start(
+        "swift",
+        ("--loop", "shared", "--system", "ordered"),
+        {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "ordered"},
+    ),
+}
+
+
+def measure(case: str, ready: Mapping[str, Side], steps: int, rounds: int) -> list[Row]:
+    """Rows of one case: ``rounds`` rounds of ``steps`` steps on each."""
+    for side in ready.values():
+        side.step_time(max(3, steps))
+    times: dict[str, list[float]] = {system: [] for system in ready}
+    order = list(ready)
+    for _ in range(rounds):
+        for system in order:
+            times[system].append(ready[system].step_time(steps))
+        order.reverse()
+    name = NAMES[case]
+    rows = [Row(name, f"step time, {system}", 1e3 * statistics.median(times[system]), "ms") for system in ready]
+    for system in ready:
+        if system != "gloo":
+            pairs = zip(times[system], times["gloo"], strict=True)
+            ratio = statistics.median(ours / plain for ours, plain in pairs)
+            rows.append(Row(name, f"step time, {system} / gloo", ratio, "ratio"))
+            say(f"{name}: {rows[-1].metric} {ratio:.3f}")
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns 0."""
+    parser = arguments("reroute_ddp", "Step time of shared_steps, whose workers may go on alone, against plain DDP.")
+    parser.add_argument("--only", choices=list(CASES), action="append", help="only this case; may be repeated")
+    options = parser.parse_args(argv)
+    leave_nothing()
+    rows: list[Row] = []
+    for case in options.only or (QUICK if options.quick else CASES):
+        steps, rounds = CASES[case]
+        say(f"starting {', '.join(SYSTEMS)} for {case}")
+        starts = {
+            system: Start(start.launcher, (*start.args, "--case", case), start.env) for system, start in SYSTEMS.items()
+        }
+        with turns.sides(starts, SCRIPT) as ready:
+            rows += measure(case, ready, steps, max(3, rounds // 4) if options.quick else rounds)
+    return finish(rows, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

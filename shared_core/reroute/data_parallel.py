@@ -1,0 +1,283 @@
+"""Steps of data-parallel workers that go on without a lost one: its peers compute its share of each global batch.
+
+The share of a logical rank (its data, its random numbers) can be computed by any worker. Each worker computes its own
+and those it hosts; the gradients are summed over a lane, which joins the workers that are there. After a loss the
+survivors compute what is missing in the same step and sum again. Whoever has a step's sum already gives it to those who
+have not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared_core.errors import LaneBroken, Unsupported
+from shared_core.reroute.mail import Key, Lane, Mail, What
+from shared_core.reroute.schedule import Topology
+from shared_core.reroute.summing import reduce_in_order, unflatten
+from shared_core.testing import inject
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """What a step came to.
+
+    Attributes:
+        step: its number.
+        flat: gradients, summed over the logical ranks; then, for each parameter, in how many shares it had one.
+        losses: of the logical ranks, float64.
+    """
+
+    step: int
+    flat: Tensor
+    losses: Tensor
+
+
+class DataParallelSteps:
+    """Runs steps at one worker.
+
+    Args:
+        me: this rank.
+        world: number of logical ranks.
+        parameters: those that are trained, in the same order at all ranks.
+        compute: forward and backward of a logical rank's share of a step: ``compute(rank, step)`` leaves gradients in
+            ``.grad`` and returns the loss. Both depend on its arguments and the parameters alone.
+        connect: makes the lane of the newest generation; blocks until all workers that are there have come.
+        knocking: the lost ranks, if newcomers of all of them wait; blocks until they do if its argument is true.
+        let_in: lets them in; called by all, at the same batch top.
+        ordered: shares are added by ascending logical rank, whoever has computed them. Otherwise a worker first adds
+            those that it has computed.
+        noted: called after a loss with the ranks that are gone and the number of the step.
+
+    Attributes:
+        step: number of the next step; set it when this worker takes its place in a running job.
+    """
+
+    def __init__(
+        self,
+        me: int,
+        world: int,
+        parameters: Sequence[torch.nn.Parameter],
+        compute: Callable[[int, int], float],
+        connect: Callable[[], Lane],
+        knocking: Callable[[bool], Sequence[int]],
+        let_in: Callable[[Sequence[int]], Any],
+        *,
+        ordered: bool,
+        noted: Callable[[list[int], int], None] = lambda lost, step: None,
+    ) -> None:
+        self._me, self._world, self._parameters, self._compute = me, world, parameters, compute
+        self._connect, self._knocking, self._let_in = connect, knocking, let_in
+        self._ordered, self._noted = ordered, noted
+        self._mail: Mail | None = None
+        self._sum: _Sum | None = None
+        self._agreed = self._waits = self._ended = False
+        self._closed = -1
+        self.step = 0
+
+    # -- what the loop calls -----------------------------------------------------------------------
+
+    def run(self) -> list[float]:
+        """Leave the mean of all logical ranks' gradients of the next step in ``.grad``, through losses.
+
+        Returns:
+            The losses of the logical ranks.
+
+        Raises:
+            Unsupported: for sparse gradients.
+        """
+        shares: dict[int, Tensor] = {}
+        losses: dict[int, float] = {}
+        while self._sum is None or self._sum.step != self.step:
+            try:
+                if self._agree():
+                    self._sum = self._reduce(shares, losses)
+            except LaneBroken:
+                self._mail = None
+        inject.point("reroute.step")
+        self._set_gradients(self._sum.flat)
+        self.step += 1
+        return [float(loss) for loss in self._sum.losses]
+
+    def wait_for_all(self) -> None:
+        """Let newcomers in until all ranks are there. Call it before the next :meth:`run`, at all ranks."""
+        while self._closed != self.step:
+            try:
+                self._agree(waits=True)
+            except LaneBroken:
+                self._mail = None
+
+    def settle(self) -> None:
+        """At the end of the program: return when all workers have finished the last step."""
+        while not self._ended:
+            try:
+                self._agree(ends=True)
+            except LaneBroken:
+                self._mail = None
+
+    # -- agreeing ----------------------------------------------------------------------------------
+
+    def _agree(self, *, waits: bool = False, ends: bool = False) -> bool:
+        """Whether all that are there compute the same step on this lane; if not, something was done about it.
+
+        They tell each other where they are on a new lane, as long as somebody is away, and where they wait for all.
+
+        Raises:
+            LaneBroken: somebody was lost.
+        """
+        lane = self._connect()
+        if self._mail is None or self._mail.lane is not lane:
+            self._mail, self._agreed = Mail(lane, Topology(self._world, 1, 1), {}, {}), False
+            if lost := sorted({*range(self._world)} - {*lane.ranks, *lane.finished}):
+                self._noted(lost, self.step)
+        if ends and lane.finished:
+            self._ended = True  # who has left the program had come here before, as all others had
+            return True
+        away = len(lane.ranks) + len(lane.finished) < self._world
+        if self._agreed and not (away or waits or ends):
+            return True
+        waits = waits or (self._waits and away)
+        asks = away and not ends and self._closed != self.step and self._me == lane.ranks[0]
+        views = lane.exchange(
+            {
+                "step": self.step,
+                "waits": waits,
+                "closed": self._closed == self.step,
+                "ends": ends,
+                "knocking": list(self._knocking(waits)) if asks else [],
+            }
+        )
+        newest = max(view["step"] for view in views.values())
+        behind = [rank for rank in lane.ranks if views[rank]["step"] < newest]
+        if behind:
+            self._share_sum(lane, newest - 1, behind)
+            return False
+        self._waits = any(view["waits"] for view in views.values())
+        closed = any(view["closed"] for view in views.values()) or (self._waits and not away)
+        if closed:
+            # What follows the waiting has begun somewhere: a newcomer would begin it alone.
+            self._closed, self._waits = self.step, False
+        elif knocking := views[lane.ranks[0]]["knocking"]:
+            self._let_in(knocking)
+            return False
+        self._ended = any(view["ends"] for view in views.values())
+        self._agreed = True
+        return not self._waits
+
+    def _share_sum(self, lane: Lane, step: int, behind: Sequence[int]) -> None:
+        """The lowest rank that has the sum of a step sends it to those who have not."""
+        assert self._mail is not None
+        source = next(rank for rank in lane.ranks if rank not in behind)
+        keys = Key(step, What.SUM, 0, 0, 1), Key(step, What.LOSSES, 0, 0, 1)
+        if self._me == source:
+            assert self._sum is not None and self._sum.step == step
+            for rank in behind:
+                self._mail.send(keys[0], [self._sum.flat], rank)
+                self._mail.send(keys[1], [self._sum.losses], rank)
+        elif self._me in behind:
+            (flat,) = self._mail.fetch_like(keys[0], [_flat(self._parameters, empty=True)], source)
+            (losses,) = self._mail.fetch_like(keys[1], [_no_losses(self._world)], source)
+            self._sum = _Sum(step, flat, losses)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def _reduce(self, shares: dict[int, Tensor], losses: dict[int, float]) -> _Sum:
+        """Compute what is missing here of this step, and sum over all."""
+        assert self._mail is not None
+        mail, lane, step = self._mail, self._mail.lane, self.step
+        hosted = hosts(self._world, lane.ranks)
+        homes = [rank for rank, host in hosted.items() if host == self._me]
+        for rank in homes:
+            if lane.broken():
+                raise LaneBroken
+            if rank not in shares:
+                losses[rank], shares[rank] = self._share(rank)
+        inject.point("reroute.reduce")
+        table = _no_losses(self._world)
+        for rank in homes:
+            table[rank] = losses[rank]
+        for rank in lane.ranks:
+            if rank != self._me:
+                mail.send(Key(step, What.LOSSES, 0, self._me), [table], rank)
+                mail.post_like(Key(step, What.LOSSES, 0, rank), [table], rank)
+        mine = {rank: shares[rank] for rank in homes}
+        holders = hosted
+        if not self._ordered:
+            mine, holders = {self._me: _added(mine.values())}, {rank: rank for rank in lane.ranks}
+        peers = {rank: rank for rank in lane.ranks}
+        flat = reduce_in_order(mail, step, 0, self._me, holders, mine, peers, 1.0)
+        for rank in lane.ranks:
+            if rank != self._me:
+                (more,) = mail.fetch_like(Key(step, What.LOSSES, 0, rank), [table], rank)
+                table = torch.where(more.isnan(), table, more)
+        return _Sum(step, flat, table)
+
+    def _share(self, rank: int) -> tuple[float, Tensor]:
+        for parameter in self._parameters:
+            parameter.grad = None
+        loss = self._compute(rank, self.step)
+        flat = _flat(self._parameters)
+        for parameter in self._parameters:
+            parameter.grad = None
+        return loss, flat
+
+    def _set_gradients(self, flat: Tensor) -> None:
+        """Mean gradients, apart from the sum, which a peer may still ask for; none where no share had one."""
+        count = len(self._parameters)
+        gradients = unflatten(flat[: flat.numel() - count], self._parameters)
+        used = flat[flat.numel() - count :].tolist()
+        for parameter, gradient, shares in zip(self._parameters, gradients, used, strict=True):
+            parameter.grad = (gradient / self._world).to(parameter.dtype) if shares else None
+
+
+def hosts(world: int, present: Sequence[int]) -> dict[int, int]:
+    """Who computes the share of each logical rank: itself, or of those with the fewest the next present rank.
+
+    Args:
+        world: number of logical ranks.
+        present: ranks that are there; at least one.
+    """
+    hosted = {rank: rank for rank in present}
+    load = dict.fromkeys(present, 1)
+    for rank in range(world):
+        if rank not in load:
+            host = min(present, key=lambda peer: (load[peer], (peer - rank) % world))
+            hosted[rank] = host
+            load[host] += 1
+    return dict(sorted(hosted.items()))
+
+
+def _flat(parameters: Sequence[torch.nn.Parameter], empty: bool = False) -> Tensor:
+    """Gradients one after the other, zeros where there is none; then 1 for each that there is, 0 for the others.
+
+    Args:
+        parameters: what they are of.
+        empty: only the size and the type are wanted.
+    """
+    parts = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout != torch.strided:
+            raise Unsupported("on_failure='reroute' cannot be used with sparse gradients: choose on_failure='replace'")
+        parts.append(torch.zeros_like(parameter) if gradient is None or empty else gradient)
+    used = torch.tensor([float(p.grad is not None) for p in parameters], dtype=parts[0].dtype)
+    return torch.cat([*(part.detach().flatten() for part in parts), used])
+
+
+def _added(shares: Iterable[Tensor]) -> Tensor:
+    first, *others = shares
+    if not others:
+        return first
+    total = first.clone()
+    for share in others:
+        total += share
+    return total
+
+
+def _no_losses(world: int) -> Tensor:
+    return torch.full((world,), math.nan, dtype=torch.float64)

@@ -1,0 +1,182 @@
+"""Data-parallel loops that go on without a lost worker: the bits are those of the run that lost none."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness import Jobs, most
+
+from shared_core.errors import Unsupported
+from shared_core.testing import ANY_STEP, Fault
+from shared_core.testing.runner import JobResult, compare, unconfirmed
+
+REROUTE = {"SWIFT_RECOVERY_ON_FAILURE": "reroute"}
+ORDERED = REROUTE | {"SWIFT_RECOVERY_REDUCTION": "ordered"}
+
+
+def check(jobs: Jobs, script: str, faults: list[Fault], args: list[str], nproc: int = 3) -> JobResult:
+    """Ends as the run without faults, on every rank that is there at the end."""
+    reference = jobs.reference(script, nproc=nproc, args=args, env=ORDERED, launcher="swiftrun")
+    result = jobs.run(script, nproc=nproc, args=args, env=ORDERED, faults=faults)
+    assert not unconfirmed(result), "\n".join([*unconfirmed(result), result.tail()])
+    away = {fault.rank for fault in faults} - result.reports.keys()  # the others may end before a newcomer comes
+    kept = {rank: report for rank, report in reference.reports.items() if rank not in away}
+    compare(result, replace(reference, reports=kept))
+    assert result.kinds("rerouted") and not result.kinds("restart"), result.tail()
+    return result
+
+
+#: Arguments, faults. On three ranks an epoch has six steps.
+CASES: dict[str, tuple[list[str], list[Fault]]] = {
+    "forward": ([], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
+    "backward": ([], [Fault(2, 3, "reroute.backward", "SIGKILL")]),
+    "before_the_sum": ([], [Fault(2, 3, "reroute.reduce", "SIGKILL")]),
+    "in_the_sum": ([], [Fault(0, 3, "lane.wait", "SIGKILL", nth=2)]),
+    "at_the_step": ([], [Fault(1, 3, "reroute.step", "SIGKILL")]),
+    "in_the_update": ([], [Fault(1, 3, "update.during", "SIGKILL", nth=2)]),
+    "at_the_top": ([], [Fault(0, 3, "batch_top", "SIGKILL")]),
+    "first_step": ([], [Fault(0, 1, "lane.connect", "SIGKILL"), Fault(1, 6, "reroute.forward", "SIGKILL")]),
+    "last_step": ([], [Fault(2, 18, "reroute.forward", "SIGKILL")]),
+    "two_at_once": ([], [Fault(0, 4, "reroute.forward", "SIGKILL"), Fault(2, 4, "reroute.reduce", "SIGKILL")]),
+    "two_in_turn": ([], [Fault(0, 4, "reroute.forward", "SIGKILL"), Fault(1, 5, "lane.wait", "SIGKILL")]),
+    "frozen": ([], [Fault(1, 3, "reroute.reduce", "SIGSTOP")]),
+    "let_in": (["--evaluate"], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
+    "rank_0_let_in": (["--evaluate"], [Fault(0, 3, "lane.wait", "SIGKILL")]),
+    "all_in_turn": (["--evaluate"], [Fault(r, 3 + 6 * r, "reroute.backward", "SIGKILL") for r in range(3)]),
+    "newcomer": (
+        ["--evaluate"],
+        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "lane.knock", "SIGKILL", incarnation=1)],
+    ),
+    "letting_in": (
+        ["--evaluate"],
+        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "lane.let_in", "SIGKILL")],
+    ),
+    "accumulate": (["--evaluate", "--accumulate", "4"], [Fault(1, 3, "reroute.backward", "SIGKILL", nth=3)]),
+    "workers": (["--workers", "1", "--evaluate"], [Fault(2, 4, "reroute.forward", "SIGKILL")]),
+}
+
+
+@pytest.mark.parametrize("name", most(CASES, *CASES.keys() - {"in_the_sum", "let_in"}))
+def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+    args, faults = CASES[name]
+    result = check(jobs, "shared_steps.py", faults, args)
+    if "--evaluate" in args:
+        assert {event.rank for event in result.kinds("let_in")} == {fault.rank for fault in faults}, result.tail()
+
+
+ACCELERATE: dict[str, tuple[list[str], list[Fault]]] = {
+    "loss": ([], [Fault(1, 4, "reroute.forward", "SIGKILL")]),
+    "rank_0": (["--seedable", "--workers", "1"], [Fault(0, 6, "lane.wait", "SIGKILL")]),
+    "accumulate": (["--accumulate", "3", "--bf16"], [Fault(2, 3, "reroute.backward", "SIGKILL", nth=2)]),
+    "split_batches": (["--split-batches"], [Fault(2, 3, "reroute.step", "SIGKILL")]),
+}
+
+
+@pytest.mark.parametrize("name", most(ACCELERATE, *ACCELERATE.keys() - {"loss"}))
+def test_a_loss_under_accelerate(name: str, jobs: Jobs) -> None:
+    pytest.importorskip("accelerate")
+    args, faults = ACCELERATE[name]
+    result = check(jobs, "acc_shared.py", faults, args)
+    assert result.kinds("let_in"), result.tail()  # evaluation needs all
+
+
+@pytest.mark.parametrize("script", most(["shared_steps.py", "acc_shared.py"], "acc_shared.py"))
+def test_without_a_loss_it_is_plain_data_parallelism(script: str, jobs: Jobs) -> None:
+    """Two addends have one sum only, so two ranks can be compared with gloo's own."""
+    theirs = jobs.reference(script)
+    compare(jobs.run(script, env=REROUTE), theirs)
+    compare(jobs.run(script), theirs)
+
+
+@pytest.mark.nightly
+def test_sums_that_are_not_ordered_are_equal_to_rounding(jobs: Jobs) -> None:
+    reference = jobs.reference("shared_steps.py", nproc=3, env=ORDERED, launcher="swiftrun")
+    faults = [Fault(1, 3, "reroute.forward", "SIGKILL")]
+    result = jobs.run("shared_steps.py", nproc=3, env=REROUTE | {"SWIFT_RECOVERY_REJOIN_AFTER_S": "60"}, faults=faults)
+    assert result.status == 0 and result.kinds("rerouted"), result.tail()
+    ours, theirs = (run.reports[0]["extra"]["loss"] for run in (result, reference))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.nightly
+def test_the_same_loop_replaces_workers(jobs: Jobs) -> None:
+    jobs.check("shared_steps.py", faults=[Fault(1, 5, "collective.before", "SIGKILL")], args=["--evaluate"])
+
+
+@pytest.mark.nightly
+def test_a_loss_in_the_scripts_own_collective_goes_back_to_the_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+    checkpoints = {
+        "SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path),
+        "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4",
+    }
+    args, faults = ["--evaluate"], [Fault(1, 7, "collective.before", "SIGKILL")]
+    reference = jobs.reference("shared_steps.py", nproc=3, args=args, env=ORDERED, launcher="swiftrun")
+    result = jobs.run("shared_steps.py", nproc=3, args=args, env=ORDERED | checkpoints, faults=faults)
+    compare(result, reference)
+    assert result.kinds("restart"), result.tail()
+
+
+@pytest.mark.nightly
+def test_a_newcomer_with_faulty_memory_is_replaced(jobs: Jobs) -> None:
+    faults = [Fault(1, 3, "reroute.forward", "SIGKILL")]
+    args = ["--evaluate", "--damage", "--epochs", "6"]
+    result = jobs.run("shared_steps.py", nproc=3, env=ORDERED, args=args, faults=faults)
+    assert result.status == 0, result.tail()
+    causes = [(event.rank, "differs" in event.fields["cause"]) for event in result.kinds("lost")]
+    assert causes == [(1, False), (1, True)], result.tail()
+
+
+#: What is said of each mistake.
+MISTAKES = {
+    "ddp": "needs a loop in which any worker can compute the share of a lost one",
+    "own": "write 'for step in job.shared_steps(loader, epochs)'",
+    "norm": "batch normalisation",
+    "buffer": "the forward pass changes the buffer '4.calls'",
+    "gather": "the loss function talks to other workers",
+    "sampler": "the loader divides the data among 1 ranks, and there are 2",
+    "late": "wait_for_all() was called after backward()",
+    "twice": "backward() was called twice in step 0",
+}
+
+
+@pytest.mark.parametrize("name", most(MISTAKES, *MISTAKES.keys() - {"ddp", "gather"}))
+def test_what_cannot_be_shared_is_refused(name: str, jobs: Jobs) -> None:
+    result = jobs.run("shared_steps.py", env=ORDERED, args=["--mistake", name])
+    assert result.status == 1, result.tail()
+    assert MISTAKES[name] in " ".join(result.stderr.split()), result.tail()
+    assert not result.kinds("restart"), result.tail()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("arg", "said"), [("--own", "plugin.shared_steps(model, loader, epochs)"), ("--dispatch", "dispatch_batches=False")]
+)
+def test_what_accelerate_cannot_share_is_refused(arg: str, said: str, jobs: Jobs) -> None:
+    result = jobs.run("acc_shared.py", env=ORDERED, args=[arg])
+    assert result.status == 1 and said in " ".join(result.stderr.split()), result.tail()
+
+
+def test_lightning_and_the_pipeline_adapters_refuse() -> None:
+    pytest.importorskip("lightning")
+    pytest.importorskip("accelerate")
+    from accelerate_swift import SwiftDeepSpeedPipelinePlugin, SwiftPlugin
+    from lightning_swift import SwiftDDPStrategy
+
+    with pytest.raises(Unsupported, match="'reroute' under Lightning is not in this version"):
+        SwiftDDPStrategy(options={"on_failure": "reroute"})
+    with pytest.raises(Unsupported, match="'reroute' for pipelines under Accelerate is not in this version"):
+        SwiftDeepSpeedPipelinePlugin(2, 4, swift=SwiftPlugin(on_failure="reroute"))
+
+
+@pytest.mark.nightly
+def test_the_example_in_the_docs_runs_and_loses_a_worker(jobs: Jobs, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "rerouting.md").read_text()
+    [code] = re.findall(r"```python\n# train_shared.py: [^\n]*\n(.*?)```", text, re.S)
+    script = tmp_path / "train_shared.py"
+    script.write_text(code)
+    faults = [Fault(1, 7, "reroute.forward", "SIGKILL")]
+    result = jobs.run(str(script), nproc=3, launcher_args=["--on-failure=reroute"], faults=faults)
+    assert result.status == 0 and result.kinds("rerouted"), result.tail()
