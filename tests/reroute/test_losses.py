@@ -73,8 +73,9 @@ def test_a_loss_comes_while_others_compute(jobs: Jobs) -> None:
     check(jobs, [kill(3, 2, 2)], args)
 
 
+@pytest.mark.nightly
 def test_the_worker_that_gathers_losses_is_lost(jobs: Jobs) -> None:
-    """Stage 1 has its sum by then, and computes nothing again."""
+    """Stage 1 has its sum by then, and computes nothing again: its losses are known to its peer."""
     check(jobs, [kill(2, 3, 1, "reroute.step")])
 
 
