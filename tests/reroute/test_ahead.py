@@ -33,7 +33,7 @@ def test_times_survive_being_told() -> None:
 
 
 def test_plans_are_made_for_whole_parts() -> None:
-    assert rounded(MEASURED) == Times((StageTimes(8, 8, 8, 24), StageTimes(4, 3, 5, 8, 12)), 0)
+    assert rounded(MEASURED) == Times((StageTimes(8, 8, 8, 24), StageTimes(4, 3, 5, 8, 12)), 1)
 
 
 def test_what_lies_ready_is_what_was_planned_and_is_found_at_once(tmp_path: Path) -> None:
