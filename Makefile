@@ -58,6 +58,7 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.traces --json runs/bench/traces.json
 	$(PY) -m benchmarks.total_time --simulated --json runs/bench/total_time.json
 	$(PY) -m benchmarks.planner --json runs/bench/planner.json
+	$(PY) -m benchmarks.reroute --json runs/bench/reroute.json
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache

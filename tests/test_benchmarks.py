@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import common, overhead, pipeline_overhead, pipeline_recovery, recovery
+from benchmarks import common, overhead, pipeline_overhead, pipeline_recovery, recovery, reroute
 from benchmarks.common import WORKERS, Line, Row, at_least, at_most, finish, table
+from shared_core.reroute.problem import Variant
+from shared_core.reroute.schedule import Topology, Worker
 from shared_core.testing.namespaces import unavailable
 
 FORM = {"case", "metric", "value", "unit", "target", "holds"}
@@ -51,16 +53,8 @@ def test_messages_cross_a_socket() -> None:
 
 
 def test_every_benchmark_has_the_common_options() -> None:
-    for module in (
-        "overhead",
-        "recovery",
-        "pipeline_overhead",
-        "pipeline_recovery",
-        "planner",
-        "traces",
-        "total_time",
-        "reroute_ddp",
-    ):
+    modules = ("overhead", "recovery", "pipeline_overhead", "pipeline_recovery", "planner", "traces", "total_time")
+    for module in (*modules, "reroute", "reroute_ddp"):
         command = [sys.executable, "-m", f"benchmarks.{module}", "--help"]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert "--json FILE" in text and "--quick" in text
@@ -238,3 +232,15 @@ def test_the_end_of_a_job_is_told_with_its_log(tmp_path: Path) -> None:
             workers.check()
         assert "this job is broken" in workers.tail(200)
     assert not any(os.path.exists(f"/proc/{process.pid}") for process in workers.processes.values())
+
+
+@pytest.mark.nightly
+def test_a_short_real_run_of_reroute(tmp_path: Path) -> None:
+    case = reroute.Case(Topology(2, 2, 4), Variant.STAGGERED, (Worker(1, 1),))
+    run = reroute.Run(case, tmp_path, 2)
+    with run.workers:
+        outcome = run.measure()
+    whole, one = outcome.phases
+    assert 18 * 0.05 < whole.period_s < one.period_s and one.lost == case.losses
+    assert whole.expected_s is not None and one.first_s is not None and one.predicted_s is not None
+    assert any(row.metric == "extra, deviation" for row in reroute.rows_of(outcome))

@@ -78,7 +78,8 @@ def rounded(times: Times) -> Times:
             None if splits_well or one.backward is None else whole(one.backward),
         )
 
-    return Times(tuple(of(one) for one in times.stages), whole(times.communication))
+    # Never nothing: a plan that leaves messages some time is as short, and a late one then delays nobody.
+    return Times(tuple(of(one) for one in times.stages), max(1.0, whole(times.communication)))
 
 
 class Plans:

@@ -501,7 +501,7 @@ class Executor:
     def _agree(self) -> None:
         """At the end of the last step that is measured: all workers tell what they found, and go by the same times."""
         assert self._mail is not None and self._began is not None
-        if self._planner.times is not None or self.step < self._began + MEASURED:
+        if self._planner.times is not None or self.step + 1 < self._began + MEASURED:
             return
         lane = self._mail.lane
         made = [parts for key, parts in self._steps[self.step].made.items() if key.what is What.ACTIVATION]

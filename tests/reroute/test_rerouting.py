@@ -46,3 +46,11 @@ def test_a_worker_is_lost_inside_a_step(jobs: Jobs, rank: str) -> None:
 def test_a_newcomer_is_let_in(jobs: Jobs, rank: str) -> None:
     result = run(jobs, [Fault(int(rank), 2, "reroute.action", "SIGKILL", nth=3)], ["--evaluate-after", "4"])
     assert [event.rank for event in result.kinds("let_in")] == [int(rank)], result.tail()
+
+
+def test_plans_go_by_measured_times(jobs: Jobs) -> None:
+    result = run(jobs, [Fault(3, 5, "reroute.action", "SIGKILL", nth=5)])
+    before, after = [event.fields for event in result.kinds("planned")]
+    assert before["lost"] == [] and after["lost"] == [[1, 1]], result.tail()
+    assert before["times"] == after["times"] and len(before["times"]["stages"]) == 2
+    assert {tuple(event.fields["rest_s"]) for event in result.kinds("rerouted")} == {("4",)}

@@ -1,0 +1,66 @@
+"""Measured times that all agree upon, and plans that lie ready."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared_core.reroute.ahead import Plans, agree, from_dict, rounded, to_dict
+from shared_core.reroute.problem import Variant
+from shared_core.reroute.schedule import Topology, Worker
+from shared_core.reroute.timing import StageTimes, Times
+
+TOPOLOGY = Topology(3, 2, 4)
+MEASURED = Times((StageTimes(0.101, 0.098, 0.103, 0.31, 0.2), StageTimes(0.05, 0.04, 0.06, 0.1, 0.16)), 0.001)
+LOST = frozenset({Worker(1, 1)})
+
+
+def plans(folder: Path, losses: int = 1) -> Plans:
+    return Plans(TOPOLOGY, Variant.STAGGERED, False, folder, losses)
+
+
+def test_all_agree_on_medians_and_the_least_optimizer() -> None:
+    one = {"F": 1.0, "I": 2.0, "W": 3.0, "B": 5.0, "OPT": 9.0, "communication": 0.5}
+    found = [(0, one), (0, one | {"F": 3.0, "OPT": 4.0}), (0, one | {"F": 2.0}), (1, one), (1, {})]
+    times = agree(found, 2)
+    assert times == Times((StageTimes(2.0, 2.0, 3.0, 4.0, 5.0), StageTimes(1.0, 2.0, 3.0, 9.0, 5.0)), 0.5)
+    assert agree([(0, one), (1, {"F": 1.0})], 2) is None
+
+
+def test_times_survive_being_told() -> None:
+    assert from_dict(to_dict(MEASURED)) == MEASURED
+
+
+def test_plans_are_made_for_whole_parts() -> None:
+    assert rounded(MEASURED) == Times((StageTimes(8, 8, 8, 24), StageTimes(4, 3, 5, 8, 12)), 1)
+
+
+def test_what_lies_ready_is_what_was_planned_and_is_found_at_once(tmp_path: Path) -> None:
+    first, second = plans(tmp_path), plans(tmp_path)
+    for each in (first, second):
+        each.adopt(MEASURED)
+        assert not each.lies_ready(LOST)
+    try:
+        first.prepare(frozenset())
+        assert second.prepare(frozenset())["ready"] is False  # and starts nothing
+        assert first._filling is not None and second._filling is None
+        first._filling.wait(60)
+    finally:
+        first.stop()
+    assert first.lies_ready(LOST) and second.lies_ready(LOST)
+    for each in (first, second):
+        each.choose(LOST, True)
+    assert first.plan(LOST) == second.plan(LOST)
+    facts = second.prepare(LOST)
+    second.stop()
+    assert facts["ready"] and facts["planned_s"] < 0.01
+    assert facts["period_s"] == pytest.approx(second.seconds(second.plan(LOST).schedule, True))
+
+
+def test_a_plan_that_is_not_there_everywhere_is_made_by_each(tmp_path: Path) -> None:
+    first, second = plans(tmp_path / "a"), plans(tmp_path / "b", losses=0)
+    for each in (first, second):
+        each.adopt(MEASURED)
+        each.choose(LOST, False)
+    assert first.plan(LOST) == second.plan(LOST)
