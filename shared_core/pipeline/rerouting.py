@@ -16,10 +16,11 @@ from shared_core.consistency.undo import Undo
 from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.reroute.ahead import Plans
-from shared_core.reroute.executor import Executor, Options, Result
+from shared_core.reroute.executor import Executor
 from shared_core.reroute.mail import Lane, Parts
 from shared_core.reroute.problem import Variant
 from shared_core.reroute.schedule import Topology, Worker
+from shared_core.reroute.step import Options, Result
 
 if TYPE_CHECKING:
     from shared_core.job import Job

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared_core.errors import ConfigError, InvalidSchedule, LaneBroken, RecoveryFailed, Unsupported
 from shared_core.reroute.ahead import agree, from_dict, to_dict
@@ -24,6 +23,17 @@ from shared_core.reroute.mail import Key, Lane, Mail, Parts, Shapes, What
 from shared_core.reroute.profile import COMMUNICATION, Profile
 from shared_core.reroute.schedule import Action, Kind, Topology, Worker
 from shared_core.reroute.split import StageBackward
+from shared_core.reroute.step import (
+    Accumulating,
+    Options,
+    Result,
+    StageModel,
+    Step,
+    detached,
+    differentiable,
+    merge,
+    table_of,
+)
 from shared_core.reroute.summing import flatten, reduce_in_order, unflatten
 from shared_core.reroute.timing import Times
 from shared_core.testing import inject
@@ -39,125 +49,6 @@ _POINTS = {
     Kind.W: "reroute.backward_weight",
     Kind.OPT: "reroute.reduce",
 }
-
-
-class StageModel(Protocol):
-    """The layers of this worker's stage."""
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """Those that are trained, in the order in which gradients are summed."""
-
-    def items(self) -> list[tuple[Parts, Parts]]:
-        """Inputs and labels of this pipeline's micro-batches of the next step; called at first and last stages."""
-
-    def forward(self, inputs: Parts, labels: Parts | None, pipeline: int, micro_batch: int) -> Parts:
-        """Outputs of a micro-batch, or at the last stage what is differentiated, and its loss.
-
-        Args:
-            inputs: leaves.
-            labels: at the last stage.
-            pipeline: home of the micro-batch.
-            micro_batch: index in it.
-        """
-
-    def clip(self, norms: Sequence[float | None]) -> float:
-        """What gradients are multiplied by.
-
-        Args:
-            norms: sum of the squares of the gradients of each stage; None where there is nothing to clip.
-        """
-
-    def norm(self) -> float | None:
-        """Sum of the squares of the summed gradients; None where nothing is clipped."""
-
-    def update(self, factor: float, tentative: bool) -> None:
-        """Apply the gradients, multiplied by ``factor``; if ``tentative``, so that it can be taken back."""
-
-    def update_again(self, factor: float) -> None:
-        """Take the tentative update back, bit for bit, and apply the gradients multiplied by ``factor``."""
-
-    def accept(self) -> None:
-        """The tentative update stays."""
-
-
-@dataclass
-class _Step:
-    """What this worker has of a step.
-
-    Attributes:
-        number: of the step.
-        at: place in the row of the plan.
-        items: inputs and labels of micro-batches that have come from the loader, by (pipeline, micro-batch).
-        made: messages that this worker has computed, for readers that need them again.
-        records: forwards whose backward is still to be done.
-        losses: of the micro-batches that this worker has computed at the last stage.
-        sums: accumulated gradients, by home pipeline (all in one where the plan is not ordered).
-        reduced: sum over all pipelines, once it is there.
-        reduce_s: what the sum took, with waiting for peers.
-        norms: of the stages, as far as they are known.
-        updated: the update is made.
-        tentative: it was made before the norms of all stages were known.
-        verdict: what gradients have to be multiplied by, once all norms are known.
-        let_in: see :class:`Result`.
-        result: the losses of all micro-batches, once they are there.
-    """
-
-    number: int
-    at: int = 0
-    items: dict[tuple[int, int], tuple[Parts, Parts]] = field(default_factory=dict)
-    made: dict[Key, Parts] = field(default_factory=dict)
-    records: dict[tuple[int, int], tuple[StageBackward, Parts]] = field(default_factory=dict)
-    losses: dict[tuple[int, int], float] = field(default_factory=dict)
-    sums: dict[int, list[Tensor | None]] = field(default_factory=dict)
-    reduced: Tensor | None = None
-    reduce_s: float = 0.0
-    norms: dict[int, float | None] = field(default_factory=dict)
-    updated: bool = False
-    tentative: bool = False
-    verdict: float | None = None
-    let_in: int = -1
-    result: Result | None = None
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a step came out.
-
-    Attributes:
-        losses: of each pipeline's micro-batches.
-        let_in: newcomers are let in before the next step, if the lane is still of this generation; -1 for not.
-    """
-
-    losses: tuple[tuple[float, ...], ...]
-    let_in: int
-
-    def to_tensor(self) -> Tensor:
-        return torch.tensor([float(self.let_in), *(loss for row in self.losses for loss in row)], dtype=torch.float64)
-
-    @classmethod
-    def from_tensor(cls, values: Tensor, topology: Topology) -> Result:
-        flag, *losses = values.tolist()
-        count = topology.micro_batches
-        rows = tuple(tuple(losses[d * count : (d + 1) * count]) for d in range(topology.pipelines))
-        return cls(rows, int(flag))
-
-
-@dataclass(frozen=True)
-class Options:
-    """How steps are run.
-
-    Attributes:
-        ordered: gradients of each home pipeline are summed apart and added by ascending pipeline.
-        synchronous: no stage makes its update before all have their gradients. Otherwise a stage whose gradients must
-            be clipped by the norm over all stages goes on as if they need not, and takes its update back if they must,
-            before the step is over for the caller.
-        average: divide sums by the number of pipelines.
-    """
-
-    ordered: bool = False
-    synchronous: bool = False
-    average: bool = True
 
 
 class Executor:
@@ -199,7 +90,7 @@ class Executor:
         self._began: int | None = None
         self._watched = False
         self._shapes: dict[What, Shapes] = {}
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, Step] = {}
         self._mail: Mail | None = None
         self._told: set[tuple[int, str]] = set()
         self._heard: set[tuple[int, Worker]] = set()
@@ -220,7 +111,7 @@ class Executor:
             RecoveryFailed: nobody can compute what was lost.
         """
         self._began = self.step if self._began is None else self._began
-        mine = self._steps[self.step] = _Step(self.step)
+        mine = self._steps[self.step] = Step(self.step)
         for old in [number for number in self._steps if number < self.step - 1]:
             del self._steps[old]
         self._told = {(number, what) for number, what in self._told if number >= self.step - 1}
@@ -418,7 +309,7 @@ class Executor:
 
     # -- a row -------------------------------------------------------------------------------------
 
-    def _run_row(self, step: _Step, plan: StepPlan) -> None:
+    def _run_row(self, step: Step, plan: StepPlan) -> None:
         assert self._mail is not None
         row = plan.plan.schedule.rows[self._me]
         self._tell_losses(step, row)
@@ -436,7 +327,7 @@ class Executor:
                 self._deliver(plan, made, step.made[made])  # it is done, also if a loss comes before it is sent
             self._tell_losses(step, row)
 
-    def _act(self, step: _Step, plan: StepPlan, action: Action) -> Key | None:
+    def _act(self, step: Step, plan: StepPlan, action: Action) -> Key | None:
         """Everything that may have to wait comes before anything that changes this worker.
 
         Returns:
@@ -454,12 +345,12 @@ class Executor:
             began = time.perf_counter()
             leaves = tuple(t.detach().requires_grad_(action.stage > 0 and t.is_floating_point()) for t in inputs)
             outputs = self._model.forward(leaves, labels, *place)
-            step.records[place] = StageBackward(_differentiable(outputs, self._last), leaves), outputs
+            step.records[place] = StageBackward(differentiable(outputs, self._last), leaves), outputs
             self._measure(step, Kind.F, began)
             if self._last:
                 step.losses[place] = float(outputs[1].detach())
                 return None
-            return self._keep(step, action, What.ACTIVATION, _detached(outputs))
+            return self._keep(step, action, What.ACTIVATION, detached(outputs))
         if action.kind is Kind.W:
             self._backward_weight(step, action)
             return None
@@ -481,7 +372,7 @@ class Executor:
             return None
         return self._keep(step, action, What.GRADIENT, tuple(g for g in found if g is not None))
 
-    def _backward_weight(self, step: _Step, action: Action) -> None:
+    def _backward_weight(self, step: Step, action: Action) -> None:
         began = time.perf_counter()
         record, _ = step.records.pop((action.pipeline, action.micro_batch))
         with self._accumulating(step, action.pipeline):
@@ -490,11 +381,11 @@ class Executor:
 
     # -- durations ---------------------------------------------------------------------------------
 
-    def _measures(self, step: _Step) -> bool:
+    def _measures(self, step: Step) -> bool:
         """Whether durations are taken in a step: not in the first, in which allocators and caches warm up."""
         return self._planner.times is None and self._began is not None and step.number > self._began
 
-    def _measure(self, step: _Step, kind: Kind, began: float) -> None:
+    def _measure(self, step: Step, kind: Kind, began: float) -> None:
         if self._measures(step):
             self._profile.add(self._me.stage, kind, time.perf_counter() - began)
 
@@ -532,18 +423,18 @@ class Executor:
     def _last(self) -> bool:
         return self._me.stage == self._topology.stages - 1
 
-    def _accumulating(self, step: _Step, home: int) -> _Accumulating:
-        return _Accumulating(self._model.parameters, step.sums, home if self._options.ordered else -1)
+    def _accumulating(self, step: Step, home: int) -> Accumulating:
+        return Accumulating(self._model.parameters, step.sums, home if self._options.ordered else -1)
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _key(self, step: _Step, what: What, stage: int, action: Action) -> Key:
+    def _key(self, step: Step, what: What, stage: int, action: Action) -> Key:
         return Key(step.number, what, stage, action.pipeline, action.micro_batch)
 
     def _source(self, plan: StepPlan, action: Action, stage: int) -> Worker:
         return plan.plan.host(action.pipeline, stage, action.micro_batch)
 
-    def _post(self, step: _Step, plan: StepPlan, action: Action) -> None:
+    def _post(self, step: Step, plan: StepPlan, action: Action) -> None:
         """Begin to receive what an action needs, if its shape is known."""
         assert self._mail is not None
         if action.kind is Kind.F and action.stage > 0:
@@ -554,9 +445,9 @@ class Executor:
             if record is not None:
                 source = self._source(plan, action, action.stage + 1)
                 key = self._key(step, What.GRADIENT, action.stage, action)
-                self._mail.post_like(key, _differentiable(record[1], False), self._rank(source))
+                self._mail.post_like(key, differentiable(record[1], False), self._rank(source))
 
-    def _inputs(self, step: _Step, plan: StepPlan, action: Action) -> Parts:
+    def _inputs(self, step: Step, plan: StepPlan, action: Action) -> Parts:
         assert self._mail is not None
         place = (action.pipeline, action.micro_batch)
         if action.stage > 0:
@@ -569,7 +460,7 @@ class Executor:
         step.items[place] = inputs, ()
         return inputs
 
-    def _labels(self, step: _Step, plan: StepPlan, action: Action) -> Parts | None:
+    def _labels(self, step: Step, plan: StepPlan, action: Action) -> Parts | None:
         assert self._mail is not None
         if not self._last:
             return None
@@ -580,13 +471,13 @@ class Executor:
             step.items[place] = (), labels
         return step.items[place][1]
 
-    def _gradients(self, step: _Step, plan: StepPlan, action: Action, outputs: Parts) -> Parts:
+    def _gradients(self, step: Step, plan: StepPlan, action: Action, outputs: Parts) -> Parts:
         assert self._mail is not None
         source = self._source(plan, action, action.stage + 1)
         key = self._key(step, What.GRADIENT, action.stage, action)
-        return self._mail.fetch_like(key, _differentiable(outputs, False), self._rank(source))
+        return self._mail.fetch_like(key, differentiable(outputs, False), self._rank(source))
 
-    def _keep(self, step: _Step, action: Action, what: What, parts: Parts) -> Key:
+    def _keep(self, step: Step, action: Action, what: What, parts: Parts) -> Key:
         """Keep a message for its reader, and for readers that may need it again."""
         stage = action.stage + (1 if what is What.ACTIVATION else -1)
         key = self._key(step, what, stage, action)
@@ -605,7 +496,7 @@ class Executor:
         else:
             self._mail.send(key, parts, self._rank(reader))
 
-    def _send_items(self, step: _Step, plan: StepPlan) -> None:
+    def _send_items(self, step: Step, plan: StepPlan) -> None:
         """Send the data of this pipeline's lost first or last stage to who computes it."""
         assert self._mail is not None
         topology, d = self._topology, self._me.pipeline
@@ -630,7 +521,7 @@ class Executor:
         workers = [Worker(d, stage) for d in range(self._topology.pipelines)]
         return {worker.pipeline: self._rank(worker) for worker in workers if worker not in self._history.lost}
 
-    def _tell_read(self, step: _Step, plan: StepPlan) -> None:
+    def _tell_read(self, step: Step, plan: StepPlan) -> None:
         """With the last gradient of the step: tell the stage that has sent it. See :meth:`_await_read`."""
         assert self._mail is not None
         d, s = self._me
@@ -640,7 +531,7 @@ class Executor:
             if worker.stage == s + 1 and row:
                 self._mail.send(Key(step.number, What.READ, s, d), [torch.zeros(1)], self._rank(worker))
 
-    def _await_read(self, step: _Step, plan: StepPlan) -> None:
+    def _await_read(self, step: Step, plan: StepPlan) -> None:
         """Wait until the stage before has all gradients of this one, before this one makes its update.
 
         A lost worker's could not be made again with the new parameters. It costs nothing: the stage before has to be
@@ -652,7 +543,7 @@ class Executor:
                 key = Key(step.number, What.READ, worker.stage, worker.pipeline)
                 self._mail.fetch_like(key, [torch.zeros(1)], self._rank(worker))
 
-    def _reduce(self, step: _Step, plan: StepPlan) -> None:
+    def _reduce(self, step: Step, plan: StepPlan) -> None:
         self._await_read(step, plan)
         if step.reduced is not None:
             return
@@ -673,7 +564,7 @@ class Executor:
             self._hear(step, worker)
         step.reduced, step.reduce_s = reduced, time.perf_counter() - began
 
-    def _finish(self, step: _Step) -> None:
+    def _finish(self, step: Step) -> None:
         """From summed gradients to the next step."""
         assert self._mail is not None and step.reduced is not None
         if not step.updated:
@@ -692,24 +583,24 @@ class Executor:
         self._gather_result(step)
         self._validate(step)
 
-    def _set_gradients(self, step: _Step) -> None:
+    def _set_gradients(self, step: Step) -> None:
         assert step.reduced is not None
         parameters = self._model.parameters
         for parameter, gradient in zip(parameters, unflatten(step.reduced, parameters), strict=True):
             parameter.grad = gradient
 
-    def _clip(self, step: _Step) -> float:
+    def _clip(self, step: Step) -> float:
         """What gradients are multiplied by, as far as norms are known."""
         return self._model.clip([step.norms.get(stage) for stage in range(self._topology.stages)])
 
-    def _may_be_hasty(self, step: _Step) -> bool:
+    def _may_be_hasty(self, step: Step) -> bool:
         """Whether to update before all norms are known: nothing had to be clipped in the step before."""
         if self._options.synchronous or step.norms[self._me.stage] is None:
             return False
         before = self._steps.get(step.number - 1)
         return before is not None and before.verdict == 1.0
 
-    def _validate(self, step: _Step) -> None:
+    def _validate(self, step: Step) -> None:
         """See to it that the update was the right one, before the caller sees it."""
         if step.verdict is not None:
             return
@@ -722,7 +613,7 @@ class Executor:
             self._model.update_again(verdict)
         step.verdict = verdict
 
-    def _tell_norm(self, step: _Step) -> None:
+    def _tell_norm(self, step: Step) -> None:
         """Tell the other stages this stage's norm, where updates must not be made, or not stay, without them."""
         assert self._mail is not None
         stage = self._me.stage
@@ -735,10 +626,10 @@ class Executor:
             if worker not in self._history.lost and worker.stage != stage:
                 self._mail.send(Key(step.number, What.NORM, stage, 0), [value], self._rank(worker))
 
-    def _needs_norms(self, step: _Step) -> bool:
+    def _needs_norms(self, step: Step) -> bool:
         return self._options.synchronous or step.norms[self._me.stage] is not None
 
-    def _await_norms(self, step: _Step) -> None:
+    def _await_norms(self, step: Step) -> None:
         assert self._mail is not None
         if not self._needs_norms(step):
             return
@@ -751,7 +642,7 @@ class Executor:
             (value,) = self._mail.fetch_like(Key(step.number, What.NORM, other, 0), like, self._rank(min(there)))
             step.norms[other] = float(value) if clips else None
 
-    def _tell_losses(self, step: _Step, row: Sequence[Action]) -> None:
+    def _tell_losses(self, step: Step, row: Sequence[Action]) -> None:
         """At a last stage, after its last forward: tell all others, who need all losses before they begin another step.
 
         They get them long before this worker has finished the step, so none of them waits for it.
@@ -764,7 +655,7 @@ class Executor:
         if self._me == self._tails()[0] and self._history.lost and self._knocking():
             step.let_in = self._mail.lane.generation
         flag = torch.tensor([float(step.let_in)], dtype=torch.float64)
-        table = torch.cat([flag, _table(step.losses, self._topology)])
+        table = torch.cat([flag, table_of(step.losses, self._topology)])
         key = Key(step.number, What.LOSSES, self._me.stage, self._me.pipeline)
         for worker in self._topology.workers():
             if worker not in self._history.lost and worker != self._me:
@@ -775,7 +666,7 @@ class Executor:
         stage, lost = self._topology.stages - 1, self._history.lost
         return sorted(w for w in self._topology.workers() if w.stage == stage and w not in lost)
 
-    def _hear(self, step: _Step, worker: Worker) -> None:
+    def _hear(self, step: Step, worker: Worker) -> None:
         """Wait for the losses that a worker of the last stage tells."""
         if worker == self._me or step.result is not None or (step.number, worker) in self._heard:
             return
@@ -784,62 +675,24 @@ class Executor:
         key = Key(step.number, What.LOSSES, worker.stage, worker.pipeline)
         (table,) = self._mail.fetch_like(key, [like], self._rank(worker))
         self._heard.add((step.number, worker))
-        _merge(step.losses, table[1:], self._topology)
+        merge(step.losses, table[1:], self._topology)
         if worker == self._tails()[0]:
             step.let_in = int(table[0])
 
-    def _gather_result(self, step: _Step) -> None:
+    def _gather_result(self, step: Step) -> None:
         """The losses of all micro-batches."""
         if step.result is not None:
             return
         for worker in self._tails():
             self._hear(step, worker)
         topology = self._topology
-        rows = _table(step.losses, topology).view(topology.pipelines, topology.micro_batches).tolist()
+        rows = table_of(step.losses, topology).view(topology.pipelines, topology.micro_batches).tolist()
         step.result = Result(tuple(map(tuple, rows)), step.let_in)
-
-
-class _Accumulating:
-    """While it is entered, gradients of the parameters are added to those of one home pipeline."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], sums: dict[int, list[Tensor | None]], home: int) -> None:
-        self._parameters, self._sums, self._home = parameters, sums, home
-
-    def __enter__(self) -> None:
-        sums = self._sums.get(self._home, [None] * len(self._parameters))
-        for parameter, gradient in zip(self._parameters, sums, strict=True):
-            parameter.grad = gradient
-
-    def __exit__(self, *error: object) -> None:
-        self._sums[self._home] = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
 
 
 def _goes_back(action: Action) -> bool:
     """Whether an action needs a gradient of the stage behind."""
     return action.kind in (Kind.B, Kind.I)
-
-
-def _differentiable(outputs: Parts, last: bool) -> Parts:
-    return outputs[:1] if last else tuple(t for t in outputs if t.requires_grad)
-
-
-def _detached(parts: Iterable[Tensor]) -> Parts:
-    return tuple(t.detach().requires_grad_(t.requires_grad) for t in parts)
-
-
-def _table(losses: Mapping[tuple[int, int], float], topology: Topology) -> Tensor:
-    """Losses by pipeline and micro-batch, not a number where they are another worker's."""
-    values = [losses.get((d, j), math.nan) for d in range(topology.pipelines) for j in range(topology.micro_batches)]
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def _merge(losses: dict[tuple[int, int], float], table: Tensor, topology: Topology) -> None:
-    """Add losses of a :func:`_table` that are not known yet."""
-    for index, loss in enumerate(table.tolist()):
-        if not math.isnan(loss):
-            losses.setdefault(divmod(index, topology.micro_batches), loss)
 
 
 def _name(worker: Worker) -> str:

@@ -1,0 +1,172 @@
+"""What a worker has of a step under way, and what the executor needs of the layers it runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.reroute.mail import Key, Parts
+from shared_core.reroute.schedule import Topology
+from shared_core.reroute.split import StageBackward
+
+
+class StageModel(Protocol):
+    """The layers of this worker's stage."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Those that are trained, in the order in which gradients are summed."""
+
+    def items(self) -> list[tuple[Parts, Parts]]:
+        """Inputs and labels of this pipeline's micro-batches of the next step; called at first and last stages."""
+
+    def forward(self, inputs: Parts, labels: Parts | None, pipeline: int, micro_batch: int) -> Parts:
+        """Outputs of a micro-batch, or at the last stage what is differentiated, and its loss.
+
+        Args:
+            inputs: leaves.
+            labels: at the last stage.
+            pipeline: home of the micro-batch.
+            micro_batch: index in it.
+        """
+
+    def clip(self, norms: Sequence[float | None]) -> float:
+        """What gradients are multiplied by.
+
+        Args:
+            norms: sum of the squares of the gradients of each stage; None where there is nothing to clip.
+        """
+
+    def norm(self) -> float | None:
+        """Sum of the squares of the summed gradients; None where nothing is clipped."""
+
+    def update(self, factor: float, tentative: bool) -> None:
+        """Apply the gradients, multiplied by ``factor``; if ``tentative``, so that it can be taken back."""
+
+    def update_again(self, factor: float) -> None:
+        """Take the tentative update back, bit for bit, and apply the gradients multiplied by ``factor``."""
+
+    def accept(self) -> None:
+        """The tentative update stays."""
+
+
+@dataclass
+class Step:
+    """What this worker has of a step.
+
+    Attributes:
+        number: of the step.
+        at: place in the row of the plan.
+        items: inputs and labels of micro-batches that have come from the loader, by (pipeline, micro-batch).
+        made: messages that this worker has computed, for readers that need them again.
+        records: forwards whose backward is still to be done.
+        losses: of the micro-batches that this worker has computed at the last stage.
+        sums: accumulated gradients, by home pipeline (all in one where the plan is not ordered).
+        reduced: sum over all pipelines, once it is there.
+        reduce_s: what the sum took, with waiting for peers.
+        norms: of the stages, as far as they are known.
+        updated: the update is made.
+        tentative: it was made before the norms of all stages were known.
+        verdict: what gradients have to be multiplied by, once all norms are known.
+        let_in: see :class:`Result`.
+        result: the losses of all micro-batches, once they are there.
+    """
+
+    number: int
+    at: int = 0
+    items: dict[tuple[int, int], tuple[Parts, Parts]] = field(default_factory=dict)
+    made: dict[Key, Parts] = field(default_factory=dict)
+    records: dict[tuple[int, int], tuple[StageBackward, Parts]] = field(default_factory=dict)
+    losses: dict[tuple[int, int], float] = field(default_factory=dict)
+    sums: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    reduced: Tensor | None = None
+    reduce_s: float = 0.0
+    norms: dict[int, float | None] = field(default_factory=dict)
+    updated: bool = False
+    tentative: bool = False
+    verdict: float | None = None
+    let_in: int = -1
+    result: Result | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a step came out.
+
+    Attributes:
+        losses: of each pipeline's micro-batches.
+        let_in: newcomers are let in before the next step, if the lane is still of this generation; -1 for not.
+    """
+
+    losses: tuple[tuple[float, ...], ...]
+    let_in: int
+
+    def to_tensor(self) -> Tensor:
+        return torch.tensor([float(self.let_in), *(loss for row in self.losses for loss in row)], dtype=torch.float64)
+
+    @classmethod
+    def from_tensor(cls, values: Tensor, topology: Topology) -> Result:
+        flag, *losses = values.tolist()
+        count = topology.micro_batches
+        rows = tuple(tuple(losses[d * count : (d + 1) * count]) for d in range(topology.pipelines))
+        return cls(rows, int(flag))
+
+
+@dataclass(frozen=True)
+class Options:
+    """How steps are run.
+
+    Attributes:
+        ordered: gradients of each home pipeline are summed apart and added by ascending pipeline.
+        synchronous: no stage makes its update before all have their gradients. Otherwise a stage whose gradients must
+            be clipped by the norm over all stages goes on as if they need not, and takes its update back if they must,
+            before the step is over for the caller.
+        average: divide sums by the number of pipelines.
+    """
+
+    ordered: bool = False
+    synchronous: bool = False
+    average: bool = True
+
+
+class Accumulating:
+    """While it is entered, gradients of the parameters are added to those of one home pipeline."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], sums: dict[int, list[Tensor | None]], home: int) -> None:
+        self._parameters, self._sums, self._home = parameters, sums, home
+
+    def __enter__(self) -> None:
+        sums = self._sums.get(self._home, [None] * len(self._parameters))
+        for parameter, gradient in zip(self._parameters, sums, strict=True):
+            parameter.grad = gradient
+
+    def __exit__(self, *error: object) -> None:
+        self._sums[self._home] = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def differentiable(outputs: Parts, last: bool) -> Parts:
+    return outputs[:1] if last else tuple(t for t in outputs if t.requires_grad)
+
+
+def detached(parts: Iterable[Tensor]) -> Parts:
+    return tuple(t.detach().requires_grad_(t.requires_grad) for t in parts)
+
+
+def table_of(losses: Mapping[tuple[int, int], float], topology: Topology) -> Tensor:
+    """Losses by pipeline and micro-batch, not a number where they are another worker's."""
+    values = [losses.get((d, j), math.nan) for d in range(topology.pipelines) for j in range(topology.micro_batches)]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def merge(losses: dict[tuple[int, int], float], table: Tensor, topology: Topology) -> None:
+    """Add losses of a :func:`table_of` that are not known yet."""
+    for index, loss in enumerate(table.tolist()):
+        if not math.isnan(loss):
+            losses.setdefault(divmod(index, topology.micro_batches), loss)
