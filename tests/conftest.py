@@ -21,6 +21,7 @@ from shared_core.testing.processes import MARK, describe, kill_marked, wait_gone
 if TYPE_CHECKING:
     from harness import Jobs
 
+HERE = Path(__file__).parent
 SHM = Path("/dev/shm")
 #: Seconds that what a test started has to be gone in.
 GRACE_S = 3.0
@@ -30,6 +31,15 @@ LASTING_THREADS = ("pytest_timeout", "asyncio", "tqdm", "IPythonHistory", "Threa
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than half a minute")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of ``nightly.txt``, before those with the mark are left out."""
+    listed = {line for line in (HERE / "nightly.txt").read_text().splitlines() if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(autouse=True)
