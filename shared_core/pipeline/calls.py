@@ -68,11 +68,14 @@ class Calls:
         self._begins = count < self._target
         return self._begins
 
-    @property
-    def begins(self) -> bool:
-        """Whether this is the first call of a newcomer after those that others had finished; its top is passed."""
-        begins, self._begins = self._begins and self.count == self._target, self._begins and self.count != self._target
-        return begins
+    def comes_in(self) -> bool:
+        """Whether this is the first call of a newcomer after those that others had finished, whose top it has passed;
+        true once.
+        """
+        if not self._begins or self.count != self._target:
+            return False
+        self._begins = False
+        return True
 
     def skip(self, data: Iterator[Any], draws: int) -> Any:
         """Take ``draws`` items from ``data`` and return what the predecessor returned."""

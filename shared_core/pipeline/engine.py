@@ -285,7 +285,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             source = data_iter if data_iter is not None else self.data_iterator
             draws = micro_batches if self.is_first_stage() or self.is_last_stage() else 0
             return self._calls.skip(source, draws)
-        if not self._calls.begins:
+        if not self._calls.comes_in():
             count, taken = self._calls.count, self._calls.draws
             self._calls.begin()
             self._job.batch_top()

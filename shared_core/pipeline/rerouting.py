@@ -17,7 +17,7 @@ from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.reroute.ahead import Plans
 from shared_core.reroute.executor import Executor
-from shared_core.reroute.mail import Lane, Parts
+from shared_core.reroute.mail import Parts
 from shared_core.reroute.problem import Variant
 from shared_core.reroute.schedule import Topology, Worker
 from shared_core.reroute.step import Options, Result
@@ -48,7 +48,7 @@ class Rerouting:
             self._me,
             self._rank,
             _Layers(engine, job),
-            self._connect,
+            job.lane,
             lambda: bool(job.knocking()),
             self._plans,
             Options(
@@ -64,9 +64,6 @@ class Rerouting:
 
     def _rank(self, worker: Worker) -> int:
         return int(self._engine.grid.stage_to_global(worker.stage, data=worker.pipeline))
-
-    def _connect(self) -> Lane:
-        return self._job.lane()
 
     def _prepare(self) -> None:
         """Have plans made for what may come, if that has changed."""
@@ -138,7 +135,7 @@ class Rerouting:
 
 
 class _Layers:
-    """See :class:`shared_core.reroute.executor.StageModel`."""
+    """See :class:`shared_core.reroute.step.StageModel`."""
 
     def __init__(self, engine: SwiftPipelineEngine, job: Job) -> None:
         self._engine, self._job = engine, job

@@ -68,7 +68,6 @@ class Executor:
 
     Attributes:
         step: number of the next step; set it when this worker takes its place in a running job.
-        computed: forward passes of this stage, by home pipeline and micro-batch of the present step.
     """
 
     def __init__(
@@ -289,7 +288,7 @@ class Executor:
                 self._deliver(plan, key, parts)
             self._send_items(step, plan)
             facts = {rank: view["steps"].get(str(number), {}) for rank, view in views.items()}
-            peers = [rank for worker, rank in self._peers().items()]
+            peers = list(self._peers().values())
             having = sorted(rank for rank in peers if facts[rank].get("reduced"))
             if step.reduced is not None and having and having[0] == self._rank(self._me):
                 for rank in peers:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from harness import Jobs
+from rerouted import SCRIPT, go
 
 from shared_core.testing import ANY_STEP, Fault
-from shared_core.testing.runner import JobResult, compare
+from shared_core.testing.runner import JobResult
 
 pytest.importorskip("deepspeed")
-SCRIPT = "rerouted_pipe.py"
-ORDERED = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "ordered"}
 VARIANTS = ("staggered", "decoupled", "coupled")
 #: Actions in a row of 4 micro-batches, if nothing is split and nothing re-routed.
 ROW = 9
@@ -40,19 +38,6 @@ def kill(rank: int, step: int, nth: int, point: str = "reroute.action", incarnat
 
 def variant(name: str) -> dict[str, str]:
     return {"SWIFT_RECOVERY_REROUTE_PLAN": name}
-
-
-def go(
-    jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4, env: dict[str, str] | None = None
-) -> JobResult:
-    """Train with faults; equal by hash, on every rank that reports, to the same job without."""
-    given = ORDERED | (env or {})
-    reference = jobs.reference(SCRIPT, nproc=nproc, args=args, env=given, launcher="swiftrun")
-    result = jobs.run(SCRIPT, nproc=nproc, args=args, env=given, faults=faults)
-    away = {fault.rank for fault in faults} - result.reports.keys()  # the others may end before a newcomer comes
-    kept = {rank: report for rank, report in reference.reports.items() if rank not in away}
-    compare(result, replace(reference, reports=kept))
-    return result
 
 
 def check(

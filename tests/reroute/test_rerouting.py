@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from harness import Jobs, most
+from rerouted import ORDERED, SCRIPT, go
 
 from shared_core.testing import Fault
 from shared_core.testing.runner import JobResult, compare
 
 pytest.importorskip("deepspeed")
-SCRIPT = "rerouted_pipe.py"
-ORDERED = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "ordered"}
 
 
 def run(
     jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4, env: dict[str, str] | None = None
 ) -> JobResult:
-    """Train with faults; equal by hash, on every rank, to the same job without."""
-    given = ORDERED | (env or {})
-    reference = jobs.reference(SCRIPT, nproc=nproc, args=args, env=given, launcher="swiftrun")
-    result = jobs.run(SCRIPT, nproc=nproc, args=args, env=given, faults=faults)
-    away = {fault.rank for fault in faults} - result.reports.keys()  # the others may end before a newcomer comes
-    kept = {rank: report for rank, report in reference.reports.items() if rank not in away}
-    compare(result, replace(reference, reports=kept))
+    """As ``go``, and nobody goes back to a checkpoint."""
+    result = go(jobs, faults, args, nproc, env)
     assert not result.kinds("restart"), result.tail()
     return result
 
@@ -49,7 +42,8 @@ def test_a_newcomer_is_let_in(jobs: Jobs, rank: str) -> None:
 
 
 def test_plans_go_by_measured_times(jobs: Jobs) -> None:
-    result = run(jobs, [Fault(3, 5, "reroute.action", "SIGKILL", nth=5)])
+    withheld = {"SWIFT_RECOVERY_REJOIN_AFTER_S": "600"}  # a newcomer that is quick has plans made again
+    result = run(jobs, [Fault(3, 5, "reroute.action", "SIGKILL", nth=5)], env=withheld)
     before, after = [event.fields for event in result.kinds("planned")]
     assert before["lost"] == [] and after["lost"] == [[1, 1]], result.tail()
     assert before["times"] == after["times"] and len(before["times"]["stages"]) == 2
