@@ -51,8 +51,8 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
             another number of micro-batches.
         MissingExtra: if DeepSpeed is not installed.
         SwiftError: where the script cannot be started again under ``swiftrun``.
-        Unsupported: for precisions other than fp32 and bf16, for ZeRO stages 2 and 3, and for
-            ``on_failure="reroute"``.
+        Unsupported: for precisions other than fp32 and bf16, for ZeRO stages 2 and 3, and with
+            ``on_failure="reroute"`` for what cannot be re-routed.
     """
 
     def __init__(
@@ -64,11 +64,6 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         self.num_stages = num_stages
         self.micro_batches = micro_batches
         self.swift = swift or SwiftPlugin()
-        if self.swift.config.on_failure == "reroute":
-            raise Unsupported(
-                "on_failure='reroute' for pipelines under Accelerate is not in this version: choose "
-                "on_failure='replace', or drive the engine itself (shared_core.pipeline)"
-            )
         self._accelerator: Accelerator | None = None
         options = self._options(deepspeed)
         self._create_group()
@@ -165,8 +160,8 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
             )
         if enabled():
             self.swift.hand_over()
-            if launched_by_swiftrun():
-                install()
+            job = install() if launched_by_swiftrun() else None
+            self.swift.replays = job is not None and job.reroutes
         if "LOCAL_RANK" not in os.environ:
             raise ConfigError(
                 f"a pipeline of {self.num_stages} stages was started as a single process: use swiftrun "
@@ -242,10 +237,11 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         job = self.swift.loop.job
         if job is None:
             return
-        engine.drives = False
+        engine.drives = self.swift.replays
         self.swift.engine = engine
         self.swift.note_model(engine.module)
-        job.register("accelerate.pipeline", lambda: engine.shapes, lambda shapes: setattr(engine, "shapes", shapes))
+        if not self.swift.replays:
+            job.register("accelerate.pipeline", lambda: engine.shapes, lambda shapes: setattr(engine, "shapes", shapes))
 
 
 class _LoopEngine:
@@ -279,6 +275,8 @@ class _LoopEngine:
 
     def clip_fp32_gradients(self: Any) -> None:
         """As DeepSpeed does, which forgets the norm."""
+        if getattr(self, "reroutes", False):
+            return  # whoever sums the gradients clips them
         from deepspeed.runtime.utils import clip_grad_norm_
 
         self._global_grad_norm = clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), mpu=self.mpu)
@@ -414,6 +412,8 @@ class _Pipelined(Accelerator):  # type: ignore[misc]
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         self._check_checkpoints()
+        if any(getattr(model, "catching_up", False) for model in self._models if self._pipeline_plugin.swift.replays):
+            return None  # the others have saved at this place
         return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:

@@ -64,6 +64,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         self._warned = False
         self._numbered = 0
         self.loop = TrainingLoop(None)
+        #: A newcomer runs the whole script, and its engine passes by the calls that others have finished.
+        self.replays = False
         #: Whether loaders mark the batch tops; else whoever iterates them does.
         self.marks_tops = True
         #: A pipeline engine, which says itself what is trained.
@@ -97,6 +99,9 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
 
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
         """As :meth:`shared_core.TrainingLoop.epochs`."""
+        if self.replays:
+            yield from range(start, count)
+            return
         if self._accelerator is not None:
             self.state.early()
         yield from self.loop.epochs(count, start)
@@ -139,7 +144,10 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
 
     def wait_for_all(self) -> None:
         """As :meth:`shared_core.TrainingLoop.wait_for_all`."""
-        self.loop.wait_for_all()
+        if self.engine is not None:
+            self.engine.wait_for_all()
+        else:
+            self.loop.wait_for_all()
 
     def register(self, *objects: Any, **values: Any) -> SimpleNamespace:
         """As :meth:`shared_core.TrainingLoop.register`; not needed for what is registered for checkpointing with
@@ -206,8 +214,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         self._accelerator = accelerator
         job = install()
         assert job is not None
-        self.loop.begin(job, self.config)
-        self.state = RunState(accelerator, self.loop)
+        self.loop.begin(job, self.config, replays=self.replays)
+        self.state = RunState(accelerator, self.loop, replays=self.replays)
         accelerator._swift_plugin = self
         accelerator.__class__ = mixed(_Watched, type(accelerator))
 
@@ -224,7 +232,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
 
     def gate(self, prepared: Any) -> Any:
         """Have a loader that Accelerate has prepared mark the batch tops."""
-        return gate(self, prepared)
+        return prepared if self.replays else gate(self, prepared)
 
 
 class _Watched(Accelerator):  # type: ignore[misc]

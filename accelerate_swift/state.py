@@ -19,12 +19,13 @@ class RunState:
     checkpointing, and how often trackers were written to.
     """
 
-    def __init__(self, accelerator: Accelerator, loop: TrainingLoop) -> None:
+    def __init__(self, accelerator: Accelerator, loop: TrainingLoop, *, replays: bool = False) -> None:
         assert loop.job is not None
         self._accelerator, self._loop, self._job = accelerator, loop, loop.job
         self._logs = 0
         self._written = loop.job.tally("accelerate.logs")
-        loop.job.register(_NAME, self._capture, self._restore)
+        if not replays:
+            loop.job.register(_NAME, self._capture, self._restore)
 
     def early(self) -> None:
         """In a newcomer, before an epoch begins: loaders count epochs themselves, and shuffle by them."""

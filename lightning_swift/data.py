@@ -100,19 +100,20 @@ class Data:
 
     # -- restore ------------------------------------------------------------------------------------------------------
 
-    def restore(self, data: Mapping[str, Any], resized: bool = False) -> None:
+    def restore(self, data: Mapping[str, Any], resized: bool = False, copied: bool = False) -> None:
         """Put back what :meth:`capture` took.
 
         Args:
             data: from this rank's predecessor.
             resized: of another number of workers.
+            copied: it is a peer's, who reads another part of the data.
         """
         self._ordinary = None if resized else data["ordinary"]
         fit, val = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
         if data["reloaded"]:
             self._request_again(data)
         if fit._combined_loader is not None and data["train"] is not None:
-            _restore_combined(fit._combined_loader, data["train"])
+            _restore_combined(fit._combined_loader, data["train"], copied)
             if fit._data_fetcher is not None and data["fetcher"] is not None:
                 length = fit._data_fetcher.length
                 _restore_fetcher(fit._data_fetcher, fit._combined_loader, data["fetcher"])
@@ -120,7 +121,7 @@ class Data:
                     fit._data_fetcher.length = length
                     self._shorten()
         if val._combined_loader is not None and data["val"] is not None:
-            _restore_combined(val._combined_loader, data["val"])
+            _restore_combined(val._combined_loader, data["val"], copied)
 
     def _request_again(self, data: Mapping[str, Any]) -> None:
         """``reload_dataloaders_every_n_epochs``: call the user's hooks as they were last called, in the epoch of
@@ -194,10 +195,10 @@ def _capture_combined(combined: CombinedLoader | None, between: bool) -> Any:
     }
 
 
-def _restore_combined(combined: CombinedLoader, data: Mapping[str, Any]) -> None:
+def _restore_combined(combined: CombinedLoader, data: Mapping[str, Any], copied: bool) -> None:
     for loader, position, state in zip(combined.flattened, _positions(combined), data["loaders"], strict=True):
         if isinstance(loader, ResumableLoader) and state is not None:
-            loader.restore(state, position)
+            loader.restore(state, position, copied=copied)
     iterator = combined._iterator
     if iterator is not None and data["index"] is not None:
         iterator._idx = data["index"]

@@ -43,6 +43,12 @@ class SwiftTrainingEpochLoop(_TrainingEpochLoop):
         _strategy(self.trainer).batch_top(accumulating=pending)
         super().advance(data_fetcher)
 
+    def _broadcast_sigterm_tensor(self) -> None:
+        """Rank 0's flag, which :class:`SwiftSignalConnector` never sets; it would wait for workers that are away."""
+        job = _strategy(self.trainer).job
+        if job is None or not job.reroutes:
+            super()._broadcast_sigterm_tensor()
+
 
 class SwiftFitLoop(_FitLoop):
     """Notes the random state before the user's hooks make loaders, which a newcomer may have to do again in a later

@@ -67,7 +67,9 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         activation_checkpoint_interval: layers between two checkpoints of activations; 0: all are kept.
         config: configuration of DeepSpeed, or the path of its JSON file.
         standbys: this and what follows as in :class:`SwiftDDPStrategy`.
-        on_failure: see there; not ``shrink``.
+        on_failure: see there; not ``shrink``, but ``reroute``: training goes on at once without a lost worker, whose
+            micro-batches are computed by those that hold the same stage (two pipelines at least). Then the shapes of
+            micro-batches must stay the same, and what hooks keep must be the same at all workers of a stage.
         data: see there.
         checkpoint_dir: see there.
         checkpoint_every_steps: see there.
@@ -83,11 +85,12 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
 
     Raises:
         MissingExtra: if DeepSpeed is not installed.
-        Unsupported: for ``on_failure="shrink"`` and ``"reroute"``.
+        Unsupported: for ``on_failure="shrink"``, and with ``"reroute"`` for what cannot be re-routed.
         ConfigError: for a bad value.
     """
 
     strategy_name = "swift_deepspeed_pipeline"
+    reroutes = logs_alike = True
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         activation_checkpoint_interval: int = 0,
         config: Mapping[str, Any] | str | Path | None = None,
         standbys: int = 1,
-        on_failure: Literal["replace", "restart"] = "replace",
+        on_failure: Literal["replace", "reroute", "restart"] = "replace",
         data: Literal["refetch", "seeded"] = "refetch",
         checkpoint_dir: str | None = None,
         checkpoint_every_steps: int = 0,
@@ -293,6 +296,11 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
                 "engine's schedule has as many micro-batches in each step. Use limit_train_batches"
             )
 
+    def on_train_end(self) -> None:
+        """Workers that are away begin where the others are: in the same fit."""
+        if not self.joining:
+            self.engine.wait_for_all()
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> torch.Tensor:
@@ -351,12 +359,29 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
             module.log(f"{stage}_loss", loss, prog_bar=True, batch_size=rows, sync_dist=stage != "train")
 
     def _before_step(self) -> None:
-        """Gradients are complete, of this stage."""
+        """Gradients are complete, of this stage.
+
+        Raises:
+            Unsupported: with ``on_failure="reroute"``, if a hook changes them.
+        """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        before = self._gradient_versions()
         for hook, arguments in (("on_after_backward", ()), ("on_before_optimizer_step", (self.optimizers[0],))):
             call._call_callback_hooks(trainer, hook, *arguments)
             call._call_lightning_module_hook(trainer, hook, *arguments)
+        if self._gradient_versions() != before:
+            raise Unsupported(
+                "a hook on_after_backward or on_before_optimizer_step changed gradients; with on_failure='reroute' these "
+                "are the sum that peers may still ask for, so hooks may only look at them. Use gradient_clip_val, or "
+                "on_failure='replace'"
+            )
+
+    def _gradient_versions(self) -> list[tuple[int, int]]:
+        """Which gradients there are, and how often they were changed, where that is not allowed."""
+        if not self.engine.reroutes:
+            return []
+        return [(id(p.grad), p.grad._version) for p in self.engine.module.parameters() if p.grad is not None]
 
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any

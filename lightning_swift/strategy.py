@@ -75,6 +75,10 @@ class SwiftDDPStrategy(DDPStrategy):
     """
 
     strategy_name = "swift_ddp"
+    #: Whether training steps can go on without a lost worker.
+    reroutes = False
+    #: Whether a worker that takes its place as a copy of another has logged what that one has.
+    logs_alike = False
 
     def __init__(
         self,
@@ -155,7 +159,7 @@ class SwiftDDPStrategy(DDPStrategy):
         self._options = options
         #: Options of the run: the environment (and what swiftrun was given) over the constructor's.
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(options))
-        if self.config.on_failure == "reroute":
+        if self.config.on_failure == "reroute" and not self.reroutes:
             raise Unsupported(
                 "on_failure='reroute' under Lightning is not in this version: Lightning's loop talks to all workers in "
                 "every batch, and so cannot go on without one. Choose on_failure='replace', or a loop of your own "
@@ -292,6 +296,7 @@ class SwiftDDPStrategy(DDPStrategy):
             ahead=1 if trainer.training else 0,
             lazy=self.joining,
             orders=self.job.orders if trainer.training else None,
+            copied=self.job.reroutes,
         )
 
     # -- batch tops ---------------------------------------------------------------------------------------------------

@@ -296,7 +296,7 @@ class Job:
                 once, so live objects may be returned.
             restore: puts it back in a newcomer, on the main thread, in the order of registration.
             forward_mutated: changed by forward; captured again before the first gradient bucket of each backward.
-            main: it is rank 0's alone, also where another worker becomes rank 0.
+            main: it is rank 0's alone, also where another worker becomes rank 0. Given None where nobody has it.
         """
         self._parts[name] = _Part(capture, restore, forward_mutated, main)
 
@@ -535,6 +535,20 @@ class Job:
         """Ranks that were lost and have not been let in again, as of the newest announcement."""
         return self._runtime.absent
 
+    @property
+    def ahead(self) -> int:
+        """Updates that the state contains already and this worker, let in or behind, has still to go through: they
+        do nothing.
+        """
+        return self._updates.state_version - self._updates.version
+
+    def before_collectives(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run on the program's thread before a collective of all ranks while some are absent. It can let
+        them in; if they are not in when it returns, all workers go back to the newest checkpoint. The newest ``call``
+        counts.
+        """
+        self._runtime.await_absent = call
+
     def issued(self) -> int:
         """Collectives that this worker has issued, of all groups."""
         with self._runtime.lock:
@@ -564,8 +578,10 @@ class Job:
         return self._lanes.knocking(self._entry, wait=wait)
 
     def let_in(self, ranks: Sequence[int]) -> bool:
-        """Let newcomers in, each as a copy of one of its replicas as it has just published itself, random generators
-        included. All members of the newest lane call this, right after the same :meth:`batch_top`.
+        """Let newcomers in, each as a copy of one of its replicas as it has published itself at the last batch top,
+        random generators included. All members of the newest lane call this after the same :meth:`batch_top`: right
+        after it, or after the step that followed and before anything else that communicates. Newcomers then run the
+        batch from its top, and have :attr:`ahead`.
 
         Args:
             ranks: what :meth:`knocking` gave.
@@ -740,6 +756,9 @@ class Job:
         assert top is not None and received.local is not None
         self._updates.load(top.version, received.description, received.tensors)
         parts, kept = loads(received.local.numpy().tobytes())
+        tops = self._board.tops()
+        mine = self._board.read_top(tops[-1].index) if tops else {}
+        parts |= {name: mine.get(name) for name, part in self._parts.items() if part.main}  # no replica has them
         for key, value in kept:
             self._board.record(key, value)
         self._board.forget_tops()

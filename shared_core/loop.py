@@ -239,9 +239,17 @@ class TrainingLoop:
 
     # -- what adapters call -------------------------------------------------------------------------------------------
 
-    def begin(self, job: Job, config: SwiftConfig) -> None:
-        """Be the loop of ``job``, with options that the script may have given."""
+    def begin(self, job: Job, config: SwiftConfig, *, replays: bool = False) -> None:
+        """Be the loop of ``job``, with options that the script may have given.
+
+        Args:
+            job: of this worker.
+            config: the options.
+            replays: newcomers run the whole script, and so count and draw all that their predecessors did.
+        """
         self.job, self._config = job, config
+        if replays:
+            return
         job.register(_PLACE, self._capture_place, self._restore_place)
         job.register(_LOADERS, self._capture_loaders, self._restore_loaders)
         job.register(_VALUES, self._capture_values, self._restore_values)

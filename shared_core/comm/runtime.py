@@ -320,6 +320,8 @@ class Runtime:
         if self.scripted:
             op.serve(self.scripted.popleft())
             return
+        if self.absent and group.size == self.world_size and threading.current_thread() is threading.main_thread():
+            self.await_absent()
         with self.lock:
             self.raise_if_ended()
             if self.in_startup:
@@ -634,6 +636,8 @@ class Runtime:
 
     failed: Callable[[SwiftError], None] = staticmethod(lambda error: None)
     cannot_complete: Callable[[str], None] = staticmethod(lambda what: None)
+    #: Called before a collective of all ranks while some are absent; may return when they are in again.
+    await_absent: Callable[[], None] = staticmethod(lambda: None)
 
     def raise_if_ended(self) -> None:
         """Raise what ended the job, if anything did."""

@@ -1,7 +1,8 @@
 """How newcomers take their places beside survivors that have gone on without them, as a pure function.
 
-All survivors stand at the same batch top, and nothing is under way. So nothing is replayed: a newcomer is a copy of a
-replica, and of each group and channel it takes over what its peers have counted.
+All survivors stand at the same place after the same batch top: at the top itself, or with nothing but the step made
+since. Nothing is under way. So nothing is replayed: a newcomer is a copy of a replica, as it was at the top, with the
+newest state; of each group and channel it takes over what its peers have counted.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ def let_in(frontiers: Mapping[int, Frontier]) -> Plan:
     """The plan by which newcomers join at the batch top at which all survivors stand.
 
     Args:
-        frontiers: every rank's; a survivor's ``tops`` ends with the batch top at which it stands.
+        frontiers: every rank's; a survivor's ``tops`` ends with the batch top that it has passed last.
 
     Raises:
-        RecoveryFailed: if survivors stand at different places, an operation is under way, or a newcomer has no replica.
+        RecoveryFailed: if survivors stand at different places, an operation is under way or was made since the top, or
+            a newcomer has no replica.
     """
     survivors = {rank: front for rank, front in sorted(frontiers.items()) if not front.newcomer}
     newcomers = sorted(rank for rank, front in frontiers.items() if front.newcomer)
@@ -29,10 +31,11 @@ def let_in(frontiers: Mapping[int, Frontier]) -> Plan:
         raise RecoveryFailed("no survivor is left; the job goes back to its newest checkpoint")
     places = {rank: _place(front) for rank, front in survivors.items()}
     if len(set(places.values())) != 1:
-        raise RecoveryFailed(f"survivors stand at different batch tops (index, version, entry, kind): {places}")
+        raise RecoveryFailed(f"survivors stand at different places (top, its version, entry, kind, version): {places}")
     groups = _groups(survivors)
     for name, here in groups.items():
         _check_quiet(name, here)
+        _check_unused(name, here, survivors)
     donors: dict[int, int] = {}
     tops: dict[int, Top | None] = {}
     for rank in newcomers:
@@ -59,11 +62,11 @@ def let_in(frontiers: Mapping[int, Frontier]) -> Plan:
     )
 
 
-def _place(front: Frontier) -> tuple[int, int, int, str]:
-    if not front.tops or front.tops[-1].version != front.version:
-        raise RecoveryFailed(f"rank {front.rank} lets newcomers in where it stands at no batch top")
+def _place(front: Frontier) -> tuple[int, int, int, str, int]:
+    if not front.tops or front.version not in (front.tops[-1].version, front.tops[-1].version + 1):
+        raise RecoveryFailed(f"rank {front.rank} lets newcomers in more than a step after a batch top")
     top = front.tops[-1]
-    return top.index, top.version, top.entry, top.kind
+    return top.index, top.version, top.entry, top.kind, front.version
 
 
 def _groups(survivors: Mapping[int, Frontier]) -> dict[str, dict[int, GroupFrontier]]:
@@ -88,6 +91,17 @@ def _check_quiet(name: str, here: Mapping[int, GroupFrontier]) -> None:
             f"a collective of group {name!r} is under way while a newcomer is let in (issued: {issued}, unfinished at "
             f"ranks {open_at}): wait for what was called with async_op=True before the next batch"
         )
+
+
+def _check_unused(name: str, here: Mapping[int, GroupFrontier], survivors: Mapping[int, Frontier]) -> None:
+    """A newcomer goes on from the top, alone. Raises RecoveryFailed if the others have used the group since."""
+    for rank, group in here.items():
+        top = survivors[rank].tops[-1]
+        if group.next != top.groups.get(name, 0):
+            raise RecoveryFailed(
+                f"a newcomer begins at the batch top that the others have passed last, and since then rank {rank} has "
+                f"made {group.next - top.groups.get(name, 0)} collectives in group {name!r}, which need all ranks"
+            )
 
 
 def _channels(here: Mapping[int, GroupFrontier]) -> Iterator[tuple[str, int, int]]:

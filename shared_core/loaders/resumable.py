@@ -179,6 +179,7 @@ class ResumableLoader:
         lazy: build iterators (and worker processes) at the first fetch: a newcomer restores before that.
         orders: where the order of each pass is published, so that its rest can be dealt out to another number of
             workers; None where that will not be asked for.
+        copied: another rank may be put where this one is, in its own part of the data.
 
     Raises:
         Unsupported: for ``in_order=False``, where the order of batches depends on time.
@@ -195,6 +196,7 @@ class ResumableLoader:
         ahead: int = 1,
         lazy: bool = False,
         orders: Orders | None = None,
+        copied: bool = False,
     ) -> None:
         self._swift_loader = loader
         self._swift_ahead = ahead
@@ -232,7 +234,8 @@ class ResumableLoader:
         if self._swift_indices is not None:
             self._swift_indices.announce = self._swift_notary
         self._swift_owned = OwnedState({"loader": loader})
-        self._swift_built = self._swift_owned.capture()["scalars"] if orders is not None else {}
+        self._swift_copied = copied
+        self._swift_built = self._swift_owned.capture()["scalars"] if orders is not None or copied else {}
 
     # -- what the wrapper looks like ----------------------------------------------------------------------------------
 
@@ -334,13 +337,24 @@ class ResumableLoader:
             "iterations": iterations,
             "recent": recent,
             "owned": owned,
+            "built": self._swift_built if self._swift_copied else {},
         }
 
-    def restore(self, state: Mapping[str, Any], position: Iterator[Any] | None = None) -> None:
+    def restore(
+        self, state: Mapping[str, Any], position: Iterator[Any] | None = None, *, copied: bool = False
+    ) -> None:
         """Put the wrapper, and the iteration ``position`` of this process, where :meth:`state` was taken.
 
         Global generators are left in an undefined state: the caller restores its own afterwards.
+
+        Args:
+            state: of this rank's predecessor.
+            position: an iterator of this loader.
+            copied: it is another rank's: what its sampler was built with (the rank) does not follow, what has changed
+                since does.
         """
+        if copied:
+            state = _as_copy(state)
         found = position if type(position) is Position else self._swift_position()
         own_iterator = isinstance(self._swift_loader, Iterator)
         # A loader that is its own iterator cannot be started anew: what this process took while starting up counts.
@@ -499,6 +513,19 @@ def changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[s
         for path, values in now.items()
         if (changed := {k: v for k, v in values.items() if k not in before.get(path, {}) or before[path][k] != v})
     }
+
+
+def _as_copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A place in the data without what the sampler and the data set were built with."""
+
+    def moved(owned: Mapping[str, Any]) -> dict[str, Any]:
+        return {**owned, "scalars": changes(state["built"], owned["scalars"])} if owned else {}
+
+    iterations = [
+        {**each, "owned": moved(each["owned"]), "owned_first": moved(each["owned_first"])}
+        for each in state["iterations"]
+    ]
+    return {**state, "owned": moved(state["owned"]), "iterations": iterations}
 
 
 def _all_known(loader: DataLoader[Any]) -> bool:

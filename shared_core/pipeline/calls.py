@@ -45,7 +45,7 @@ class Calls:
     def finished(self) -> bool:
         """Whether the next call has been finished by the predecessor, or by others without it, and is skipped."""
         if not self._job.joining:
-            return self._target is not None and self.count < self._target
+            return self.behind
         if self._target is None:
             published = self._job.peek(STATE)
             self._target = published["calls"] if published else 0
@@ -67,6 +67,11 @@ class Calls:
         self._recorded = {kind: self._job.remembered(kind) for kind in (_RESULTS, _DRAWS, _ENDS)}
         self._begins = count < self._target
         return self._begins
+
+    @property
+    def behind(self) -> bool:
+        """Whether the next call has been finished by others."""
+        return self._target is not None and self.count < self._target
 
     def comes_in(self) -> bool:
         """Whether this is the first call of a newcomer after those that others had finished, whose top it has passed;

@@ -93,6 +93,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self._shared: SharedReplay | None = None
         self._groups: PlannedGroups | None = None
         self._rerouting: Rerouting | None = None
+        self._others: list[dict[str, Any]] = []
         self._sent: dict[str, int] = {}
         self._micro_batch = self.timed = 0
         self.compute_s = 0.0
@@ -120,7 +121,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             self._job.unregister(SHARD)  # of an engine before
         self._job.register(STATE, self._capture, self._restore)
         self._calls = Calls(self._job)
-        if self._job.reroutes:
+        if self._job.reroutes and not evaluates(self.optimizer):
             self._rerouting = Rerouting(self, self._job)
         if self.grid.data_parallel_size > 1:
             return
@@ -230,6 +231,29 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             return self._rerouting.total_loss()
         return super()._aggregate_total_loss()
 
+    @property
+    def reroutes(self) -> bool:
+        """Whether training steps go on without lost workers."""
+        return self._rerouting is not None
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether this is a newcomer whose script is still at calls that others have finished."""
+        return self._calls is not None and (self._calls.behind or (self._job is not None and self._job.joining))
+
+    def wait_for_all(self) -> None:
+        """Let newcomers in until no worker is away (``on_failure="reroute"``). Called by all workers at the same place,
+        between two steps; a collective of all workers does so by itself.
+        """
+        if self._rerouting is not None:
+            self._rerouting.wait_for_all()
+
+    def destroy(self) -> None:
+        """As DeepSpeed's."""
+        if self._rerouting is not None and self._job is not None and not self._job.joining:
+            self._rerouting.close()
+        super().destroy()
+
     def clip_fp32_gradients(self) -> None:
         if self._rerouting is None:
             super().clip_fp32_gradients()
@@ -285,16 +309,30 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             source = data_iter if data_iter is not None else self.data_iterator
             draws = micro_batches if self.is_first_stage() or self.is_last_stage() else 0
             return self._calls.skip(source, draws)
-        if not self._calls.comes_in():
-            count, taken = self._calls.count, self._calls.draws
+        if self._calls.comes_in():
+            self._set_hyperparameters(self._others)
+        else:
+            count, taken, mine = self._calls.count, self._calls.draws, self._hyperparameters()
             self._calls.begin()
             self._job.batch_top()
             if self._job.rejoined and self._calls.let_in(count, taken):
+                # A scheduler of the script's steps through the calls that are skipped now.
+                self._others = self._hyperparameters()
+                self._set_hyperparameters(mine)
                 return self._call(micro_batches, data_iter, call, trains)
         self._after_top(self._job, trains)
         result = call()
         self._calls.done(result)
         return result
+
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        """Of the optimizer, where steps are re-routed."""
+        groups = self.optimizer.param_groups if self._rerouting is not None else []
+        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+    def _set_hyperparameters(self, values: list[dict[str, Any]]) -> None:
+        for group, value in zip(self.optimizer.param_groups if values else [], values, strict=True):
+            group.update(value)
 
     def _after_top(self, job: Job, trains: bool) -> None:
         job.mark()
@@ -310,7 +348,8 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         return 2 * int(self.micro_batches) * sum(t.numel() * t.element_size() for t in tensors)
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        self.before_step()
+        if self._rerouting is None:  # else it has been called, because gradients are clipped by now
+            self.before_step()
         with self._job.update() if self._job is not None and self._shard is not None else nullcontext():
             super()._take_model_step(*args, **kwargs)
 

@@ -7,6 +7,7 @@ loss, clipping, optimizer and scheduler stay DeepSpeed's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +22,14 @@ from shared_core.reroute.mail import Parts
 from shared_core.reroute.problem import Variant
 from shared_core.reroute.schedule import Topology, Worker
 from shared_core.reroute.step import Options, Result
+from shared_core.reroute.summing import unflatten
 
 if TYPE_CHECKING:
     from shared_core.job import Job
     from shared_core.pipeline.engine import SwiftPipelineEngine
+
+#: Kind under which the result of the last step is kept for newcomers that pass it by.
+_RESULT = "pipeline step"
 
 
 class Rerouting:
@@ -43,11 +48,12 @@ class Rerouting:
         variant, ordered = Variant(options.reroute_plan), options.reduction == "ordered"
         self._plans = Plans(self._topology, variant, ordered, job.folder / f"plans{job.attempt}", options.reroute_ahead)
         self._prepared: tuple[frozenset[Worker], bool] = (frozenset(), False)
+        self._layers = _Layers(engine, job)
         self._executor = Executor(
             self._topology,
             self._me,
             self._rank,
-            _Layers(engine, job),
+            self._layers,
             job.lane,
             lambda: bool(job.knocking()),
             self._plans,
@@ -59,8 +65,10 @@ class Rerouting:
             lambda kind, fields: job.event(kind, **fields),
         )
         self.result: Result | None = None
-        job.at_end(self._settle)  # others may need this worker until all have finished
-        job.at_end(self._plans.stop)
+        self._newest: Result | None = None
+        self._closed = False
+        job.before_collectives(self.wait_for_all)
+        job.at_end(self.close)  # others may need this worker until all have finished
 
     def _rank(self, worker: Worker) -> int:
         return int(self._engine.grid.stage_to_global(worker.stage, data=worker.pipeline))
@@ -90,7 +98,15 @@ class Rerouting:
             if executor.lane.generation == knock:  # else somebody was lost since, whose newcomer is not waited for
                 job.let_in(sorted(job.absent))
                 executor.leave()
-        while job.absent and not trains:
+        if not trains:
+            self.wait_for_all()
+
+    def wait_for_all(self) -> None:
+        """Let newcomers in until nobody is away. Called by all workers at the same place, at a batch top or after the
+        step that followed: newcomers begin at that top, and pass by that step.
+        """
+        executor, job = self._executor, self._job
+        while job.absent and not job.joining:
             self._settle()
             lane = executor.lane
             try:
@@ -99,8 +115,18 @@ class Rerouting:
             except LaneBroken:
                 continue
             if ranks:
+                if (gradients := executor.gradients) is not None and self._newest is not None:
+                    norm = self._engine._global_grad_norm
+                    job.remember(_RESULT, "", [self._newest.to_tensor(), gradients, norm])
                 job.let_in(ranks)
             executor.leave()
+
+    def close(self) -> None:
+        """There are no more steps: return when nobody needs this worker for one."""
+        if not self._closed:
+            self._closed = True
+            self._settle()
+            self._plans.stop()
 
     def _settle(self) -> None:
         try:
@@ -110,11 +136,28 @@ class Rerouting:
 
     def run(self) -> None:
         """Train on the next global batch."""
+        if self._job.ahead:
+            self._pass_by()
+            return
         try:
-            self.result = self._executor.run()
+            self.result = self._newest = self._executor.run()
         except RecoveryFailed as error:
             self._job.fall_back(str(error))
         self._prepare()
+
+    def _pass_by(self) -> None:
+        """The others had made this step when they let this newcomer in: count it, and take its data."""
+        engine = self._engine
+        if engine.is_first_stage() or engine.is_last_stage():
+            self._layers.items()
+        result, gradients, engine._global_grad_norm = self._job.remembered(_RESULT)[""]
+        for parameter, gradient in zip(
+            self._layers.parameters, unflatten(gradients, self._layers.parameters), strict=True
+        ):
+            parameter.grad = gradient  # hooks look at it; the update does nothing
+        engine.before_step()
+        engine._exec_optimizer_step()
+        self.result = replace(Result.from_tensor(result, self._topology), let_in=-1)
 
     def total_loss(self) -> Tensor:
         """The mean loss of the last global batch, with DeepSpeed's arithmetic."""
@@ -140,6 +183,7 @@ class _Layers:
     def __init__(self, engine: SwiftPipelineEngine, job: Job) -> None:
         self._engine, self._job = engine, job
         self._undo: Undo | None = None
+        self._shapes: list[list[tuple[int, ...]]] | None = None
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad and p.numel()]
 
     @property
@@ -149,7 +193,16 @@ class _Layers:
     def items(self) -> list[tuple[Parts, Parts]]:
         engine = self._engine
         drawn = [engine._next_batch() for _ in range(int(engine.micro_batches))]
-        return [(_parts(batch[0]), _parts(batch[1])) for batch in drawn]
+        items = [(_parts(batch[0]), _parts(batch[1])) for batch in drawn]
+        for item in items:
+            shapes = [[tuple(tensor.shape) for tensor in part] for part in item]
+            if self._shapes not in (None, shapes):
+                raise Unsupported(
+                    f"rank {self._job.rank}: a micro-batch has tensors of shapes {shapes}, those before it had "
+                    f"{self._shapes}. With on_failure='reroute' they must stay the same: use drop_last=True"
+                )
+            self._shapes = shapes
+        return items
 
     def forward(self, inputs: Parts, labels: Parts | None, pipeline: int, micro_batch: int) -> Parts:
         engine, before = self._engine, RawRandom()
@@ -178,10 +231,12 @@ class _Layers:
         for norm in norms:
             total += torch.tensor([norm or 0.0])
         total = total.pow(0.5)
+        self._engine._global_grad_norm = total
         coefficient = torch.tensor([float(self._engine.gradient_clipping())]) / (total + 1e-6)
         return float(torch.min(torch.tensor([1.0]), coefficient))
 
     def update(self, factor: float, tentative: bool) -> None:
+        self._engine.before_step()
         if tentative and self._undo is None:
             self._undo = Undo([self._engine.optimizer])
             self._undo.arm()

@@ -335,7 +335,8 @@ class Lanes:
         """All absent ranks, if the newcomers of all of them wait to be let in; else none.
 
         Args:
-            entry: number of the entry call in which this worker is. Who waits in another cannot be let in here.
+            entry: number of the entry call in which this worker is. Who waits in another cannot be let in here: where
+                that is waited for, all go back to the checkpoint.
             wait: block until they do, or another rank is lost.
 
         Raises:
@@ -356,7 +357,11 @@ class Lanes:
                 return ()
         elif not store.check(keys):
             return ()
-        return tuple(absent) if all(int(store.get(key)) == entry for key in keys) else ()
+        if all(int(store.get(key)) == entry for key in keys):
+            return tuple(absent)
+        if wait:
+            self._recovery.fall_back(f"newcomers of ranks {absent} are in another call of the program than the others")
+        return ()
 
     def let_in(self, ranks: Sequence[int]) -> bool:
         """Let newcomers in; whether they are in now. Called by all members of the newest lane at the same batch top.

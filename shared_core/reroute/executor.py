@@ -171,6 +171,13 @@ class Executor:
         assert self._mail is not None
         return self._mail.lane
 
+    @property
+    def gradients(self) -> Tensor | None:
+        """Of the last step, summed and not clipped; one after the other, see :func:`~shared_core.reroute.summing.flatten`.
+        None before the first."""
+        last = self._steps.get(self.step - 1)
+        return None if last is None else last.reduced
+
     def leave(self) -> None:
         """The lane is of no more use: newcomers are let in now."""
         self._mail = None

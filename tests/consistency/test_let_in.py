@@ -42,6 +42,13 @@ def test_a_newcomer_is_a_copy_of_a_replica_at_the_others_top() -> None:
     assert found.donors == {1: 3} and found.copies and not found.transfers
 
 
+def test_the_step_after_the_top_may_have_been_made() -> None:
+    """The newcomer begins at the top, where its donor's parameters are newer."""
+    found = plan(survivor(0, version=7), newcomer(1), survivor(2, version=7), survivor(3, version=7))
+    top = found.tops[1]
+    assert top is not None and (top.index, top.version) == (7, 6)
+
+
 def test_it_counts_only_in_its_own_groups() -> None:
     """A pair that it is in, one that it is not in, and a group whose members are all new."""
     pair = GroupFrontier((1, 3), 9, [9], [], [])
@@ -77,8 +84,16 @@ def test_two_newcomers_have_donors_of_their_own() -> None:
     ("fronts", "message"),
     [
         ([newcomer(0), survivor(1), newcomer(2), survivor(3)], "rank 0 has no replica left"),
-        ([survivor(0), newcomer(1), survivor(2), survivor(3, index=8)], "survivors stand at different batch tops"),
-        ([survivor(0), newcomer(1), survivor(2), survivor(3, version=7)], "rank 3 lets newcomers in where it stands"),
+        ([survivor(0), newcomer(1), survivor(2), survivor(3, index=8)], "survivors stand at different places"),
+        ([survivor(0), newcomer(1), survivor(2), survivor(3, version=7)], "survivors stand at different places"),
+        ([survivor(0), newcomer(1), survivor(2), survivor(3, version=8)], "rank 3 lets newcomers in more than a step"),
+        (
+            [
+                replace(front, groups={"w": world(7)}) if not front.newcomer else front
+                for front in (survivor(0), newcomer(1), survivor(2), survivor(3))
+            ],
+            "since then rank 0 has made 2 collectives in group 'w'",
+        ),
         ([survivor(0), newcomer(1), survivor(2), survivor(3, w=world(6))], "a collective of group 'w' is under way"),
         (
             [survivor(0), newcomer(1), survivor(2), survivor(3, w=replace(world(), done=[4]))],

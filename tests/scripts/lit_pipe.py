@@ -54,7 +54,9 @@ class Block(nn.Module):
 
 
 class Layers(pl.LightningModule):
-    """Blocks between two tied layers."""
+    """Blocks between two tied layers; or, if ``plain``, nothing that is tied or random."""
+
+    plain = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,6 +64,9 @@ class Layers(pl.LightningModule):
 
     def pipeline_layers(self) -> list[Any]:
         from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+        if self.plain:
+            return [LayerSpec(nn.Linear, WIDTH, WIDTH) if n % 2 else torch.tanh for n in range(8)]
 
         def tied() -> Any:
             return TiedLayerSpec("ends", nn.Linear, WIDTH, WIDTH)
@@ -137,9 +142,11 @@ def main() -> None:
     parser.add_argument("--calls", action="store_true", help="validate, fit, test, and fit on")
     parser.add_argument("--precision")
     parser.add_argument("--zero", action="store_true", help="ZeRO stage 1")
+    parser.add_argument("--plain", action="store_true", help="no tied layers, no dropout")
     parser.add_argument("--refuse", choices=sorted(REFUSED))
     parser.add_argument("--by-hand", action="store_true")
     args = parser.parse_args()
+    Layers.plain = args.plain
     report = Report()
     pl.seed_everything(7, verbose=False)
     if args.by_hand:

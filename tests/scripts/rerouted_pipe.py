@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--evaluate-after", type=int, default=0, help="steps; evaluation needs all workers")
+    parser.add_argument("--sum-after", type=int, nargs="*", default=(), help="steps; a sum over all workers")
     parser.add_argument("--decay", type=float, default=0.0, help="of the learning rate, in each step")
     parser.add_argument("--odd", type=int, nargs="*", default=(), help="micro-batches that have an odd label")
     parser.add_argument("--odd-value", type=float, default=0.0)
@@ -112,6 +113,10 @@ def main() -> None:
     for step in range(args.steps):
         Block.step = step
         losses.append(float(engine.train_batch(data)))
+        if step + 1 in args.sum_after:
+            total = torch.tensor(losses[-1])
+            dist.all_reduce(total)
+            losses.append(float(total))
         if step + 1 == args.evaluate_after:
             losses.append(float(engine.eval_batch(data)))
     digests = training_digest(net, [engine.optimizer], [], {"losses": losses})
