@@ -372,9 +372,9 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
             call._call_lightning_module_hook(trainer, hook, *arguments)
         if self._gradient_versions() != before:
             raise Unsupported(
-                "a hook on_after_backward or on_before_optimizer_step changed gradients; with on_failure='reroute' these "
-                "are the sum that peers may still ask for, so hooks may only look at them. Use gradient_clip_val, or "
-                "on_failure='replace'"
+                "a hook on_after_backward or on_before_optimizer_step changed gradients; with on_failure='reroute' "
+                "these are the sum that peers may still ask for, so hooks may only look at them. Use "
+                "gradient_clip_val, or on_failure='replace'"
             )
 
     def _gradient_versions(self) -> list[tuple[int, int]]:

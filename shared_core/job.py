@@ -423,6 +423,13 @@ class Job:
             self._join()
         self._leave_entry()
 
+    def between_calls(self) -> None:
+        """What the script does from here to the next batch top a newcomer does again, whose place is further on: small
+        results of collectives are kept for it.
+        """
+        with self._runtime.lock:
+            self._runtime.in_startup = True
+
     def _leave_entry(self) -> None:
         """What the script does between two entry calls is start-up, too, with operations that are counted apart."""
         with self._runtime.lock:

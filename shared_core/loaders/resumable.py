@@ -340,9 +340,7 @@ class ResumableLoader:
             "built": self._swift_built if self._swift_copied else {},
         }
 
-    def restore(
-        self, state: Mapping[str, Any], position: Iterator[Any] | None = None, *, copied: bool = False
-    ) -> None:
+    def restore(self, state: Mapping[str, Any], position: Iterator[Any] | None = None, *, copied: bool = False) -> None:
         """Put the wrapper, and the iteration ``position`` of this process, where :meth:`state` was taken.
 
         Global generators are left in an undefined state: the caller restores its own afterwards.

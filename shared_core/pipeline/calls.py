@@ -3,7 +3,7 @@
 A newcomer runs the script from its start. The calls that its predecessor had finished return at once what they
 returned then, and take from the data what they took, so the script comes to the predecessor's place with everything
 it computed from losses as it was. Random numbers that the script or its data draw between batches are drawn again
-from where the generators were.
+from where the generators were; collectives between calls give again what they gave, where that is small.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class Calls:
         write_random(self._recorded[_ENDS].get(str(self.count), {}))
         result = self._recorded[_RESULTS][str(self.count)]
         self.count += 1
+        self._job.between_calls()
         return result
 
     # -- live --------------------------------------------------------------------------------------
@@ -120,3 +121,4 @@ class Calls:
         self._job.remember(_RESULTS, str(self.count), result)
         self.count += 1
         self._end = RawRandom()
+        self._job.between_calls()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
 from shared_core.consistency.undo import Undo
@@ -221,7 +222,10 @@ class _Layers:
     def norm(self) -> float | None:
         if self._engine.gradient_clipping() <= 0.0:
             return None
-        norms = [p.grad.detach().float().norm(2.0) for p in self.parameters if p.grad is not None]
+        # DeepSpeed leaves other stages out, except layers that say that they are divided among workers.
+        first = self._engine.mpu.get_model_parallel_rank() == 0
+        counted = [p for p in self.parameters if first or is_model_parallel_parameter(p)]
+        norms = [p.grad.detach().float().norm(2.0) for p in counted if p.grad is not None]
         return float(torch.stack(norms).pow(2.0).sum().float()) if norms else 0.0
 
     def clip(self, norms: Sequence[float | None]) -> float:
@@ -231,6 +235,8 @@ class _Layers:
         for norm in norms:
             total += torch.tensor([norm or 0.0])
         total = total.pow(0.5)
+        part = total / self._engine.grid.data_parallel_size  # it averages over replicas, too
+        total = sum(([part] * self._engine.grid.data_parallel_size)[1:], start=part)
         self._engine._global_grad_norm = total
         coefficient = torch.tensor([float(self._engine.gradient_clipping())]) / (total + 1e-6)
         return float(torch.min(torch.tensor([1.0]), coefficient))

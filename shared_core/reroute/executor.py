@@ -173,8 +173,7 @@ class Executor:
 
     @property
     def gradients(self) -> Tensor | None:
-        """Of the last step, summed and not clipped; one after the other, see :func:`~shared_core.reroute.summing.flatten`.
-        None before the first."""
+        """Of the last step, one after the other: summed, not clipped. None before the first."""
         last = self._steps.get(self.step - 1)
         return None if last is None else last.reduced
 

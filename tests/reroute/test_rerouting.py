@@ -44,7 +44,10 @@ def test_a_newcomer_is_let_in(jobs: Jobs, rank: str) -> None:
 @pytest.mark.parametrize("rank", most("0123", "0", "1", "2"))
 def test_a_collective_waits_for_all(jobs: Jobs, rank: str) -> None:
     """One newcomer passes by the step in which its predecessor was lost, the other several."""
-    faults = [Fault(int(rank), 2, "reroute.action", "SIGKILL", nth=3), Fault(int(rank) ^ 2, 4, "reroute.step", "SIGKILL")]
+    faults = [
+        Fault(int(rank), 2, "reroute.action", "SIGKILL", nth=3),
+        Fault(int(rank) ^ 2, 4, "reroute.step", "SIGKILL"),
+    ]
     result = run(jobs, faults, ["--sum-after", "2", "5"])
     assert [event.rank for event in result.kinds("let_in")] == [int(rank), int(rank) ^ 2], result.tail()
 
