@@ -68,6 +68,16 @@ def _with_faults(point: str, execute: Callable[..., None]) -> Callable[..., None
     return run
 
 
+class _LayerSeeds:
+    """``seed_fn`` of a module; see :meth:`SwiftPipelineEngine._seed_layers`."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __call__(self, value: int) -> None:
+        seed_random(layer_seed(self._seed, value // _LAYERS, value % _LAYERS))
+
+
 class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
     """A :class:`deepspeed.PipelineEngine` whose stages survive; made by :func:`shared_core.pipeline.initialize`.
 
@@ -152,11 +162,11 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         DeepSpeed calls ``seed_fn(base_seed * n + layer)`` before each layer, with a number n that grows by one with
         each micro-batch and that a recomputed layer sees again; :meth:`offset_of` says which.
         """
-        module, seed = self.module, self._options.seed
-        if module.seed_layers:
+        module = self.module
+        if module.seed_layers and not isinstance(module.seed_fn, _LayerSeeds):  # of an engine before
             raise ConfigError("PipelineModule(seed_layers=True) and randomness='seeded' exclude each other")
         module.seed_layers, module.base_seed = True, _LAYERS
-        module.seed_fn = lambda value: seed_random(layer_seed(seed, value // _LAYERS, value % _LAYERS))
+        module.seed_fn = _LayerSeeds(self._options.seed)
 
     def number_of(self, micro_batch: int, pipeline: int | None = None) -> int:
         """Number of a micro-batch of the present step, of this pipeline or another, counted over all steps."""

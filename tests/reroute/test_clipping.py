@@ -20,7 +20,7 @@ ORDERED = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "
 STAGGERED = ORDERED | {"SWIFT_RECOVERY_REROUTE_PLAN": "staggered"}
 WAITING = ORDERED | {"SWIFT_RECOVERY_REROUTE_PLAN": "decoupled"}
 #: Steps 2 (counted from 0), 5 and 7 have a label that makes one stage's gradients, or all of them, larger than allowed.
-CLIPPED = ("--clip", "2.5", "--steps", "9", "--decay", "0.1", "--odd", "10", "21", "30", "--odd-value", "100")
+CLIPPED = ("--clip", "2.5", "--steps", "9", "--decay", "0.1", "--odd", "10", "21", "30", "--odd-value", "300")
 
 
 def check(
