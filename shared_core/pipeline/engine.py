@@ -318,7 +318,8 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         if self._calls.finished():
             source = data_iter if data_iter is not None else self.data_iterator
             draws = micro_batches if self.is_first_stage() or self.is_last_stage() else 0
-            return self._calls.skip(source, draws)
+            result, self._global_grad_norm = self._calls.skip(source, draws)
+            return result
         if self._calls.comes_in():
             self._set_hyperparameters(self._others)
         else:
@@ -332,7 +333,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
                 return self._call(micro_batches, data_iter, call, trains)
         self._after_top(self._job, trains)
         result = call()
-        self._calls.done(result)
+        self._calls.done([result, self._global_grad_norm])
         return result
 
     def _hyperparameters(self) -> list[dict[str, Any]]:

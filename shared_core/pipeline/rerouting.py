@@ -158,6 +158,7 @@ class Rerouting:
             parameter.grad = gradient  # hooks look at it; the update does nothing
         engine.before_step()
         engine._exec_optimizer_step()
+        self._executor.step = int(engine.global_steps)
         self.result = replace(Result.from_tensor(result, self._topology), let_in=-1)
 
     def total_loss(self) -> Tensor:

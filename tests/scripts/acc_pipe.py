@@ -24,10 +24,11 @@ class Block(nn.Module):
 
     report: Report
     step = ""
+    dropout = 0.1
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(self.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Block.report.count(Block.step)
@@ -120,6 +121,9 @@ def main() -> None:
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--plain-data", action="store_true", help="neither shuffled nor noisy")
+    parser.add_argument("--shuffled", action="store_true", help="and not noisy")
+    parser.add_argument("--no-dropout", action="store_true")
+    parser.add_argument("--gather", action="store_true", help="the loss, in each epoch's second batch")
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--save", action="store_true", help="after each epoch")
     parser.add_argument("--resume", help="a checkpoint, written after the first epoch of another run")
@@ -129,6 +133,7 @@ def main() -> None:
     args = parser.parse_args()
     report, out = Report(), Path(os.environ[OUT])
     Block.report = report
+    Block.dropout = 0.0 if args.no_dropout else Block.dropout
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if args.by_hand:
         by_hand(args, report)
@@ -147,8 +152,8 @@ def main() -> None:
     torch.manual_seed(5)
     net = plugin.pipeline_module(layers(args.tied), nn.MSELoss())
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    noisy, batch = not args.plain_data, ROWS * MICRO_BATCHES
-    train = DataLoader(data(args.samples, noisy), batch_size=batch, shuffle=noisy)
+    noisy, batch = not (args.plain_data or args.shuffled), ROWS * MICRO_BATCHES
+    train = DataLoader(data(args.samples, noisy), batch_size=batch, shuffle=not args.plain_data)
     held_out = DataLoader(data(2 * batch, False), batch_size=batch // 2)
     model, optimizer, train, held_out, scheduler = accelerator.prepare(
         net, optimizer, train, held_out, schedule(optimizer)
@@ -169,6 +174,8 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
             seen.losses.append(loss.item())
+            if args.gather and step == 1:
+                seen.losses.append(float(accelerator.gather(loss + accelerator.process_index).sum()))
             assert step < 100
         if args.evaluate:
             model.eval()
