@@ -29,11 +29,13 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
 }
 
 
-def run(jobs: Jobs, script: str, faults: Sequence[Fault], args: Sequence[str]) -> JobResult:
+def run(
+    jobs: Jobs, script: str, faults: Sequence[Fault], args: Sequence[str], parts: Sequence[str] | None = None
+) -> JobResult:
     """Train with faults; equal by hash to stock DeepSpeed, on every rank, and nobody goes back to a checkpoint."""
     reference = jobs.reference(script, nproc=4, args=args)
     result = jobs.run(script, nproc=4, args=args, faults=faults, env=ORDERED)
-    compare(result, reference)
+    compare(result, reference, parts)
     assert not result.kinds("restart") and len(result.struck) == len(faults), result.tail()
     assert len(result.kinds("let_in")) == len(faults) and result.kinds("rerouted"), result.tail()
     return result
@@ -43,3 +45,44 @@ def run(jobs: Jobs, script: str, faults: Sequence[Fault], args: Sequence[str]) -
 def test_a_stage_is_lost_under_lightning(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     run(jobs, LIGHTNING, faults, ["--plain", *args])
+
+
+ACCELERATE = "acc_pipe.py"
+#: Three steps an epoch.
+LOOPS: dict[str, tuple[list[str], list[Fault]]] = {
+    "first_and_last_stage": (
+        ["--shuffled", "--clip", "0.5", "--evaluate", "--save", "--gather"],
+        [Fault(0, 2, "reroute.action", "SIGKILL", nth=3), Fault(3, 6, "reroute.action", "SIGKILL", nth=4)],
+    ),
+    "last_step": (["--plain-data"], [Fault(1, 6, "reroute.step", "SIGKILL")]),
+    "replicas_in_turn": (
+        ["--shuffled", "--gather"],
+        [Fault(2, 2, "reroute.action", "SIGKILL", nth=5), Fault(3, 4, "reroute.reduce", "SIGKILL")],
+    ),
+    "saved": (["--plain-data", "--save"], [Fault(2, 3, "reroute.action", "SIGKILL", nth=2)]),
+}
+#: Not the generators: a newcomer has those of the peer that it is a copy of.
+COMPARED = ("parameters", "buffers", "optimizers", "schedulers", "losses", "trained")
+
+
+@pytest.mark.parametrize("name", most(LOOPS, *(LOOPS.keys() - {"first_and_last_stage"})))
+def test_a_stage_is_lost_under_accelerate(name: str, jobs: Jobs) -> None:
+    args, faults = LOOPS[name]
+    run(jobs, ACCELERATE, faults, ["--no-dropout", *args], COMPARED)
+
+
+#: What is refused: script, its arguments, what is said.
+REFUSED: dict[str, tuple[str, list[str], str]] = {
+    "tied": (LIGHTNING, [], "on_failure='reroute' cannot be used with tied layers"),
+    "bf16": (LIGHTNING, ["--plain", "--precision", "bf16-true"], "cannot be used with bf16 and ZeRO-1"),
+    "changed": (LIGHTNING, ["--plain", "--change-gradients"], "so hooks may only look at them"),
+    "zero": (ACCELERATE, ["--zero"], "cannot be used with bf16 and ZeRO-1"),
+    "shapes": (LIGHTNING, ["--plain", "--rows", "44"], "With on_failure='reroute' they must stay the same"),
+}
+
+
+@pytest.mark.parametrize("name", most(REFUSED, *(REFUSED.keys() - {"changed"})))
+def test_what_cannot_be_rerouted_is_refused(name: str, jobs: Jobs) -> None:
+    script, args, message = REFUSED[name]
+    result = jobs.run(script, nproc=4, args=args, env=ORDERED)
+    assert result.status != 0 and message in result.stderr, result.tail()

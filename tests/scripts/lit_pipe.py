@@ -56,7 +56,7 @@ class Block(nn.Module):
 class Layers(pl.LightningModule):
     """Blocks between two tied layers; or, if ``plain``, nothing that is tied or random."""
 
-    plain = False
+    plain = changes = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,6 +79,8 @@ class Layers(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norm = sum(p.grad.square().sum() for p in self.parameters() if p.grad is not None)
         self.hooks.append(digest(norm))
+        for p in self.parameters() if self.changes else ():
+            p.grad *= 0.5
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -143,10 +145,12 @@ def main() -> None:
     parser.add_argument("--precision")
     parser.add_argument("--zero", action="store_true", help="ZeRO stage 1")
     parser.add_argument("--plain", action="store_true", help="no tied layers, no dropout")
+    parser.add_argument("--change-gradients", action="store_true", help="in a hook")
+    parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--refuse", choices=sorted(REFUSED))
     parser.add_argument("--by-hand", action="store_true")
     args = parser.parse_args()
-    Layers.plain = args.plain
+    Layers.plain, Layers.changes = args.plain, args.change_gradients
     report = Report()
     pl.seed_everything(7, verbose=False)
     if args.by_hand:
@@ -173,7 +177,7 @@ def main() -> None:
     if args.test or args.calls:
         extra["validated"] = trainer.validate(module, val, verbose=False)
         tell("validated")
-    trainer.fit(module, loader(48, 1), val)
+    trainer.fit(module, loader(args.rows, 1), val)
     if args.test or args.calls:
         tell("fitted")
         extra["tested"] = trainer.test(module, val, verbose=False)
