@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from lightning_swift.data import Data
 from lightning_swift.loggers import Loggers
 from lightning_swift.results import Results
 from shared_core import Job
+from shared_core.recovery.plain import dumps, loads
 from shared_core.recovery.values import decode, encode, encode_state
 
 _METRIC_INTERNALS = frozenset(
@@ -163,8 +165,15 @@ class RunState:
 
     def _restore_results(self, data: Any) -> None:
         self._results.restore(data)
-        if self._job.added:
+        if self._job.added and not self._job.reroutes:  # then all ranks have the same
             self._results.reset()
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """The module's own attributes, metrics among them, are afterwards as they were."""
+        before = dumps(self._capture_module())
+        yield
+        self._holders("module").restore(loads(before))
 
     def _capture_schedulers(self) -> Any:
         return [encode_state(config.scheduler.state_dict()) for config in self.trainer.strategy.lr_scheduler_configs]

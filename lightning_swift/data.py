@@ -12,6 +12,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSize, _MinSize
 from torch.utils._pytree import tree_unflatten
 
+from lightning_swift.sharing import SharedLoader
 from shared_core.errors import Unsupported
 from shared_core.loaders import Position, ResumableLoader, read_random, write_random
 
@@ -160,7 +161,8 @@ def unwrap(trainer: pl.Trainer) -> None:
         combined = loop._combined_loader
         if combined is not None:
             combined.flattened = [
-                loader.wrapped if isinstance(loader, ResumableLoader) else loader for loader in combined.flattened
+                loader.wrapped if isinstance(loader, (ResumableLoader, SharedLoader)) else loader
+                for loader in combined.flattened
             ]
 
 

@@ -131,6 +131,11 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        if self.config.on_failure == "reroute":
+            raise Unsupported(
+                "on_failure='reroute' for pipelines under Lightning is not in this version: choose "
+                "on_failure='replace', or a loop of your own (shared_core.pipeline)"
+            )
         if self.config.resizes:
             raise Unsupported(
                 "a pipeline cannot go on with another number of workers: use on_failure='replace' or 'restart', and "
