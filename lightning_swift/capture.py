@@ -57,7 +57,7 @@ class RunState:
             ("callbacks.user", self._of("user callbacks").capture, self._of("user callbacks").restore, True),
             ("results", self._results.capture, self._restore_results, True),
             ("schedulers", self._capture_schedulers, self._restore_schedulers, False),
-            ("data", self.data.capture, lambda data: self.data.restore(data, resized=job.resized), False),
+            ("data", self.data.capture, self._restore_data, False),
         ):
             job.register(f"lightning.{name}", capture, restore, forward_mutated=forward)
         job.register("lightning.loggers", self.loggers.capture, self.loggers.restore, main=True)
@@ -174,6 +174,9 @@ class RunState:
         before = dumps(self._capture_module())
         yield
         self._holders("module").restore(loads(before))
+
+    def _restore_data(self, data: Mapping[str, Any]) -> None:
+        self.data.restore(data, resized=self._job.resized, copied=self._job.added and self._job.reroutes)
 
     def _capture_schedulers(self) -> Any:
         return [encode_state(config.scheduler.state_dict()) for config in self.trainer.strategy.lr_scheduler_configs]

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_unflatten
 from lightning_swift.sharing import SharedLoader
 from shared_core.errors import Unsupported
 from shared_core.loaders import Position, ResumableLoader, read_random, write_random
+from shared_core.loaders.resumable import of_a_peer
 
 
 class Data:
@@ -101,12 +102,13 @@ class Data:
 
     # -- restore ------------------------------------------------------------------------------------------------------
 
-    def restore(self, data: Mapping[str, Any], resized: bool = False) -> None:
+    def restore(self, data: Mapping[str, Any], resized: bool = False, copied: bool = False) -> None:
         """Put back what :meth:`capture` took.
 
         Args:
             data: from this rank's predecessor.
             resized: of another number of workers.
+            copied: it is that of a peer.
         """
         self._ordinary = None if resized else data["ordinary"]
         fit, val = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
@@ -121,7 +123,7 @@ class Data:
                     fit._data_fetcher.length = length
                     self._shorten()
         if val._combined_loader is not None and data["val"] is not None:
-            _restore_combined(val._combined_loader, data["val"])
+            _restore_combined(val._combined_loader, data["val"], copied)
 
     def _request_again(self, data: Mapping[str, Any]) -> None:
         """``reload_dataloaders_every_n_epochs``: call the user's hooks as they were last called, in the epoch of
@@ -196,10 +198,10 @@ def _capture_combined(combined: CombinedLoader | None, between: bool) -> Any:
     }
 
 
-def _restore_combined(combined: CombinedLoader, data: Mapping[str, Any]) -> None:
+def _restore_combined(combined: CombinedLoader, data: Mapping[str, Any], copied: bool = False) -> None:
     for loader, position, state in zip(combined.flattened, _positions(combined), data["loaders"], strict=True):
         if isinstance(loader, ResumableLoader) and state is not None:
-            loader.restore(state, position)
+            loader.restore(of_a_peer(state) if copied else state, position)
     iterator = combined._iterator
     if iterator is not None and data["index"] is not None:
         iterator._idx = data["index"]

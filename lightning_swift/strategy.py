@@ -311,6 +311,7 @@ class SwiftDDPStrategy(DDPStrategy):
             ahead=1 if trainer.training else 0,
             lazy=self.joining,
             orders=self.job.orders if trainer.training else None,
+            copied=self.reroutes,
         )
 
     # -- batch tops ---------------------------------------------------------------------------------------------------

@@ -73,7 +73,8 @@ def main() -> None:
     )
     trainer.fit(module, loader(150, augment=True, num_workers=args.workers), loader(48, shuffle=False, first=1000))
     digests = final_digests(trainer, module)
-    report.finish(digests | {"seen": digest(module.seen)})
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    report.finish(digests | {"seen": digest(module.seen)}, logged=logged)
 
 
 if __name__ == "__main__":
