@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from lightning_swift.attributes import Holder, Holders
 from lightning_swift.data import Data
-from lightning_swift.loggers import Loggers
+from lightning_swift.loggers import Loggers, Missed
 from lightning_swift.results import Results
 from shared_core import Job
 from shared_core.recovery.plain import dumps, loads
@@ -61,6 +61,8 @@ class RunState:
         ):
             job.register(f"lightning.{name}", capture, restore, forward_mutated=forward)
         job.register("lightning.loggers", self.loggers.capture, self.loggers.restore, main=True)
+        if job.reroutes:
+            Missed(job, self.trainer, self.loggers)
 
     def forget(self) -> None:
         """Look up anew what there is to visit: the entry has added modules or callbacks."""

@@ -67,7 +67,7 @@ class SharedLoader:
     def __iter__(self) -> Iterator[Any]:
         fit = self._trainer.fit_loop
         while (number := fit.epoch_loop.batch_progress.current.ready) < self.shards.per_epoch:
-            yield self.shards.read(self._rank, fit.epoch_progress.current.processed, number)
+            yield self.shards.read(self._rank, self._trainer.current_epoch, number)
 
 
 class _Recorder(_ResultCollection):
@@ -268,7 +268,7 @@ class Sharing:
         """Forward and backward of a lost rank's batch: ``training_step``, and no other hook of its callbacks."""
         trainer, loop, strategy = self._trainer, self._trainer.fit_loop, self._trainer.strategy
         batch = trainer.precision_plugin.convert_input(
-            self._loader.shards.read(rank, loop.epoch_progress.current.processed, index)
+            self._loader.shards.read(rank, trainer.current_epoch, index)
         )
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
         batch = strategy.batch_to_device(batch, dataloader_idx=0)

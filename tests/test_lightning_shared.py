@@ -54,6 +54,11 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "accumulate_short": (["--feature", "accumulate"], [Fault(0, 7, "reroute.forward", "SIGKILL")]),
     "half_epochs": (["--feature", "half_epochs"], [Fault(1, 2, "reroute.forward", "SIGKILL")]),
     "bf16": (["--feature", "bf16"], [Fault(2, 3, "reroute.backward", "SIGKILL")]),
+    "fits": (["--feature", "fits"], [Fault(1, 17, "reroute.forward", "SIGKILL")]),
+    "between_fits": (["--feature", "fits"], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
+    "files": (["--feature", "files"], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
+    "files_of_rank_0": (["--feature", "files"], [Fault(0, 3, "reroute.reduce", "SIGKILL")]),
+    "files_of_rank_0_at_the_top": (["--feature", "files"], [Fault(0, 4, "batch_top", "SIGKILL")]),
     "workers": (["--workers", "1"], [Fault(0, 3, "reroute.forward", "SIGKILL")]),
 }
 

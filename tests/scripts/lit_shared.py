@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lit_parts import OUT, Net, loader
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lit_parts import OUT, Net, checkpoints, loader
 from torch.nn import functional as F
 
 from shared_core.testing.digest import digest
@@ -38,8 +43,36 @@ class Logs(Net):
         return loss
 
 
+class Counts(Logs):
+    """With an object of torchmetrics."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        self.accuracy(self(x), y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def _files() -> dict[str, Any]:
+    callbacks = [
+        ModelCheckpoint(f"{OUT}/best", monitor="val_loss", save_top_k=2, save_last=True),
+        ModelCheckpoint(f"{OUT}/steps", every_n_train_steps=5, save_top_k=-1),
+        EarlyStopping("loss_epoch", patience=3),
+        LearningRateMonitor(),
+    ]
+    return {"enable_checkpointing": True, "callbacks": callbacks, "logger": CSVLogger(OUT, "csv")}
+
+
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
+    "exact": {},
+    "fits": {},
+    "metrics": {},
+    "files": {},
     "clip": {"gradient_clip_val": 0.1},
     "accumulate": {"accumulate_grad_batches": 3},
     "half_epochs": {"val_check_interval": 0.5},
@@ -56,7 +89,16 @@ def main() -> None:
     report = Report()
     pl.seed_everything(7, verbose=False)
     strategy, callbacks = strategy_and_callbacks("strategy", {})
-    module = Logs(scheduler="step")
+    exact = args.feature == "exact"
+    kind = {"metrics": Counts, "exact": Net}.get(args.feature, Logs)
+    module = kind(scheduler="step")
+    options: dict[str, Any] = {
+        "callbacks": [],
+        "logger": False,
+        "enable_checkpointing": False,
+        **FEATURES[args.feature],
+        **(_files() if args.feature == "files" else {}),
+    }
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
@@ -64,17 +106,37 @@ def main() -> None:
         max_epochs=args.epochs,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=False,
-        logger=False,
         log_every_n_steps=2,
-        callbacks=[*callbacks, Counting(report)],
+        callbacks=[*options.pop("callbacks"), *callbacks, Counting(report)],
         default_root_dir=OUT,
-        **FEATURES[args.feature],
+        **options,
     )
-    trainer.fit(module, loader(150, augment=True, num_workers=args.workers), loader(48, shuffle=False, first=1000))
+    train = loader(150, augment=not exact, num_workers=args.workers)
+    validate = loader(48, shuffle=False, first=1000)
+    trainer.fit(module, train, validate)
+    if args.feature == "fits":
+        trainer.test(module, validate, verbose=False)
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module, train, validate)
     digests = final_digests(trainer, module)
+    if args.feature == "files":
+        trainer.strategy.barrier()
+        digests |= checkpoints()
+        digests["rows"] = digest(_rows())
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    report.finish(digests | {"seen": digest(module.seen)}, logged=logged)
+    report.finish(digests | {"seen": digest(getattr(module, "seen", 0))}, logged=logged)
+
+
+def _rows() -> list[dict[str, str]]:
+    """What the log file says, without the product's own rows."""
+    rows: list[dict[str, str]] = []
+    for path in sorted(Path(OUT).rglob("metrics.csv")):
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                kept = {name: value for name, value in row.items() if value and not name.startswith("swift")}
+                if kept.keys() - {"step", "epoch"}:
+                    rows.append(kept)
+    return rows
 
 
 if __name__ == "__main__":
