@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,9 +17,10 @@ from torchmetrics import Metric
 
 from lightning_swift.attributes import Holder, Holders
 from lightning_swift.data import Data
-from lightning_swift.loggers import Loggers
+from lightning_swift.loggers import Loggers, Missed
 from lightning_swift.results import Results
 from shared_core import Job
+from shared_core.recovery.plain import dumps, loads
 from shared_core.recovery.values import decode, encode, encode_state
 
 _METRIC_INTERNALS = frozenset(
@@ -59,6 +61,8 @@ class RunState:
         ):
             job.register(f"lightning.{name}", capture, restore, forward_mutated=forward)
         job.register("lightning.loggers", self.loggers.capture, self.loggers.restore, main=True)
+        if job.reroutes:
+            Missed(job, self.trainer, self.loggers)
 
     def forget(self) -> None:
         """Look up anew what there is to visit: the entry has added modules or callbacks."""
@@ -157,16 +161,22 @@ class RunState:
     def _restore_module(self, data: Mapping[str, Any]) -> None:
         self._holders("module").restore(data)
         strategy: Any = self.trainer.strategy
-        if self._job.added and not strategy.logs_alike:
+        if self._job.added and not strategy.metrics_alike:
             for child in self._model()[0]:
                 if isinstance(child, Metric):
                     child.reset()  # what another rank has seen
 
     def _restore_results(self, data: Any) -> None:
         self._results.restore(data)
-        strategy: Any = self.trainer.strategy
-        if self._job.added and not strategy.logs_alike:
+        if self._job.added and not self._job.reroutes:  # then all ranks have the same
             self._results.reset()
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """The module's own attributes, metrics among them, are afterwards as they were."""
+        before = dumps(self._capture_module())
+        yield
+        self._holders("module").restore(loads(before))
 
     def _restore_data(self, data: Mapping[str, Any]) -> None:
         self.data.restore(data, resized=self._job.resized, copied=self._job.added and self._job.reroutes)

@@ -12,6 +12,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSize, _MinSize
 from torch.utils._pytree import tree_unflatten
 
+from lightning_swift.sharing import SharedLoader
 from shared_core.errors import Unsupported
 from shared_core.loaders import Position, ResumableLoader, read_random, write_random
 
@@ -106,7 +107,7 @@ class Data:
         Args:
             data: from this rank's predecessor.
             resized: of another number of workers.
-            copied: it is a peer's, who reads another part of the data.
+            copied: it is that of a peer, who reads another part of the data.
         """
         self._ordinary = None if resized else data["ordinary"]
         fit, val = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
@@ -161,7 +162,8 @@ def unwrap(trainer: pl.Trainer) -> None:
         combined = loop._combined_loader
         if combined is not None:
             combined.flattened = [
-                loader.wrapped if isinstance(loader, ResumableLoader) else loader for loader in combined.flattened
+                loader.wrapped if isinstance(loader, (ResumableLoader, SharedLoader)) else loader
+                for loader in combined.flattened
             ]
 
 

@@ -11,7 +11,7 @@ import csv
 import json
 import os
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import lightning.pytorch.loggers.tensorboard as tensorboard
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_swift.attributes import Holder
-from shared_core import current_job
+from shared_core import Job, current_job
 from shared_core.recovery.values import decode, encode
 
 _JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
@@ -257,6 +257,52 @@ class Loggers:
         if id(logger) not in self._others:
             self._others[id(logger)] = Holder(logger, frozenset())
         return self._others[id(logger)]
+
+
+class Missed:
+    """What rank 0 would have logged while it is away (``on_failure="reroute"``). The others keep it for its newcomer.
+
+    Args:
+        job: of this worker.
+        trainer: whose loggers are meant.
+        loggers: their state.
+    """
+
+    def __init__(self, job: Job, trainer: pl.Trainer, loggers: Loggers) -> None:
+        self._job, self._trainer, self._loggers = job, trainer, loggers
+        #: Batch top before it, number of the logger, scalars and step of each row.
+        self._rows: list[tuple[int, int, dict[str, Any], int | None]] = []
+        #: Of the worker whose place this one takes.
+        self._before = job.peek("lightning.missed"), job.peek("lightning.loggers")
+        if job.rank != 0:
+            for number, logger in enumerate(trainer.loggers):
+                logger.log_metrics = partial(self._note, number)  # type: ignore[method-assign]
+        job.register("lightning.missed", self._capture, self._restore)
+
+    def _note(self, number: int, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        plain = {name: v.item() if hasattr(v, "item") else v for name, v in metrics.items()}
+        self._rows.append((self._job.tops, number, plain, step))
+
+    def _capture(self) -> Any:
+        if 0 not in self._job.absent:
+            # A loss of rank 0 may not be known yet, and its newest batch top is that of an accumulation window.
+            oldest = self._job.tops - 2 * self._trainer.accumulate_grad_batches - 2
+            self._rows = [row for row in self._rows if row[0] >= oldest]
+        return {"top": self._job.tops, "rows": list(self._rows)}
+
+    def _restore(self, data: Mapping[str, Any]) -> None:
+        """Of a peer: in a newcomer of rank 0, go on where its predecessor had published its logs."""
+        if self._job.rank != 0:
+            self._rows = list(data["rows"])
+            return
+        place, loggers = self._before
+        if self._job.joining or not self._job.added or place is None:
+            return
+        self._loggers.restore(loggers)
+        for top, number, metrics, step in data["rows"]:
+            if top >= place["top"]:
+                self._trainer.loggers[number].log_metrics(metrics, step)
+                self._trainer.loggers[number].save()
 
 
 def _is_local(path: str) -> bool:

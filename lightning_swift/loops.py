@@ -7,6 +7,7 @@ state of their own: the objects that Lightning and the user hold stay the same.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,15 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 
+from lightning_swift.sharing import SharedClosure
+from shared_core.errors import Unsupported
 from shared_core.testing import inject
 
 if TYPE_CHECKING:
@@ -40,14 +45,43 @@ class SwiftTrainingEpochLoop(_TrainingEpochLoop):
         # `ready == 0`.
         automatic = self.trainer.lightning_module.automatic_optimization
         pending = automatic and self.batch_progress.current.ready % self.trainer.accumulate_grad_batches != 0
-        _strategy(self.trainer).batch_top(accumulating=pending)
-        super().advance(data_fetcher)
+        strategy = _strategy(self.trainer)
+        strategy.batch_top(accumulating=pending)
+        sharing = strategy.sharing
+        if sharing is None:
+            super().advance(data_fetcher)
+            return
+        if not sharing.behind:
+            sharing.begin_batch()
+            try:
+                super().advance(data_fetcher)
+            except StopIteration as stop:
+                raise Unsupported(
+                    "on_failure='reroute' does not support on_train_batch_start() that returns -1: use "
+                    "limit_train_batches, or choose on_failure='replace'"
+                ) from stop
+            if not self.done and not self._should_check_val_fx(data_fetcher):
+                return
+            # What follows talks to all workers. A newcomer is let in at a batch top, so this is one.
+            sharing.behind = True
+            strategy.batch_top(accumulating=self._should_accumulate())
+        sharing.wait_for_all()
+        sharing.behind = False
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Rank 0's flag, which :class:`SwiftSignalConnector` never sets; it would wait for workers that are away."""
         job = _strategy(self.trainer).job
         if job is None or not job.reroutes:
             super()._broadcast_sigterm_tensor()
+
+
+class SwiftAutomaticOptimization(_AutomaticOptimization):
+    """Under ``reroute`` a batch is that of all ranks."""
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        closure = super()._make_closure(kwargs, optimizer, batch_idx)
+        sharing = _strategy(self.trainer).sharing
+        return closure if sharing is None else SharedClosure(closure, sharing)
 
 
 class SwiftFitLoop(_FitLoop):
@@ -113,6 +147,7 @@ class SwiftSignalConnector(_SignalConnector):
 
 _CLASSES: tuple[tuple[type, type], ...] = (
     (_TrainingEpochLoop, SwiftTrainingEpochLoop),
+    (_AutomaticOptimization, SwiftAutomaticOptimization),
     (_FitLoop, SwiftFitLoop),
     (_EvaluationLoop, SwiftEvaluationLoop),
     (_PredictionLoop, SwiftPredictionLoop),
@@ -126,11 +161,9 @@ def adopt_loops(trainer: pl.Trainer) -> None:
     Raises:
         Unsupported: for a loop class of the user's own.
     """
-    from shared_core.errors import Unsupported
-
     fit = trainer.fit_loop
     parts: list[Any] = [fit, fit.epoch_loop, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
-    parts += [trainer.predict_loop, trainer._signal_connector]
+    parts += [fit.epoch_loop.automatic_optimization, trainer.predict_loop, trainer._signal_connector]
     for part in parts:
         ours = dict(_CLASSES).get(type(part))
         if ours is not None:

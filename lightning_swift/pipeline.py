@@ -90,7 +90,7 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
     """
 
     strategy_name = "swift_deepspeed_pipeline"
-    reroutes = logs_alike = True
+    metrics_alike = True
 
     def __init__(
         self,
@@ -156,6 +156,11 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         self._shapes: list[list[int]] | None = None
 
     # -- places -------------------------------------------------------------------------------------------------------
+
+    @property
+    def reroutes(self) -> bool:
+        """Never: the engine does."""
+        return False
 
     @property
     def pipelines(self) -> int:

@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 from lightning_swift.capture import RunState
 from lightning_swift.launcher import SwiftLauncher
 from lightning_swift.loops import adopt_loops
+from lightning_swift.sharing import SharedLoader, Sharing
 from lightning_swift.support import check_ddp_options, check_device, check_trainer, refuse_strategy
 from shared_core import Job, hand_over, install, launched_by_swiftrun
 from shared_core.cluster.handover import under_plain_torchrun, warn_plain_torchrun_once
 from shared_core.config import SwiftConfig
-from shared_core.errors import Unsupported
 from shared_core.loaders import wrap_loader
 from shared_core.testing import inject
 
@@ -47,8 +47,8 @@ class SwiftDDPStrategy(DDPStrategy):
 
     Args:
         standbys: processes kept ready to replace a lost worker, when this strategy starts ``swiftrun`` itself.
-        on_failure: ``replace`` a lost worker, ``shrink``: go on with fewer, or ``restart`` all from the newest
-            checkpoint.
+        on_failure: ``replace`` a lost worker, ``reroute``: have the others compute its batches too until a newcomer is
+            there, ``shrink``: go on with fewer, or ``restart`` all from the newest checkpoint.
         data: ``refetch`` or ``seeded``; see :class:`shared_core.SwiftConfig`.
         checkpoint_dir: where checkpoints for ``restart`` are written.
         checkpoint_every_steps: batch tops between two of them; 0 writes none.
@@ -69,21 +69,18 @@ class SwiftDDPStrategy(DDPStrategy):
         kwargs: options of ``DistributedDataParallel``.
 
     Raises:
-        Unsupported: for ``static_graph``, communication hooks, model averaging, start methods that spawn or fork, and
-            ``on_failure="reroute"``.
+        Unsupported: for ``static_graph``, communication hooks, model averaging, and start methods that spawn or fork.
         ConfigError: for an unknown option or a bad value.
     """
 
     strategy_name = "swift_ddp"
-    #: Whether training steps can go on without a lost worker.
-    reroutes = False
-    #: Whether a worker that takes its place as a copy of another has logged what that one has.
-    logs_alike = False
+    #: Whether all workers give their metrics the same values.
+    metrics_alike = False
 
     def __init__(
         self,
         standbys: int = 1,
-        on_failure: Literal["replace", "shrink", "restart"] = "replace",
+        on_failure: Literal["replace", "reroute", "shrink", "restart"] = "replace",
         data: Literal["refetch", "seeded"] = "refetch",
         checkpoint_dir: str | None = None,
         checkpoint_every_steps: int = 0,
@@ -159,17 +156,13 @@ class SwiftDDPStrategy(DDPStrategy):
         self._options = options
         #: Options of the run: the environment (and what swiftrun was given) over the constructor's.
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(options))
-        if self.config.on_failure == "reroute" and not self.reroutes:
-            raise Unsupported(
-                "on_failure='reroute' under Lightning is not in this version: Lightning's loop talks to all workers in "
-                "every batch, and so cannot go on without one. Choose on_failure='replace', or a loop of your own "
-                "(job.shared_steps, shared_core.pipeline)"
-            )
         self._run_state: RunState | None = None
         self._trainer: pl.Trainer | None = None
         #: Leave out collectives: code of Lightning is called again whose peers are elsewhere.
         self.quiet = False
         self._listening = False
+        #: The training steps of the last fit, where survivors compute a lost worker's share.
+        self.sharing: Sharing | None = None
         self.job: Job | None = install() if launched_by_swiftrun() else None
 
     # -- launch -------------------------------------------------------------------------------------------------------
@@ -216,12 +209,33 @@ class SwiftDDPStrategy(DDPStrategy):
             check_device(self.root_device)
         super().setup_environment()
 
+    @property
+    def reroutes(self) -> bool:
+        """Whether survivors compute a lost worker's share of the batches, see :class:`Sharing`."""
+        return self.job is not None and self.job.reroutes and self.world_size > 1
+
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         if self.job is not None:
             check_trainer(trainer)  # again: the module may have added callbacks
             assert self.model is not None
             self.attach([self.model], self.optimizers if trainer.state.fn == TrainerFn.FITTING else [])
+
+    def configure_ddp(self) -> None:
+        """Where survivors compute a lost worker's share, gradients are summed by :class:`Sharing`."""
+        if not self.reroutes:
+            super().configure_ddp()
+            return
+        assert self.job is not None and self.lightning_module is not None
+        number = 0 if self.sharing is None else self.sharing.number
+        if self.sharing is None:
+            self.job.at_end(self._settle)
+        self.job.alike = True
+        self.sharing = Sharing(self.job, self.lightning_module.trainer, self.run_state, self.config.seed, number)
+
+    def _settle(self) -> None:
+        assert self.sharing is not None
+        self.sharing.settle()
 
     def begin_entry(self, trainer: pl.Trainer) -> None:
         """An entry call begins: everything that only this rank has is registered before the job decides whether to
@@ -287,6 +301,9 @@ class SwiftDDPStrategy(DDPStrategy):
         trainer = self._trainer
         if self.job is None or trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return dataloader
+        if self.reroutes and trainer.training:
+            loader: Any = dataloader
+            return SharedLoader(loader, self.world_size, self.config.seed, self.global_rank, trainer)
         return wrap_loader(
             dataloader,
             mode=self.config.data,
@@ -325,6 +342,14 @@ class SwiftDDPStrategy(DDPStrategy):
             logger.save()
 
     # -- what Lightning calls during a run ----------------------------------------------------------------------------
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """As in ``DDPStrategy``; where the gradient is summed later, hooks for what follows are called later, too."""
+        if self.sharing is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        return self.sharing.backward(closure_loss)
 
     def optimizer_step(
         self,

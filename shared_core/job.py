@@ -296,7 +296,7 @@ class Job:
                 once, so live objects may be returned.
             restore: puts it back in a newcomer, on the main thread, in the order of registration.
             forward_mutated: changed by forward; captured again before the first gradient bucket of each backward.
-            main: it is rank 0's alone, also where another worker becomes rank 0. Given None where nobody has it.
+            main: it is rank 0's alone, also where another worker becomes rank 0.
         """
         self._parts[name] = _Part(capture, restore, forward_mutated, main)
 
@@ -763,9 +763,6 @@ class Job:
         assert top is not None and received.local is not None
         self._updates.load(top.version, received.description, received.tensors)
         parts, kept = loads(received.local.numpy().tobytes())
-        tops = self._board.tops()
-        mine = self._board.read_top(tops[-1].index) if tops else {}
-        parts |= {name: mine.get(name) for name, part in self._parts.items() if part.main}  # no replica has them
         for key, value in kept:
             self._board.record(key, value)
         self._board.forget_tops()

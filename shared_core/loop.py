@@ -21,7 +21,7 @@ from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.job import Job, current_job
 from shared_core.loaders import read_random, wrap_loader, write_random
-from shared_core.loaders.resumable import Position, changes
+from shared_core.loaders.resumable import Position, of_a_peer
 from shared_core.recovery.values import NotPlain, assign, decode, encode
 from shared_core.sharing import SharedStep, Sharing, shared_steps
 
@@ -44,28 +44,19 @@ class TrackedLoader:
             ahead=ahead,
             lazy=job.joining,
             orders=job.orders,
+            copied=job.reroutes,
         )
         self._pending: Mapping[str, Any] | None = None
         self._job = job
-        self._built = self._scalars() if job.reroutes else {}
-
-    def _scalars(self) -> Mapping[str, Mapping[str, Any]]:
-        owned: Mapping[str, Mapping[str, Any]] = self.loader.state()["owned"]["scalars"]
-        return owned
 
     def capture(self) -> Mapping[str, Any]:
         """Where it is, or where it will go on when it is next asked for an item, as plain data."""
-        if self._pending is not None:
-            return self._pending
-        state = self.loader.state()
-        return {**state, "moved": changes(self._built, self._scalars())} if self._job.reroutes else state
+        return self.loader.state() if self._pending is None else self._pending
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go there: at once, or, where an iteration was in progress, when it is asked for its first item."""
         if self._job.reroutes and self._job.added:
-            # Of a peer: what has changed since it was built, but not which part of the data it reads.
-            owned = {**state["owned"], "scalars": state["moved"]}
-            state = {**state, "owned": owned, "iterations": [], "recent": [], "live": False}
+            state = of_a_peer(state)
         if state["live"]:
             self._pending = state
         else:

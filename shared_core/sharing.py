@@ -19,16 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from shared_core.config import SwiftConfig
-from shared_core.errors import ConfigError, Unsupported
+from shared_core.errors import ConfigError
 from shared_core.job import Job
-from shared_core.loaders.randomness import RawRandom, restore_raw, seed_random
-from shared_core.loaders.seeded import place_seed
 from shared_core.loaders.shards import Shards
-from shared_core.reroute.data_parallel import DataParallelSteps
+from shared_core.reroute.data_parallel import DataParallelSteps, Outcome, steps_of
+from shared_core.reroute.shares import Shares, start_alike
 from shared_core.testing import inject
 
-#: What a step's random numbers are seeded with besides its number and rank; data have other places.
-_STEP = -2
 Loss = Callable[[Any], Tensor]
 
 
@@ -98,32 +95,22 @@ class Sharing:
         if accumulate < 1:
             raise ConfigError(f"accumulate must be at least 1, got {accumulate}")
         self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._job, self._seed, self._accumulate = job, config.seed, accumulate
-        _refuse(modules)
+        self._accumulate = accumulate
+        rerouted = job if job is not None and job.reroutes and self._world > 1 else None
+        self._apart = Shares(rerouted, modules, config.seed, "shared_steps()", "the loss function")
         self._modules = modules
         self._shards = Shards(loader, self._world, config.seed)
         self._loss: Loss | None = None
         self._parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
-        self._buffers = [each for module in modules for each in module.named_buffers()]
         if not self._parameters:
             raise ConfigError("nothing is trained: pass the model, with parameters that require gradients")
         self._steps: DataParallelSteps | None = None
         if job is not None:
             job.alike = True
-        if job is not None and job.reroutes and self._world > 1:
-            self._steps = DataParallelSteps(
-                self._rank,
-                self._world,
-                self._parameters,
-                self._compute,
-                job.lane,
-                lambda wait: job.knocking(wait=wait),
-                job.let_in,
-                ordered=job.config.reduction == "ordered",
-                noted=lambda lost, step: job.event("rerouted", lost=lost, step=step),
-            )
-            job.at_end(self._steps.settle)
-        self._start_alike()
+        if rerouted is not None:
+            self._steps = steps_of(rerouted, self._parameters, self._compute)
+            rerouted.at_end(self._steps.settle)
+        start_alike(modules)
 
     @property
     def per_epoch(self) -> int:
@@ -159,10 +146,10 @@ class Sharing:
         if self._steps is not None:
             if self._steps.step != number:
                 raise ConfigError(f"backward() was called twice in step {number}: add the losses up, and call it once")
-            return torch.tensor(self._steps.run(), dtype=torch.float64)
+            return torch.tensor([outcome.loss for outcome in self._steps.run()], dtype=torch.float64)
         losses = torch.zeros(self._world, dtype=torch.float64)
         self.clear()
-        losses[self._rank] = self._compute(self._rank, number)
+        losses[self._rank] = self._compute(self._rank, number).loss
         if self._world > 1:
             self._average()
             dist.all_reduce(losses)
@@ -178,51 +165,26 @@ class Sharing:
         for parameter, total, ranks in zip(self._parameters, sums, used.tolist(), strict=True):
             parameter.grad = (total.view_as(parameter) / self._world).to(parameter.dtype) if ranks else None
 
-    def _compute(self, rank: int, number: int) -> float:
+    def _compute(self, rank: int, number: int) -> Outcome:
         """Gradients and loss of a rank's share of a step; the random generators are left as they were."""
         assert self._loss is not None
         epoch, index = divmod(number, self.per_epoch)
         first = index * self._accumulate
         numbers = range(first, min(first + self._accumulate, self._shards.per_epoch))
         batches = [self._shards.read(rank, epoch, each) for each in numbers]
-        before, versions, issued = RawRandom(), [buffer._version for _, buffer in self._buffers], self._issued()
-        seed_random(place_seed(self._seed, _STEP, number, rank))
         total = 0.0
         with ExitStack() as apart:
             for module in self._modules:
                 if isinstance(module, DistributedDataParallel):
                     apart.enter_context(module.no_sync())
+            apart.enter_context(self._apart.share(number, rank))
             for batch in batches:
                 inject.point("reroute.forward")
                 loss = self._loss(batch) / len(batches)
                 inject.point("reroute.backward")
                 loss.backward()
                 total += float(loss.detach())
-        restore_raw(before)
-        changed = [
-            name for (name, buffer), version in zip(self._buffers, versions, strict=True) if buffer._version != version
-        ]
-        if changed:
-            raise Unsupported(
-                f"the forward pass changes the buffer {changed[0]!r}, which would then depend on who computes whose "
-                "share: shared_steps() cannot be used with this model; choose on_failure='replace' and your own loop"
-            )
-        if self._issued() != issued:
-            raise Unsupported(
-                f"rank {self._rank}: the loss function talks to other workers, but after a loss some call it more "
-                "often than others: move collectives (gathered metrics, synchronised logs) out of what is given to "
-                "backward()"
-            )
-        return total
-
-    def _issued(self) -> int:
-        return self._job.issued() if self._job is not None and self._steps is not None else 0
-
-    def _start_alike(self) -> None:
-        """All ranks train what rank 0 has built, as with ``DistributedDataParallel``."""
-        if self._world > 1:
-            for tensor in (t for module in self._modules for t in (*module.parameters(), *module.buffers())):
-                dist.broadcast(tensor.data, 0)
+        return Outcome(total)
 
 
 def shared_steps(sharing: Sharing, epochs: int, position: Any, top: Callable[[], Any]) -> Iterator[SharedStep]:
@@ -242,12 +204,3 @@ def shared_steps(sharing: Sharing, epochs: int, position: Any, top: Callable[[],
             return
         yield step
         position.step += 1
-
-
-def _refuse(modules: Sequence[nn.Module]) -> None:
-    for module in (m for each in modules for m in each.modules()):
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise Unsupported(
-                "shared_steps() cannot be used with batch normalisation, whose running statistics belong to one worker:"
-                " use GroupNorm or LayerNorm, or choose on_failure='replace' and a loop of its own"
-            )

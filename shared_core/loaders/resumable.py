@@ -179,7 +179,8 @@ class ResumableLoader:
         lazy: build iterators (and worker processes) at the first fetch: a newcomer restores before that.
         orders: where the order of each pass is published, so that its rest can be dealt out to another number of
             workers; None where that will not be asked for.
-        copied: another rank may be put where this one is, in its own part of the data.
+        copied: workers may be given the state of a peer, which reads another part of the data; see :meth:`restore`
+            and :func:`of_a_peer`.
 
     Raises:
         Unsupported: for ``in_order=False``, where the order of batches depends on time.
@@ -234,8 +235,8 @@ class ResumableLoader:
         if self._swift_indices is not None:
             self._swift_indices.announce = self._swift_notary
         self._swift_owned = OwnedState({"loader": loader})
-        self._swift_copied = copied
-        self._swift_built = self._swift_owned.capture()["scalars"] if orders is not None or copied else {}
+        self._swift_copied, moves = copied, orders is not None or copied
+        self._swift_built = self._swift_owned.capture()["scalars"] if moves else None
 
     # -- what the wrapper looks like ----------------------------------------------------------------------------------
 
@@ -331,13 +332,13 @@ class ResumableLoader:
             "count": self._swift_count,
             MARK: True,
             "ahead": self._swift_ahead,
-            # Another number of workers has built its own samplers: only what has changed since then follows.
-            "moved": changes(self._swift_built, owned["scalars"]) if self._swift_notary is not None else {},
+            # Workers with another part of the data have built their own samplers: what has changed since then follows.
+            "moved": changes(self._swift_built, owned["scalars"]) if self._swift_built is not None else {},
             "live": found is not None,
             "iterations": iterations,
             "recent": recent,
             "owned": owned,
-            "built": self._swift_built if self._swift_copied else {},
+            "built": (self._swift_built or {}) if self._swift_copied else {},
         }
 
     def restore(self, state: Mapping[str, Any], position: Iterator[Any] | None = None, *, copied: bool = False) -> None:
@@ -502,6 +503,12 @@ def wrap_loader(loader: Any, **options: Any) -> ResumableLoader:
         return wrapper
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return (_StatefulResumableLoader if stateful else ResumableLoader)(loader, **options)
+
+
+def of_a_peer(state: Mapping[str, Any]) -> dict[str, Any]:
+    """As :func:`_as_copy`, for a loader whose place in the data somebody else keeps."""
+    owned = {**state["owned"], "scalars": state["moved"]}
+    return {**state, "owned": owned, "iterations": [], "recent": [], "live": False}
 
 
 def changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Shards:
             ``BatchSamplerShard``.
         world: number of ranks.
         seed: with rank, epoch and number of the batch, of all random numbers that are drawn while it is read.
+        what: what asks for them, for messages.
 
     Attributes:
         per_epoch: batches of each rank in an epoch.
@@ -47,16 +48,16 @@ class Shards:
         Unsupported: for data that only the rank itself can read.
     """
 
-    def __init__(self, loader: DataLoader[Any], world: int, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], world: int, seed: int, what: str = "shared_steps()") -> None:
         self._loader, self._world, self._seed = loader, world, seed
-        _check(loader, world)
+        _check(loader, world, what)
         self._listed: dict[int, tuple[int, list[Any]]] = {}
         self._readers: dict[int, tuple[tuple[int, int], Iterator[Any]]] = {}
         counts = {len(self._indices(rank, 0)) for rank in range(world)}
         self._listed.clear()
         if len(counts) != 1 or counts == {0}:
             raise Unsupported(
-                f"shared_steps() needs as many batches at every rank, at least one, got {sorted(counts)}: use "
+                f"{what} needs as many batches at every rank, at least one, got {sorted(counts)}: use "
                 "drop_last=True (with Accelerate: even_batches=True)"
             )
         (self.per_epoch,) = counts
@@ -119,9 +120,9 @@ class Shards:
         return placed
 
 
-def _check(loader: Any, world: int) -> None:
+def _check(loader: Any, world: int, what: str) -> None:
     """Raises Unsupported."""
-    refusal = "shared_steps() needs data that any worker can read for any other"
+    refusal = f"{what} needs data that any worker can read for any other"
     if not isinstance(loader, DataLoader):
         raise Unsupported(f"{refusal}: give it a torch.utils.data.DataLoader, not a {type(loader).__name__}")
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:

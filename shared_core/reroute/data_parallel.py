@@ -9,9 +9,9 @@ have not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,22 @@ from shared_core.reroute.schedule import Topology
 from shared_core.reroute.summing import reduce_in_order, unflatten
 from shared_core.testing import inject
 
+if TYPE_CHECKING:
+    from shared_core.job import Job
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a share came to besides its gradients.
+
+    Attributes:
+        loss: of the share.
+        note: what all workers are told of it.
+    """
+
+    loss: float
+    note: bytes = b""
+
 
 @dataclass(frozen=True)
 class _Sum:
@@ -30,12 +46,22 @@ class _Sum:
     Attributes:
         step: its number.
         flat: gradients, summed over the logical ranks; then, for each parameter, in how many shares it had one.
-        losses: of the logical ranks, float64.
+        table: loss and length of the note of each logical rank, float64 of shape (world, 2).
+        notes: of the logical ranks, one after the other, uint8.
     """
 
     step: int
     flat: Tensor
-    losses: Tensor
+    table: Tensor
+    notes: Tensor
+
+    def outcomes(self) -> list[Outcome]:
+        """Those of the logical ranks."""
+        notes, found = self.notes.numpy().tobytes(), []
+        for loss, length in self.table.tolist():
+            found.append(Outcome(loss, notes[: int(length)]))
+            notes = notes[int(length) :]
+        return found
 
 
 class DataParallelSteps:
@@ -46,7 +72,7 @@ class DataParallelSteps:
         world: number of logical ranks.
         parameters: those that are trained, in the same order at all ranks.
         compute: forward and backward of a logical rank's share of a step: ``compute(rank, step)`` leaves gradients in
-            ``.grad`` and returns the loss. Both depend on its arguments and the parameters alone.
+            ``.grad``. All that comes of it depends on its arguments and the parameters alone.
         connect: makes the lane of the newest generation; blocks until all workers that are there have come.
         knocking: the lost ranks, if newcomers of all of them wait; blocks until they do if its argument is true.
         let_in: lets them in; called by all, at the same batch top.
@@ -63,7 +89,7 @@ class DataParallelSteps:
         me: int,
         world: int,
         parameters: Sequence[torch.nn.Parameter],
-        compute: Callable[[int, int], float],
+        compute: Callable[[int, int], Outcome],
         connect: Callable[[], Lane],
         knocking: Callable[[bool], Sequence[int]],
         let_in: Callable[[Sequence[int]], Any],
@@ -82,27 +108,27 @@ class DataParallelSteps:
 
     # -- what the loop calls -----------------------------------------------------------------------
 
-    def run(self) -> list[float]:
+    def run(self) -> list[Outcome]:
         """Leave the mean of all logical ranks' gradients of the next step in ``.grad``, through losses.
 
         Returns:
-            The losses of the logical ranks.
+            What the shares of the logical ranks came to.
 
         Raises:
             Unsupported: for sparse gradients.
         """
         shares: dict[int, Tensor] = {}
-        losses: dict[int, float] = {}
+        outcomes: dict[int, Outcome] = {}
         while self._sum is None or self._sum.step != self.step:
             try:
                 if self._agree():
-                    self._sum = self._reduce(shares, losses)
+                    self._sum = self._reduce(shares, outcomes)
             except LaneBroken:
                 self._mail = None
         inject.point("reroute.step")
         self._set_gradients(self._sum.flat)
         self.step += 1
-        return [float(loss) for loss in self._sum.losses]
+        return self._sum.outcomes()
 
     def wait_for_all(self) -> None:
         """Let newcomers in until all ranks are there. Call it before the next :meth:`run`, at all ranks."""
@@ -173,20 +199,27 @@ class DataParallelSteps:
         """The lowest rank that has the sum of a step sends it to those who have not."""
         assert self._mail is not None
         source = next(rank for rank in lane.ranks if rank not in behind)
-        keys = Key(step, What.SUM, 0, 0, 1), Key(step, What.LOSSES, 0, 0, 1)
+        keys = [Key(step, what, 0, 0, 1) for what in (What.SUM, What.LOSSES, What.NOTES)]
         if self._me == source:
             assert self._sum is not None and self._sum.step == step
             for rank in behind:
                 self._mail.send(keys[0], [self._sum.flat], rank)
-                self._mail.send(keys[1], [self._sum.losses], rank)
+                self._mail.send(keys[1], [self._sum.table], rank)
+                if self._sum.notes.numel():
+                    self._mail.send(keys[2], [self._sum.notes], rank)
         elif self._me in behind:
             (flat,) = self._mail.fetch_like(keys[0], [_flat(self._parameters, empty=True)], source)
-            (losses,) = self._mail.fetch_like(keys[1], [_no_losses(self._world)], source)
-            self._sum = _Sum(step, flat, losses)
+            (table,) = self._mail.fetch_like(keys[1], [_empty_table(self._world)], source)
+            self._sum = _Sum(step, flat, table, self._notes_from(keys[2], _length(table, range(self._world)), source))
+
+    def _notes_from(self, key: Key, length: int, rank: int) -> Tensor:
+        assert self._mail is not None
+        notes = torch.empty(length, dtype=torch.uint8)
+        return self._mail.fetch_like(key, [notes], rank)[0] if length else notes
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def _reduce(self, shares: dict[int, Tensor], losses: dict[int, float]) -> _Sum:
+    def _reduce(self, shares: dict[int, Tensor], outcomes: dict[int, Outcome]) -> _Sum:
         """Compute what is missing here of this step, and sum over all."""
         assert self._mail is not None
         mail, lane, step = self._mail, self._mail.lane, self.step
@@ -196,11 +229,11 @@ class DataParallelSteps:
             if lane.broken():
                 raise LaneBroken
             if rank not in shares:
-                losses[rank], shares[rank] = self._share(rank)
+                outcomes[rank], shares[rank] = self._share(rank)
         inject.point("reroute.reduce")
-        table = _no_losses(self._world)
+        table = _empty_table(self._world)
         for rank in homes:
-            table[rank] = losses[rank]
+            table[rank] = torch.tensor([outcomes[rank].loss, len(outcomes[rank].note)], dtype=torch.float64)
         for rank in lane.ranks:
             if rank != self._me:
                 mail.send(Key(step, What.LOSSES, 0, self._me), [table], rank)
@@ -215,16 +248,36 @@ class DataParallelSteps:
             if rank != self._me:
                 (more,) = mail.fetch_like(Key(step, What.LOSSES, 0, rank), [table], rank)
                 table = torch.where(more.isnan(), table, more)
-        return _Sum(step, flat, table)
+        notes = {
+            rank: torch.frombuffer(bytearray(outcomes[rank].note), dtype=torch.uint8)
+            for rank in homes
+            if outcomes[rank].note
+        }
+        return _Sum(step, flat, table, self._gather(table, notes, hosted))
 
-    def _share(self, rank: int) -> tuple[float, Tensor]:
+    def _gather(self, table: Tensor, mine: Mapping[int, Tensor], hosted: Mapping[int, int]) -> Tensor:
+        """Notes of all logical ranks, one after the other."""
+        assert self._mail is not None
+        if not _length(table, range(self._world)):
+            return torch.empty(0, dtype=torch.uint8)
+        notes = dict(mine)
+        for rank, note in mine.items():
+            for peer in self._mail.lane.ranks:
+                if peer != self._me:
+                    self._mail.send(Key(self.step, What.NOTES, 0, rank), [note], peer)
+        for rank, host in hosted.items():
+            if host != self._me:
+                notes[rank] = self._notes_from(Key(self.step, What.NOTES, 0, rank), _length(table, [rank]), host)
+        return torch.cat([notes[rank] for rank in range(self._world) if rank in notes])
+
+    def _share(self, rank: int) -> tuple[Outcome, Tensor]:
         for parameter in self._parameters:
             parameter.grad = None
-        loss = self._compute(rank, self.step)
+        outcome = self._compute(rank, self.step)
         flat = _flat(self._parameters)
         for parameter in self._parameters:
             parameter.grad = None
-        return loss, flat
+        return outcome, flat
 
     def _set_gradients(self, flat: Tensor) -> None:
         """Mean gradients, apart from the sum, which a peer may still ask for; none where no share had one."""
@@ -233,6 +286,23 @@ class DataParallelSteps:
         used = flat[flat.numel() - count :].tolist()
         for parameter, gradient, shares in zip(self._parameters, gradients, used, strict=True):
             parameter.grad = (gradient / self._world).to(parameter.dtype) if shares else None
+
+
+def steps_of(
+    job: Job, parameters: Sequence[torch.nn.Parameter], compute: Callable[[int, int], Outcome]
+) -> DataParallelSteps:
+    """The steps of a job's workers; arguments as in :class:`DataParallelSteps`."""
+    return DataParallelSteps(
+        job.rank,
+        job.world_size,
+        parameters,
+        compute,
+        job.lane,
+        lambda wait: job.knocking(wait=wait),
+        job.let_in,
+        ordered=job.config.reduction == "ordered",
+        noted=lambda lost, step: job.event("rerouted", lost=lost, step=step),
+    )
 
 
 def hosts(world: int, present: Sequence[int]) -> dict[int, int]:
@@ -279,5 +349,10 @@ def _added(shares: Iterable[Tensor]) -> Tensor:
     return total
 
 
-def _no_losses(world: int) -> Tensor:
-    return torch.full((world,), math.nan, dtype=torch.float64)
+def _empty_table(world: int) -> Tensor:
+    return torch.full((world, 2), math.nan, dtype=torch.float64)
+
+
+def _length(table: Tensor, ranks: Iterable[int]) -> int:
+    """Bytes of the notes of some ranks."""
+    return sum(int(table[rank, 1]) for rank in ranks)

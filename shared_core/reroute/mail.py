@@ -76,6 +76,7 @@ class What(IntEnum):
     HEADER = 9  # of the first message of one of the kinds above, by kind in place of the micro-batch
     TIED = 10
     READ = 11  # all gradients of a step have come
+    NOTES = 12  # of a share, for all
 
 
 class Key(NamedTuple):

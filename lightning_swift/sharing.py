@@ -1,0 +1,378 @@
+"""``on_failure="reroute"`` under ``swift_ddp``: survivors run ``training_step`` on the lost worker's batches too.
+
+Each worker computes its share of a step (its batches, with random numbers of their place), and those of lost ranks
+that it hosts; gradients are summed over those who are there. What ``training_step`` logs is averaged over all logical
+ranks in the same way, so every worker has the same values, and a newcomer that copies a peer has the right ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import DataLoader
+
+from shared_core import Job
+from shared_core.errors import ConfigError, Unsupported
+from shared_core.loaders.shards import Shards
+from shared_core.reroute.data_parallel import Outcome, steps_of
+from shared_core.reroute.shares import Shares, start_alike
+from shared_core.testing import inject
+
+if TYPE_CHECKING:
+    from lightning_swift.capture import RunState
+
+_WHAT = "on_failure='reroute'"
+_STEP = "training_step"
+
+
+class SharedLoader:
+    """The training loader of a rank. Which batch is next follows from where the trainer is.
+
+    Args:
+        wrapped: the user's loader, with a distributed sampler.
+        world: number of ranks.
+        seed: of what is random in the data.
+        rank: whose batches are given out.
+        trainer: says where it is.
+
+    Raises:
+        Unsupported: for data that only the rank itself can read.
+    """
+
+    def __init__(self, wrapped: DataLoader[Any], world: int, seed: int, rank: int, trainer: pl.Trainer) -> None:
+        self.wrapped = wrapped
+        self.shards = Shards(wrapped, world, seed, _WHAT)
+        self._rank, self._trainer = rank, trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wrapped":  # while unpickling
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+    def __len__(self) -> int:
+        return self.shards.per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        fit = self._trainer.fit_loop
+        while (number := fit.epoch_loop.batch_progress.current.ready) < self.shards.per_epoch:
+            yield self.shards.read(self._rank, self._trainer.current_epoch, number)
+
+
+class _Recorder(_ResultCollection):
+    """Stands for the training loop's results while a share is computed, and keeps what ``training_step`` logs.
+
+    Args:
+        results: get all that is logged elsewhere; None for a share of another rank, of which nothing else is kept.
+        batch: what is computed.
+    """
+
+    def __init__(self, results: _ResultCollection | None, batch: Any) -> None:
+        super().__init__(training=True)
+        self._behind, self._of = results, batch
+        #: Name, value, weight, and the options of each call.
+        self.entries: list[tuple[str, float, int, dict[str, Any]]] = []
+
+    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        if fx == _STEP and isinstance(value, torch.Tensor) and not options["rank_zero_only"]:
+            weight = options["batch_size"]
+            if weight is None:
+                weight = extract_batch_size(self._of) if options["on_epoch"] and _operation(options) == "mean" else 1
+            self.entries.append((name, float(value.detach()), weight, options | {"dtype": value.dtype}))
+        elif self._behind is not None:
+            self._behind.log(fx, name, value, **options)
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        if self._behind is not None:
+            self._behind.reset(metrics, fx)
+
+
+class SharedClosure(Closure):
+    """Lightning's closure (``training_step`` and backward) of a batch, for the shares of all logical ranks.
+
+    Args:
+        inner: for this rank's own.
+        sharing: computes and adds up.
+    """
+
+    def __init__(self, inner: Closure, sharing: Sharing) -> None:
+        super().__init__(inner._step_fn, inner._backward_fn, inner._zero_grad_fn)
+        self._sharing = sharing
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        return self._sharing.batch(partial(super().closure, *args, **kwargs))
+
+
+class Sharing:
+    """The training steps of a fit.
+
+    Args:
+        job: of this worker.
+        trainer: whose fit begins.
+        state: of the fit.
+        seed: of random numbers.
+        number: of the next step; it counts over all fits, so that no two have the same random numbers.
+
+    Attributes:
+        number: of the next step.
+        behind: the present batch top is behind the batch: only what follows it (validation, the end of the epoch)
+            is left.
+
+    Raises:
+        ConfigError: if nothing is trained.
+        Unsupported: for what cannot be computed by others.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        trainer: pl.Trainer,
+        state: RunState,
+        seed: int,
+        number: int,
+    ) -> None:
+        check_sharing(trainer)
+        module = trainer.lightning_module
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if not parameters:
+            raise ConfigError("nothing is trained: no parameter of the module requires gradients")
+        self._apart = Shares(job, [module], seed, _WHAT, _STEP)
+        self._job, self._trainer, self._module, self._parameters = job, trainer, module, parameters
+        self._state = state
+        self._steps = steps_of(job, parameters, self._compute)
+        self.number, self.behind = number, False
+        self._own: Callable[[], ClosureResult] | None = None
+        self._result: ClosureResult | None = None
+        #: Gradients and log entries of this rank's earlier batches of an accumulation window.
+        self._kept: list[torch.Tensor | None] = []
+        self._entries: list[tuple[str, float, int, dict[str, Any]]] = []
+        self._called = -1
+        start_alike([module])
+        job.register("lightning.sharing", lambda: (self.number, self.behind), self._restore)
+
+    def _restore(self, place: Sequence[Any]) -> None:
+        self.number, self.behind = place
+        self._entries = []
+
+    def settle(self) -> None:
+        """At the end of the program: return when nobody needs this worker any more."""
+        self._steps.step = self.number
+        self._steps.settle()
+
+    def wait_for_all(self) -> None:
+        """Wait until newcomers have taken the places of all lost workers. At a batch top, before its step."""
+        self._steps.step = self.number
+        self._steps.wait_for_all()
+
+    def begin_batch(self) -> None:
+        """At the top of a batch: wait for all if callbacks will talk to all before its end."""
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        ready, every = loop.batch_progress.current.ready + 1, trainer.accumulate_grad_batches
+        if ready % every and ready != trainer.num_training_batches:
+            return  # no step in this batch
+        for callback in getattr(trainer, "callbacks", ()):
+            period = callback._every_n_train_steps if isinstance(callback, ModelCheckpoint) else 0
+            if period and (trainer.global_step + 1) % period == 0:
+                self.wait_for_all()
+
+    # -- a batch ------------------------------------------------------------------------------------------------------
+
+    def batch(self, own: Callable[[], ClosureResult]) -> ClosureResult:
+        """Run a batch: this rank's share, and at the end of an accumulation window all that is missing of the step.
+
+        Args:
+            own: ``training_step``, ``zero_grad`` and backward of this rank's batch.
+        """
+        loop = self._trainer.fit_loop
+        index = loop.epoch_loop.batch_idx
+        if self._called == loop.total_batch_idx:
+            raise Unsupported(
+                f"{_WHAT} needs optimizers that compute the loss once in a step: {type(self._optimizer).__name__} "
+                "asked for it again. Use another one, or on_failure='replace'"
+            )
+        self._called = loop.total_batch_idx
+        if loop._should_accumulate():
+            with self._share(self._job.rank, index) as recorder:
+                result = own()
+            self._entries += recorder.entries
+        else:
+            self._own = own
+            self._kept = [p.grad if self._first != index else None for p in self._parameters]
+            self._steps.step = self.number
+            outcomes = self._steps.run()
+            self.number += 1
+            assert self._result is not None
+            result, self._result, self._own, self._kept = self._result, None, None, []
+            self._log(outcomes)
+        assert result.closure_loss is not None
+        self._trainer.precision_plugin.post_backward(result.closure_loss, self._module)
+        return result
+
+    @property
+    def _first(self) -> int:
+        """Number of the first batch of the accumulation window."""
+        index = self._trainer.fit_loop.epoch_loop.batch_idx
+        return index - index % self._trainer.accumulate_grad_batches
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self._trainer.strategy.optimizers[0]
+
+    def _compute(self, rank: int, number: int) -> Outcome:
+        """A rank's share of a step; see :class:`~shared_core.reroute.data_parallel.DataParallelSteps`."""
+        if rank == self._job.rank:
+            assert self._own is not None
+            for parameter, gradient in zip(self._parameters, self._kept, strict=True):
+                parameter.grad = gradient
+            with self._share(rank, self._trainer.fit_loop.epoch_loop.batch_idx) as recorder:
+                self._result = self._own()
+            entries = self._entries = self._entries + recorder.entries
+            loss = self._result.loss
+        else:
+            entries, loss = [], None
+            with self._state.untouched():
+                for index in range(self._first, self._trainer.fit_loop.epoch_loop.batch_idx + 1):
+                    recorder, loss = self._lost_batch(rank, index)
+                    entries += recorder.entries
+        assert loss is not None
+        note = json.dumps([entry[:3] for entry in entries]).encode() if entries else b""
+        return Outcome(float(loss), note)
+
+    @contextmanager
+    def _share(self, rank: int, index: int, batch: Any = None) -> Iterator[_Recorder]:
+        """Compute a batch of a rank in here; its own if none is given."""
+        loop = self._trainer.fit_loop.epoch_loop
+        results = loop._results
+        recorder = _Recorder(results, results.batch) if batch is None else _Recorder(None, batch)
+        loop._results = recorder
+        try:
+            with self._apart.share(self.number, rank, index):
+                inject.point("reroute.forward")
+                yield recorder
+        finally:
+            loop._results = results
+
+    def _lost_batch(self, rank: int, index: int) -> tuple[_Recorder, torch.Tensor | None]:
+        """Forward and backward of a lost rank's batch: ``training_step``, and no other hook of its callbacks."""
+        trainer, loop, strategy = self._trainer, self._trainer.fit_loop, self._trainer.strategy
+        batch = trainer.precision_plugin.convert_input(self._loader.shards.read(rank, trainer.current_epoch, index))
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = strategy.batch_to_device(batch, dataloader_idx=0)
+        with self._share(rank, index, batch) as recorder:
+            arguments = loop.epoch_loop._build_kwargs(OrderedDict(), batch, index)
+            result = loop.epoch_loop.automatic_optimization._training_step(arguments)
+            assert result.closure_loss is not None
+            self._backward(result.closure_loss)
+        return recorder, result.loss
+
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Backward of this rank's batch; what follows it has to wait for the sum."""
+        loss = self._trainer.precision_plugin.pre_backward(loss, self._module)
+        self._backward(loss)
+        return loss
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        inject.point("reroute.backward")
+        self._trainer.precision_plugin.backward(loss, self._module, self._optimizer)
+
+    @property
+    def _loader(self) -> SharedLoader:
+        combined = self._trainer.fit_loop._combined_loader
+        assert combined is not None
+        loader: Any = combined.flattened[0]
+        found: SharedLoader = loader
+        return found
+
+    # -- logs ---------------------------------------------------------------------------------------------------------
+
+    def _log(self, outcomes: Sequence[Outcome]) -> None:
+        """Log what all ranks' ``training_step`` logged, the same at all workers: averaged by batch sizes, or summed,
+        the largest or the smallest, as ``reduce_fx`` says.
+        """
+        own, self._entries = self._entries, []
+        notes: list[list[tuple[str, float, int]]] = [json.loads(o.note) if o.note else [] for o in outcomes]
+        names = [entry[0] for entry in own]
+        for rank, note in enumerate(notes):
+            if [entry[0] for entry in note] != names:
+                raise Unsupported(
+                    f"rank {self._job.rank} logged {names} in {_STEP}, and rank {rank} {[e[0] for e in note]}: with "
+                    f"{_WHAT} all ranks must log the same; give what only rank 0 logs rank_zero_only=True"
+                )
+        for number, (name, _, _, given) in enumerate(own):
+            options = {key: value for key, value in given.items() if key != "dtype"}
+            values = torch.tensor([note[number][1] for note in notes], dtype=torch.float64)
+            weights = torch.tensor([note[number][2] for note in notes], dtype=torch.float64)
+            value, weight = _reduced(_operation(options), values, weights)
+            # It is the value of all ranks already, so nobody has to be asked at the end of the epoch.
+            options |= {"batch_size": weight, "enable_graph": False, "rank_zero_only": True}
+            self._trainer.fit_loop.epoch_loop._results.log(_STEP, name, value.to(given["dtype"]), **options)
+
+
+def _operation(options: Mapping[str, Any]) -> str:
+    """``mean``, ``sum``, ``max`` or ``min``; what else there is, Lightning refuses."""
+    given = options["reduce_fx"]
+    name = given.lower() if isinstance(given, str) else getattr(given, "__name__", "")
+    return "mean" if name == "avg" else str(name)
+
+
+def _reduced(operation: str, values: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """(value, weight) of all ranks."""
+    if operation == "mean":
+        return (values * weights).sum() / weights.sum(), int(weights.sum())
+    reduce: Callable[[torch.Tensor], torch.Tensor] = getattr(torch, operation)
+    return reduce(values), 1
+
+
+def check_sharing(trainer: pl.Trainer) -> None:
+    """Refuse what a worker cannot compute for another, or what talks to all workers in every batch.
+
+    Raises:
+        Unsupported: naming the feature and what to do instead.
+    """
+    module = trainer.lightning_module
+    refused: list[tuple[bool, str]] = [
+        (
+            not module.automatic_optimization,
+            "manual optimization: what training_step updates cannot be computed for another worker. Use automatic "
+            "optimization",
+        ),
+        (
+            is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True),
+            "training_step(dataloader_iter): nobody else can read its data. Use training_step(batch, batch_idx)",
+        ),
+        (
+            getattr(trainer.precision_plugin, "scaler", None) is not None,
+            "fp16, whose scaler counts steps. Use bf16-mixed or 32-true",
+        ),
+        (
+            bool(getattr(trainer, "reload_dataloaders_every_n_epochs", 0)),
+            "reload_dataloaders_every_n_epochs: a newcomer could not read what the others have read. Leave it out",
+        ),
+        (
+            getattr(trainer, "_val_check_time_interval", None) is not None,
+            "a val_check_interval in time: workers have different clocks. Give a number of batches",
+        ),
+    ]
+    for callback in getattr(trainer, "callbacks", ()):
+        refused += [
+            (isinstance(callback, Timer), "Timer and max_time, which ask rank 0 in every batch. Use max_steps"),
+            (
+                isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None,
+                "ModelCheckpoint(train_time_interval), which asks rank 0 in every batch. Use every_n_train_steps",
+            ),
+        ]
+    for is_refused, reason in refused:
+        if is_refused:
+            raise Unsupported(f"{_WHAT} does not support {reason}, or choose on_failure='replace'")

@@ -1,0 +1,143 @@
+"""Lightning with ``on_failure="reroute"``: ``lit_shared.py --feature NAME``."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lit_parts import OUT, Net, checkpoints, loader
+from torch.nn import functional as F
+
+from shared_core.testing.digest import digest
+from shared_core.testing.jobs.common import Counting, final_digests, strategy_and_callbacks
+from shared_core.testing.report import Report
+
+warnings.filterwarnings("ignore")
+
+
+class Logs(Net):
+    """Logs much, and counts on itself."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(dropout=0.1, **options)
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        self.seen += len(x)
+        out = self(x)
+        loss = F.cross_entropy(out, y)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("synced", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("largest", out.max(), on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("rows", float(len(x)), on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss
+
+
+class Counts(Logs):
+    """With an object of torchmetrics."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        self.accuracy(self(x), y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def _files() -> dict[str, Any]:
+    callbacks = [
+        ModelCheckpoint(f"{OUT}/best", monitor="val_loss", save_top_k=2, save_last=True),
+        ModelCheckpoint(f"{OUT}/steps", every_n_train_steps=5, save_top_k=-1),
+        EarlyStopping("loss_epoch", patience=3),
+        LearningRateMonitor(),
+    ]
+    return {"enable_checkpointing": True, "callbacks": callbacks, "logger": CSVLogger(OUT, "csv")}
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "exact": {},
+    "fits": {},
+    "metrics": {},
+    "files": {},
+    "clip": {"gradient_clip_val": 0.1},
+    "accumulate": {"accumulate_grad_batches": 3},
+    "half_epochs": {"val_check_interval": 0.5},
+    "bf16": {"precision": "bf16-mixed"},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--feature", default="plain", choices=sorted(FEATURES))
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=0)
+    args = parser.parse_args()
+    report = Report()
+    pl.seed_everything(7, verbose=False)
+    strategy, callbacks = strategy_and_callbacks("strategy", {})
+    exact = args.feature == "exact"
+    kind = {"metrics": Counts, "exact": Net}.get(args.feature, Logs)
+    module = kind(scheduler="step")
+    options: dict[str, Any] = {
+        "callbacks": [],
+        "logger": False,
+        "enable_checkpointing": False,
+        **FEATURES[args.feature],
+        **(_files() if args.feature == "files" else {}),
+    }
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=strategy,
+        max_epochs=args.epochs,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=2,
+        callbacks=[*options.pop("callbacks"), *callbacks, Counting(report)],
+        default_root_dir=OUT,
+        **options,
+    )
+    train = loader(150, augment=not exact, num_workers=args.workers)
+    validate = loader(48, shuffle=False, first=1000)
+    trainer.fit(module, train, validate)
+    if args.feature == "fits":
+        trainer.test(module, validate, verbose=False)
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module, train, validate)
+    digests = final_digests(trainer, module)
+    if args.feature == "files":
+        trainer.strategy.barrier()
+        digests |= checkpoints()
+        digests["rows"] = digest(_rows())
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    report.finish(digests | {"seen": digest(getattr(module, "seen", 0))}, logged=logged)
+
+
+def _rows() -> list[dict[str, str]]:
+    """What the log file says, without the product's own rows."""
+    rows: list[dict[str, str]] = []
+    for path in sorted(Path(OUT).rglob("metrics.csv")):
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                kept = {name: value for name, value in row.items() if value and not name.startswith("swift")}
+                if kept.keys() - {"step", "epoch"}:
+                    rows.append(kept)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
