@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shared_core.errors import ConfigError, InvalidSchedule, LaneBroken, RecoveryFailed, Unsupported
-from shared_core.reroute.ahead import agree, from_dict, to_dict
+from shared_core.reroute.ahead import EQUAL, agree, from_dict, to_dict
 from shared_core.reroute.history import History, Planner, StepPlan
 from shared_core.reroute.mail import Key, Lane, Mail, Parts, Shapes, What
 from shared_core.reroute.profile import COMMUNICATION, Profile
@@ -35,7 +35,6 @@ from shared_core.reroute.step import (
     table_of,
 )
 from shared_core.reroute.summing import flatten, reduce_in_order, unflatten
-from shared_core.reroute.timing import Times
 from shared_core.testing import inject
 
 #: Steps after whose last all workers go by measured times.
@@ -399,7 +398,7 @@ class Executor:
         found = lane.exchange(self._profile.medians(self._me.stage))
         workers = {self._rank(worker): worker for worker in self._topology.workers()}
         times = agree(((workers[rank].stage, one) for rank, one in found.items()), self._topology.stages)
-        self._planner.adopt(Times() if times is None else times)
+        self._planner.adopt(EQUAL if times is None else times)
 
     def _ping(self, sends: Mapping[int, bool], parts: Sequence[Parts]) -> None:
         """Measure how long activations take to the next stage: half of the way there and back, in turn."""
