@@ -75,7 +75,7 @@ class Case:
 
     def slots(self, lost: Sequence[Worker]) -> float:
         """Seconds from one step to the next that are planned, of slots alone."""
-        times = Times((StageTimes(optimizer=OPTIMIZER),))
+        times = Times((StageTimes(optimizer=OPTIMIZER),), data_apart=True)
         return plan(self.topology, lost, times=times, variant=self.variant).period * COMPUTE[self.compute].slot_s
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shared_core.errors import ConfigError, InvalidSchedule, MissingExtra
+from shared_core.errors import ConfigError
 from shared_core.reroute.check import Memory
 from shared_core.reroute.draw import draw_file, draw_text
 from shared_core.reroute.normalise import Move, normalise
@@ -60,33 +60,32 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan; 2 for wrong options, 1 where there is no plan or it cannot be drawn."""
-    try:
-        topology = Topology(options.dp, options.pp, options.micro_batches)
-        times, memory, variant = _times(options.times), Memory(options.memory), Variant(options.variant)
-        lost = tuple(sorted({parse_worker(text) for text in options.failed}))
-        moves: tuple[Move, ...] = ()
-        if options.normalise:
-            normalised = normalise(topology, lost, times=times, variant=variant)
-            lost, moves = normalised.lost, normalised.moves
-        found = plan(
-            topology,
-            lost,
-            times=times,
-            variant=variant,
-            memory=memory,
-            ordered=options.ordered,
-            time_limit=_time_limit(options.time_limit),
-        )
-        timeline = simulate(found.schedule, times, staggered=variant is Variant.STAGGERED)
-        if options.draw is not None:
-            draw_file(timeline, options.draw, _summary(found))
-    except ConfigError as error:
-        print(f"swiftctl: {error}", file=sys.stderr)
-        return 2
-    except (InvalidSchedule, MissingExtra, OSError) as error:
-        print(f"swiftctl: {error}", file=sys.stderr)
-        return 1
+    """Print the plan.
+
+    Raises:
+        ConfigError: an option is wrong.
+        InvalidSchedule: no order fits into the memory.
+        MissingExtra, OSError: it cannot be drawn.
+    """
+    topology = Topology(options.dp, options.pp, options.micro_batches)
+    times, memory, variant = _times(options.times), Memory(options.memory), Variant(options.variant)
+    lost = tuple(sorted({parse_worker(text) for text in options.failed}))
+    moves: tuple[Move, ...] = ()
+    if options.normalise:
+        normalised = normalise(topology, lost, times=times, variant=variant)
+        lost, moves = normalised.lost, normalised.moves
+    found = plan(
+        topology,
+        lost,
+        times=times,
+        variant=variant,
+        memory=memory,
+        ordered=options.ordered,
+        time_limit=_time_limit(options.time_limit),
+    )
+    timeline = simulate(found.schedule, times, staggered=variant is Variant.STAGGERED)
+    if options.draw is not None:
+        draw_file(timeline, options.draw, _summary(found))
     if options.json:
         named = [{"from": f"{one.source.pipeline}:{one.source.stage}", "to": _place(one)} for one in moves]
         print(json.dumps(found.to_dict() | {"moves": named}, indent=2), flush=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shared_core.errors import ConfigError, MissingExtra
+from shared_core.errors import ConfigError
 from shared_core.report.simulations import draw_results, format_results, result_to_dict
 from shared_core.simulate import choices
 from shared_core.simulate.engine import Result, simulate
@@ -63,16 +62,9 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    try:
-        results = _simulate(options)
-        if options.plot is not None:
-            draw_results(results, options.plot)
-    except ConfigError as error:
-        print(f"swiftctl: {error}", file=sys.stderr)
-        return 2
-    except (OSError, ValueError, MissingExtra) as error:
-        print(f"swiftctl: {error}", file=sys.stderr)
-        return 1
+    results = _simulate(options)
+    if options.plot is not None:
+        draw_results(results, options.plot)
     if options.json:
         print(json.dumps([result_to_dict(one) for one in results], indent=2), flush=True)
     else:

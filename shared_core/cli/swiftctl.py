@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shared_core.cli import plan, simulate
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import Event, read_events
 from shared_core.pipeline.grouping import Budget, Plan, Profile, plan_groups, trade_off
 from shared_core.report.plans import format_plans
@@ -18,13 +18,19 @@ from shared_core.report.timeline import format_recoveries, format_timeline, reco
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the console script; the exit status: 0, 1 if a file cannot be read, 2 for wrong usage."""
+    """Entry point of the console script; the exit status: 0, 1 if it cannot be done, 2 for wrong usage."""
     options = _parser().parse_args(argv)
     try:
         status: int = options.run(options)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stderr.close()
         return 0
+    except ConfigError as error:
+        print(f"swiftctl: {error}", file=sys.stderr)
+        return 2
+    except (SwiftError, OSError, ValueError) as error:  # what a file holds, or that it cannot be read or written
+        print(f"swiftctl: {error}", file=sys.stderr)
+        return 1
     return status
 
 
@@ -77,11 +83,7 @@ def _plan_logging(options: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"swiftctl: cannot read {options.file}: {error}; see docs/logging.md", file=sys.stderr)
         return 1
-    try:
-        chosen = plan_groups(profile, Budget(options.storage, options.bandwidth))
-    except ConfigError as error:
-        print(f"swiftctl: {error}", file=sys.stderr)
-        return 2
+    chosen = plan_groups(profile, Budget(options.storage, options.bandwidth))
     budgeted = options.storage is not None or options.bandwidth is not None
     plans = trade_off(profile) if options.curve or not budgeted else [chosen]
     if options.json:

@@ -69,6 +69,32 @@ def finish(work: Any, abandoned: Callable[[], bool], what: str) -> None:
     future.value()
 
 
+def finish_message(work: Any, inner: InnerGroup, timeout: timedelta, what: str) -> None:
+    """Wait for a message of ``inner``, on a thread that can be left behind: a sender whose connection is cut while its
+    message waits for room in the socket's buffer is not woken by gloo.
+
+    Raises:
+        GenerationAbandoned: if the group was cut and gloo does not give the message back.
+        RuntimeError: what gloo reports.
+    """
+    done = threading.Event()
+    failed: list[RuntimeError] = []
+
+    def wait() -> None:
+        try:
+            work.wait(timeout)
+        except RuntimeError as error:
+            failed.append(error)
+        done.set()
+
+    threading.Thread(target=wait, name="swift-message", daemon=True).start()
+    while not done.wait(0.05):
+        if inner.severed and not done.wait(STUCK_S):
+            raise GenerationAbandoned(what)
+    if failed:
+        raise failed[0]
+
+
 class _AbortableStore(_Store):  # type: ignore[misc]
     """Store given to gloo's rendezvous whose waits end when the generation is abandoned."""
 
@@ -129,10 +155,12 @@ class InnerGroup:
 
     Attributes:
         pg: gloo's process group; the operations of the generation run on it.
+        severed: its connections were cut.
     """
 
     def __init__(self, pg: Any, place: str, peers: frozenset[str]) -> None:
         self.pg = pg
+        self.severed = False
         self._place = place
         self._peers = peers
 
@@ -193,6 +221,7 @@ class InnerGroup:
 
         The listening socket is left alone: gloo aborts the process when it is touched.
         """
+        self.severed = True
         cut = 0
         for fd, _ in _socket_fds():
             try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +27,8 @@ from shared_core.reroute.timing import StageTimes, Times, simulate
 #: Parts into which the longest of the measured F, I and W is divided; plans go by whole parts. Noise of some percent
 #: would make orders that look better and are not, and no plan would reach its bound, at which planning stops.
 PARTS = 8
+#: What an engine plans for until it has measured: equal slots.
+EQUAL = Times(data_apart=True)
 
 #: Medians of one worker, by kind of action or ``communication``, in seconds.
 Medians = Mapping[str, float]
@@ -55,7 +58,7 @@ def agree(found: Iterable[tuple[int, Medians]], stages: int) -> Times | None:
         except KeyError:
             return None
     transfers = [medians[COMMUNICATION] for _, medians in rows if COMMUNICATION in medians]
-    return Times(tuple(made), median(transfers) if transfers else 0.0)
+    return Times(tuple(made), median(transfers) if transfers else 0.0, data_apart=True)
 
 
 def rounded(times: Times) -> Times:
@@ -79,7 +82,8 @@ def rounded(times: Times) -> Times:
         )
 
     # Never nothing: a plan that leaves messages some time is as short, and a late one then delays nobody.
-    return Times(tuple(of(one) for one in times.stages), max(1.0, whole(times.communication)))
+    made = tuple(of(one) for one in times.stages)
+    return replace(times, stages=made, communication=max(1.0, whole(times.communication)))
 
 
 class Plans:
@@ -114,7 +118,7 @@ class Plans:
 
     @property
     def _settings(self) -> Settings:
-        times = Times() if self.times is None else rounded(self.times)
+        times = EQUAL if self.times is None else rounded(self.times)
         return Settings(self._topology, times, self._variant, ordered=self._ordered)
 
     @property
@@ -158,11 +162,11 @@ class Plans:
 
     def seconds(self, schedule: Schedule, staggered: bool) -> float:
         """What an iteration takes, by the measured times."""
-        return simulate(schedule, self.times or Times(), staggered=staggered).period
+        return simulate(schedule, self.times or EQUAL, staggered=staggered).period
 
     def rest(self, schedule: Schedule, staggered: bool, done: Collection[Action]) -> float:
         """What the rest of an iteration takes, to the end of its updates, by the measured times."""
-        timeline = simulate(schedule, self.times or Times(), staggered=staggered, done=done, rounds=0)
+        timeline = simulate(schedule, self.times or EQUAL, staggered=staggered, done=done, rounds=0)
         return max((slot.end for row in timeline.rows.values() for slot in row), default=0.0)
 
     def prepare(self, lost: frozenset[Worker]) -> dict[str, Any]:
@@ -208,4 +212,4 @@ def to_dict(times: Times) -> dict[str, Any]:
 
 def from_dict(data: Mapping[str, Any]) -> Times:
     """Reverse of :func:`to_dict`."""
-    return Times(tuple(StageTimes(*row) for row in data["stages"]), data["communication"])
+    return Times(tuple(StageTimes(*row) for row in data["stages"]), data["communication"], data_apart=True)

@@ -8,16 +8,15 @@ where sums must come out bit for bit (``ordered``).
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shared_core.errors import ConfigError, InvalidSchedule, LaneBroken, RecoveryFailed, Unsupported
-from shared_core.reroute.ahead import agree, from_dict, to_dict
+from shared_core.reroute.ahead import EQUAL, agree, from_dict, to_dict
+from shared_core.reroute.finishing import Finishing
 from shared_core.reroute.history import History, Planner, StepPlan
 from shared_core.reroute.mail import Key, Lane, Mail, Parts, Shapes, What
 from shared_core.reroute.profile import COMMUNICATION, Profile
@@ -31,11 +30,7 @@ from shared_core.reroute.step import (
     Step,
     detached,
     differentiable,
-    merge,
-    table_of,
 )
-from shared_core.reroute.summing import flatten, reduce_in_order, unflatten
-from shared_core.reroute.timing import Times
 from shared_core.testing import inject
 
 #: Steps after whose last all workers go by measured times.
@@ -83,7 +78,7 @@ class Executor:
         noted: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
     ) -> None:
         self._topology, self._me, self._rank, self._model = topology, me, rank_of, model
-        self._connect, self._knocking, self._options, self._noted = connect, knocking, options, noted
+        self._connect, self._options, self._noted = connect, options, noted
         self._planner, self._history = planner, History(planner)
         self._profile = Profile(skip=0)
         self._began: int | None = None
@@ -91,8 +86,9 @@ class Executor:
         self._shapes: dict[What, Shapes] = {}
         self._steps: dict[int, Step] = {}
         self._mail: Mail | None = None
-        self._told: set[tuple[int, str]] = set()
-        self._heard: set[tuple[int, Worker]] = set()
+        self._finishing = Finishing(
+            topology, me, rank_of, model, self._history, self._steps, knocking, options, self._measure
+        )
         self._settled = False
         self.step = 0
 
@@ -113,8 +109,7 @@ class Executor:
         mine = self._steps[self.step] = Step(self.step)
         for old in [number for number in self._steps if number < self.step - 1]:
             del self._steps[old]
-        self._told = {(number, what) for number, what in self._told if number >= self.step - 1}
-        self._heard = {(number, who) for number, who in self._heard if number >= self.step - 1}
+        self._finishing.forget_before(self.step - 1)
         first, last = self._me.stage == 0, self._me.stage == self._topology.stages - 1
         if first or last:
             for index, item in enumerate(self._model.items()):
@@ -130,7 +125,7 @@ class Executor:
                     begun = True
                     self._send_items(mine, plan)
                 self._run_row(mine, plan)
-                self._finish(mine)
+                self._finishing.finish(mine)
                 self._agree()
                 break
             except LaneBroken:
@@ -214,7 +209,8 @@ class Executor:
         self._apply({"generation": lane.generation, "lost": lost, "ready": ready, "at": at})
         self._settled = all(step >= self.step for step, _ in at.values())
         knows = {rank: {What(kind) for kind in view["shapes"]} for rank, view in views.items()}
-        self._mail, self._told, self._heard = Mail(lane, self._topology, self._shapes, knows), set(), set()
+        self._mail = Mail(lane, self._topology, self._shapes, knows)
+        self._finishing.connect(self._mail)
         self._learn(views)
         self._send_again(views)
         planned_s, history = time.perf_counter() - started, self._history
@@ -275,7 +271,7 @@ class Executor:
                     values = torch.tensor([float.fromhex(each) for each in facts["result"]], dtype=torch.float64)
                     step.result = Result.from_tensor(values, self._topology)
                 for stage in facts["norms"]:
-                    self._told.add((int(number), f"norm {stage}"))
+                    self._finishing.norm_is_known(int(number), int(stage))
 
     def _learn_times(self, views: Mapping[int, Any]) -> None:
         """Take over the times that others go by, or from which step on they measure."""
@@ -294,7 +290,7 @@ class Executor:
                 self._deliver(plan, key, parts)
             self._send_items(step, plan)
             facts = {rank: view["steps"].get(str(number), {}) for rank, view in views.items()}
-            peers = list(self._peers().values())
+            peers = list(self._finishing.peers().values())
             having = sorted(rank for rank in peers if facts[rank].get("reduced"))
             if step.reduced is not None and having and having[0] == self._rank(self._me):
                 for rank in peers:
@@ -317,7 +313,7 @@ class Executor:
     def _run_row(self, step: Step, plan: StepPlan) -> None:
         assert self._mail is not None
         row = plan.plan.schedule.rows[self._me]
-        self._tell_losses(step, row)
+        self._finishing.tell_losses(step, row)
         while step.at < len(row):
             if self._mail.lane.broken():
                 raise LaneBroken
@@ -330,7 +326,7 @@ class Executor:
             step.at += 1
             if made is not None:
                 self._deliver(plan, made, step.made[made])  # it is done, also if a loss comes before it is sent
-            self._tell_losses(step, row)
+            self._finishing.tell_losses(step, row)
 
     def _act(self, step: Step, plan: StepPlan, action: Action) -> Key | None:
         """Everything that may have to wait comes before anything that changes this worker.
@@ -339,7 +335,7 @@ class Executor:
             The message that was made, if there is one.
         """
         if action.kind is Kind.OPT:
-            self._reduce(step, plan)
+            self._finishing.reduce(step, plan)
             return None
         place = (action.pipeline, action.micro_batch)
         if action.kind is Kind.F:
@@ -361,7 +357,7 @@ class Executor:
             return None
         record, outputs = step.records[place]
         gradients = None if self._last else self._gradients(step, plan, action, outputs)
-        self._tell_read(step, plan)
+        self._finishing.tell_read(step, plan)
         whole, began = action.kind is Kind.B, time.perf_counter()
         halves = whole and self._measures(step) and (action.micro_batch + step.number) % 2 == 1
         with self._accumulating(step, action.pipeline):
@@ -405,7 +401,7 @@ class Executor:
         found = lane.exchange(self._profile.medians(self._me.stage))
         workers = {self._rank(worker): worker for worker in self._topology.workers()}
         times = agree(((workers[rank].stage, one) for rank, one in found.items()), self._topology.stages)
-        self._planner.adopt(Times() if times is None else times)
+        self._planner.adopt(EQUAL if times is None else times)
 
     def _ping(self, sends: Mapping[int, bool], parts: Sequence[Parts]) -> None:
         """Measure how long activations take to the next stage: half of the way there and back, in turn."""
@@ -518,187 +514,6 @@ class Executor:
                 parts = step.items[d, j][0 if other == 0 else 1]
                 self._mail.send_shaped(Key(step.number, what, other, d, j), parts, self._rank(reader))
 
-    # -- the end of a step -------------------------------------------------------------------------
-
-    def _peers(self) -> dict[int, int]:
-        """Workers of this stage that are there: pipeline to rank."""
-        stage = self._me.stage
-        workers = [Worker(d, stage) for d in range(self._topology.pipelines)]
-        return {worker.pipeline: self._rank(worker) for worker in workers if worker not in self._history.lost}
-
-    def _tell_read(self, step: Step, plan: StepPlan) -> None:
-        """With the last gradient of the step: tell the stage that has sent it. See :meth:`_await_read`."""
-        assert self._mail is not None
-        d, s = self._me
-        if self._last or any(_goes_back(one) for one in plan.plan.schedule.rows[self._me][step.at + 1 :]):
-            return
-        for worker, row in plan.plan.schedule.rows.items():
-            if worker.stage == s + 1 and row:
-                self._mail.send(Key(step.number, What.READ, s, d), [torch.zeros(1)], self._rank(worker))
-
-    def _await_read(self, step: Step, plan: StepPlan) -> None:
-        """Wait until the stage before has all gradients of this one, before this one makes its update.
-
-        A lost worker's could not be made again with the new parameters. It costs nothing: the stage before has to be
-        through with them before it sends anything of the next step.
-        """
-        assert self._mail is not None
-        for worker, row in plan.plan.schedule.rows.items():
-            if worker.stage == self._me.stage - 1 and any(map(_goes_back, row)):
-                key = Key(step.number, What.READ, worker.stage, worker.pipeline)
-                self._mail.fetch_like(key, [torch.zeros(1)], self._rank(worker))
-
-    def _reduce(self, step: Step, plan: StepPlan) -> None:
-        self._await_read(step, plan)
-        if step.reduced is not None:
-            return
-        assert self._mail is not None
-        began, peers, stage = time.perf_counter(), self._peers(), self._me.stage
-        if self._options.ordered:
-            holders = {d: plan.plan.host(d, stage, 0).pipeline for d in range(self._topology.pipelines)}
-        else:
-            holders = {d: d for d in peers}
-        homes = [home for home, holder in holders.items() if holder == self._me.pipeline]
-        parameters = self._model.parameters
-        none: list[Tensor | None] = [None] * len(parameters)
-        mine = {home: flatten(step.sums.get(home if self._options.ordered else -1, none), parameters) for home in homes}
-        scale = 1.0 / self._topology.pipelines if self._options.average else 1.0
-        reduced = reduce_in_order(self._mail, step.number, stage, self._me.pipeline, holders, mine, peers, scale)
-        # Who has the sum can do without the others, so it has their losses, too.
-        for worker in self._tails() if self._last else ():
-            self._hear(step, worker)
-        step.reduced, step.reduce_s = reduced, time.perf_counter() - began
-
-    def _finish(self, step: Step) -> None:
-        """From summed gradients to the next step."""
-        assert self._mail is not None and step.reduced is not None
-        if not step.updated:
-            self._set_gradients(step)
-            step.norms[self._me.stage] = self._model.norm()
-            self._tell_norm(step)
-            if not (self._may_be_hasty(step) and self._clip(step) == 1.0):
-                self._await_norms(step)
-                step.verdict = self._clip(step)
-            inject.point("reroute.step")
-            step.tentative, began = step.verdict is None, time.perf_counter()
-            self._model.update(1.0 if step.verdict is None else step.verdict, step.tentative)
-            self._measure(step, Kind.OPT, began - step.reduce_s)
-            step.updated = True
-            step.sums.clear()
-        self._gather_result(step)
-        self._validate(step)
-
-    def _set_gradients(self, step: Step) -> None:
-        assert step.reduced is not None
-        parameters = self._model.parameters
-        for parameter, gradient in zip(parameters, unflatten(step.reduced, parameters), strict=True):
-            parameter.grad = gradient
-
-    def _clip(self, step: Step) -> float:
-        """What gradients are multiplied by, as far as norms are known."""
-        return self._model.clip([step.norms.get(stage) for stage in range(self._topology.stages)])
-
-    def _may_be_hasty(self, step: Step) -> bool:
-        """Whether to update before all norms are known: nothing had to be clipped in the step before."""
-        if self._options.synchronous or step.norms[self._me.stage] is None:
-            return False
-        before = self._steps.get(step.number - 1)
-        return before is not None and before.verdict == 1.0
-
-    def _validate(self, step: Step) -> None:
-        """See to it that the update was the right one, before the caller sees it."""
-        if step.verdict is not None:
-            return
-        self._await_norms(step)
-        verdict = self._clip(step)
-        if verdict == 1.0:
-            self._model.accept()
-        else:
-            self._set_gradients(step)
-            self._model.update_again(verdict)
-        step.verdict = verdict
-
-    def _tell_norm(self, step: Step) -> None:
-        """Tell the other stages this stage's norm, where updates must not be made, or not stay, without them."""
-        assert self._mail is not None
-        stage = self._me.stage
-        told = (step.number, f"norm {stage}") in self._told
-        if told or self._me.pipeline != min(self._peers()) or not self._needs_norms(step):
-            return
-        self._told.add((step.number, f"norm {stage}"))
-        value = torch.tensor([_number(step.norms[stage])], dtype=torch.float64)
-        for worker in self._topology.workers():
-            if worker not in self._history.lost and worker.stage != stage:
-                self._mail.send(Key(step.number, What.NORM, stage, 0), [value], self._rank(worker))
-
-    def _needs_norms(self, step: Step) -> bool:
-        return self._options.synchronous or step.norms[self._me.stage] is not None
-
-    def _await_norms(self, step: Step) -> None:
-        assert self._mail is not None
-        if not self._needs_norms(step):
-            return
-        clips = step.norms[self._me.stage] is not None
-        for other in range(self._topology.stages):
-            if other in step.norms:
-                continue
-            there = [w for w in self._topology.workers() if w.stage == other and w not in self._history.lost]
-            like = [torch.empty(1, dtype=torch.float64)]
-            (value,) = self._mail.fetch_like(Key(step.number, What.NORM, other, 0), like, self._rank(min(there)))
-            step.norms[other] = float(value) if clips else None
-
-    def _tell_losses(self, step: Step, row: Sequence[Action]) -> None:
-        """At a last stage, after its last forward: tell all others, who need all losses before they begin another step.
-
-        They get them long before this worker has finished the step, so none of them waits for it.
-        """
-        told = (step.number, "losses") in self._told or step.result is not None
-        if told or not self._last or any(action.kind is Kind.F for action in row[step.at :]):
-            return
-        assert self._mail is not None
-        self._told.add((step.number, "losses"))
-        if self._me == self._tails()[0] and self._history.lost and self._knocking():
-            step.let_in = self._mail.lane.generation
-        flag = torch.tensor([float(step.let_in)], dtype=torch.float64)
-        table = torch.cat([flag, table_of(step.losses, self._topology)])
-        key = Key(step.number, What.LOSSES, self._me.stage, self._me.pipeline)
-        for worker in self._topology.workers():
-            if worker not in self._history.lost and worker != self._me:
-                self._mail.send(key, [table], self._rank(worker))
-
-    def _tails(self) -> list[Worker]:
-        """Workers of the last stage that are there."""
-        stage, lost = self._topology.stages - 1, self._history.lost
-        return sorted(w for w in self._topology.workers() if w.stage == stage and w not in lost)
-
-    def _hear(self, step: Step, worker: Worker) -> None:
-        """Wait for the losses that a worker of the last stage tells."""
-        if worker == self._me or step.result is not None or (step.number, worker) in self._heard:
-            return
-        assert self._mail is not None
-        like = torch.empty(1 + self._topology.pipelines * self._topology.micro_batches, dtype=torch.float64)
-        key = Key(step.number, What.LOSSES, worker.stage, worker.pipeline)
-        (table,) = self._mail.fetch_like(key, [like], self._rank(worker))
-        self._heard.add((step.number, worker))
-        merge(step.losses, table[1:], self._topology)
-        if worker == self._tails()[0]:
-            step.let_in = int(table[0])
-
-    def _gather_result(self, step: Step) -> None:
-        """The losses of all micro-batches."""
-        if step.result is not None:
-            return
-        for worker in self._tails():
-            self._hear(step, worker)
-        topology = self._topology
-        rows = table_of(step.losses, topology).view(topology.pipelines, topology.micro_batches).tolist()
-        step.result = Result(tuple(map(tuple, rows)), step.let_in)
-
-
-def _goes_back(action: Action) -> bool:
-    """Whether an action needs a gradient of the stage behind."""
-    return action.kind in (Kind.B, Kind.I)
-
 
 def _name(worker: Worker) -> str:
     return f"{worker.pipeline}:{worker.stage}"
@@ -706,7 +521,3 @@ def _name(worker: Worker) -> str:
 
 def _hex(value: float | None) -> str | None:
     return None if value is None else value.hex()
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

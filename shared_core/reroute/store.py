@@ -71,7 +71,7 @@ class Settings:
             limits = {parse_worker(name): limit for name, limit in memory["workers"].items()}
             return cls(
                 Topology(**data["topology"]),
-                Times(stages, times["communication"], workers),
+                Times(stages, times["communication"], workers, times["data_apart"]),
                 Variant(data["variant"]),
                 Memory(memory["micro_batches"], limits, memory["stash"]),
                 data["ordered"],

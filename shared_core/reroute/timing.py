@@ -61,11 +61,14 @@ class Times:
         stages: of each stage; a single entry holds for all.
         communication: from the end of an action until its result can be used at the neighbouring stage.
         workers: of single workers that differ from their stage.
+        data_apart: only the two ends of a pipeline have its data. Those of a lost first stage come from the last one,
+            which sends them when it begins an iteration; staggered, that is later than a first stage could use them.
     """
 
     stages: tuple[StageTimes, ...] = (StageTimes(),)
     communication: float = 0.0
     workers: Mapping[Worker, StageTimes] = field(default_factory=dict)
+    data_apart: bool = False
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -236,6 +239,7 @@ class Replay:
             elif code & 3 != 2:
                 backward[code >> 2] = -communication
         workers, rows, count, last = self.workers, self.rows, self.count, self.stages - 1
+        apart = self.times.data_apart
         waiting: dict[int, int] = {}  # worker that waits for a result; every result has one reader elsewhere
         position = [0] * len(rows)
         free = [ready[worker.stage] for worker in workers]
@@ -255,6 +259,8 @@ class Replay:
                 elif kind == 0:
                     if stage:
                         needed, arrived = code - 4 * count, forward[q - count]
+                    elif apart and q // (self.stages * count) != workers[w].pipeline:
+                        arrived = ready[last]
                 else:
                     if forward[q] == _NEVER:
                         self._stuck(w, at, 4 * q)

@@ -82,3 +82,16 @@ def test_a_cut_does_not_wait_for_a_silent_peer() -> None:
     assert "all_reduce ended" in done.stdout and "recv ended" in done.stdout, done.stdout
     found = re.search(r"cut True seconds ([\d.]+)", done.stdout)
     assert found and float(found[1]) < 2.0, done.stdout
+
+
+def test_a_cut_wakes_who_sends_a_long_message() -> None:
+    """Without a thread of its own for the wait, about every third sender stays asleep."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "cut_message.py")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stderr
+    assert "stuck" not in done.stdout and done.stdout.count(" cut\n") >= 5, done.stdout

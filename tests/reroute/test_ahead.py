@@ -12,7 +12,8 @@ from shared_core.reroute.schedule import Topology, Worker
 from shared_core.reroute.timing import StageTimes, Times
 
 TOPOLOGY = Topology(3, 2, 4)
-MEASURED = Times((StageTimes(0.101, 0.098, 0.103, 0.31, 0.2), StageTimes(0.05, 0.04, 0.06, 0.1, 0.16)), 0.001)
+STAGES = StageTimes(0.101, 0.098, 0.103, 0.31, 0.2), StageTimes(0.05, 0.04, 0.06, 0.1, 0.16)
+MEASURED = Times(STAGES, 0.001, data_apart=True)
 LOST = frozenset({Worker(1, 1)})
 
 
@@ -24,7 +25,8 @@ def test_all_agree_on_medians_and_the_least_optimizer() -> None:
     one = {"F": 1.0, "I": 2.0, "W": 3.0, "B": 5.0, "OPT": 9.0, "communication": 0.5}
     found = [(0, one), (0, one | {"F": 3.0, "OPT": 4.0}), (0, one | {"F": 2.0}), (1, one), (1, {})]
     times = agree(found, 2)
-    assert times == Times((StageTimes(2.0, 2.0, 3.0, 4.0, 5.0), StageTimes(1.0, 2.0, 3.0, 9.0, 5.0)), 0.5)
+    stages = StageTimes(2.0, 2.0, 3.0, 4.0, 5.0), StageTimes(1.0, 2.0, 3.0, 9.0, 5.0)
+    assert times == Times(stages, 0.5, data_apart=True)
     assert agree([(0, one), (1, {"F": 1.0})], 2) is None
 
 
@@ -33,7 +35,7 @@ def test_times_survive_being_told() -> None:
 
 
 def test_plans_are_made_for_whole_parts() -> None:
-    assert rounded(MEASURED) == Times((StageTimes(8, 8, 8, 24), StageTimes(4, 3, 5, 8, 12)), 1)
+    assert rounded(MEASURED) == Times((StageTimes(8, 8, 8, 24), StageTimes(4, 3, 5, 8, 12)), 1, data_apart=True)
 
 
 def test_what_lies_ready_is_what_was_planned_and_is_found_at_once(tmp_path: Path) -> None:

@@ -84,7 +84,8 @@ def test_pipelines_are_renamed() -> None:
 
 
 def test_plans_are_stored(tmp_path: Path) -> None:
-    settings = Settings(TOPOLOGY, Times((StageTimes(1, 1, 1, 3),), 0.25), Variant.DECOUPLED, Memory(6), time_limit=0)
+    times = Times((StageTimes(1, 1, 1, 3),), 0.25, data_apart=True)
+    settings = Settings(TOPOLOGY, times, Variant.DECOUPLED, Memory(6), time_limit=0)
     assert Settings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
     store = PlanStore(tmp_path, settings)
     assert store.look_up(places((1, 2))) is None

@@ -72,6 +72,16 @@ def test_exact_plans_reach_the_closed_forms(lost: tuple[Worker, ...]) -> None:
             assert verified(found) == slots and found.optimal
 
 
+def test_data_that_come_late_are_used_late() -> None:
+    """Only the last stage of a pipeline has the data of its lost first stage: others go first, and nothing is lost."""
+    apart, topology, lost = Times(data_apart=True), Topology(3, 2, 4), workers((1, 1), (0, 0))
+    careless, careful = (plan(topology, lost, times=times) for times in (Times(), apart))
+    assert (simulate(careless.schedule, apart, staggered=True).period, careless.period) == (22, 21)
+    assert verified(careful, apart) == 21
+    for lost in (workers((0, 0)), workers((0, 0), (1, 0))):
+        assert verified(plan(golden.TOPOLOGY, lost, times=apart), apart) == plan(golden.TOPOLOGY, lost).period
+
+
 def test_no_loss_is_1f1b() -> None:
     for variant in Variant:
         found = plan(golden.TOPOLOGY, variant=variant)

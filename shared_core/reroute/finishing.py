@@ -1,0 +1,255 @@
+"""The end of a step at one worker: the sum of gradients, the update, and what all are told of how the step came out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shared_core.reroute.history import History, StepPlan
+from shared_core.reroute.mail import Key, Mail, What
+from shared_core.reroute.schedule import Action, Kind, Topology, Worker
+from shared_core.reroute.step import Options, Result, StageModel, Step, merge, table_of
+from shared_core.reroute.summing import flatten, reduce_in_order, unflatten
+from shared_core.testing import inject
+
+
+class Finishing:
+    """Ends steps.
+
+    Args:
+        topology: shape of the job.
+        me: this worker's place.
+        rank_of: rank of each place.
+        model: its stage.
+        history: who is there, and the plans.
+        steps: those under way and the one before, by number; the caller's own, as it is.
+        knocking: whether all that are lost have a newcomer that waits; asked at one worker only.
+        options: see :class:`Options`.
+        measure: called with the step, the kind of what was done and when it began.
+
+    Attributes:
+        mail: over the lane in use.
+    """
+
+    mail: Mail
+
+    def __init__(
+        self,
+        topology: Topology,
+        me: Worker,
+        rank_of: Callable[[Worker], int],
+        model: StageModel,
+        history: History,
+        steps: Mapping[int, Step],
+        knocking: Callable[[], bool],
+        options: Options,
+        measure: Callable[[Step, Kind, float], None],
+    ) -> None:
+        self._topology, self._me, self._rank, self._model = topology, me, rank_of, model
+        self._history, self._steps, self._knocking = history, steps, knocking
+        self._options, self._measure = options, measure
+        self._last = me.stage == topology.stages - 1
+        self._told: set[tuple[int, str]] = set()
+        self._heard: set[tuple[int, Worker]] = set()
+
+    def connect(self, mail: Mail) -> None:
+        """There is a new lane: what was told over the one before may not have come."""
+        self.mail, self._told, self._heard = mail, set(), set()
+
+    def forget_before(self, number: int) -> None:
+        """Steps before this one are over everywhere."""
+        self._told = {(step, what) for step, what in self._told if step >= number}
+        self._heard = {(step, who) for step, who in self._heard if step >= number}
+
+    def norm_is_known(self, number: int, stage: int) -> None:
+        """All have a stage's norm of a step: it need not be told."""
+        self._told.add((number, f"norm {stage}"))
+
+    def peers(self) -> dict[int, int]:
+        """Workers of this stage that are there: pipeline to rank."""
+        stage = self._me.stage
+        workers = [Worker(d, stage) for d in range(self._topology.pipelines)]
+        return {worker.pipeline: self._rank(worker) for worker in workers if worker not in self._history.lost}
+
+    def tell_read(self, step: Step, plan: StepPlan) -> None:
+        """With the last gradient of the step: tell the stage that has sent it. See :meth:`_await_read`."""
+        d, s = self._me
+        if self._last or any(_goes_back(one) for one in plan.plan.schedule.rows[self._me][step.at + 1 :]):
+            return
+        for worker, row in plan.plan.schedule.rows.items():
+            if worker.stage == s + 1 and row:
+                self.mail.send(Key(step.number, What.READ, s, d), [torch.zeros(1)], self._rank(worker))
+
+    def _await_read(self, step: Step, plan: StepPlan) -> None:
+        """Wait until the stage before has all gradients of this one, before this one makes its update.
+
+        A lost worker's could not be made again with the new parameters. It costs nothing: the stage before has to be
+        through with them before it sends anything of the next step.
+        """
+        for worker, row in plan.plan.schedule.rows.items():
+            if worker.stage == self._me.stage - 1 and any(map(_goes_back, row)):
+                key = Key(step.number, What.READ, worker.stage, worker.pipeline)
+                self.mail.fetch_like(key, [torch.zeros(1)], self._rank(worker))
+
+    def reduce(self, step: Step, plan: StepPlan) -> None:
+        """Sum the gradients of this stage over the pipelines.
+
+        Raises:
+            LaneBroken: somebody was lost meanwhile.
+        """
+        self._await_read(step, plan)
+        if step.reduced is not None:
+            return
+        began, peers, stage = time.perf_counter(), self.peers(), self._me.stage
+        if self._options.ordered:
+            holders = {d: plan.plan.host(d, stage, 0).pipeline for d in range(self._topology.pipelines)}
+        else:
+            holders = {d: d for d in peers}
+        homes = [home for home, holder in holders.items() if holder == self._me.pipeline]
+        parameters = self._model.parameters
+        none: list[Tensor | None] = [None] * len(parameters)
+        mine = {home: flatten(step.sums.get(home if self._options.ordered else -1, none), parameters) for home in homes}
+        scale = 1.0 / self._topology.pipelines if self._options.average else 1.0
+        reduced = reduce_in_order(self.mail, step.number, stage, self._me.pipeline, holders, mine, peers, scale)
+        # Who has the sum can do without the others, so it has their losses, too.
+        for worker in self._tails() if self._last else ():
+            self._hear(step, worker)
+        step.reduced, step.reduce_s = reduced, time.perf_counter() - began
+
+    def finish(self, step: Step) -> None:
+        """From summed gradients to the next step: update, and gather what all are told.
+
+        Raises:
+            LaneBroken: somebody was lost meanwhile; another call goes on where this one was.
+        """
+        assert step.reduced is not None
+        if not step.updated:
+            self._set_gradients(step)
+            step.norms[self._me.stage] = self._model.norm()
+            self._tell_norm(step)
+            if not (self._may_be_hasty(step) and self._clip(step) == 1.0):
+                self._await_norms(step)
+                step.verdict = self._clip(step)
+            inject.point("reroute.step")
+            step.tentative, began = step.verdict is None, time.perf_counter()
+            self._model.update(1.0 if step.verdict is None else step.verdict, step.tentative)
+            self._measure(step, Kind.OPT, began - step.reduce_s)
+            step.updated = True
+            step.sums.clear()
+        self._gather_result(step)
+        self._validate(step)
+
+    def _set_gradients(self, step: Step) -> None:
+        assert step.reduced is not None
+        parameters = self._model.parameters
+        for parameter, gradient in zip(parameters, unflatten(step.reduced, parameters), strict=True):
+            parameter.grad = gradient
+
+    def _clip(self, step: Step) -> float:
+        """What gradients are multiplied by, as far as norms are known."""
+        return self._model.clip([step.norms.get(stage) for stage in range(self._topology.stages)])
+
+    def _may_be_hasty(self, step: Step) -> bool:
+        """Whether to update before all norms are known: nothing had to be clipped in the step before."""
+        if self._options.synchronous or step.norms[self._me.stage] is None:
+            return False
+        before = self._steps.get(step.number - 1)
+        return before is not None and before.verdict == 1.0
+
+    def _validate(self, step: Step) -> None:
+        """See to it that the update was the right one, before the caller sees it."""
+        if step.verdict is not None:
+            return
+        self._await_norms(step)
+        verdict = self._clip(step)
+        if verdict == 1.0:
+            self._model.accept()
+        else:
+            self._set_gradients(step)
+            self._model.update_again(verdict)
+        step.verdict = verdict
+
+    def _tell_norm(self, step: Step) -> None:
+        """Tell the other stages this stage's norm, where updates must not be made, or not stay, without them."""
+        stage = self._me.stage
+        told = (step.number, f"norm {stage}") in self._told
+        if told or self._me.pipeline != min(self.peers()) or not self._needs_norms(step):
+            return
+        self._told.add((step.number, f"norm {stage}"))
+        value = torch.tensor([_number(step.norms[stage])], dtype=torch.float64)
+        for worker in self._topology.workers():
+            if worker not in self._history.lost and worker.stage != stage:
+                self.mail.send(Key(step.number, What.NORM, stage, 0), [value], self._rank(worker))
+
+    def _needs_norms(self, step: Step) -> bool:
+        return self._options.synchronous or step.norms[self._me.stage] is not None
+
+    def _await_norms(self, step: Step) -> None:
+        if not self._needs_norms(step):
+            return
+        clips = step.norms[self._me.stage] is not None
+        for other in range(self._topology.stages):
+            if other in step.norms:
+                continue
+            there = [w for w in self._topology.workers() if w.stage == other and w not in self._history.lost]
+            like = [torch.empty(1, dtype=torch.float64)]
+            (value,) = self.mail.fetch_like(Key(step.number, What.NORM, other, 0), like, self._rank(min(there)))
+            step.norms[other] = float(value) if clips else None
+
+    def tell_losses(self, step: Step, row: Sequence[Action]) -> None:
+        """At a last stage, after its last forward: tell all others, who need all losses before they begin another step.
+
+        They get them long before this worker has finished the step, so none of them waits for it.
+        """
+        told = (step.number, "losses") in self._told or step.result is not None
+        if told or not self._last or any(action.kind is Kind.F for action in row[step.at :]):
+            return
+        self._told.add((step.number, "losses"))
+        if self._me == self._tails()[0] and self._history.lost and self._knocking():
+            step.let_in = self.mail.lane.generation
+        flag = torch.tensor([float(step.let_in)], dtype=torch.float64)
+        table = torch.cat([flag, table_of(step.losses, self._topology)])
+        key = Key(step.number, What.LOSSES, self._me.stage, self._me.pipeline)
+        for worker in self._topology.workers():
+            if worker not in self._history.lost and worker != self._me:
+                self.mail.send(key, [table], self._rank(worker))
+
+    def _tails(self) -> list[Worker]:
+        """Workers of the last stage that are there."""
+        stage, lost = self._topology.stages - 1, self._history.lost
+        return sorted(w for w in self._topology.workers() if w.stage == stage and w not in lost)
+
+    def _hear(self, step: Step, worker: Worker) -> None:
+        """Wait for the losses that a worker of the last stage tells."""
+        if worker == self._me or step.result is not None or (step.number, worker) in self._heard:
+            return
+        like = torch.empty(1 + self._topology.pipelines * self._topology.micro_batches, dtype=torch.float64)
+        key = Key(step.number, What.LOSSES, worker.stage, worker.pipeline)
+        (table,) = self.mail.fetch_like(key, [like], self._rank(worker))
+        self._heard.add((step.number, worker))
+        merge(step.losses, table[1:], self._topology)
+        if worker == self._tails()[0]:
+            step.let_in = int(table[0])
+
+    def _gather_result(self, step: Step) -> None:
+        """The losses of all micro-batches."""
+        if step.result is not None:
+            return
+        for worker in self._tails():
+            self._hear(step, worker)
+        topology = self._topology
+        rows = table_of(step.losses, topology).view(topology.pipelines, topology.micro_batches).tolist()
+        step.result = Result(tuple(map(tuple, rows)), step.let_in)
+
+
+def _goes_back(action: Action) -> bool:
+    """Whether an action needs a gradient of the stage behind."""
+    return action.kind in (Kind.B, Kind.I)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
