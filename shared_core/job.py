@@ -550,11 +550,15 @@ class Job:
         return self._updates.state_version - self._updates.version
 
     def before_collectives(self, call: Callable[[], None]) -> None:
-        """Have ``call`` run on the program's thread before a collective of all ranks while some are absent. It can let
-        them in; if they are not in when it returns, all workers go back to the newest checkpoint. The newest ``call``
-        counts.
+        """Have ``call`` run before a collective of all ranks while some are absent; also for one that waits already
+        when they are lost, on another thread then. It lets them in. The newest ``call`` counts.
         """
-        self._runtime.await_absent = call
+
+        def lets_in() -> bool:
+            call()
+            return True
+
+        self._runtime.await_absent = lets_in
 
     def issued(self) -> int:
         """Collectives that this worker has issued, of all groups."""

@@ -35,10 +35,12 @@ class Op:
         redo: for rank-specific operations: as ``start``, but into scratch outputs.
         kept: inputs kept for ``redo``.
         full: every member contributes, so its end proves that all have come so far.
+        awaited: the program's thread does nothing but wait for it.
     """
 
     __slots__ = (
         "attempt",
+        "awaited",
         "checksum",
         "copy_results",
         "full",
@@ -75,6 +77,7 @@ class Op:
         self.seq = -1
         self.top = 0
         self.attempt = 0
+        self.awaited = False
         self.signature = signature
         self.start = start
         self.results = results
@@ -124,6 +127,7 @@ class SwiftWork(dist.Work):
             future.add_done_callback(lambda _: done.set())
             if not done.wait(timeout.total_seconds()):
                 raise WaitTimeout(f"{self._op.signature[0]} did not finish within {timeout.total_seconds():.0f} s")
+        self._op.awaited = threading.current_thread() is threading.main_thread()
         with self._turn.passed_on():
             future.wait()
         if self._op.lazy:

@@ -599,6 +599,35 @@ class Runtime:
                     return f"a receive in group {group.name!r}"
         return ""
 
+    def withdraw(self) -> tuple[GroupState, Op] | None:
+        """Take back the only operation under way, as if it had not been called; see :meth:`call_again`. None if there
+        is another one, or if it is not a collective of all ranks that the program's thread waits for.
+        """
+        with self.lock:
+            pending = [(group, op) for group in self.groups.values() if group.size > 1 for op in group.pending.values()]
+            waits = any(group.channels.awaited() for group in self.groups.values())
+            if len(pending) != 1 or waits:
+                return None
+            [(group, op)] = pending
+            # A moment passes from the call to the waiting.
+            self.changed.wait_for(lambda: op.awaited, timeout=1.0)
+            if group.size != self.world_size or not op.awaited or op.seq != group.next - 1:
+                return None
+            del group.pending[op.seq]
+            group.next -= 1
+            self.note_waiting(-1)
+            return group, op
+
+    def call_again(self, group: GroupState, op: Op) -> None:
+        """Issue an operation that was withdrawn."""
+        with self.lock:
+            op.seq, op.top = group.next, self.top
+            group.next += 1
+            group.pending[op.seq] = op
+            self.note_waiting(+1)
+            if group.inner is not None and not self.broken:
+                self._start(group, op)
+
     def suspect(self, error: Exception) -> None:
         """An operation failed: a loss that explains it is announced soon, or it is the caller's own mistake."""
         with self.lock:
@@ -636,8 +665,9 @@ class Runtime:
 
     failed: Callable[[SwiftError], None] = staticmethod(lambda error: None)
     cannot_complete: Callable[[str], None] = staticmethod(lambda what: None)
-    #: Called before a collective of all ranks while some are absent; may return when they are in again.
-    await_absent: Callable[[], None] = staticmethod(lambda: None)
+    #: Called before a collective of all ranks while some are absent. Returns True when they are in again, False if
+    #: nobody lets them in.
+    await_absent: Callable[[], bool] = staticmethod(lambda: False)
 
     def raise_if_ended(self) -> None:
         """Raise what ended the job, if anything did."""

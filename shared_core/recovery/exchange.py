@@ -281,8 +281,11 @@ class Recovery:
         with self._recovering:
             self.runtime.break_off()
             inject.point("recovery.severed")
+            waits = None
             if not self._abandoned(record["generation"]) and (what := self.runtime.under_way()):
-                self._cannot_complete(what)
+                waits = self.runtime.withdraw()
+                if waits is None:
+                    self._cannot_complete(what)
         self.events.emit(
             "survivor_ready",
             rank=self.env.rank,
@@ -290,6 +293,13 @@ class Recovery:
             detected=record["detected"],
             ready_s=time.time() - record["detected"],
         )
+        if waits is not None:  # the program's thread does not run: what it would do in here is done for it
+            try:
+                if not self.runtime.await_absent():
+                    self._cannot_complete(what)
+                self.runtime.call_again(*waits)
+            except Exception as error:  # noqa: BLE001 (it would wait for ever)
+                self._fatal(error)
 
     def _cannot_complete(self, what: str) -> None:
         absent = ", ".join(map(str, sorted(self.runtime.absent)))

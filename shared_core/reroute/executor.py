@@ -167,7 +167,7 @@ class Executor:
         return self._mail.lane
 
     @property
-    def gradients(self) -> Tensor | None:
+    def gradients(self) -> torch.Tensor | None:
         """Of the last step, one after the other: summed, not clipped. None before the first."""
         last = self._steps.get(self.step - 1)
         return None if last is None else last.reduced
