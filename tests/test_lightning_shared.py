@@ -67,3 +67,69 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
 def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     check(jobs, faults, args)
+
+
+@pytest.mark.nightly
+def test_an_object_of_torchmetrics_counts_what_its_rank_has_computed(jobs: Jobs) -> None:
+    """What is trained and what numbers are logged is not touched by it."""
+    args, faults = ["--feature", "metrics"], [Fault(1, 3, "reroute.forward", "SIGKILL")]
+    reference = jobs.reference(SCRIPT, nproc=3, args=args, env=ORDERED, launcher="swiftrun")
+    result = jobs.run(SCRIPT, nproc=3, args=args, env=ORDERED, faults=faults)
+    compare(result, reference, ["parameters", "optimizers", "schedulers", "seen", "generators", "loops"])
+    for name in ("loss_epoch", "accuracy_epoch"):
+        assert len({report["extra"]["logged"][name] for report in result.reports.values()}) == 1
+
+
+@pytest.mark.nightly
+def test_without_a_loss_it_trains_as_ddp(jobs: Jobs) -> None:
+    """Two addends have one sum only, so two ranks can be compared with Lightning's own DDP."""
+    args, parts = ["--feature", "exact"], ["parameters", "optimizers", "schedulers", "loops", "steps"]
+    theirs = jobs.reference(SCRIPT, args=args)
+    compare(jobs.run(SCRIPT, args=args, env=ORDERED | {"SWIFT_RECOVERY_REDUCTION": "sum"}), theirs, parts)
+
+
+@pytest.mark.nightly
+def test_sums_that_are_not_ordered_are_equal_to_rounding(jobs: Jobs) -> None:
+    reference = jobs.reference(SCRIPT, nproc=3, env=ORDERED, launcher="swiftrun")
+    faults = [Fault(1, 3, "reroute.forward", "SIGKILL")]
+    result = jobs.run(SCRIPT, nproc=3, env=ORDERED | {"SWIFT_RECOVERY_REDUCTION": "sum"}, faults=faults)
+    assert result.status == 0 and result.kinds("rerouted"), result.tail()
+    ours, theirs = (run.reports[0]["extra"]["logged"]["loss"] for run in (result, reference))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_others_train_on_until_the_newcomer_is_there(jobs: Jobs) -> None:
+    """The next step is committed before the newcomer is started, and it is let in between two others."""
+    args, faults = ["--epochs", "1", "--size", "600"], [Fault(1, 3, "reroute.forward", "SIGKILL")]
+    result = jobs.run(SCRIPT, nproc=3, args=args, env=ORDERED, faults=faults)
+    assert result.status == 0, result.tail()
+    [let_in] = result.kinds("let_in")
+    resumed = result.kinds("resumed")
+    assert {event.rank for event in resumed} == {0, 2}, result.tail()
+    assert max(event.time for event in resumed) < let_in.time
+    assert 3 < let_in.fields["top"], result.tail()
+
+
+#: What is said of each mistake.
+MISTAKES = {
+    "manual": "does not support manual optimization",
+    "norm": "cannot be used with batch normalisation",
+    "buffer": "the forward pass changes the buffer 'calls'",
+    "gather": "training_step talks to other workers",
+    "own_log": "rank_zero_only=True",
+    "several": "needs one training loader, not a dict of several",
+    "skip": "on_train_batch_start() that returns -1",
+    "twice": "the closure of a batch was called twice",
+    "timer": "Timer and max_time, which ask rank 0 in every batch",
+    "interval": "ModelCheckpoint(train_time_interval)",
+    "reload": "reload_dataloaders_every_n_epochs",
+    "sampler": "the loader divides the data among 1 ranks, and there are 2",
+}
+
+
+@pytest.mark.parametrize("name", most(MISTAKES, *MISTAKES.keys() - {"manual"}))
+def test_what_cannot_be_shared_is_refused(name: str, jobs: Jobs) -> None:
+    result = jobs.run(SCRIPT, env=ORDERED, args=["--mistake", name])
+    assert result.status == 1, result.tail()
+    assert MISTAKES[name] in " ".join(result.stderr.split()), result.tail()
+    assert not result.kinds("restart"), result.tail()
