@@ -201,8 +201,8 @@ class Sharing:
         index = loop.epoch_loop.batch_idx
         if self._called == loop.total_batch_idx:
             raise Unsupported(
-                f"the closure of a batch was called twice: {_WHAT} computes each batch once. Call it once in the module's "
-                "optimizer_step(), or choose on_failure='replace'"
+                f"the closure of a batch was called twice: {_WHAT} computes each batch once. Call it once in "
+                "the module's optimizer_step(), or choose on_failure='replace'"
             )
         self._called = loop.total_batch_idx
         if loop._should_accumulate():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from harness import Jobs, most
 
@@ -63,7 +65,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
 }
 
 
-@pytest.mark.parametrize("name", most(CASES, *CASES.keys() - {"before_the_sum", "two_in_turn"}))
+@pytest.mark.parametrize("name", most(CASES, *CASES.keys() - {"two_in_turn"}))
 def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     check(jobs, faults, args)
@@ -96,6 +98,16 @@ def test_sums_that_are_not_ordered_are_equal_to_rounding(jobs: Jobs) -> None:
     assert result.status == 0 and result.kinds("rerouted"), result.tail()
     ours, theirs = (run.reports[0]["extra"]["logged"]["loss"] for run in (result, reference))
     assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.nightly
+def test_a_loss_in_the_validation_goes_back_to_the_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+    checkpoints = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "3"}
+    reference = jobs.reference(SCRIPT, nproc=3, env=ORDERED, launcher="swiftrun")
+    faults = [Fault(1, 8, "validation", "SIGKILL")]
+    result = jobs.run(SCRIPT, nproc=3, env=ORDERED | checkpoints, faults=faults)
+    compare(result, reference)
+    assert result.kinds("restart"), result.tail()
 
 
 def test_others_train_on_until_the_newcomer_is_there(jobs: Jobs) -> None:

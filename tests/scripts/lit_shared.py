@@ -89,7 +89,10 @@ class Mistake(Net):
 #: Arguments of the Trainer that are refused.
 _OPTIONS: dict[str, Any] = {
     "timer": {"callbacks": [Timer("00:01:00:00")]},
-    "interval": {"callbacks": [ModelCheckpoint(OUT, train_time_interval=timedelta(hours=1))]},
+    "interval": {
+        "enable_checkpointing": True,
+        "callbacks": [ModelCheckpoint(OUT, train_time_interval=timedelta(hours=1))],
+    },
     "reload": {"reload_dataloaders_every_n_epochs": 1},
     "sampler": {"use_distributed_sampler": False},
 }
