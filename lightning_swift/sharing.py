@@ -150,7 +150,7 @@ class Sharing:
             raise ConfigError("nothing is trained: no parameter of the module requires gradients")
         self._apart = Shares(job, [module], seed, _WHAT, _STEP)
         self._job, self._trainer, self._module, self._parameters = job, trainer, module, parameters
-        self._state = state
+        self._state, self._known = state, {id(p) for p in parameters}
         self._steps = steps_of(job, parameters, self._compute)
         self.number, self.behind = number, False
         self._own: Callable[[], ClosureResult] | None = None
@@ -181,6 +181,12 @@ class Sharing:
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         self._shards = self._loader.shards
         self._shards.keep(self._job.absent | {self._job.rank})
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._known:
+                raise Unsupported(
+                    f"parameter {name} was frozen when fit began, and is trained now: {_WHAT} sums gradients of "
+                    "those that were trained then. Freeze and unfreeze between two fits, or choose on_failure='replace'"
+                )
         ready, every = loop.batch_progress.current.ready + 1, trainer.accumulate_grad_batches
         if ready % every and ready != trainer.num_training_batches:
             return  # no step in this batch

@@ -61,6 +61,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "files": (["--feature", "files"], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
     "files_of_rank_0": (["--feature", "files"], [Fault(0, 3, "reroute.reduce", "SIGKILL")]),
     "files_of_rank_0_at_the_top": (["--feature", "files"], [Fault(0, 4, "batch_top", "SIGKILL")]),
+    "files_of_rank_0_later": (["--feature", "files"], [Fault(0, 10, "reroute.forward", "SIGKILL")]),
     "workers": (["--workers", "1"], [Fault(0, 3, "reroute.forward", "SIGKILL")]),
 }
 
@@ -69,6 +70,17 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
 def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     check(jobs, faults, args)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("point", ["startup", "lane.connect"])
+def test_a_loss_before_the_first_step_is_answered_by_a_newcomer(point: str, jobs: Jobs) -> None:
+    """Nobody has anything to go on with yet."""
+    reference = jobs.reference(SCRIPT, nproc=3, env=ORDERED, launcher="swiftrun")
+    result = jobs.run(SCRIPT, nproc=3, env=ORDERED, faults=[Fault(0, ANY_STEP, point, "SIGKILL")])
+    assert not unconfirmed(result), "\n".join([*unconfirmed(result), result.tail()])
+    compare(result, reference)
+    assert not result.kinds("restart"), result.tail()
 
 
 @pytest.mark.nightly
@@ -132,6 +144,7 @@ MISTAKES = {
     "several": "needs one training loader, not a dict of several",
     "skip": "on_train_batch_start() that returns -1",
     "twice": "the closure of a batch was called twice",
+    "frozen": "parameter net.0.weight was frozen when fit began",
     "timer": "Timer and max_time, which ask rank 0 in every batch",
     "interval": "ModelCheckpoint(train_time_interval)",
     "reload": "reload_dataloaders_every_n_epochs",

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_parts import OUT, Net, checkpoints, loader
 from torch.nn import functional as F
 
@@ -65,6 +65,7 @@ class Mistake(Net):
         super().__init__(norm=kind == "norm")
         self.kind = kind
         self.automatic_optimization = kind != "manual"
+        self.net[0].requires_grad_(kind != "frozen")
         if kind == "buffer":
             self.register_buffer("calls", torch.zeros(1))
 
@@ -76,6 +77,9 @@ class Mistake(Net):
         if self.kind == "own_log" and self.global_rank == 0:
             self.log("mine", 1.0)
         return super().training_step(batch["one"] if self.kind == "several" else batch, batch_idx)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         return -1 if self.kind == "skip" else None
@@ -96,7 +100,7 @@ _OPTIONS: dict[str, Any] = {
     "reload": {"reload_dataloaders_every_n_epochs": 1},
     "sampler": {"use_distributed_sampler": False},
 }
-MISTAKES = (*_OPTIONS, "norm", "manual", "buffer", "gather", "own_log", "several", "skip", "twice")
+MISTAKES = (*_OPTIONS, "norm", "manual", "buffer", "gather", "own_log", "several", "skip", "twice", "frozen")
 
 
 def _files() -> dict[str, Any]:
@@ -106,7 +110,11 @@ def _files() -> dict[str, Any]:
         EarlyStopping("loss_epoch", patience=3),
         LearningRateMonitor(),
     ]
-    return {"enable_checkpointing": True, "callbacks": callbacks, "logger": CSVLogger(OUT, "csv")}
+    return {
+        "enable_checkpointing": True,
+        "callbacks": callbacks,
+        "logger": [CSVLogger(OUT, "csv"), TensorBoardLogger(OUT, "board")],
+    }
 
 
 FEATURES: dict[str, dict[str, Any]] = {
