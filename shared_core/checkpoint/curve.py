@@ -171,7 +171,7 @@ def _fit(x: Array, y: Array, start: int, np: Any) -> Fit:
     k, mean, error = _bins(x, y, np)
     if len(k) < FEWEST_BINS:
         return Fit(why=f"only {len(k)} bins of losses so far")
-    exponential = _exponential(k, mean, start, np)
+    exponential = fit_exponential(k + start, mean)
     shifts = np.concatenate([[0.0], np.geomspace(1, x[-1], SHIFTS - 1)])
     power, shift = (each.ravel() for each in np.meshgrid(np.array(POWERS), shifts, indexing="ij"))
     base = (k[None, :] + shift[:, None] + 1) / (k[0] + shift[:, None] + 1)
@@ -212,20 +212,22 @@ def _non_negative(form: Array, y: Array, weight: Array, np: Any) -> tuple[Array,
     return floor, scale
 
 
-def _exponential(k: Array, y: Array, start: int, np: Any) -> Exponential | None:
-    """Least squares of ``exp(decay k + level)``, from the logarithm's by Gauss and Newton; each bin for its steps."""
-    if y.min() <= 0:
+def fit_exponential(steps: Array, losses: Array) -> Exponential | None:
+    """COCI's form: least squares of ``exp(decay k + level)``, from the logarithm's by Gauss and Newton.
+
+    Each value counts for the steps up to its neighbours. None where a loss is not above 0.
+    """
+    import numpy as np
+
+    if len(steps) < 3 or losses.min() <= 0:
         return None
-    span = np.gradient(k)
-    decay, level = np.polyfit(k, np.log(y), 1, w=np.sqrt(span))
+    weight = np.sqrt(np.gradient(steps))
+    decay, level = np.polyfit(steps, np.log(losses), 1, w=weight)
     for _ in range(30):
-        value = np.exp(np.clip(decay * k + level, -50, 50))
-        slope, shift = np.linalg.lstsq(
-            np.stack([k * value, value], 1) * np.sqrt(span)[:, None], (y - value) * np.sqrt(span), rcond=None
-        )[0]
+        value = np.exp(np.clip(decay * steps + level, -50, 50))
+        matrix = np.stack([steps * value, value], 1) * weight[:, None]
+        slope, shift = np.linalg.lstsq(matrix, (losses - value) * weight, rcond=None)[0]
         decay, level = decay + slope, level + shift
-        if abs(shift) < 1e-10 and abs(slope * k[-1]) < 1e-10:
+        if abs(shift) < 1e-10 and abs(slope * steps[-1]) < 1e-10:
             break
-    if not (math.isfinite(decay) and math.isfinite(level)):
-        return None
-    return Exponential(float(decay), float(level - decay * start))
+    return Exponential(float(decay), float(level)) if math.isfinite(decay) and math.isfinite(level) else None
