@@ -66,6 +66,10 @@ class Outcome:
         """Stall and rework."""
         return self.stall_s + self.rework_s
 
+    def mean(self) -> Outcome:
+        """As that of one life."""
+        return Outcome(*(np.array([each.mean()]) for each in (self.stall_s, self.rework_s, self.made, self.lost)))
+
 
 def live(job: Job, places: Sequence[float], lives: Lives) -> Outcome:
     """All lives with checkpoints at these useful seconds."""
