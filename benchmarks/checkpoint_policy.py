@@ -31,6 +31,7 @@ from shared_core.checkpoint.policy import (
     EqualProgress,
     Exact,
     Fixed,
+    LossCurve,
     Policy,
     Value,
     Young,
@@ -271,7 +272,8 @@ def told_by(job: Job, seed: int, losses: Callable[[np.random.Generator], tuple[A
         faults = int(random.poisson(end * Clock(job).mean_hazard()))
         hazard = hazard.seen(faults, float(end))
     steps, values = losses(random)
-    fitter, fits, done = CurveFitter(), [(0.0, None)], 0
+    fitter, done = CurveFitter(), 0
+    fits: list[tuple[float, LossCurve | None]] = [(0.0, None)]
     while done < len(steps):
         more = max(done + 20, int(1.15 * done))
         fitter.feed(steps[done:more].tolist(), values[done:more].tolist())

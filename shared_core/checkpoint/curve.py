@@ -68,9 +68,9 @@ class Fit:
     """What a fit found.
 
     Attributes:
-        curve: of the present piece; None with the reason in ``why``.
+        curve: of the present piece; of a typical one while there are too few losses; None where none will do.
         exponential: COCI's form, for comparison.
-        why: why there is no curve.
+        why: why the curve is not a fitted one.
         deviation: standard deviation of a loss around the curve.
     """
 
@@ -128,7 +128,7 @@ class CurveFitter:
             import numpy as np
         except ImportError:
             return Fit(why=MISSING)
-        if self._found is not None and self._found.curve is not None:
+        if self._found is not None and self._found.curve is not None and not self._found.why:
             self._check(self._found, np)
         found = _fit(np.asarray(self._steps) - self.start, np.asarray(self._losses), self.start, np)
         self._found, self._checked = found, len(self._steps)
@@ -167,10 +167,10 @@ def _bins(x: Array, y: Array, np: Any) -> tuple[Array, Array, Array]:
 
 def _fit(x: Array, y: Array, start: int, np: Any) -> Fit:
     if len(x) < FEWEST_BINS * FEWEST_IN_BIN:
-        return Fit(why=f"only {len(x)} losses so far")
+        return Fit(_typical(y, start), None, f"only {len(x)} losses so far, a typical curve is assumed")
     k, mean, error = _bins(x, y, np)
     if len(k) < FEWEST_BINS:
-        return Fit(why=f"only {len(k)} bins of losses so far")
+        return Fit(_typical(y, start), None, f"only {len(k)} bins of losses so far, a typical curve is assumed")
     exponential = fit_exponential(k + start, mean)
     shifts = np.concatenate([[0.0], np.geomspace(1, x[-1], SHIFTS - 1)])
     power, shift = (each.ravel() for each in np.meshgrid(np.array(POWERS), shifts, indexing="ij"))
@@ -198,6 +198,13 @@ def _fit(x: Array, y: Array, start: int, np: Any) -> Fit:
     if power[best] in (POWERS[0], POWERS[-1]):
         return Fit(None, exponential, "the loss does not follow a power of the step", deviation)
     return Fit(curve, exponential, "", deviation)
+
+
+def _typical(losses: Array, start: int) -> Curve | None:
+    """From the first losses towards 0 with the root of the step. Early checkpoints are worth most, and for the question
+    when to make them only the form counts.
+    """
+    return Curve(0.0, float(sorted(losses)[len(losses) // 2]), 0.5, 0.0, float(start)) if len(losses) else None
 
 
 def _non_negative(form: Array, y: Array, weight: Array, np: Any) -> tuple[Array, Array]:

@@ -29,9 +29,9 @@ def corrected_step(start_loss: float, decay_per_s: float, cost_s: float, hazard:
 
 
 def best_fall(mean_square_slope: float, cost_s: float, hazard: float) -> float:
-    """The best that equal progress can do, a stall and a rollback both counted in progress: with a fall of ``P`` between
-    checkpoints they cost ``c / P`` times the integral of the squared slope, and ``lambda P / 2`` a second. Hence
-    ``sqrt(2 c s / lambda)``, ``s`` the mean over the job of the squared slope, in loss^2 a second^2.
+    """The best that equal progress can do, a stall and a rollback both counted in progress: with a fall of ``P``
+    between checkpoints they cost ``c / P`` times the integral of the squared slope, and ``lambda P / 2`` a second.
+    Hence ``sqrt(2 c s / lambda)``, ``s`` the mean over the job of the squared slope, in loss^2 a second^2.
     """
     return math.sqrt(2 * cost_s * mean_square_slope / hazard)
 

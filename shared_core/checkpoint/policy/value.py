@@ -58,7 +58,7 @@ class Value:
             if worth > 0:
                 abrupt_s = abrupt_loss(now.curve, ending, now) / worth
                 price_s = self.price / worth
-                why = "expected loss"
+                why = f"expected loss{', ' + now.fit_note if now.fit_note else ''}"
             else:
                 why = "the fitted loss falls no more, Young's rule"
         short = now.age_s + now.step_s / 2 < self.guards.shortest_s(now, now.cost)
@@ -77,7 +77,7 @@ class Value:
                 return "no job history and no price, Young's rule"
             return "no run was killed and no price, Young's rule"
         if now.curve is None:
-            return f"{now.no_curve or 'no fit of the loss'}, Young's rule"
+            return f"{now.fit_note or 'no fit of the loss'}, Young's rule"
         return ""
 
 
