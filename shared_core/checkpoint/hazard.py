@@ -60,7 +60,8 @@ class Hazard:
         if self.shape == 1 or since_restart_s is None:
             return mean
         scale = 1 / (mean * math.gamma(1 + 1 / self.shape))
-        return self.shape / scale * (max(since_restart_s, _NEAREST / mean) / scale) ** (self.shape - 1)
+        age = max(since_restart_s, _NEAREST / mean) / scale
+        return self.shape / scale * math.pow(age, self.shape - 1)
 
 
 def by_tier(runs: Iterable[Run], prior: Hazard | None = None) -> dict[str, Hazard]:

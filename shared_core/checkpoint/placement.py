@@ -45,7 +45,7 @@ def price_of_delay(t: Array, g: Array, du: Array, survival: float) -> Array:
     """``w(t) = E[u'(T); T > t]``; ``survival`` is the probability of lasting to the grid's end."""
     y = g * du
     cells = (y[1:] + y[:-1]) / 2 * np.diff(t)
-    return np.append(np.cumsum(cells[::-1])[::-1], 0.0) + survival * du[-1]
+    return np.asarray(np.append(np.cumsum(cells[::-1])[::-1], 0.0) + survival * du[-1])
 
 
 def density(problem: Problem) -> Array:

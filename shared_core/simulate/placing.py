@@ -7,8 +7,10 @@ Needs NumPy.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,7 @@ from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import fit_exponential
 from shared_core.checkpoint.ending import Ending
 from shared_core.checkpoint.policy import Exponential, LossCurve, Policy, Situation
+from shared_core.errors import ConfigError
 
 Array = npt.NDArray[np.float64]
 
@@ -41,6 +44,26 @@ class Recorded:
         at = np.array([0.0, *((low + high) / 2 for low, high in pieces), float(len(losses))])
         medians = [float(np.median(losses[low - 1 : high - 1])) for low, high in pieces]
         return cls(at, _descending(np.array([max(medians[0], losses[0]), *medians, medians[-1]])))
+
+    @classmethod
+    def from_csv(cls, path: str | os.PathLike[str]) -> Recorded:
+        """Of a file with a header and rows ``step,loss``, a step each.
+
+        Raises:
+            ConfigError: it is no such file, or the loss does not fall.
+            OSError: it cannot be read.
+        """
+        lines = Path(path).read_text(encoding="utf-8").splitlines()[1:]
+        try:
+            losses = np.array([float(line.split(",")[1]) for line in lines if line])
+        except (ValueError, IndexError) as error:
+            raise ConfigError(f"{path} must hold a header and rows step,loss: {error}") from error
+        if len(losses) < 10 or not np.isfinite(losses).all():
+            raise ConfigError(f"{path} must hold at least 10 losses, all of them finite")
+        found = cls.smooth(losses)
+        if found.losses[0] <= found.losses[-1]:
+            raise ConfigError(f"the loss in {path} does not fall")
+        return found
 
     def loss(self, step: float) -> float:
         """Loss after so many steps; constant beyond the ends."""

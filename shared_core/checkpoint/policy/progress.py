@@ -18,7 +18,9 @@ MINUTE_S = 60.0
 
 
 def literal_step(decay_per_s: float, cost_s: float, hazard: float) -> float:
-    """COCI's ``Pe`` as its code has it (theorem 4.1), in units of loss."""
+    """COCI's ``Pe`` as its code has it (theorem 4.1), in units of loss; infinite where nothing fails."""
+    if hazard <= 0:
+        return math.inf
     decay, cost, rate = decay_per_s * MINUTE_S, cost_s / MINUTE_S, hazard * MINUTE_S
     return -math.expm1(decay * cost) * (1 / (2 * rate) - 1 / (2 * decay))
 
