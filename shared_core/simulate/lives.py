@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -51,24 +51,39 @@ class Outcome:
         stall_s: spent on checkpoints.
         rework_s: work that was done again.
         made: number of checkpoints.
-        lost: utility that it lacks at its end, against a life with the same end but without faults and checkpoints, as
-            a share of what the whole job gains. It is the mean over graceful and abrupt ends by their shares, and the
-            price of the checkpoints is counted.
+        short: utility that it lacks at its end, against a life with the same end but without faults and checkpoints, as
+            a share of what the whole job gains.
+        short_saved: the same for what is in the last durable checkpoint.
+        abrupt: share of early ends of which that is all that is left.
+        price: of a checkpoint, as a share of that gain.
     """
 
     stall_s: Array
     rework_s: Array
     made: Array
-    lost: Array
+    short: Array
+    short_saved: Array
+    abrupt: float
+    price: float
 
     @property
     def overhead_s(self) -> Array:
         """Stall and rework."""
         return self.stall_s + self.rework_s
 
+    @property
+    def lost(self) -> Array:
+        """Utility that is lacking, by the shares of graceful and abrupt ends, and the price of the checkpoints."""
+        return (1 - self.abrupt) * self.short + self.abrupt * self.short_saved + self.price * self.made
+
+    def of(self, job: Job) -> Outcome:
+        """The same lives of a job in which nothing but the share of abrupt ends and the price are others."""
+        return replace(self, abrupt=job.ending.abrupt, price=job.price / _utility(job, Clock(job))[1])
+
     def mean(self) -> Outcome:
         """As that of one life."""
-        return Outcome(*(np.array([each.mean()]) for each in (self.stall_s, self.rework_s, self.made, self.lost)))
+        arrays = (self.stall_s, self.rework_s, self.made, self.short, self.short_saved)
+        return Outcome(*(np.array([each.mean()]) for each in arrays), self.abrupt, self.price)
 
 
 def live(job: Job, places: Sequence[float], lives: Lives) -> Outcome:
@@ -132,9 +147,9 @@ def live(job: Job, places: Sequence[float], lives: Lives) -> Outcome:
         alive = alive[~over[alive]]
 
     utility, whole = _utility(job, clock)
-    kept = (1 - job.ending.abrupt) * utility(current) + job.ending.abrupt * utility(saved)
-    lost = utility(np.minimum(lives.ends_s, job.horizon_s)) - kept + job.price / whole * made
-    return Outcome(stall, rework, made, lost)
+    best = utility(np.minimum(lives.ends_s, job.horizon_s))
+    short, short_saved = best - utility(current), best - utility(saved)
+    return Outcome(stall, rework, made.astype(float), short, short_saved, job.ending.abrupt, job.price / whole)
 
 
 def _durable(segment: np.ndarray, elapsed: Array, lag: float) -> np.ndarray:

@@ -24,7 +24,7 @@ from shared_core.errors import ConfigError
 Array = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recorded:
     """A recorded loss curve, linear between its points; a :class:`LossCurve`.
 

@@ -269,7 +269,12 @@ def test_a_deeper_tier_serves_the_shallow_one() -> None:
         ]
         return due_tier(Young(), [("memory", now[0]), ("storage", now[1])])[0]
 
-    assert (asked(50, 500), asked(100, 500), asked(50, 1000), asked(100, 1000)) == (None, "memory", "storage", "storage")
+    assert (asked(50, 500), asked(100, 500), asked(50, 1000), asked(100, 1000)) == (
+        None,
+        "memory",
+        "storage",
+        "storage",
+    )
 
 
 def test_policies_by_name() -> None:

@@ -4,7 +4,7 @@ Utility ``u`` is minus the loss. With ``t0`` the useful time of the last checkpo
 ``g`` that of an early end (given that the run still lasts), ``q`` the share of those that are abrupt, ``c`` the
 effective cost of a checkpoint in seconds and ``kappa`` its price in utility, it is due when
 
-    w (integral of lambda (s - t0) ds) + q (integral of g (u(s) - u(t0)) ds)  >=  c w + kappa.
+    integral of lambda w (s - t0) ds + q (integral of g (u(s) - u(t0)) ds)  >=  c w + kappa.
 
 ``w(t) = E[u'(T) | T > t]``, over the time ``T`` at which the run will end, is what a second of delay costs: the run
 ends that much lower on the curve. Where every end is graceful and checkpoints have no price, ``w`` cancels: Young's
@@ -49,14 +49,13 @@ class Value:
             return answer
         assert now.cost is not None
         cost_s = _cost(now.cost.seconds, now.hazard)
-        rework_s = now.expected_rework_s
-        abrupt_s, price_s, why = 0.0, 0.0, self._plain(now)
+        at_risk_s, price_s, why = now.expected_rework_s, 0.0, self._plain(now)
         if not why:
             assert now.curve is not None
             ending = now.ending or unknown_end(now)
             worth = price_of_delay(now.curve, ending, now)
             if worth > 0:
-                abrupt_s = abrupt_loss(now.curve, ending, now) / worth
+                at_risk_s = expected_loss(now.curve, ending, worth, now) / worth
                 price_s = self.price / worth
                 why = f"expected loss{', ' + now.fit_note if now.fit_note else ''}"
             else:
@@ -64,10 +63,10 @@ class Value:
         short = now.age_s + now.step_s / 2 < self.guards.shortest_s(now, now.cost)
         # An accumulator that lags behind a risen hazard must not put the next checkpoint off without bound.
         old = now.age_s >= self.guards.longest * young(cost_s + price_s, now.hazard)
-        # At the next batch top the loss would be larger by a step's: half of that early is nearer than half late.
-        ahead_s = now.hazard * now.age_s * now.step_s / 2
-        due = not short and (old or rework_s + abrupt_s + ahead_s >= cost_s + price_s)
-        return Decision(due, f"value, {why}: {rework_s + abrupt_s:.3g} s at risk, price {cost_s + price_s:.3g} s")
+        # At the next batch top more is at risk, about as the square of the age: half a step early is nearer than late.
+        ahead_s = at_risk_s * now.step_s / now.age_s
+        due = not short and (old or at_risk_s + ahead_s >= cost_s + price_s)
+        return Decision(due, f"value, {why}: {at_risk_s:.3g} s at risk, price {cost_s + price_s:.3g} s")
 
     def _plain(self, now: Situation) -> str:
         """Why this is Young's rule; empty where it is not."""
@@ -116,12 +115,28 @@ def price_of_delay(curve: LossCurve, ending: Ending, now: Situation) -> float:
     return total - alive * curve.slope(now.step_at(horizon)) / now.step_s
 
 
-def abrupt_loss(curve: LossCurve, ending: Ending, now: Situation) -> float:
-    """``q (integral of g (u(s) - u(t0)) ds)`` since the last checkpoint, by Simpson's rule on four intervals."""
-    if not ending.abrupt or now.age_s <= 0:
+def expected_loss(curve: LossCurve, ending: Ending, worth: float, now: Situation) -> float:
+    """Utility expected to be lost since the last checkpoint, by Simpson's rule on four intervals.
+
+    A run that ended on the way counts too, as seen from now: its weight is ``g(s) G(s) / G(t)``. Hence a second of
+    delay at an earlier time ``s`` is worth ``w(t)`` and the slope at the ends from ``s`` to ``t``.
+    """
+    if now.age_s <= 0:
         return 0.0
-    base, total = curve.loss(now.saved_step), 0.0
-    for part, weight in ((0.25, 4), (0.5, 2), (0.75, 4), (1.0, 1)):
-        step = now.saved_step + part * (now.step - now.saved_step)
-        total += weight * ending.rate(now.saved_s + part * now.age_s) * (base - curve.loss(step))
-    return ending.abrupt * max(0.0, total * now.age_s / 12)
+    steps = [now.saved_step + part / 4 * (now.step - now.saved_step) for part in range(5)]
+    losses = [curve.loss(step) for step in steps]
+    gone = ending.cumulative(now.useful_s)
+    abrupt = delayed = since = 0.0
+    for part, weight in ((4, 1), (3, 4), (2, 2), (1, 4)):
+        at = now.saved_s + part / 4 * now.age_s
+        density = ending.rate(at) * math.exp(min(gone - ending.cumulative(at), FAR))
+        abrupt += weight * density * (losses[0] - losses[part])
+        delayed += weight * part / 2 * since  # for the integral of twice the age times what is worth more
+        between = at - now.age_s / 8
+        since += (
+            ending.rate(between)
+            * math.exp(min(gone - ending.cumulative(between), FAR))
+            * (losses[part - 1] - losses[part])
+        )
+    rework = now.expected_rework_s * (worth + delayed / 12)
+    return rework + ending.abrupt * max(0.0, abrupt * now.age_s / 12)
