@@ -11,7 +11,7 @@ from shared_core.checkpoint.history import Run
 #: Where a job may go back to: memory of the same machine, of another, and storage. One that a replica mends is none.
 TIERS = ("memory", "peer", "storage")
 #: Weights and mean times between faults of one worker, in hours, that the prior is a mixture of, each counting as one
-#: fault. Together one in some 290 worker-hours; a few real ones tell which of the scales holds.
+#: fault. Together one in some 280 worker-hours; a few real ones tell which of the scales holds.
 PRIOR = ((0.001, 1.0), (0.01, 10.0), (0.1, 100.0), (0.5, 1e3), (0.3, 1e4), (0.089, 1e5))
 #: A Weibull hazard of a shape below 1 is infinite at a start; this share of the mean is as near as one looks.
 _NEAREST = 1e-3

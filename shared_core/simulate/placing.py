@@ -70,8 +70,8 @@ class Recorded:
         return float(np.interp(step, self.steps, self.losses))
 
     def slope(self, step: float) -> float:
-        """Its derivative there, over a twentieth of the steps so far."""
-        half = max(step / 40, 1.0)
+        """Its derivative there, over half as many steps as were made so far."""
+        half = max(step / 4, 1.0)
         low, high = max(step - half, self.steps[0]), min(step + half, self.steps[-1])
         return (self.loss(high) - self.loss(low)) / (high - low) if high > low else 0.0
 

@@ -189,7 +189,7 @@ def test_risk_is_kept_when_the_hazard_changes() -> None:
     """100 s at 1e-4, then 10 times as much: the expected rework adds up, and the policy looks at the sum."""
     rework = grown(grown(0.0, 1e-4, 0.0, 100.0), 1e-3, 100.0, 50.0)
     assert rework == pytest.approx(1e-4 * 100**2 / 2 + 1e-3 * 50 * 125)
-    now = Situation(150, 150.0, 0, 0.0, 1.0, 1e-3, Cost(rework + 0.05), rework)
+    now = Situation(150, 150.0, 0, 0.0, 1.0, 1e-3, Cost(rework + 0.04), rework)
     assert now.expected_rework_s == rework and Value(guards=FREE).due(now).due
     assert not Value(guards=FREE).due(replace(now, cost=Cost(rework + 0.2))).due
     assert replace(now, rework_s=None).expected_rework_s == 1e-3 * 150**2 / 2
