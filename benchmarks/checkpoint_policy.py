@@ -290,7 +290,7 @@ def told_by(job: Job, seed: int, losses: Callable[[np.random.Generator], tuple[A
         hazard = hazard.seen(faults, float(end))
     steps, values = losses(random)
     fitter, done = CurveFitter(), 0
-    fits: list[tuple[float, LossCurve | None]] = [(0.0, None)]
+    fits: list[tuple[float, LossCurve | None]] = [(0.0, fitter.fit().curve)]
     while done < len(steps):
         more = max(done + 20, int(1.15 * done))
         fitter.feed(steps[done:more].tolist(), values[done:more].tolist())
@@ -378,10 +378,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("checkpoint_policy", __doc__ or "")
     parser.add_argument("--all", action="store_true", help="rows of every policy in every cell")
     parser.add_argument("--lives", metavar="N", type=int, help="simulated lives of a cell (4000; 1000 with --quick)")
+    parser.add_argument("--only", choices=("cells", "estimated"), help="known parameters, or estimated ones")
     options = parser.parse_args(argv)
     count = options.lives or (1000 if options.quick else 4000)
     models, mtbfs_h = (MODELS[-1:], MTBFS_H[1:2]) if options.quick else (MODELS, MTBFS_H)
-    cells = [*research_cells(), *coci_cells(models, mtbfs_h)]
+    cells = [*research_cells(), *coci_cells(models, mtbfs_h)] if options.only != "estimated" else []
     rows: list[Row] = []
     done: list[tuple[Cell, dict[str, Outcome]]] = []
     memory, of = Remembered(), ""
@@ -394,16 +395,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         done.append((cell, {name: each.mean() for name, each in found.items()}))
         if number % 10 == 9:
             say(f"{number + 1} of {len(cells)} cells")
-    for mode, published in PUBLISHED.items():
+    for mode, published in PUBLISHED.items() if cells else ():
         for ends in ENDS:
             group = [found for cell, found in done if (cell.mode, cell.ends) == (mode, ends)]
             rows += against_young(mode, ends, group)
         rows.append(Row(mode, "published: coci against Young, overhead", published, "%"))
-    rows += estimated(models[-1:] if options.quick else (models[0], models[-1]), count, 1 if options.quick else 8)
+    if options.only != "cells":
+        rows += estimated(models[-1:] if options.quick else (models[0], models[-1]), count, 1 if options.quick else 8)
     assert all(row.value is None or math.isfinite(row.value) for row in rows)
     status = finish(rows, options.json)
-    print("\nWhat each policy loses, over the best of them, mean over models and MTBFs:\n")
-    print(summary(done))
+    if done:
+        print("\nWhat each policy loses, over the best of them, mean over models and MTBFs:\n")
+        print(summary(done))
     return status
 
 

@@ -68,7 +68,7 @@ class Fit:
     """What a fit found.
 
     Attributes:
-        curve: of the present piece; of a typical one while there are too few losses; None where none will do.
+        curve: of the present piece; a typical one while there are too few losses or none; None where none will do.
         exponential: COCI's form, for comparison.
         why: why the curve is not a fitted one.
         deviation: standard deviation of a loss around the curve.
@@ -200,11 +200,11 @@ def _fit(x: Array, y: Array, start: int, np: Any) -> Fit:
     return Fit(curve, exponential, "", deviation)
 
 
-def _typical(losses: Array, start: int) -> Curve | None:
+def _typical(losses: Array, start: int) -> Curve:
     """From the first losses towards 0 with the root of the step. Early checkpoints are worth most, and for the question
-    when to make them only the form counts.
+    when to make them only the form counts; without a loss its scale is 1.
     """
-    return Curve(0.0, float(sorted(losses)[len(losses) // 2]), 0.5, 0.0, float(start)) if len(losses) else None
+    return Curve(0.0, float(sorted(losses)[len(losses) // 2]) if len(losses) else 1.0, 0.5, 0.0, float(start))
 
 
 def _non_negative(form: Array, y: Array, weight: Array, np: Any) -> tuple[Array, Array]:
