@@ -83,7 +83,8 @@ class Outcome:
     def mean(self) -> Outcome:
         """As that of one life."""
         arrays = (self.stall_s, self.rework_s, self.made, self.short, self.short_saved)
-        return Outcome(*(np.array([each.mean()]) for each in arrays), self.abrupt, self.price)
+        stall, rework, made, short, short_saved = (np.array([each.mean()]) for each in arrays)
+        return Outcome(stall, rework, made, short, short_saved, self.abrupt, self.price)
 
 
 def live(job: Job, places: Sequence[float], lives: Lives) -> Outcome:

@@ -64,7 +64,7 @@ class Value:
         # An accumulator that lags behind a risen hazard must not put the next checkpoint off without bound.
         old = now.age_s >= self.guards.longest * young(cost_s + price_s, now.hazard)
         # At the next batch top more is at risk, about as the square of the age: half a step early is nearer than late.
-        ahead_s = at_risk_s * now.step_s / now.age_s
+        ahead_s = at_risk_s * now.step_s / max(now.age_s, now.step_s)
         due = not short and (old or at_risk_s + ahead_s >= cost_s + price_s)
         return Decision(due, f"value, {why}: {at_risk_s:.3g} s at risk, price {cost_s + price_s:.3g} s")
 
