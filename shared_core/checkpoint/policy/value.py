@@ -24,6 +24,7 @@ from shared_core.checkpoint.policy.situation import Decision, Guards, LossCurve,
 
 #: Cells that the future is divided into, and by how much each is longer than the one before.
 CELLS, GROWTH = 32, 1.35
+_EDGES = [GROWTH**cell - 1 for cell in range(1, CELLS + 1)]
 #: With an unknown end, one looks ahead until as many runs in e^12 are left.
 FAR = 12.0
 #: Above this cost over the mean time between faults Young's interval is too long; the exact one is taken.
@@ -60,13 +61,15 @@ class Value:
                 why = f"expected loss{', ' + now.fit_note if now.fit_note else ''}"
             else:
                 why = "the fitted loss falls no more, Young's rule"
-        short = now.age_s + now.step_s / 2 < self.guards.shortest_s(now, now.cost)
+        shortest_s = self.guards.shortest_s(now, now.cost)
+        short = now.age_s + now.step_s / 2 < shortest_s
         # An accumulator that lags behind a risen hazard must not put the next checkpoint off without bound.
         old = now.age_s >= self.guards.longest * young(cost_s + price_s, now.hazard)
         # At the next batch top more is at risk, about as the square of the age: half a step early is nearer than late.
         ahead_s = at_risk_s * now.step_s / max(now.age_s, now.step_s)
         due = not short and (old or at_risk_s + ahead_s >= cost_s + price_s)
-        return Decision(due, f"value, {why}: {at_risk_s:.3g} s at risk, price {cost_s + price_s:.3g} s")
+        bound = f", not before {shortest_s:.3g} s" if short else ""
+        return Decision(due, f"value, {why}: {at_risk_s:.3g} s at risk, price {cost_s + price_s:.3g} s{bound}")
 
     def _plain(self, now: Situation) -> str:
         """Why this is Young's rule; empty where it is not."""
@@ -104,11 +107,11 @@ def price_of_delay(curve: LossCurve, ending: Ending, now: Situation) -> float:
         horizon = max(start, ending.since_s[-1]) + (FAR / last if last > 0 else max(start, now.step_s))
     if horizon <= start:
         return -curve.slope(now.step) / now.step_s
-    unit = (horizon - start) / (GROWTH**CELLS - 1)
+    unit = (horizon - start) / _EDGES[-1]
     gone, total = ending.cumulative(start), 0.0
     alive, before, since = 1.0, curve.loss(now.step), start
-    for cell in range(1, CELLS + 1):
-        until = start + unit * (GROWTH**cell - 1)
+    for edge in _EDGES:
+        until = start + unit * edge
         left, after = math.exp(gone - ending.cumulative(until)), curve.loss(now.step_at(until))
         total += (alive - left) * (before - after) / (until - since)
         alive, before, since = left, after, until
