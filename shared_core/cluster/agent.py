@@ -8,6 +8,7 @@ die, rank 0 too.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -39,6 +40,7 @@ from shared_core.cluster.environment import worker_env
 from shared_core.cluster.fencing import Fenced
 from shared_core.cluster.fleet import CANCELLED, Fleet, LiveWorker
 from shared_core.cluster.jobdir import JobDir
+from shared_core.cluster.last_checkpoint import SAVED, LastCheckpoint
 from shared_core.cluster.ledger import FAIL, RELEASE, RESIZE, RESTART
 from shared_core.cluster.logs import ERROR_FILE, WorkerLogs
 from shared_core.cluster.losses import LOOP_LIMIT, Death, LossBook, RaisedError, Verdict
@@ -73,6 +75,12 @@ class Program:
     args: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """Equal in the next start of the same command."""
+        target = self.target if self.mode == "module" else os.path.abspath(self.target)
+        return hashlib.sha256(json.dumps([self.mode, target, *self.args]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,10 @@ class SwiftAgent(SimpleElasticAgent):
         self._start_reported = False
         self._released = False
         self._last_tick = 0.0
+        config = options.config
+        self._last_checkpoint = LastCheckpoint(
+            config.checkpoint_dir is not None, options.grace_s, config.wait_timeout_s, self._job_dir, self._set_key
+        )
         self._resizing = Resizing(
             options.config, spec.local_world_size, least=options.machines[0], most=options.machines[1]
         )
@@ -162,7 +174,7 @@ class SwiftAgent(SimpleElasticAgent):
     # -- torchelastic's face ------------------------------------------------------------------------------------------
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        self._wakeup.handle(self._options.signals)
+        self._wakeup.handle(self._last_checkpoint.signals(self._options.signals))
         try:
             if self._program.mode != "exec":
                 self._fleet.fill_standbys()  # they import while the rendezvous goes on
@@ -224,7 +236,8 @@ class SwiftAgent(SimpleElasticAgent):
             self._fleet.reap()
             self._fleet.signal_all(death_sig)
             before = len(self._wakeup.received)
-            deadline = time.monotonic() + self._options.grace_s
+            # What was left of the grace time went into a last checkpoint.
+            deadline = time.monotonic() + (0.0 if self._last_checkpoint.used else self._options.grace_s)
             while self._fleet.live and len(self._wakeup.received) <= before and time.monotonic() < deadline:
                 self._wakeup.wait(deadline - time.monotonic())
                 self._fleet.started()
@@ -287,12 +300,15 @@ class SwiftAgent(SimpleElasticAgent):
 
     def _check_signals(self) -> None:
         if self._wakeup.received:
+            trains = self._attempt is not None and not self._released and not self._now.goodbyes()
+            if trains and self._last_checkpoint.waits(self._wakeup.received):
+                return
             received = signal.Signals(self._wakeup.received[0])
             console(f"received {received.name}: ending all workers")
             raise SignalException(f"Process {os.getpid()} got signal: {received}", received)
 
     def _timeout(self) -> float:
-        if self._told or self._wakeup.received:
+        if self._told:
             return 0.0
         times = [self._last_tick + self._tick_s, *(when for when, _ in self._due)]
         if self._resizing.grow_at is not None:
@@ -314,6 +330,10 @@ class SwiftAgent(SimpleElasticAgent):
 
     def _ranks(self) -> list[int]:
         return [one.global_rank for one in self._worker_group.workers]
+
+    def _set_key(self, name: str) -> None:
+        if self._attempt is not None:
+            self._attempt.set(name)
 
     def _wake(self) -> None:
         self._told = True
@@ -484,6 +504,9 @@ class SwiftAgent(SimpleElasticAgent):
             self._emit("end", rank=rank, result="failed", reason=message, replaced=self._replaced)
             pid = next((one.pid for one in self._fleet.live.values() if one.rank == rank), 0)
             return self._failed(rank, pid, 1, "", message)
+        elif name == SAVED:
+            self._last_checkpoint.saved(fields)
+            self._told = True  # look at the signals again
         elif name in ("handed", "declined"):
             if self._resizing.stay and fields.get("generation") == self._now.generation:
                 if name == "handed":
@@ -702,7 +725,15 @@ class SwiftAgent(SimpleElasticAgent):
         address = self._crew.address if self._crew is not None else ""
         line = self._resizing.line
         env = worker_env(
-            self._worker_group, local_rank, self._now, self._job_dir, options.events, config, address, line
+            self._worker_group,
+            local_rank,
+            self._now,
+            self._job_dir,
+            options.events,
+            config,
+            address,
+            line,
+            self._program.command,
         )
         env[ERROR_FILE] = self._logs.error_file(local_rank, nth)
         threads = env.get("OMP_NUM_THREADS", "")

@@ -1,0 +1,89 @@
+"""A model large enough that copying it takes longer than a step; each rank notes a stop-the-world copy's digest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shared_core.testing.digest import digest, training_digest
+from shared_core.testing.report import Report, generators_digest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--two", action="store_true", help="two optimizers, one of which steps inside backward")
+    args = parser.parse_args()
+    report = Report()
+    job = None
+    if not os.environ.get("SWIFT_BASELINE"):
+        import shared_core
+
+        shared_core.install()
+        job = shared_core.current_job()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    width = args.width
+    net = nn.Sequential(
+        nn.Linear(16, width),
+        nn.BatchNorm1d(width),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Linear(width, width),
+        nn.Linear(width, 4),
+    )
+    ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1)
+    split = 2 if args.two else 0
+    parameters = list(net.parameters())
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(parameters[split:], lr=1e-3)]
+    if split:
+        optimizers.append(torch.optim.Adam(parameters[:split], lr=1e-3))
+    torch.manual_seed(rank)
+    np.random.seed(rank)
+    random.seed(rank)
+    loop = {"step": 0}
+    if job is not None:
+        job.attach([ddp], optimizers)
+        job.register("loop", lambda: dict(loop), loop.update)
+    while loop["step"] < args.steps:
+        if job is not None:
+            # The whole state, copied while nothing else runs: what the checkpoint of this batch top must hold.
+            replicated = job._updates.replicated
+            assert replicated is not None
+            noted = {
+                "state": digest([tensor.clone() for tensor in replicated.export()[1]]),
+                "buffers": digest([buffer.clone() for buffer in net.buffers()]),
+                "torch": digest(torch.get_rng_state()),
+                "loop": digest(dict(loop)),
+            }
+            job.batch_top()
+            with Path(os.environ["SWIFT_TEST_OUT"], f"tops{rank}.jsonl").open("a") as file:
+                print(json.dumps({"top": job.tops, **noted}), file=file)
+        report.count(f"batch {loop['step']}")
+        x = torch.randn(8, 16) + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        loss = (ddp(x) - x[:, :4].sin()).pow(2).mean()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        loop["step"] += 1
+    report.finish(training_digest(net, optimizers, [], {}) | {"generators": generators_digest()})
+    group = dist.group.WORLD
+    dist.barrier()
+    dist.destroy_process_group()
+    del ddp, group
+
+
+if __name__ == "__main__":
+    main()
