@@ -173,7 +173,7 @@ class SwiftConfig:
             raise ConfigError("checkpoint_policy='fixed' needs checkpoint_every_steps")
         if self.checkpoint_policy not in ("auto", "fixed") and self.checkpoint_every_steps:
             raise ConfigError(
-                f"checkpoint_policy={self.checkpoint_policy!r} calculates the interval: leave checkpoint_every_steps out"
+                f"checkpoint_policy={self.checkpoint_policy!r} finds the interval: leave checkpoint_every_steps out"
             )
         if self.on_failure == "reroute" and self.replace_timeout_s:
             raise ConfigError(

@@ -112,8 +112,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--resume",
         action="store_true",
-        help="Begin from the newest checkpoint that an earlier start of this command has left, on several machines a job "
-        "with this --rdzv-id, if any. With --on-failure restart that is the default.",
+        help="Begin from the newest checkpoint that an earlier start of this command has left (on several machines: a "
+        "job with this --rdzv-id), if any. With --on-failure restart that is the default.",
     )
     ours.add_argument(
         "--lease",

@@ -91,7 +91,7 @@ class Checkpoints:
         self._every = config.checkpoint_every_steps if config.policy == "fixed" else 0
         self.newest_top = self.due_top = 0
         self.waited_s = 0.0
-        self._spool = Spool(env.job_dir / FOLDER)
+        self._spool = Spool(env.job_dir / FOLDER, env.restart)
         self._snapshots: Snapshots | None = None
         self._decisions: Decisions | None = None
         self._pricing: Pricing | None = None
@@ -100,6 +100,7 @@ class Checkpoints:
         self._known: set[int] | None = None
         self._seen = 0
         self._fence_lock = threading.Lock()
+        self._status = env.job_dir / FOLDER / "status.json"
         # A newcomer passes batch tops again: only beyond its predecessor's it may decide anew.
         progress = worker.read_progress(env.rank_dir / "progress") if env.incarnation else None
         self._level = progress[0] if progress is not None else 0
@@ -258,17 +259,13 @@ class Checkpoints:
     def _look(self) -> None:
         """See whether the writer has got further; costs a microsecond where it has not."""
         try:
-            stamp = os.stat(self._spool_status).st_mtime_ns
+            stamp = os.stat(self._status).st_mtime_ns
         except OSError:
             return
         if stamp == self._seen:
             return
         self._seen = stamp
         self._heed(self._spool.status())
-
-    @property
-    def _spool_status(self) -> str:
-        return os.path.join(self._env.job_dir, FOLDER, "status.json")
 
     def _heed(self, status: Status) -> None:
         committed = status.committed

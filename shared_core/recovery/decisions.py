@@ -1,9 +1,9 @@
 """At which batch tops checkpoints are due, where a policy decides: rank 0 decides, and all others know in time.
 
 At a batch top with ``v`` updates rank 0 writes down "at the first batch top with at least ``v + 2`` updates", before it
-contributes to any collective of that batch. Nobody gets there without an update that needed rank 0 after that. So whoever
-looks at such a top finds the entry: no collective is added, nobody waits, and no clock but rank 0's decides. Entries are
-kept, so that a newcomer that passes tops again finds the same ones due.
+contributes to any collective of that batch. Nobody gets there without an update that needed rank 0 after that, so
+whoever looks at such a top finds the entry. No collective is added, nobody waits, and no clock but rank 0's decides.
+Entries are kept, so that a newcomer that passes tops again finds the same ones due.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 #: Updates from the decision to the checkpoint. One is enough; the second leaves room. The last one uses one.
 AHEAD, AHEAD_LAST = 2, 1

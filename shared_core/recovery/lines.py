@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shared_core.checkpoint import image, store
 from shared_core.checkpoint.spool import Spool
@@ -80,22 +80,29 @@ class Loaded:
 
 
 def in_memory(spool: Spool, rank: int, world_size: int) -> list[Line]:
-    """Snapshots on this machine that hold this rank's part, oldest first."""
+    """Snapshots on this machine, of any attempt, that hold this rank's part; the oldest first."""
     found = []
-    for step in spool.steps():
-        mine = spool.parts(step).get(rank)
-        if mine is not None and mine.world_size == world_size:
-            folder = spool.folder_of(step)
-            found.append(
-                Line(step, str(mine.meta.get("session")), MEMORY, mine.meta, lambda name, at=folder: _file(at / name))
-            )
+    for of in reversed(list(spool.all_attempts())):
+        for step in of.steps():
+            parts = of.parts(step)
+            mine = parts.get(rank)
+            if mine is not None and mine.world_size == world_size:
+                paths = {name: of.path_of(part, name) for part in parts.values() for name in part.files}
+                found.append(Line(step, str(mine.meta.get("session")), MEMORY, mine.meta, _opener(paths)))
     return found
 
 
-def _file(path: Path) -> Path:
-    if not path.is_file():
-        raise CorruptFile(f"{path.name} is not in the memory of this machine")
-    return path
+def _opener(paths: Mapping[str, Path]) -> Callable[[str], bytes | Path]:
+    def opened(name: str) -> Path:
+        if name not in paths:
+            raise CorruptFile(f"{name} is not in the memory of this machine")
+        return paths[name]
+
+    return opened
+
+
+def _reader(found: store.Checkpoint) -> Callable[[str], bytes | Path]:
+    return lambda name: store.read_part(found, name)
 
 
 def in_storage(where: str, world_size: int) -> list[Line]:
@@ -105,16 +112,7 @@ def in_storage(where: str, world_size: int) -> list[Line]:
     except (OSError, SwiftError) as error:
         console(f"checkpoints in {where} cannot be listed: {error}")
         return []
-    return [
-        Line(
-            each.step,
-            str(each.meta.get("session")),
-            STORAGE,
-            each.meta,
-            lambda name, of=each: store.read_part(of, name),
-        )
-        for each in found
-    ]
+    return [Line(each.step, str(each.meta.get("session")), STORAGE, each.meta, _reader(each)) for each in found]
 
 
 def load(line: Line, rank: int) -> Loaded:
@@ -135,8 +133,9 @@ def load(line: Line, rank: int) -> Loaded:
 
 
 def agree(env: WorkerEnv, client: Store, mine: list[Line]) -> Loaded | None:
-    """The newest checkpoint that all ranks have and can read; None if there is none. All ranks of the attempt call this,
-    and a newcomer that comes later gets the same answer.
+    """The newest checkpoint that all ranks have and can read; None if there is none.
+
+    All ranks of the attempt call this; a newcomer that comes later gets the same answer.
 
     Args:
         env: of this worker.
