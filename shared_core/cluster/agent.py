@@ -45,6 +45,7 @@ from shared_core.cluster.ledger import FAIL, RELEASE, RESIZE, RESTART
 from shared_core.cluster.logs import ERROR_FILE, WorkerLogs
 from shared_core.cluster.losses import LOOP_LIMIT, Death, LossBook, RaisedError, Verdict
 from shared_core.cluster.meeting import JobOver, Meeting
+from shared_core.cluster.persisting import Persisting
 from shared_core.cluster.request import Mode, StartRequest
 from shared_core.cluster.resizing import Resizing
 from shared_core.cluster.standby import Preload, Standby, clean_env
@@ -141,6 +142,7 @@ class SwiftAgent(SimpleElasticAgent):
         process.become_subreaper()
         self._job = JobDir(options.config.log_dir)
         self._job_dir = self._job.path
+        self._persisting = Persisting(self._job_dir, options.events, options.grace_s, console)
         what = Preload(program.preload, str(self._job_dir))
         self._fleet = Fleet(self._wakeup.selector, options.standbys, clean_env(os.environ), what, console, early)
         self._attempt: Attempt | None = None
@@ -242,6 +244,7 @@ class SwiftAgent(SimpleElasticAgent):
                 self._wakeup.wait(deadline - time.monotonic())
                 self._fleet.started()
                 self._fleet.reap()
+            self._finish_checkpoint(deadline, before)
         finally:
             self._fleet.close()
             self._say_farewell()
@@ -251,6 +254,22 @@ class SwiftAgent(SimpleElasticAgent):
                 self._logs.stop()
             self._job.remove()
             self._wakeup.close()
+
+    def _finish_checkpoint(self, deadline: float, signals: int) -> None:
+        """The last one is written to its end if the job has succeeded, else for the rest of the grace."""
+        self._persisting.look(self._first_rank)  # a worker may have left its only snapshot just before it ended
+        whole = self._released and not self._wakeup.received
+
+        def wait(seconds: float) -> None:
+            self._wakeup.wait(seconds)
+            self._fleet.reap()
+
+        enough = lambda: len(self._wakeup.received) > signals  # noqa: E731
+        self._persisting.finish(None if whole else deadline, wait, enough)
+
+    @property
+    def _first_rank(self) -> int:
+        return min(self._ranks(), default=0)
 
     @property
     def logs_used(self) -> bool:
@@ -708,6 +727,7 @@ class SwiftAgent(SimpleElasticAgent):
                     self._kill(one, f"no progress for {limit:g} s (progress_timeout_s), killed by the agent")
         self._fleet.look_after_standbys()
         self._shrink_late()
+        self._persisting.look(self._first_rank)
         return True
 
     def _kill(self, one: LiveWorker, cause: str) -> None:
