@@ -238,8 +238,7 @@ class SwiftAgent(SimpleElasticAgent):
             self._fleet.reap()
             self._fleet.signal_all(death_sig)
             before = len(self._wakeup.received)
-            # What was left of the grace time went into a last checkpoint.
-            deadline = time.monotonic() + (0.0 if self._last_checkpoint.used else self._options.grace_s)
+            deadline = time.monotonic() + self._last_checkpoint.left_s()
             while self._fleet.live and len(self._wakeup.received) <= before and time.monotonic() < deadline:
                 self._wakeup.wait(deadline - time.monotonic())
                 self._fleet.started()

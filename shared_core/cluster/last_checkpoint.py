@@ -41,7 +41,7 @@ class LastCheckpoint:
         self._wanted, self._grace_s, self._early_s = wanted, grace_s, early_s
         self._job_dir, self._set_key = job_dir, set_key
         self._handled = 0
-        self._over = False
+        self._over = self._committed = False
         self.deadline: float | None = None
 
     def signals(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -81,13 +81,15 @@ class LastCheckpoint:
         """Rank 0 says that the last checkpoint is committed, or cannot be."""
         if self.deadline is None:
             return  # another machine's: this one goes on
-        if fields.get("done"):
+        self._committed = bool(fields.get("done"))
+        if self._committed:
             console(f"the last checkpoint is committed, at batch top {fields['top']}: nothing is lost")
         else:
             console(f"no checkpoint could be committed at batch top {fields.get('top')}")
         self._over = True
 
-    @property
-    def used(self) -> bool:
-        """Whether the grace time was used for a checkpoint, so that workers need no more of it."""
-        return self.deadline is not None
+    def left_s(self) -> float:
+        """Grace time that is left for ending the workers and for the writer."""
+        if self.deadline is None:
+            return self._grace_s
+        return 0.0 if self._committed else max(0.0, self.deadline - time.monotonic()) + self._grace_s * _RESERVE

@@ -297,7 +297,7 @@ class Checkpoints:
             return
         try:
             assert self._dir is not None
-            open_storage(self._dir).write(f"{ENDED}/{self._run or self.session}", [b"{}"])
+            open_storage(self._dir).write(f"{ENDED}/{self._run or self.session}", [b"{}"], 2)
         except (OSError, SwiftError) as error:
             console(f"it cannot be noted in {self._dir} that this run has ended: {error}")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import Store
 
 #: Updates from the decision to the checkpoint. One is enough; the second leaves room. The last one uses one.
 AHEAD, AHEAD_LAST = 2, 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import Store
 
 from shared_core.checkpoint import image, store
 from shared_core.checkpoint.spool import Spool
