@@ -63,8 +63,8 @@ def test_it_works_when_the_bell_rings(spool: Spool, where: Path) -> None:
             snapshot(spool, step, where)
             assert spool.wait_committed(step, 20.0)
         check(newest(where), 30)
-        assert steps_of(where) == [20, 30]
         assert finish(writer) == (0, [])
+    assert steps_of(where) == [20, 30]
     assert spool.steps() == [30]
     assert len(list((spool.folder / "spare").iterdir())) == 2  # one file of each name may be used again
 
