@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared_core.checkpoint.storage import FULL
-from shared_core.errors import CorruptFile, StorageFull, Unsupported
+from shared_core.errors import CorruptFile, StorageFull, SwiftError, Unsupported
 from shared_core.testing import inject
 
 if TYPE_CHECKING:
@@ -72,6 +72,10 @@ class Entry:
     end: int
 
 
+class Changed(SwiftError):
+    """A tensor was changed while its snapshot was taken; the snapshot is worth nothing."""
+
+
 class Image:
     """A file that is being filled with the values that tensors have when they are copied.
 
@@ -100,7 +104,7 @@ class Image:
         extra = dict(metadata or {}) | ({SHARED: json.dumps(shared)} if shared else {})
         self._head, self._entries = _layout(self._tensors, extra)
         self.nbytes = max((entry.end for entry in self._entries.values()), default=len(self._head))
-        self._left = dict.fromkeys(self._entries)
+        self._left = {name: _version(tensor) for name, tensor in self._tensors.items()}
         self._ready = _events(self._tensors.values())
         self._fd = -1
 
@@ -109,6 +113,7 @@ class Image:
 
         Raises:
             StorageFull: the memory file system is full; :meth:`discard` the image.
+            Changed: a tensor was changed in place since this was made.
         """
         with _says_full(self.path, self.nbytes):
             if self._fd < 0:
@@ -121,17 +126,18 @@ class Image:
             wanted = list(self._left) if names is None else [self._stored_as[name] for name in names]
             for name in dict.fromkeys(wanted):
                 if name in self._left:
-                    del self._left[name]
-                    at = self._entries[name].start
-                    for piece in _pieces(self._tensors[name], self._ready):
+                    version, tensor, at = self._left.pop(name), self._tensors[name], self._entries[name].start
+                    for piece in _pieces(tensor, self._ready):
                         _operation()
                         at += _write_at(self._fd, piece, at)
+                    if _version(tensor) != version:
+                        raise Changed(f"{name!r} was changed before it was copied, outside of an optimizer's update")
 
     def seal(self) -> None:
         """Copy what is missing and give the file its name.
 
         Raises:
-            StorageFull: see :meth:`copy`.
+            StorageFull, Changed: see :meth:`copy`.
         """
         self.copy()
         self._close()
@@ -245,11 +251,12 @@ def load(source: str | os.PathLike[str] | bytes) -> tuple[dict[str, torch.Tensor
 
 
 class Stager:
-    """Copies on a thread while forward and backward run. Used by one thread."""
+    """Copies on a thread while forward and backward run. Any thread may wait for it."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._lock = threading.Lock()
 
     def begin(self, work: Callable[[], None]) -> None:
         """Run ``work`` on a thread; waits for the one before."""
@@ -263,10 +270,13 @@ class Stager:
         Raises:
             BaseException: whatever ``work`` raised, once.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
+        if self._thread is None:
+            return
+        with self._lock:
+            if self._thread is not None:
+                self._thread.join()
+                self._thread = None
+            error, self._error = self._error, None
         if error is not None:
             raise error
 
@@ -296,6 +306,11 @@ def _unique(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor
         else:
             unique[name] = tensor
     return unique, shared
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Counts the changes made in place; tensors made in inference mode have no count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _strided() -> torch.layout:

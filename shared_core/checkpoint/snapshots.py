@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared_core.checkpoint.image import Image, Stager, temporary_of, write_file
+from shared_core.checkpoint.image import Changed, Image, Stager, temporary_of, write_file
 from shared_core.checkpoint.spool import Sealed, Spool, Target
 from shared_core.checkpoint.storage import cause_of
-from shared_core.errors import StorageFull
+from shared_core.errors import StorageFull, SwiftError
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ MOST = 3
 
 
 class Snapshots:
-    """Takes the snapshots of one rank and hands them to the machine's writer. Used by one thread.
+    """Takes the snapshots of one rank and hands them to the machine's writer. Any thread may wait at the fence.
 
     Args:
         spool: of the job on this machine.
@@ -112,13 +112,13 @@ class Snapshots:
             for image in images:
                 image.seal()
             self._spool.seal(part)
-        except OSError as error:
+        except (OSError, Changed) as error:
             self._give_up(part.step, images, error)
         else:
             self._newest = part.step
             self._said.clear()
 
-    def _give_up(self, step: int, images: list[Image], error: OSError) -> None:
+    def _give_up(self, step: int, images: list[Image], error: OSError | SwiftError) -> None:
         for image in images:
             with suppress(OSError):
                 image.discard()
@@ -126,7 +126,9 @@ class Snapshots:
             message = f"{error}; training goes on without it: use fewer workers on a machine, or more memory"
         else:
             message = str(error)
-        self._tell(cause_of(error), f"no snapshot at step {step}: {message}")
+        self._tell(
+            "changed" if isinstance(error, Changed) else cause_of(error), f"no snapshot at step {step}: {message}"
+        )
 
     def _tell(self, cause: str, message: str) -> None:
         if cause not in self._said:

@@ -66,8 +66,9 @@ class Sealed:
         world_size: ranks of the job; as many parts make a checkpoint.
         local: ranks of this machine: its writer waits for all of them.
         files: names of parts, each a file in the snapshot's folder; no two ranks use the same name.
-        meta: plain data of the checkpoint, equal on all ranks and in all generations (``job``, ``version``, ...; the
-            attempt and ``world_size`` are added): parts whose meta differ never make a checkpoint together.
+        meta: plain data of the checkpoint, equal on all ranks and in all generations; ``attempt`` and ``world_size``
+            are added. Parts whose meta differ never make a checkpoint together; ``run`` says whose it is: old
+            checkpoints of the same run are removed.
         target: where it is to be written; None keeps it in memory only.
     """
 

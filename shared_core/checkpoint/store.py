@@ -162,6 +162,47 @@ def committed(dir: Where, world_size: int | None = None) -> list[Checkpoint]:
     return found
 
 
+@dataclass(frozen=True)
+class Found:
+    """What lies in the folder of a step.
+
+    Attributes:
+        step: of the folder.
+        state: ``valid``, ``unchecked`` (parts were not looked at), ``incomplete`` or ``damaged``.
+        reason: why it is not valid.
+        checkpoint: what the manifest says, where one can be read.
+        bytes: that the folder takes.
+    """
+
+    step: int
+    state: str
+    reason: str
+    checkpoint: Checkpoint | None
+    bytes: int
+
+
+def survey(dir: Where, *, check: bool = True) -> list[Found]:
+    """Everything that is there, oldest first; with ``check`` all parts are read and compared with their checksums.
+
+    Raises:
+        OSError: the storage cannot be read.
+    """
+    storage = _open(dir)
+    found = []
+    for step in steps(storage):
+        size, checkpoint = parts_size(storage, step), None
+        try:
+            checkpoint = load_manifest(storage, step)
+            if check:
+                verify(checkpoint)
+            state, reason = "valid" if check else "unchecked", ""
+        except CorruptFile as error:
+            there = storage.names(folder_name(step))
+            state, reason = ("damaged" if MANIFEST in there else "incomplete"), str(error)
+        found.append(Found(step, state, reason, checkpoint, size))
+    return found
+
+
 def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
     """Compare parts (all of them, or ``names``) with the manifest.
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.checkpoint import store
-from shared_core.checkpoint.spool import BELL, Sealed, Spool, Status, Target
+from shared_core.checkpoint.spool import BELL, Sealed, Spool, Target
 from shared_core.checkpoint.storage import CHUNK, TEMPORARY, Storage, cause_of, open_storage
 from shared_core.errors import CorruptFile, StorageFull, SwiftError
 from shared_core.events import EventLog, console
@@ -40,6 +40,10 @@ LOOK_S, LOOK_URL_S = 0.1, 1.0
 PATIENCE_S = 60.0
 #: A step that could not be written is tried again after so long, doubled each time, in seconds.
 RETRY_S, RETRY_MOST_S = 1.0, 60.0
+
+
+#: What in the meta says whose a checkpoint is; only one's own are removed.
+_OWNER = ("run",)
 
 
 @dataclass
@@ -88,8 +92,12 @@ class _Job:
         return sum(self.spool.path_of(part, name).stat().st_size for part in self.parts.values() for name in part.files)
 
     def ours(self, found: store.Checkpoint) -> bool:
-        """Whether a checkpoint is of the same job."""
-        return found.meta.get("job") == self.meta.get("job")
+        """Whether a checkpoint is of the same run."""
+        return all(found.meta.get(key) == self.meta.get(key) for key in _OWNER)
+
+    def same_start(self, note: Mapping[str, Any]) -> bool:
+        """Whether another machine's note is of the same attempt of the same job."""
+        return all(note.get(key) == self.meta.get(key) for key in (*_OWNER, "session", "attempt"))
 
 
 class Writer:
@@ -102,13 +110,14 @@ class Writer:
 
     def __init__(self, spool: Spool, events: EventLog) -> None:
         self._spool, self._events = spool, events
-        self._status = Status(pid=os.getpid())
+        self._status = replace(spool.status(), pid=os.getpid(), writing=-1, waiting=-1)
         self._open: _Job | None = None
         self._done: set[tuple[int, int]] = set()
         self._retry: tuple[tuple[int, int], float, float] | None = None
         self._said: set[str] = set()
         self._warned: set[str] = set()
-        self._follows, self._hurry, self._looked = False, False, 0.0
+        self._follows, self._hurry = False, False
+        self._lock = threading.Lock()
 
     def work(self, *, hurry: bool = False) -> float | None:
         """Do all that can be done now.
@@ -124,7 +133,8 @@ class Writer:
         while (job := self._open or self._choose()) is not None:
             try:
                 if not job.durable:
-                    self._persist(job)
+                    with self._looking_around(job):
+                        self._persist(job)
                 if self._finish(job):
                     continue
                 return LOOK_S if job.storage.local() is not None else LOOK_URL_S
@@ -143,6 +153,10 @@ class Writer:
 
     def _newest(self) -> _Job | None:
         """The newest complete snapshot, if it is to be written and was not; older ones are let go."""
+        with self._lock:
+            return self._find_newest()
+
+    def _find_newest(self) -> _Job | None:
         for spool in self._spool.all_attempts():
             step = spool.newest_complete()
             if step is None:
@@ -176,7 +190,7 @@ class Writer:
     def _chosen_elsewhere(self, newest: _Job) -> _Job | None:
         for step in reversed(store.steps(newest.storage)):
             chosen = _read_note(newest.storage, step, store.BEGUN)
-            if chosen is None or any(chosen.get(key) != newest.meta.get(key) for key in ("job", "attempt")):
+            if chosen is None or not newest.same_start(chosen):
                 continue
             if step == newest.step and chosen == newest.meta:
                 return newest
@@ -246,20 +260,31 @@ class Writer:
         store.write_mark(storage, job.step, rank, store.Mark(written, part.meta))
 
     def _read(self, path: Path) -> Iterator[memoryview]:
-        """A file piece by piece. Meanwhile newer snapshots come: all but the newest are let go."""
+        """A file piece by piece."""
         buffer = bytearray(CHUNK)
         with open(path, "rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 yield memoryview(buffer)[:count]
-                if time.monotonic() > self._looked + LOOK_S:
-                    self._looked = time.monotonic()
-                    self._look_around()
 
-    def _look_around(self) -> None:
-        with contextlib.suppress(SwiftError):
-            newest = self._newest()
-            if newest is not None and self._open is not None and newest.key != self._open.key:
-                self._set(waiting=newest.step)
+    @contextlib.contextmanager
+    def _looking_around(self, job: _Job) -> Iterator[None]:
+        """Meanwhile newer snapshots come, and a write may block for long: a thread lets go of all but the newest."""
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(LOOK_S):
+                with contextlib.suppress(OSError, SwiftError):
+                    newest = self._newest()
+                    if newest is not None and newest.key != job.key and newest.step != self._status.waiting:
+                        self._set(waiting=newest.step)
+
+        thread = threading.Thread(target=look, name="swift-look", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def _finish(self, job: _Job) -> bool:
         """Commit if all ranks' parts are durable. Whether this step is over, one way or the other."""
@@ -287,11 +312,8 @@ class Writer:
         return False
 
     def _chosen_newer(self, job: _Job) -> bool:
-        return any(
-            (_read_note(job.storage, step, store.BEGUN) or {}).get("attempt") == job.meta.get("attempt")
-            for step in store.steps(job.storage)
-            if step > job.step
-        )
+        newer = (step for step in store.steps(job.storage) if step > job.step)
+        return any(job.same_start(_read_note(job.storage, step, store.BEGUN) or {}) for step in newer)
 
     def _committed(self, job: _Job, found: store.Checkpoint) -> None:
         self._over(job)
