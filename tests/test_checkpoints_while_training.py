@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from shared_core.testing import Fault
 from shared_core.testing.digest import digest
 from shared_core.testing.runner import JobResult, compare
 
-SCRIPT, ARGS = "every_step.py", ["--steps", "16"]
+SCRIPT, ARGS = "every_step.py", ["--steps", "12"]
 ALL = 100
 
 
@@ -42,12 +41,17 @@ def held(loaded: lines.Loaded) -> dict[str, str]:
 
 def check(result: JobResult, folder: Path) -> list[int]:
     """Compare each checkpoint with the copy that was taken at its batch top."""
-    found = lines.in_storage(str(folder), 2)
-    for rank in range(2):
+    found = lines.in_storage(str(folder), len(result.reports))
+    for rank in result.reports:
         copies = noted(result, rank)
         for line in found:
             assert held(lines.load(line, rank)) == copies[line.step], f"rank {rank}, batch top {line.step}"
     return [line.step for line in found]
+
+
+def settled(steps: int) -> list[int]:
+    """Batch tops at which there can be a checkpoint: DDP makes its buckets anew in the second batch."""
+    return [top for top in range(1, steps + 1) if top != 2]
 
 
 def writer_of(job: Running) -> int:
@@ -56,21 +60,24 @@ def writer_of(job: Running) -> int:
     return spool.status().pid if spool is not None else 0
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["--two"], marks=pytest.mark.nightly)], ids=["one", "two"])
-def test_every_checkpoint_is_the_state_of_its_batch_top(jobs: Jobs, tmp_path: Path, more: list[str]) -> None:
-    """At every batch, with a model that takes longer to copy than a batch takes, and a writer that stands still for a
-    while in the middle."""
-    args = [*ARGS, *more]
+@pytest.mark.parametrize(
+    ("more", "nproc"),
+    [
+        ([], 2),
+        pytest.param(["--two"], 2, marks=pytest.mark.nightly),
+        pytest.param(["--inside"], 1, marks=pytest.mark.nightly),
+    ],
+    ids=["one", "two", "inside"],
+)
+def test_every_checkpoint_is_the_state_of_its_batch_top(
+    jobs: Jobs, tmp_path: Path, more: list[str], nproc: int
+) -> None:
+    """At every batch; parameters and optimizer state are copied after forward and backward, as late as can be."""
+    args = ["--steps", "6", "--width", "256", *more]  # small tensors are copied at once
     env = options(tmp_path, every=1, checkpoint_keep=ALL)
-    with running(jobs, SCRIPT, args, env=env) as job:
-        job.until(lambda: bool(writer_of(job)))
-        os.kill(writer_of(job), signal.SIGSTOP)
-        start = job.tops()
-        job.until(lambda: job.tops() >= min(start + 4, 15))
-        os.kill(writer_of(job), signal.SIGCONT)
-        result = finished(job)
-    compare(result, jobs.reference(SCRIPT, args=args))
-    assert len(check(result, tmp_path)) >= 2, result.tail()
+    result = jobs.run(SCRIPT, args=[*args, "--late"], env=env, nproc=nproc)
+    compare(result, jobs.reference(SCRIPT, args=args, nproc=nproc))
+    assert check(result, tmp_path) == settled(6), result.tail()
 
 
 def test_waiting_for_each_one_makes_every_one(jobs: Jobs, tmp_path: Path) -> None:
@@ -78,8 +85,8 @@ def test_waiting_for_each_one_makes_every_one(jobs: Jobs, tmp_path: Path) -> Non
     env = options(tmp_path, every=1, checkpoint_keep=ALL, checkpoint_async=False)
     result = jobs.run(SCRIPT, args=args, env=env)
     compare(result, jobs.reference(SCRIPT, args=args))
-    assert check(result, tmp_path) == [1, 2, 3, 4, 5, 6]
-    assert [event.fields["top"] for event in result.kinds("checkpoint")] == [1, 2, 3, 4, 5, 6]
+    assert check(result, tmp_path) == settled(6)
+    assert [event.fields["top"] for event in result.kinds("checkpoint")] == settled(6)
 
 
 def told(result: JobResult, words: str) -> list[str]:
@@ -106,7 +113,7 @@ def test_a_folder_that_is_removed_is_made_again(jobs: Jobs, tmp_path: Path) -> N
     folder, args = tmp_path / "checkpoints", ["--steps", "80", "--width", "64"]
     with running(jobs, SCRIPT, args, env=options(folder, every=2)) as job:
         job.until(lambda: bool(committed(folder)))
-        shutil.rmtree(folder)
+        folder.rename(tmp_path / "away")
         result = finished(job)
     compare(result, jobs.reference(SCRIPT, args=args))
     assert committed(folder), result.tail()
@@ -121,12 +128,13 @@ def test_a_writer_that_stands_still_stops_nobody(jobs: Jobs, tmp_path: Path) -> 
         os.kill(writer, signal.SIGSTOP)
         spool, most = job.spool, 0
         assert spool is not None
-        while not (job.out / "rank0.json").exists() and job.tops() < 16:
+        while not (job.out / "rank0.json").exists() and job.tops() < 12:
             most = max(most, len(spool.steps()))
         os.kill(writer, signal.SIGCONT)
         result = finished(job)
     compare(result, jobs.reference(SCRIPT, args=ARGS))
     assert most <= 3, most
+    assert check(result, tmp_path), result.tail()
 
 
 @pytest.mark.parametrize("lost", ["SIGKILL", pytest.param("os._exit", marks=pytest.mark.nightly)])

@@ -299,6 +299,8 @@ class Checkpoints:
             assert self._dir is not None
             open_storage(self._dir).write(f"{ENDED}/{self._run or self.session}", [b"{}"], 2)
         except (OSError, SwiftError) as error:
+            if not self.newest_top:
+                return  # nothing was ever written
             console(f"it cannot be noted in {self._dir} that this run has ended: {error}")
 
     # -- reading -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A model large enough that copying it takes longer than a step; each rank notes a stop-the-world copy's digest."""
+"""Each rank notes the digest of a stop-the-world copy at each batch top, for comparison with the checkpoint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import random
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +19,45 @@ from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import Report, generators_digest
 
 
+def copy_late() -> None:
+    """Have snapshots copied as late as can be: when an update is about to begin."""
+    from shared_core.checkpoint.image import Stager
+
+    begin, fence = Stager.begin, Stager.fence
+    due = threading.Event()
+
+    def begin_late(self: Stager, work: Callable[[], None]) -> None:
+        fence(self)
+        due.clear()
+
+        def late() -> None:
+            due.wait(20.0)
+            work()
+
+        begin(self, late)
+
+    def fence_now(self: Stager) -> None:
+        due.set()
+        fence(self)
+
+    Stager.begin, Stager.fence = begin_late, fence_now  # type: ignore[method-assign]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--two", action="store_true", help="two optimizers, one of which steps inside backward")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--two", action="store_true", help="two optimizers, which step one after the other")
+    parser.add_argument("--inside", action="store_true", help="each parameter is updated inside backward")
+    parser.add_argument("--late", action="store_true", help="see copy_late; and wait for each checkpoint")
     args = parser.parse_args()
     report = Report()
     job = None
     if not os.environ.get("SWIFT_BASELINE"):
         import shared_core
 
+        if args.late:
+            copy_late()
         shared_core.install()
         job = shared_core.current_job()
     dist.init_process_group("gloo")
@@ -48,6 +78,10 @@ def main() -> None:
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(parameters[split:], lr=1e-3)]
     if split:
         optimizers.append(torch.optim.Adam(parameters[:split], lr=1e-3))
+    if args.inside:
+        optimizers = [torch.optim.AdamW([parameter], lr=1e-3) for parameter in parameters]
+        for parameter, optimizer in zip(parameters, optimizers, strict=True):
+            parameter.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
     torch.manual_seed(rank)
     np.random.seed(rank)
     random.seed(rank)
@@ -75,9 +109,11 @@ def main() -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss.backward()
-        for optimizer in optimizers:
+        for optimizer in optimizers if not args.inside else ():
             optimizer.step()
         loop["step"] += 1
+        if job is not None and args.late and job.checkpoint_due:
+            assert job._checkpoints._spool.wait_committed(job.tops, 20.0)
     report.finish(training_digest(net, optimizers, [], {}) | {"generators": generators_digest()})
     group = dist.group.WORLD
     dist.barrier()
