@@ -24,20 +24,21 @@ def copy_late() -> None:
     from shared_core.checkpoint.image import Stager
 
     begin, fence = Stager.begin, Stager.fence
-    due = threading.Event()
+    waiting: list[threading.Event] = []
 
     def begin_late(self: Stager, work: Callable[[], None]) -> None:
-        fence(self)
-        due.clear()
+        due = threading.Event()
 
         def late() -> None:
             due.wait(20.0)
             work()
 
         begin(self, late)
+        waiting.append(due)
 
     def fence_now(self: Stager) -> None:
-        due.set()
+        while waiting:
+            waiting.pop().set()
         fence(self)
 
     Stager.begin, Stager.fence = begin_late, fence_now  # type: ignore[method-assign]
@@ -72,7 +73,7 @@ def main() -> None:
         nn.Linear(width, width),
         nn.Linear(width, 4),
     )
-    ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1)
+    ddp: nn.Module = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1)
     split = 2 if args.two else 0
     parameters = list(net.parameters())
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(parameters[split:], lr=1e-3)]
@@ -80,8 +81,15 @@ def main() -> None:
         optimizers.append(torch.optim.Adam(parameters[:split], lr=1e-3))
     if args.inside:
         optimizers = [torch.optim.AdamW([parameter], lr=1e-3) for parameter in parameters]
-        for parameter, optimizer in zip(parameters, optimizers, strict=True):
-            parameter.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
+        ddp = net  # of one rank; DistributedDataParallel would put the gradients back
+
+        def step(parameter: torch.Tensor) -> None:
+            optimizer = optimizers[next(i for i, each in enumerate(parameters) if each is parameter)]
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(step)
     torch.manual_seed(rank)
     np.random.seed(rank)
     random.seed(rank)
