@@ -24,6 +24,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "replay_sums": ("ordered", "slices"),
     "reroute_plan": ("staggered", "decoupled", "coupled"),
     "reduction": ("sum", "ordered"),
+    "checkpoint_policy": ("auto", "fixed", "value", "young", "daly", "exact", "checkfreq", "coci", "coci_literal"),
+    "resume": ("auto", "always", "never"),
 }
 #: Variables with the prefix that the agent sets for its workers; they are no options.
 _RESERVED = frozenset(
@@ -40,6 +42,7 @@ _RESERVED = frozenset(
         "ADDRESS",
         "MACHINES",
         "JOB",
+        "COMMAND",
     }
 )
 
@@ -63,8 +66,19 @@ class SwiftConfig:
             randomness a function of seed, rank, epoch and batch, so that skipping costs nothing.
         preimages: keep parameters as they were before each update of a batch: ``auto`` where a batch has several
             updates.
-        checkpoint_dir: where checkpoints for ``restart`` are written; none is written when unset.
-        checkpoint_every_steps: batch tops between two checkpoints; 0 writes none.
+        checkpoint_dir: where checkpoints for ``restart`` are written, a folder or an fsspec URL; none is written when
+            unset.
+        checkpoint_every_steps: batch tops between two checkpoints, for the policy ``fixed``.
+        checkpoint_policy: when checkpoints are made: ``fixed``, or measured and calculated by ``value``, ``young``,
+            ``daly``, ``exact``, ``checkfreq``, ``coci`` or ``coci_literal``. ``auto``: ``fixed`` where
+            ``checkpoint_every_steps`` is set, else ``value``.
+        checkpoint_price: what a checkpoint costs beyond time, in units of the loss, for ``value``.
+        checkpoint_history: file that tells how earlier runs ended, for ``value``; this run adds itself.
+        checkpoint_async: training goes on while a checkpoint is written; otherwise it waits until it is committed.
+        checkpoint_keep: committed checkpoints of a run that stay, at least 2.
+        checkpoint_quota_bytes: most that they may take together; 0 is no limit.
+        resume: begin with the newest checkpoint that an earlier start of the same command has left: ``auto`` with
+            ``on_failure="restart"``, ``always``, ``never``.
         wait_timeout_s: longest wait for a peer or newcomer in a recovery, in seconds.
         progress_timeout_s: a worker that makes no progress outside collectives for so long is replaced, in seconds.
         connect_timeout_s: longest time to connect the sockets of a new generation, in seconds.
@@ -103,6 +117,13 @@ class SwiftConfig:
     preimages: str = "auto"
     checkpoint_dir: str | None = None
     checkpoint_every_steps: int = 0
+    checkpoint_policy: str = "auto"
+    checkpoint_price: float = 0.0
+    checkpoint_history: str | None = None
+    checkpoint_async: bool = True
+    checkpoint_keep: int = 2
+    checkpoint_quota_bytes: int = 0
+    resume: str = "auto"
     wait_timeout_s: float = 300.0
     progress_timeout_s: float = 300.0
     connect_timeout_s: float = 5.0
@@ -131,6 +152,8 @@ class SwiftConfig:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         for name in (
             "checkpoint_every_steps",
+            "checkpoint_price",
+            "checkpoint_quota_bytes",
             "log_spill_bytes",
             "log_ring_bytes",
             "log_budget_bytes",
@@ -142,6 +165,16 @@ class SwiftConfig:
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.checkpoint_keep < 2:
+            raise ConfigError(
+                f"checkpoint_keep must be at least 2, got {self.checkpoint_keep}: the newest may be damaged"
+            )
+        if self.checkpoint_policy == "fixed" and not self.checkpoint_every_steps:
+            raise ConfigError("checkpoint_policy='fixed' needs checkpoint_every_steps")
+        if self.checkpoint_policy not in ("auto", "fixed") and self.checkpoint_every_steps:
+            raise ConfigError(
+                f"checkpoint_policy={self.checkpoint_policy!r} finds the interval: leave checkpoint_every_steps out"
+            )
         if self.on_failure == "reroute" and self.replace_timeout_s:
             raise ConfigError(
                 "on_failure='reroute' never changes the number of workers: leave replace_timeout_s out, or choose "
@@ -152,6 +185,21 @@ class SwiftConfig:
     def resizes(self) -> bool:
         """Whether the number of workers may change."""
         return self.on_failure == "shrink" or (self.on_failure == "replace" and self.replace_timeout_s > 0)
+
+    @property
+    def policy(self) -> str:
+        """By which policy checkpoints are made; ``none`` where none are."""
+        if self.checkpoint_dir is None:
+            return "none"
+        if self.checkpoint_policy != "auto":
+            return self.checkpoint_policy
+        return "fixed" if self.checkpoint_every_steps else "value"
+
+    @property
+    def continues(self) -> bool:
+        """Whether a job begins with what an earlier start of the same command has left."""
+        wanted = self.resume == "always" or (self.resume == "auto" and self.on_failure == "restart")
+        return self.checkpoint_dir is not None and wanted
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SwiftConfig:

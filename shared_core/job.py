@@ -151,7 +151,9 @@ class Job:
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._stalled_since: float | None = None
         self._served_before = 0
-        self._checkpoints = Checkpoints(env, self._recovery)
+        self._checkpoints = Checkpoints(env, self._recovery, self._updates)
+        if env.rank == 0 and (pricing := self._checkpoints.pricing) is not None:
+            self.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
         # A newcomer whose predecessor has passed a batch top mostly starts there.
         self._restored = None if env.incarnation and self._board.tops() else self._line()
         self._tops_lock = threading.Lock()
@@ -180,7 +182,11 @@ class Job:
 
     def _line(self) -> Restored | None:
         """What the workers of this attempt start from, if it is not the beginning."""
-        checkpoint = self._checkpoints.newest() if self._env.restart else None
+        begins_anew = not self._env.restart and not self.config.continues
+        try:
+            checkpoint = None if begins_anew else self._checkpoints.newest()
+        except CorruptFile as error:
+            self._recovery.fall_back(str(error))
         if self._env.resized is None or (checkpoint is not None and checkpoint.top.index >= self._env.resized.top):
             return checkpoint
         try:
@@ -504,6 +510,18 @@ class Job:
         """Private to the job, shared by its workers on this machine, and removed with it."""
         return self._env.job_dir
 
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether a checkpoint was due at the present batch top; all ranks agree on it."""
+        return self.tops > 0 and self._checkpoints.due_top == self.tops
+
+    def note_loss(self, loss: torch.Tensor | float) -> None:
+        """The training loss of this batch, from which a policy learns what progress is worth. Rank 0's counts; a tensor
+        is not read at once.
+        """
+        if self.rank == 0 and (pricing := self._checkpoints.pricing) is not None:
+            pricing.loss(self.tops, loss)
+
     def event(self, kind: str, **fields: Any) -> None:
         """Append an event to the job's log."""
         self._events.emit(kind, rank=self.rank, generation=self._runtime.generation, **fields)
@@ -679,10 +697,8 @@ class Job:
         self._passes.at_top()
         alike = self._buckets.modules or self.alike
         self._replicas.compare(self._replica_ranks or range(self.world_size if alike else 0))
-        if self.absent:
-            return
-        if save and kind == "batch" and self.reachable and self._checkpoints.due(self.tops):
-            self._checkpoints.write(top, parts, self._updates, self._board)
+        if save and kind == "batch" and self.reachable and not self.absent:
+            self._checkpoints.at_top(top, parts, self._board)
 
     def _gradients(self) -> dict[int, torch.Tensor]:
         assert self._updates.replicated is not None
@@ -755,7 +771,7 @@ class Job:
             self._updates.load(top.version, received.description, received.tensors)
             parts = self._board.read_top(top.index)
         self._buckets.settle(self._board.records(), top)
-        self._take_place(top, parts)
+        self._take_place(top, parts, saved=top.saved)
         if top.saved:
             self._board.forget_tops()  # of places that are now ahead
         self._announce(received, joined_s=time.time() - started)
@@ -787,15 +803,18 @@ class Job:
             self._board.record(key, results)
         self.resized, self.added = restored.resized, restored.added
         main = {name: restored.main[name] for name, part in self._parts.items() if part.main and name in restored.main}
-        self._take_place(restored.top, restored.parts | main)
+        self._take_place(restored.top, restored.parts | main, saved=not restored.resized)
         self.resized = self.added = False
         self._restored = None
         if not restored.resized:
-            console(f"rank {self.rank}: continues from the checkpoint at batch top {restored.top.index}")
+            console(
+                f"rank {self.rank}: continues from the checkpoint at batch top {restored.top.index} ({restored.tier})"
+            )
         self._publish(restored.top.kind, save=restored.resized)  # a checkpoint is there already
 
-    def _take_place(self, top: Top, parts: dict[str, Any]) -> None:
+    def _take_place(self, top: Top, parts: dict[str, Any], *, saved: bool = False) -> None:
         self.tops = top.index
+        self._checkpoints.joined(top, saved=saved)
         self.joining = False
         self._restore(parts)
         for index, grad in parts.get("swift.gradients", {}).items():
@@ -830,6 +849,8 @@ class Job:
 
     def _note_recovery(self, fields: dict[str, Any]) -> None:
         """Recovery thread of a survivor."""
+        if fields.get("resolution") == "replay" and self.rank == 0 and self._checkpoints.pricing is not None:
+            self._checkpoints.pricing.rolled_back()
         self._events.emit(
             "recovered",
             rank=self.rank,

@@ -4,33 +4,38 @@ A checkpoint of step 40 is the folder ``step-0000000040`` holding one file for e
 ``manifest.json`` with the SHA-256 of every part. A folder without a manifest is not a checkpoint. Each file is written
 under a temporary name, flushed to the device and renamed, so that a kill or a power cut at any moment leaves the
 earlier checkpoints as they were.
+
+Without a coordinator the folder also holds one mark for each rank, ``rank0.done``, which says that the rank's parts are
+durable and what they are; whoever finds the marks of all ranks writes the manifest. Does not import torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import re
-import shutil
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shared_core.errors import CorruptFile, StorageFull
+from shared_core.checkpoint.storage import TEMPORARY, Storage, open_storage
+from shared_core.errors import CorruptFile
 from shared_core.events import console
+from shared_core.testing import inject
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+#: Endings of files that are no parts: a rank's parts are durable; it has none of this step; the step was chosen.
+DONE, MISSED, BEGUN = ".done", ".missed", "begun.json"
 _FOLDER = re.compile(r"step-(\d{10,})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_TEMPORARY = ".tmp-"
-#: What the system says when a file cannot grow: full device, quota, limit of the process.
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_MARK = re.compile(r"rank(\d+)\.(?:done|missed)")
+
+#: A folder, a URL, or storage that is open.
+Where = str | os.PathLike[str] | Storage
 
 
 @dataclass(frozen=True)
@@ -38,19 +43,44 @@ class Checkpoint:
     """A complete checkpoint.
 
     Attributes:
-        path: its folder.
+        storage: where it lies.
         step: batch tops passed when it was taken.
         parts: SHA-256 (hexadecimal) of each part, by name.
         meta: plain data given to :func:`commit`, ``world_size`` among it.
+        sizes: of the parts in bytes, as far as known.
     """
 
-    path: Path
+    storage: Storage
     step: int
     parts: Mapping[str, str]
     meta: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        """Its name in the storage."""
+        return folder_name(self.step)
+
+    @property
+    def path(self) -> Path:
+        """Its folder; of a URL, what to show."""
+        return self.storage.local(self.folder) or Path(self.storage.root, self.folder)
 
 
-def write_part(dir: str | os.PathLike[str], step: int, name: str, payload: bytes) -> str:
+@dataclass(frozen=True)
+class Mark:
+    """What one rank has made durable.
+
+    Attributes:
+        parts: SHA-256 and size in bytes of each part, by name.
+        meta: of the checkpoint that they are for.
+    """
+
+    parts: Mapping[str, tuple[str, int]]
+    meta: Mapping[str, Any]
+
+
+def write_part(dir: Where, step: int, name: str, payload: bytes) -> str:
     """Write one part of the checkpoint of ``step``; nobody reads it before :func:`commit` lists it.
 
     Ranks write their parts at the same time, each under its own name. Returns the SHA-256 of ``payload``, for the
@@ -60,13 +90,19 @@ def write_part(dir: str | os.PathLike[str], step: int, name: str, payload: bytes
         StorageFull: no room; what was begun is removed, earlier checkpoints are as they were.
         ValueError: ``name`` is no plain file name, or ``step`` is negative.
     """
-    if not _NAME.fullmatch(name) or name == MANIFEST:
-        raise ValueError(f"part name {name!r} must be a plain file name other than {MANIFEST}")
-    _write(_folder(dir, step), name, payload)
-    return hashlib.sha256(payload).hexdigest()
+    return copy_part(dir, step, name, [payload], len(payload))
 
 
-def commit(dir: str | os.PathLike[str], step: int, parts: Mapping[str, str], meta: Mapping[str, Any]) -> Checkpoint:
+def copy_part(dir: Where, step: int, name: str, chunks: Iterable[bytes | memoryview], size: int) -> str:
+    """:func:`write_part` of ``size`` bytes, piece by piece."""
+    if not _NAME.fullmatch(name) or name in (MANIFEST, BEGUN) or _MARK.fullmatch(name):
+        raise ValueError(f"part name {name!r} must be a plain file name other than {MANIFEST} and rank*{DONE}")
+    return _open(dir).write(f"{folder_name(step)}/{name}", chunks, size)
+
+
+def commit(
+    dir: Where, step: int, parts: Mapping[str, str], meta: Mapping[str, Any], sizes: Mapping[str, int] | None = None
+) -> Checkpoint:
     """Make the checkpoint of ``step`` valid, once every part in ``parts`` (name: SHA-256) has been written.
 
     ``meta`` is plain data; ``meta["world_size"]`` is what :func:`newest_valid` compares.
@@ -75,54 +111,107 @@ def commit(dir: str | os.PathLike[str], step: int, parts: Mapping[str, str], met
         CorruptFile: a part is missing; nothing is committed.
         StorageFull: no room for the manifest; earlier checkpoints are as they were.
     """
-    folder = _folder(dir, step)
-    missing = [name for name in parts if not (folder / name).is_file()]
+    storage, folder = _open(dir), folder_name(step)
+    inject.point("checkpoint.manifest")
+    missing = sorted(set(parts).difference(storage.names(folder)))
     if missing:
-        raise CorruptFile(f"checkpoint {folder} cannot be committed: {', '.join(missing)} was never written")
-    manifest = {"format": FORMAT, "step": step, "parts": dict(parts), "meta": dict(meta)}
-    body = json.dumps(manifest, sort_keys=True)
-    # The manifest checks itself too: a flipped bit in a checksum or in meta must not go unseen.
-    sealed = json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "manifest": body})
-    _write(folder, MANIFEST, sealed.encode())
-    _sync_folder(folder.parent)
-    return Checkpoint(folder, step, dict(parts), dict(meta))
+        raise CorruptFile(
+            f"checkpoint {storage.root}/{folder} cannot be committed: {', '.join(missing)} was never written"
+        )
+    made = Checkpoint(storage, step, dict(parts), dict(meta), dict(sizes or {}))
+    manifest = {"format": FORMAT, "step": step, "parts": made.parts, "meta": made.meta, "sizes": made.sizes}
+    _write(storage, f"{folder}/{MANIFEST}", _seal(manifest))
+    inject.point("checkpoint.committed")
+    return made
 
 
 def newest_valid(
-    dir: str | os.PathLike[str], world_size: int, wanted: Callable[[Checkpoint], bool] = lambda found: True
+    dir: Where, world_size: int | None = None, wanted: Callable[[Checkpoint], bool] = lambda found: True
 ) -> Checkpoint | None:
-    """The newest checkpoint of a job of ``world_size`` ranks whose every checksum holds, or ``None``.
+    """The newest checkpoint of a job of ``world_size`` ranks (None: any) whose every checksum holds, or ``None``.
 
     Damaged ones are passed over with one line on the console each, those that are not ``wanted`` without a word.
     """
-    for step, folder in sorted(_folders(dir), reverse=True):
+    storage = _open(dir)
+    for step in sorted(steps(storage), reverse=True):
+        where = storage.local(folder_name(step)) or f"{storage.root}/{folder_name(step)}"
         try:
-            found = _load_manifest(folder, step)
+            found = load_manifest(storage, step)
             if not wanted(found):
                 continue
-            for name, digest in found.parts.items():
-                if _digest_of(folder / name) != digest:
-                    raise CorruptFile(f"the checksum of {name} does not match the manifest's")
+            verify(found)
         except (CorruptFile, OSError) as error:
-            console(f"checkpoint {folder} is passed over: {error}")
+            console(f"checkpoint {where} is passed over: {error}")
             continue
         theirs = found.meta.get("world_size")
-        if theirs != world_size:
-            console(f"checkpoint {folder} is passed over: it is of {theirs} ranks, this job has {world_size}")
+        if world_size is not None and theirs != world_size:
+            console(f"checkpoint {where} is passed over: it is of {theirs} ranks, this job has {world_size}")
             continue
         return found
     return None
 
 
-def committed(dir: str | os.PathLike[str], world_size: int) -> list[Checkpoint]:
+def committed(dir: Where, world_size: int | None = None) -> list[Checkpoint]:
     """Checkpoints of jobs of ``world_size`` ranks that have a manifest, oldest first; parts are not looked at."""
-    found = []
-    for step, folder in sorted(_folders(dir)):
+    storage, found = _open(dir), []
+    for step in steps(storage):
         with contextlib.suppress(CorruptFile, OSError):
-            checkpoint = _load_manifest(folder, step)
-            if checkpoint.meta.get("world_size") == world_size:
+            checkpoint = load_manifest(storage, step)
+            if world_size is None or checkpoint.meta.get("world_size") == world_size:
                 found.append(checkpoint)
     return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies in the folder of a step.
+
+    Attributes:
+        step: of the folder.
+        state: ``valid``, ``unchecked`` (parts were not looked at), ``incomplete`` or ``damaged``.
+        reason: why it is not valid.
+        checkpoint: what the manifest says, where one can be read.
+        bytes: that the folder takes.
+    """
+
+    step: int
+    state: str
+    reason: str
+    checkpoint: Checkpoint | None
+    bytes: int
+
+
+def survey(dir: Where, *, check: bool = True) -> list[Found]:
+    """Everything that is there, oldest first; with ``check`` all parts are read and compared with their checksums.
+
+    Raises:
+        OSError: the storage cannot be read.
+    """
+    storage = _open(dir)
+    found = []
+    for step in steps(storage):
+        size, checkpoint = parts_size(storage, step), None
+        try:
+            checkpoint = load_manifest(storage, step)
+            if check:
+                verify(checkpoint)
+            state, reason = "valid" if check else "unchecked", ""
+        except CorruptFile as error:
+            there = storage.names(folder_name(step))
+            state, reason = ("damaged" if MANIFEST in there else "incomplete"), str(error)
+        found.append(Found(step, state, reason, checkpoint, size))
+    return found
+
+
+def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
+    """Compare parts (all of them, or ``names``) with the manifest.
+
+    Raises:
+        CorruptFile: one is not what was committed, or is missing.
+    """
+    for name in checkpoint.parts if names is None else names:
+        for _ in part_chunks(checkpoint, name):
+            pass
 
 
 def read_part(checkpoint: Checkpoint, name: str) -> bytes:
@@ -131,135 +220,201 @@ def read_part(checkpoint: Checkpoint, name: str) -> bytes:
     Raises:
         CorruptFile: they are not those that were committed, or there is no part of this name.
     """
+    return b"".join(part_chunks(checkpoint, name))
+
+
+def part_chunks(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
+    """A part piece by piece; nothing may be done with the pieces before the end has been reached.
+
+    Raises:
+        CorruptFile: at the end, when they are not those that were committed; there is no part of this name.
+    """
     if name not in checkpoint.parts:
         raise CorruptFile(
             f"checkpoint {checkpoint.path} has no part {name!r}; it has {', '.join(sorted(checkpoint.parts))}"
         )
+    digest = hashlib.sha256()
     try:
-        payload = (checkpoint.path / name).read_bytes()
+        for chunk in checkpoint.storage.chunks(f"{checkpoint.folder}/{name}"):
+            digest.update(chunk)
+            yield chunk
     except OSError as error:
         raise CorruptFile(f"part {name!r} of checkpoint {checkpoint.path} cannot be read: {error}") from error
-    if hashlib.sha256(payload).hexdigest() != checkpoint.parts[name]:
+    if digest.hexdigest() != checkpoint.parts[name]:
         raise CorruptFile(f"part {name!r} of checkpoint {checkpoint.path} fails its checksum; use an older checkpoint")
-    return payload
 
 
 def prune(
-    dir: str | os.PathLike[str], keep: int = 2, wanted: Callable[[Checkpoint], bool] = lambda found: True
+    dir: Where, keep: int = 2, wanted: Callable[[Checkpoint], bool] = lambda found: True, spare: Iterable[int] = ()
 ) -> list[Path]:
     """Remove all but the newest ``keep`` committed checkpoints, and what killed writers left below the newest of them.
 
     Returns the folders removed. A folder newer than the newest committed one is being written and stays, and so does
-    a checkpoint that is not ``wanted``: it is another job's.
+    a checkpoint that is not ``wanted``: it is another job's. Steps in ``spare`` stay in any case.
 
     Raises:
         ValueError: ``keep`` is less than 1.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
-    folders = sorted(_folders(dir), reverse=True)
-    mine: list[tuple[int, Path]] = []
-    others: set[Path] = set()
-    for step, folder in folders:
-        if (folder / MANIFEST).is_file():
-            if _is_wanted(folder, step, wanted):
-                mine.append((step, folder))
+    storage = _open(dir)
+    found = sorted(steps(storage), reverse=True)
+    mine: list[int] = []
+    others: set[int] = set(spare)
+    for step in found:
+        if MANIFEST in storage.names(folder_name(step)):
+            if _is_wanted(storage, step, wanted):
+                mine.append(step)
             else:
-                others.add(folder)
+                others.add(step)
     if not mine:
         return []
-    kept = {folder for _, folder in mine[:keep]} | others
-    removed = [folder for step, folder in folders if folder not in kept and step < mine[0][0]]
-    for folder in removed:
-        # The manifest goes first: a kill in the middle must not leave a folder that looks complete.
-        with contextlib.suppress(FileNotFoundError):
-            (folder / MANIFEST).unlink()
-        shutil.rmtree(folder, ignore_errors=True)
-    return removed
+    kept = others.union(mine[:keep])
+    removed = [step for step in found if step not in kept and step < mine[0]]
+    for step in removed:
+        remove(storage, step)
+    return [storage.local(folder_name(step)) or Path(storage.root, folder_name(step)) for step in removed]
 
 
-def _is_wanted(folder: Path, step: int, wanted: Callable[[Checkpoint], bool]) -> bool:
-    try:
-        return wanted(_load_manifest(folder, step))
-    except (CorruptFile, OSError):
-        return True  # whosever it was, nobody can read it
+def remove(dir: Where, step: int) -> None:
+    """Remove a checkpoint. The manifest goes first: a kill in the middle must not leave what looks complete."""
+    storage = _open(dir)
+    inject.point("checkpoint.prune")
+    storage.remove(f"{folder_name(step)}/{MANIFEST}")
+    storage.remove_folder(folder_name(step))
 
 
-def _folder(dir: str | os.PathLike[str], step: int) -> Path:
+def write_mark(dir: Where, step: int, rank: int, mark: Mark) -> None:
+    """Say that a rank's parts are durable.
+
+    Raises:
+        StorageFull: no room.
+    """
+    body = {"format": FORMAT, "step": step, "parts": {name: list(each) for name, each in mark.parts.items()}}
+    _write(_open(dir), f"{folder_name(step)}/rank{rank}{DONE}", _seal(body | {"meta": dict(mark.meta)}))
+
+
+def read_mark(dir: Where, step: int, rank: int) -> Mark | None:
+    """What a rank has made durable of a step; None if it has not said so, or nobody can read it."""
+    with contextlib.suppress(OSError, CorruptFile, ValueError, KeyError, TypeError, AttributeError):
+        body = _unseal(_read(_open(dir), f"{folder_name(step)}/rank{rank}{DONE}"))
+        if body["format"] == FORMAT and body["step"] == step:
+            return Mark({name: (str(each[0]), int(each[1])) for name, each in body["parts"].items()}, body["meta"])
+    return None
+
+
+def commit_marked(dir: Where, step: int, world_size: int, meta: Mapping[str, Any]) -> Checkpoint | None:
+    """Commit a step if the marks of all ranks are there and of this ``meta``; None if one is missing yet.
+
+    Whoever does it, the manifest is the same.
+
+    Raises:
+        CorruptFile: two ranks have written a part of the same name, or a part is gone.
+        StorageFull: no room for the manifest.
+    """
+    storage = _open(dir)
+    with contextlib.suppress(CorruptFile, OSError):
+        done = load_manifest(storage, step)
+        if done.meta == meta:
+            return done
+    there = set(storage.names(folder_name(step)))
+    if any(f"rank{rank}{DONE}" not in there for rank in range(world_size)):
+        return None
+    parts: dict[str, tuple[str, int]] = {}
+    for rank in range(world_size):
+        mark = read_mark(storage, step, rank)
+        if mark is None or mark.meta != meta:
+            return None
+        twice = sorted(parts.keys() & mark.parts.keys())
+        if twice:
+            raise CorruptFile(f"step {step} cannot be committed: rank {rank} and another have written {twice[0]}")
+        parts |= mark.parts
+    digests = {name: parts[name][0] for name in sorted(parts)}
+    return commit(storage, step, digests, meta, {name: parts[name][1] for name in sorted(parts)})
+
+
+def folder_name(step: int) -> str:
+    """Folder of a checkpoint.
+
+    Raises:
+        ValueError: ``step`` is negative.
+    """
     if step < 0:
         raise ValueError(f"step must not be negative, got {step}")
-    return Path(dir) / f"step-{step:010d}"
+    return f"step-{step:010d}"
 
 
-def _folders(dir: str | os.PathLike[str]) -> Iterator[tuple[int, Path]]:
-    root = Path(dir)
-    if not root.is_dir():
-        return
-    for entry in root.iterdir():
-        match = _FOLDER.fullmatch(entry.name)
-        if match and entry.is_dir():
-            yield int(match.group(1)), entry
+def steps(dir: Where) -> list[int]:
+    """Steps of which there is a folder, complete or not, oldest first."""
+    storage = _open(dir)
+    matches = (_FOLDER.fullmatch(name) for name in storage.names())
+    return sorted(int(match.group(1)) for match in matches if match)
 
 
-def _load_manifest(folder: Path, step: int) -> Checkpoint:
+def parts_size(storage: Storage, step: int) -> int:
+    """Bytes that the folder of a step takes; what vanishes meanwhile counts nothing."""
+    total = 0
+    for name in storage.names(folder_name(step)):
+        with contextlib.suppress(OSError):
+            total += storage.size(f"{folder_name(step)}/{name}")
+    return total
+
+
+def left_over(name: str, of: Iterable[str]) -> bool:
+    """Whether ``name`` is a temporary file of one of these, left by somebody who was killed."""
+    return any(name.startswith(f"{TEMPORARY}{each}-") for each in of)
+
+
+def load_manifest(dir: Where, step: int) -> Checkpoint:
+    """The checkpoint of a step, its parts not looked at.
+
+    Raises:
+        CorruptFile: there is none, or its manifest is damaged.
+        OSError: it cannot be read.
+    """
+    storage = _open(dir)
     try:
-        sealed = json.loads((folder / MANIFEST).read_bytes())
-        body = sealed["manifest"]
-        if hashlib.sha256(body.encode()).hexdigest() != sealed["sha256"]:
-            raise CorruptFile("the manifest fails its own checksum")
-        manifest = json.loads(body)
+        manifest = _unseal(_read(storage, f"{folder_name(step)}/{MANIFEST}"))
         if manifest["format"] != FORMAT:
             raise CorruptFile(f"its format is {manifest['format']}, this version reads {FORMAT}")
         if manifest["step"] != step:
             raise CorruptFile(f"the manifest is of step {manifest['step']}")
-        return Checkpoint(folder, step, manifest["parts"], manifest["meta"])
-    except FileNotFoundError as error:
+        return Checkpoint(storage, step, manifest["parts"], manifest["meta"], manifest.get("sizes", {}))
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptFile("it was never completed (no manifest)") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptFile(f"the manifest cannot be read ({error})") from error
 
 
-def _digest_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _open(dir: Where) -> Storage:
+    return open_storage(dir) if isinstance(dir, str | os.PathLike) else dir
 
 
-def _write(folder: Path, name: str, payload: bytes) -> None:
-    """Put ``payload`` at ``folder/name``: whole and on the device, or not at all."""
-    temporary = folder / f"{_TEMPORARY}{name}-{uuid.uuid4().hex}"
+def _read(storage: Storage, name: str) -> bytes:
+    return b"".join(storage.chunks(name))
+
+
+def _write(storage: Storage, name: str, payload: bytes) -> None:
+    storage.write(name, [payload], len(payload))
+
+
+def _seal(body: Mapping[str, Any]) -> bytes:
+    """JSON that checks itself: a flipped bit in a checksum or in meta must not go unseen."""
+    text = json.dumps(body, sort_keys=True)
+    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "manifest": text}).encode()
+
+
+def _unseal(raw: bytes) -> dict[str, Any]:
+    sealed = json.loads(raw)
+    text = sealed["manifest"]
+    if hashlib.sha256(text.encode()).hexdigest() != sealed["sha256"]:
+        raise CorruptFile("the manifest fails its own checksum")
+    body: dict[str, Any] = json.loads(text)
+    return body
+
+
+def _is_wanted(storage: Storage, step: int, wanted: Callable[[Checkpoint], bool]) -> bool:
     try:
-        # Two ranks may create the folder at once; an absent parent of it is created too.
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                view = memoryview(payload)
-                while view:
-                    view = view[os.write(fd, view) :]
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.replace(temporary, folder / name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-        _sync_folder(folder)
-    except OSError as error:
-        if error.errno in _FULL:
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # only where it is empty
-            raise StorageFull(
-                f"no room to write {len(payload)} bytes to {folder / name} ({error.strerror}); earlier checkpoints "
-                "are as they were: make room, or set checkpoint_dir to a larger device"
-            ) from error
-        raise
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make names in ``folder`` durable: a rename is only on the device once its folder is."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        return wanted(load_manifest(storage, step))
+    except (CorruptFile, OSError):
+        return True  # whosever it was, nobody can read it

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from shared_core.cli import plan, policy, simulate
+from shared_core.cli import checkpoints, plan, policy, simulate
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import Event, read_events
 from shared_core.pipeline.grouping import Budget, Plan, Profile, plan_groups, trade_off
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     logging.add_argument("--curve", action="store_true", help="print the trade-off too, with the plan marked by a star")
     logging.add_argument("--json", action="store_true", help="print JSON instead")
     logging.set_defaults(run=_plan_logging)
+    checkpoints.add_command(commands)
     plan.add_command(commands)
     simulate.add_command(commands)
     policy.add_command(commands)

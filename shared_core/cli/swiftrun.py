@@ -112,7 +112,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--resume",
         action="store_true",
-        help="On several machines: begin from the newest checkpoint that a job with this --rdzv-id left, if any.",
+        help="Begin from the newest checkpoint that an earlier start of this command has left (on several machines: a "
+        "job with this --rdzv-id), if any. With --on-failure restart that is the default.",
     )
     ours.add_argument(
         "--lease",
@@ -145,8 +146,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.machines = (low, high)
     if args.several:
         _check_meeting(args)
-    elif args.resume:
-        raise ConfigError("--resume is for jobs on several machines; one on a single machine is not ended by a loss")
     if args.standbys < 0:
         raise ConfigError(f"--standbys must not be negative, got {args.standbys}")
     if args.crash_loop < 1:
@@ -200,7 +199,9 @@ def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = N
     given = {name: getattr(args, name) for name in ("on_failure", "checkpoint_dir") if getattr(args, name) is not None}
     if args.machines[0] < args.machines[1] and config.on_failure == "replace" and not config.replace_timeout_s:
         given.setdefault("on_failure", "shrink")  # what --nnodes MIN:MAX means
-    if "checkpoint_dir" in given:
+    if args.resume:
+        given["resume"] = "always"
+    if "checkpoint_dir" in given and "://" not in given["checkpoint_dir"]:
         given["checkpoint_dir"] = os.path.abspath(given["checkpoint_dir"])
     return SwiftConfig.from_dict(dataclasses.asdict(config) | given)
 

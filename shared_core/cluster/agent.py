@@ -8,6 +8,7 @@ die, rank 0 too.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -39,10 +40,12 @@ from shared_core.cluster.environment import worker_env
 from shared_core.cluster.fencing import Fenced
 from shared_core.cluster.fleet import CANCELLED, Fleet, LiveWorker
 from shared_core.cluster.jobdir import JobDir
+from shared_core.cluster.last_checkpoint import SAVED, LastCheckpoint
 from shared_core.cluster.ledger import FAIL, RELEASE, RESIZE, RESTART
 from shared_core.cluster.logs import ERROR_FILE, WorkerLogs
 from shared_core.cluster.losses import LOOP_LIMIT, Death, LossBook, RaisedError, Verdict
 from shared_core.cluster.meeting import JobOver, Meeting
+from shared_core.cluster.persisting import Persisting
 from shared_core.cluster.request import Mode, StartRequest
 from shared_core.cluster.resizing import Resizing
 from shared_core.cluster.standby import Preload, Standby, clean_env
@@ -73,6 +76,12 @@ class Program:
     args: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """Equal in the next start of the same command."""
+        target = self.target if self.mode == "module" else os.path.abspath(self.target)
+        return hashlib.sha256(json.dumps([self.mode, target, *self.args]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -133,6 +142,7 @@ class SwiftAgent(SimpleElasticAgent):
         process.become_subreaper()
         self._job = JobDir(options.config.log_dir)
         self._job_dir = self._job.path
+        self._persisting = Persisting(self._job_dir, options.events, options.grace_s, console)
         what = Preload(program.preload, str(self._job_dir))
         self._fleet = Fleet(self._wakeup.selector, options.standbys, clean_env(os.environ), what, console, early)
         self._attempt: Attempt | None = None
@@ -145,6 +155,10 @@ class SwiftAgent(SimpleElasticAgent):
         self._start_reported = False
         self._released = False
         self._last_tick = 0.0
+        config = options.config
+        self._last_checkpoint = LastCheckpoint(
+            config.checkpoint_dir is not None, options.grace_s, config.wait_timeout_s, self._job_dir, self._set_key
+        )
         self._resizing = Resizing(
             options.config, spec.local_world_size, least=options.machines[0], most=options.machines[1]
         )
@@ -162,7 +176,7 @@ class SwiftAgent(SimpleElasticAgent):
     # -- torchelastic's face ------------------------------------------------------------------------------------------
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        self._wakeup.handle(self._options.signals)
+        self._wakeup.handle(self._last_checkpoint.signals(self._options.signals))
         try:
             if self._program.mode != "exec":
                 self._fleet.fill_standbys()  # they import while the rendezvous goes on
@@ -224,11 +238,12 @@ class SwiftAgent(SimpleElasticAgent):
             self._fleet.reap()
             self._fleet.signal_all(death_sig)
             before = len(self._wakeup.received)
-            deadline = time.monotonic() + self._options.grace_s
+            deadline = time.monotonic() + self._last_checkpoint.left_s()
             while self._fleet.live and len(self._wakeup.received) <= before and time.monotonic() < deadline:
                 self._wakeup.wait(deadline - time.monotonic())
                 self._fleet.started()
                 self._fleet.reap()
+            self._finish_checkpoint(deadline, before)
         finally:
             self._fleet.close()
             self._say_farewell()
@@ -238,6 +253,22 @@ class SwiftAgent(SimpleElasticAgent):
                 self._logs.stop()
             self._job.remove()
             self._wakeup.close()
+
+    def _finish_checkpoint(self, deadline: float, signals: int) -> None:
+        """The last one is written to its end if the job has succeeded, else for the rest of the grace."""
+        self._persisting.look(self._first_rank)  # a worker may have left its only snapshot just before it ended
+        whole = self._released and not self._wakeup.received
+
+        def wait(seconds: float) -> None:
+            self._wakeup.wait(seconds)
+            self._fleet.reap()
+
+        enough = lambda: len(self._wakeup.received) > signals  # noqa: E731
+        self._persisting.finish(None if whole else deadline, wait, enough)
+
+    @property
+    def _first_rank(self) -> int:
+        return min(self._ranks(), default=0)
 
     @property
     def logs_used(self) -> bool:
@@ -287,12 +318,15 @@ class SwiftAgent(SimpleElasticAgent):
 
     def _check_signals(self) -> None:
         if self._wakeup.received:
+            trains = self._attempt is not None and not self._released and not self._now.goodbyes()
+            if trains and self._last_checkpoint.waits(self._wakeup.received):
+                return
             received = signal.Signals(self._wakeup.received[0])
             console(f"received {received.name}: ending all workers")
             raise SignalException(f"Process {os.getpid()} got signal: {received}", received)
 
     def _timeout(self) -> float:
-        if self._told or self._wakeup.received:
+        if self._told:
             return 0.0
         times = [self._last_tick + self._tick_s, *(when for when, _ in self._due)]
         if self._resizing.grow_at is not None:
@@ -314,6 +348,10 @@ class SwiftAgent(SimpleElasticAgent):
 
     def _ranks(self) -> list[int]:
         return [one.global_rank for one in self._worker_group.workers]
+
+    def _set_key(self, name: str) -> None:
+        if self._attempt is not None:
+            self._attempt.set(name)
 
     def _wake(self) -> None:
         self._told = True
@@ -484,6 +522,9 @@ class SwiftAgent(SimpleElasticAgent):
             self._emit("end", rank=rank, result="failed", reason=message, replaced=self._replaced)
             pid = next((one.pid for one in self._fleet.live.values() if one.rank == rank), 0)
             return self._failed(rank, pid, 1, "", message)
+        elif name == SAVED:
+            self._last_checkpoint.saved(fields)
+            self._told = True  # look at the signals again
         elif name in ("handed", "declined"):
             if self._resizing.stay and fields.get("generation") == self._now.generation:
                 if name == "handed":
@@ -685,6 +726,7 @@ class SwiftAgent(SimpleElasticAgent):
                     self._kill(one, f"no progress for {limit:g} s (progress_timeout_s), killed by the agent")
         self._fleet.look_after_standbys()
         self._shrink_late()
+        self._persisting.look(self._first_rank)
         return True
 
     def _kill(self, one: LiveWorker, cause: str) -> None:
@@ -702,7 +744,15 @@ class SwiftAgent(SimpleElasticAgent):
         address = self._crew.address if self._crew is not None else ""
         line = self._resizing.line
         env = worker_env(
-            self._worker_group, local_rank, self._now, self._job_dir, options.events, config, address, line
+            self._worker_group,
+            local_rank,
+            self._now,
+            self._job_dir,
+            options.events,
+            config,
+            address,
+            line,
+            self._program.command,
         )
         env[ERROR_FILE] = self._logs.error_file(local_rank, nth)
         threads = env.get("OMP_NUM_THREADS", "")

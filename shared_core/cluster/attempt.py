@@ -143,6 +143,10 @@ class Attempt:
 
         return self.append(make)
 
+    def set(self, name: str) -> None:
+        """Set a key that workers look at."""
+        self._client.set(self.key(name), "1")
+
     def goodbyes(self) -> bool:
         """Whether any worker has finished."""
         return any(self._client.check([key]) for key in self._done_keys)

@@ -22,6 +22,7 @@ def worker_env(
     config_json: str,
     address: str = "",
     resized: worker.Resized | None = None,
+    command: str = "",
 ) -> dict[str, str]:
     """Everything a worker finds in its environment, except the error file.
 
@@ -34,6 +35,7 @@ def worker_env(
         config_json: options of the job.
         address: of this machine, where there are several.
         resized: the attempt from which this one goes on, if the number of workers has changed.
+        command: stands for the program and its arguments.
     """
     spec, member = group.spec, group.workers[local_rank]
     env = clean_env(os.environ)
@@ -62,6 +64,7 @@ def worker_env(
         worker.EVENTS: events or "",
         worker.CONFIG: config_json,
         worker.RESTART: str(attempt.number),
+        worker.COMMAND: command,
     }
     if resized is not None:
         env[worker.RESIZED] = resized.to_json()

@@ -14,6 +14,8 @@ _LOGS = "swift-log-"
 _LOCK = "lock"
 #: Folder of other machines' publications.
 MIRROR = "mirror"
+#: Folder of snapshots and of the process that writes them to storage, see shared_core/checkpoint/spool.py.
+CHECKPOINTS = "checkpoints"
 
 
 def log_folder(parent: str | os.PathLike[str] | None, job_dir: Path) -> Path:
@@ -52,7 +54,7 @@ class JobDir:
                 shutil.rmtree(left, ignore_errors=True)
 
     def clear(self, keep: int | None = None) -> None:
-        """Remove what an attempt has left, but not the lock and what is kept for other machines.
+        """Remove what an attempt has left, but not the lock, snapshots, and what is kept for other machines.
 
         Args:
             keep: number of an attempt from which the next one goes on: its publications and what it handed on stay.
@@ -62,7 +64,7 @@ class JobDir:
             self._clear_before(keep)
             return
         for entry in self.path.iterdir():
-            if entry.name == MIRROR:
+            if entry.name in (MIRROR, CHECKPOINTS):
                 continue
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)

@@ -16,16 +16,18 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from shared_core.cluster.last_checkpoint import SAVED
 from shared_core.cluster.worker import FOREVER_S, WORDS
 
-_ONCE = ("fail", "restart")
+_ONCE = ("fail", "restart", SAVED)
 _DIVERGENT = "divergent"
 #: Said anew in each generation.
 _AGAIN = ("handed", "declined")
 
 
 class KeyWatcher:
-    """Watches the keys of one attempt: ``fail``, ``restart``, ``divergent``, ``handed``, ``declined`` and goodbyes.
+    """Watches the keys of one attempt: ``fail``, ``restart``, ``saved``, ``divergent``, ``handed``, ``declined`` and
+    goodbyes.
 
     Args:
         connect: makes a store client; one is made for the thread, one for :meth:`look`.

@@ -36,6 +36,7 @@ ADDRESS = "SWIFT_RECOVERY_ADDRESS"
 RESIZED = "SWIFT_RECOVERY_RESIZED"
 MACHINES = "SWIFT_RECOVERY_MACHINES"
 JOB = "SWIFT_RECOVERY_JOB"
+COMMAND = "SWIFT_RECOVERY_COMMAND"
 
 #: Layout of a progress file: batch tops passed, 1 inside a wait for a collective, ``time.time()`` of the last change.
 PROGRESS = struct.Struct("<QQd")
@@ -94,6 +95,7 @@ class WorkerEnv:
         config: the options of the job.
         slot: place of this machine, from 0.
         job: what checkpoints name as the job they belong to, equal on all machines.
+        command: stands for the program and its arguments; equal in the next start of the same command.
         machines: who holds which place in the generation in which this worker starts; empty on one machine.
         resized: the attempt from which this one goes on, if the number of workers has changed.
     """
@@ -110,6 +112,7 @@ class WorkerEnv:
     config: SwiftConfig
     slot: int = 0
     job: str = ""
+    command: str = ""
     machines: tuple[str | None, ...] = ()
     resized: Resized | None = None
 
@@ -153,6 +156,7 @@ def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
         events=Path(source[EVENTS]) if source.get(EVENTS) else None,
         config=SwiftConfig.from_env(source),
         job=source.get(JOB, source[JOB_DIR]),
+        command=source.get(COMMAND, ""),
         slot=int(source.get("GROUP_RANK", "0")),
         machines=tuple(json.loads(source.get(MACHINES) or "[]")),
         resized=Resized.from_json(source[RESIZED]) if source.get(RESIZED) else None,

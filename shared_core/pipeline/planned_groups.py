@@ -49,7 +49,7 @@ class PlannedGroups:
 
     def __init__(self, engine: SwiftPipelineEngine, job: Job) -> None:
         self._engine, self._job = engine, job
-        self._every = job.config.checkpoint_every_steps
+        self._last_top = 0
         nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._stages = nproc if job.world_size > nproc else 1
         self._planned: list[list[float]] | None = None
@@ -58,17 +58,18 @@ class PlannedGroups:
         job.register("swift.groups", self._capture, self._restore)
 
     def _capture(self) -> Any:
-        return [self._planned, self._together]
+        return [self._planned, self._together, self._last_top]
 
     def _restore(self, values: Any) -> None:
-        self._planned, self._together = values
+        self._planned, self._together, self._last_top = values
         if self._together is not None:
             self._job.regroup(self._together)
 
     def at_top(self) -> None:
         """Call after each batch top, on all ranks."""
-        if not self._every or self._job.tops % self._every:
+        if not self._job.checkpoint_due:
             return
+        every, self._last_top = self._job.tops - self._last_top, self._job.tops
         engine, (compute_s, timed) = self._engine, self._before
         self._before = (engine.compute_s, engine.timed)
         made = (engine.timed - timed) / engine.micro_batches
@@ -78,15 +79,15 @@ class PlannedGroups:
         all_rows = [torch.zeros_like(mine) for _ in range(self._job.world_size)]
         with self._job.unchecked():  # a newcomer measures something else, and is served what was said
             dist.all_gather(all_rows, mine)
-        self._plan([each.tolist() for each in all_rows])
+        self._plan([each.tolist() for each in all_rows], every)
 
-    def _plan(self, rows: list[list[float]]) -> None:
+    def _plan(self, rows: list[list[float]], every: int) -> None:
         if not all(compute_s for compute_s, _ in rows):
             return
         engine, config = self._engine, self._job.config
-        profile = profile_of(rows, self._stages, self._every, engine.micro_batches)
+        profile = profile_of(rows, self._stages, every, engine.micro_batches)
         if self._planned is not None:
-            planned = profile_of(self._planned, self._stages, self._every, engine.micro_batches)
+            planned = profile_of(self._planned, self._stages, every, engine.micro_batches)
             if not drifted(profile, planned):
                 return
         self._planned = rows

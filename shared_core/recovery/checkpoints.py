@@ -1,27 +1,48 @@
-"""Checkpoints at batch tops, so that a job whose workers are all gone starts again where it was (``restart``)."""
+"""Checkpoints at batch tops, so that a job whose workers are all gone starts again where it was (``restart``).
+
+At a batch top each rank hands a snapshot to :mod:`shared_core.checkpoint`: rank-local state at once, parameters and
+optimizer state while forward and backward run, which change nothing of them; the next update waits at the fence until
+they are copied. A process of the machine writes them to storage, and notes what is committed.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shared_core.checkpoint import store
+from shared_core.checkpoint.snapshots import Snapshots
+from shared_core.checkpoint.spool import FOLDER, Spool, Status, Target
+from shared_core.checkpoint.storage import open_storage
+from shared_core.cluster import worker
+from shared_core.cluster.last_checkpoint import ENDING, SAVED
 from shared_core.cluster.worker import WorkerEnv
-from shared_core.comm.gloo import wait_for
 from shared_core.consistency import Top
-from shared_core.errors import CorruptFile, GenerationAbandoned, SwiftError
+from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError
 from shared_core.events import console
 from shared_core.loaders.reshard import loader_states, order_name
+from shared_core.recovery import lines
 from shared_core.recovery.board import Board
-from shared_core.recovery.plain import dumps, loads
+from shared_core.recovery.decisions import Decisions, FileEntries, StoreEntries
+from shared_core.recovery.lines import Line, Loaded
+from shared_core.recovery.plain import dumps
+from shared_core.recovery.pricing import Pricing
+from shared_core.recovery.state import Replicated
 from shared_core.recovery.updates import Updates
 from shared_core.testing import inject
 
 if TYPE_CHECKING:
     from shared_core.recovery.exchange import Recovery
+
+#: Folder of marks in the storage: runs that have ended well, which nobody goes on with.
+ENDED = "ended"
 
 
 @dataclass
@@ -38,6 +59,7 @@ class Restored:
         resized: it was another number of workers.
         added: this rank had no predecessor; ``parts`` are another's.
         main: what rank 0 had published last, where another takes its place.
+        tier: where a checkpoint lay.
     """
 
     top: Top
@@ -49,107 +71,263 @@ class Restored:
     resized: bool = False
     added: bool = False
     main: dict[str, Any] = field(default_factory=dict)
+    tier: str = ""
 
 
 class Checkpoints:
-    """Writes and reads the checkpoints of one rank. Every rank writes its own part, the first of each set of replicas
-    their state, and rank 0, last, the manifest.
+    """Takes and reads the checkpoints of one rank. Every rank has a part of its own, and the first of each set of
+    replicas their state.
 
     Attributes:
         newest_top: batch top of the newest checkpoint that this rank knows to be committed; 0 for none.
+        due_top: the newest batch top at which a checkpoint was due, whether or not it came to be.
+        waited_s: seconds that updates have waited for copies, in all.
     """
 
-    def __init__(self, env: WorkerEnv, recovery: Recovery) -> None:
-        self._env, self._recovery = env, recovery
-        self._dir = env.config.checkpoint_dir
-        self._every = env.config.checkpoint_every_steps
-        self.newest_top = 0
+    def __init__(self, env: WorkerEnv, recovery: Recovery, updates: Updates) -> None:
+        self._env, self._recovery, self._updates = env, recovery, updates
+        config = env.config
+        self._dir = config.checkpoint_dir
+        self._every = config.checkpoint_every_steps if config.policy == "fixed" else 0
+        self.newest_top = self.due_top = 0
+        self.waited_s = 0.0
+        self._spool = Spool(env.job_dir / FOLDER, env.restart)
+        self._snapshots: Snapshots | None = None
+        self._decisions: Decisions | None = None
+        self._pricing: Pricing | None = None
+        self._session = ""
+        self._run = ""
+        self._known: set[int] | None = None
+        self._seen = 0
+        self._fence_lock = threading.Lock()
+        self._status = env.job_dir / FOLDER / "status.json"
+        # A newcomer passes batch tops again: only beyond its predecessor's it may decide anew.
+        progress = worker.read_progress(env.rank_dir / "progress") if env.incarnation else None
+        self._level = progress[0] if progress is not None else 0
+        if self._dir is None:
+            return
+        updates.fence = self.fence
+        if config.policy != "none":
+            several = len(env.machines) > 1
+            path = env.job_dir / f"attempt{env.restart}" / "due"
+            self._decisions = Decisions(StoreEntries(self._store) if several else FileEntries(path))
+        if env.rank == 0:
+            worker.at_end(self._mark_ended)
 
-    def due(self, tops: int) -> bool:
-        """Whether a checkpoint is to be written at this batch top. A newcomer may pass tops again that have one."""
-        if self._dir is None or self._every <= 0 or tops % self._every:
-            return False
-        return self._env.incarnation == 0 or tops not in (each.step for each in self._mine())
+    def _store(self) -> Any:
+        return self._recovery.new_store("")
 
-    def write(self, top: Top, parts: dict[str, Any], updates: Updates, board: Board) -> None:
-        """Write one. A storage error is reported and costs only this checkpoint; a loss meanwhile leaves it
-        uncommitted.
+    # -- writing -----------------------------------------------------------------------------------
+
+    def at_top(self, top: Top, parts: dict[str, Any], board: Board) -> None:
+        """A batch top was published at which a checkpoint may be made; make one if it is due.
+
+        Where the job is about to end it is the last one, and this does not return if the whole job ends.
         """
+        if self._decisions is None:
+            return
+        self._look()
+        if self._env.rank == 0:
+            self._decide(top)
+        due, last = self._decisions.due(top.version)
+        due = due or (self._every > 0 and top.index % self._every == 0)
+        if not due:
+            return
+        self.due_top = top.index
+        if not self._has(top.index):
+            taken = self._take(top, parts, board)
+            if last or not self._env.config.checkpoint_async:
+                self._await(top, taken)
+        if last:
+            self._part_with(top)
+
+    def fence(self) -> None:
+        """Wait until what was snapshot is copied: something is about to change it. Any thread may call."""
+        if self._snapshots is None:
+            return
+        with self._fence_lock:
+            started = time.perf_counter()
+            self._snapshots.fence()
+            self.waited_s += time.perf_counter() - started
+
+    def joined(self, top: Top, *, saved: bool) -> None:
+        """This worker begins at a batch top.
+
+        Args:
+            top: the batch top.
+            saved: there is a checkpoint of it.
+        """
+        self.due_top = top.index if saved else 0
+        if self._decisions is not None:
+            self._decisions.joined(top.version)
+
+    @property
+    def pricing(self) -> Pricing | None:
+        """What rank 0 has measured and decides by; None where nothing is decided."""
+        if self._pricing is None and self._decisions is not None and self._env.config.policy != "fixed":
+            self._pricing = Pricing(self._env)
+        return self._pricing
+
+    def _decide(self, top: Top) -> None:
+        """Rank 0: say whether one is due soon."""
+        assert self._decisions is not None
+        if top.index <= self._level:
+            return
+        if self._is_ending():
+            self._decisions.add(top.version, last=True)
+        elif self.pricing is not None:
+            self.pricing.step(top.index, self.waited_s)
+            if self._decisions.pending <= top.version and self.pricing.due(top.index):
+                self._decisions.add(top.version)
+
+    def _is_ending(self) -> bool:
+        """Whether the agent of any machine was told to end; said once."""
+        if self._level < 0:
+            return False
+        told = (self._env.job_dir / ENDING).exists()
+        if len(self._env.machines) > 1:
+            told = told or self._store().check([ENDING])
+        if told:
+            self._level = 1 << 62  # nothing more is decided
+        return told
+
+    def _take(self, top: Top, parts: dict[str, Any], board: Board) -> bool:
         assert self._dir is not None
         inject.point("checkpoint.write")
-        rank, key = self._env.rank, f"checkpoint/{top.index}"
-        generation = self._recovery.runtime.generation
-        client = self._recovery.new_store("")
+        started = time.perf_counter()
         for _, state in loader_states(parts):
             if state["live"] and state["iterations"][-1]["dealt"] and "indices" not in state:
                 state["indices"] = board.read_order(order_name(state))  # the board will be gone
+        rank = self._env.rank
+        taken = False
         try:
-            mine = {
+            local = {
                 "top": asdict(top),
                 "parts": parts,
                 "ends": ends_before(board, top.entry),
                 "records": board.records(),
             }
-            parts_written = {f"rank{rank}": store.write_part(self._dir, top.index, f"rank{rank}", dumps(mine))}
+            images = {}
             if rank == min(top.replicas, default=0):
-                with updates.frozen(top.version, 60.0) as (description, tensors):
-                    name = _replicated(top)
-                    parts_written[name] = store.write_part(self._dir, top.index, name, dumps((description, tensors)))
-            client.set(f"{key}/{rank}", json.dumps(parts_written))
-            if rank != 0:
-                return
-            keys = [f"{key}/{r}" for r in range(self._env.world_size)]
-            wait_for(
-                client,
-                keys,
-                lambda: self._recovery.runtime.latest > generation,
-                600.0,
-                "all ranks to write their checkpoint",
-            )
-            digests = {name: digest for each in keys for name, digest in json.loads(client.get(each)).items()}
-            meta = {
-                "attempt": self._env.restart,
-                "job": self._env.job,
-                "world_size": self._env.world_size,
-                "top": top.index,
-                "version": top.version,
-            }
-            store.commit(self._dir, top.index, digests, meta)
-            # A job before may have got further in the same folder.
-            store.prune(self._dir, wanted=self._ours)
-            self.newest_top = top.index
-            self._recovery.events.emit("checkpoint", rank=0, generation=generation, top=top.index, version=top.version)
-        except GenerationAbandoned:
-            return
-        except SwiftError as error:
+                with self._updates.frozen(top.version, 60.0) as (description, tensors):
+                    if not self._updates.exact or description.get("version", top.version) != top.version:
+                        return False  # a newcomer that is still behind: the parameters of this top are gone
+                images[lines.replicated_part(top)] = named(self._updates.replicated, description, tensors)
+            if self._snapshots is None:
+                self._snapshots = self._make_snapshots()
+            taken = self._snapshots.take(top.index, {lines.local_part(rank): dumps(local)}, images, self._meta(top))
+        except (SwiftError, OSError) as error:
+            generation = self._recovery.runtime.generation
             console(f"rank {rank}: no checkpoint at batch top {top.index}: {error}")
             self._recovery.events.emit("warning", rank=rank, generation=generation, message=str(error))
+        if self._pricing is not None:
+            self._pricing.begun(top.index, time.perf_counter() - started, taken)
+        return taken
+
+    def _make_snapshots(self) -> Snapshots:
+        env, config = self._env, self._env.config
+        assert self._dir is not None
+        nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        first = env.rank - env.rank % nproc
+        target = Target(self._dir, config.checkpoint_keep, config.checkpoint_quota_bytes)
+        local = range(first, min(first + nproc, env.world_size))
+        return Snapshots(self._spool, env.rank, env.world_size, local, target, console)
+
+    def _meta(self, top: Top) -> dict[str, Any]:
+        """Equal on all ranks."""
+        return {
+            "attempt": self._env.restart,
+            "session": self.session,
+            "job": self._env.job,
+            "run": self._run or self.session,
+            "command": self._env.command,
+            "world_size": self._env.world_size,
+            "top": top.index,
+            "version": top.version,
+        }
+
+    @property
+    def session(self) -> str:
+        """A name of this attempt that no other has, equal on all ranks."""
+        if not self._session:
+            mine = uuid.uuid4().hex[:12]
+            self._session = self._store().compare_set("session", "", mine).decode() or mine
+        return self._session
+
+    # -- what the writer says ----------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """See whether the writer has got further; costs a microsecond where it has not."""
+        try:
+            stamp = os.stat(self._status).st_mtime_ns
+        except OSError:
+            return
+        if stamp == self._seen:
+            return
+        self._seen = stamp
+        self._heed(self._spool.status())
+
+    def _heed(self, status: Status) -> None:
+        committed = status.committed
+        if committed.get("session") == self.session:
+            self.newest_top = max(self.newest_top, int(committed["step"]))
+        if self._pricing is not None:
+            self._pricing.heed(self.newest_top, status.failed)
+
+    def _await(self, top: Top, taken: bool) -> bool:
+        """Wait until the checkpoint of a batch top is committed; whether it is."""
+        if not taken or self._snapshots is None:
+            return False
+        done = self._snapshots.flush(self._env.config.wait_timeout_s)
+        self._look()
+        return done
+
+    def _part_with(self, top: Top) -> None:
+        """The last checkpoint is made, or cannot be. On several machines the others may go on."""
+        if self._env.rank == 0:
+            done = self.newest_top >= top.index
+            self._recovery.tell(SAVED, {"top": top.index, "done": done})
+        if len(self._env.machines) < 2:
+            while True:
+                threading.Event().wait()
+
+    def _mark_ended(self) -> None:
+        """The program has ended well: a later start of it begins anew."""
+        if not self.due_top and not self._run:
+            return
+        try:
+            assert self._dir is not None
+            open_storage(self._dir).write(f"{ENDED}/{self._run or self.session}", [b"{}"], 2)
+        except (OSError, SwiftError) as error:
+            if not self.newest_top:
+                return  # nothing was ever written
+            console(f"it cannot be noted in {self._dir} that this run has ended: {error}")
+
+    # -- reading -----------------------------------------------------------------------------------
 
     def newest(self) -> Restored | None:
-        """What this attempt started from: the newest valid checkpoint of the attempts before, or None.
-
-        Raises:
-            CorruptFile: if a part that passed its checksum cannot be read.
+        """What this attempt started from: the newest checkpoint of the attempts before, or of a job of the same command
+        that did not end well, that all ranks can read; None for none.
         """
         if self._dir is None:
             return None
-        found = store.newest_valid(
-            self._dir, self._env.world_size, lambda each: self._ours(each) and not self._new(each)
-        )
-        return self._read(found) if found is not None else None
+        loaded = lines.agree(self._env, self._store(), [each for each in self._lines() if self._before(each)])
+        if loaded is None:
+            return None
+        self._run = str(loaded.line.meta["run"])
+        return _restored(loaded)
 
     def tops(self) -> list[Top]:
         """Batch tops of this attempt at which this rank's state is in a checkpoint that can be read, oldest first."""
-        tops = []
-        for found in self._mine():
-            try:
-                top = Top(**loads(store.read_part(found, f"rank{self._env.rank}"))["top"])
-                store.read_part(found, _replicated(top))
-            except CorruptFile as error:
-                console(f"rank {self._env.rank}: checkpoint {found.path} is passed over: {error}")
+        found: dict[int, Top] = {}
+        for line in self._mine():
+            if line.step in found:
                 continue
-            tops.append(replace(top, saved=True))
-        return tops
+            try:
+                found[line.step] = replace(lines.load(line, self._env.rank).top, saved=True)
+            except CorruptFile as error:
+                console(f"rank {self._env.rank}: a checkpoint is passed over: {error}")
+        return [top for _, top in sorted(found.items())]
 
     def at(self, index: int) -> Restored:
         """The checkpoint of this attempt at a batch top.
@@ -157,32 +335,95 @@ class Checkpoints:
         Raises:
             CorruptFile: if it cannot be read, or is gone.
         """
-        for found in self._mine():
-            if found.step == index:
-                return self._read(found)
+        for line in self._mine():
+            if line.step == index:
+                return _restored(lines.load(line, self._env.rank))
         raise CorruptFile(f"rank {self._env.rank}: the checkpoint at batch top {index} is gone from {self._dir}")
 
-    def _mine(self) -> list[store.Checkpoint]:
-        found = store.committed(self._dir, self._env.world_size) if self._dir is not None else []
-        return [each for each in found if self._ours(each) and self._new(each)]
+    def _lines(self) -> list[Line]:
+        assert self._dir is not None
+        env = self._env
+        return [*lines.in_memory(self._spool, env.rank, env.world_size), *lines.in_storage(self._dir, env.world_size)]
 
-    def _ours(self, found: store.Checkpoint) -> bool:
-        return found.meta.get("job") == self._env.job
-
-    def _new(self, found: store.Checkpoint) -> bool:
+    def _mine(self) -> list[Line]:
         """Of this attempt. Operations are counted from its start: logs go with its checkpoints."""
-        return found.meta.get("attempt") == self._env.restart
+        if self._dir is None:
+            return []
+        return [each for each in self._lines() if each.session == self.session]
 
-    def _read(self, found: store.Checkpoint) -> Restored:
-        mine = loads(store.read_part(found, f"rank{self._env.rank}"))
-        top = Top(**mine["top"])
-        description, tensors = loads(store.read_part(found, _replicated(top)))
-        return Restored(top, mine["parts"], mine["ends"], mine["records"], description, tensors)
+    def _before(self, line: Line) -> bool:
+        """Whether this attempt may begin with it."""
+        meta, env = line.meta, self._env
+        if line.session == self.session:
+            return False
+        if meta.get("job") == env.job:
+            return True
+        return env.config.continues and meta.get("command") == env.command and not self._ended(meta)
+
+    def _ended(self, meta: Mapping[str, Any]) -> bool:
+        assert self._dir is not None
+        return str(meta.get("run")) in open_storage(self._dir).names(ENDED)
+
+    def _has(self, step: int) -> bool:
+        """Whether a predecessor has made this checkpoint."""
+        if not self._env.incarnation:
+            return False
+        if self._known is None:
+            self._known = {each.step for each in self._mine()}
+        return step in self._known
 
 
-def _replicated(top: Top) -> str:
-    """Name of the part that holds the parameters and optimizer state of a rank."""
-    return f"replicated{min(top.replicas)}" if top.replicas else "replicated"
+def named(
+    replicated: Replicated | None, description: Mapping[str, Any], tensors: list[torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The replicated state as an image: tensors by name, and what is no tensor.
+
+    Parameters have their fully qualified names, without the ``module.`` of ``DistributedDataParallel``; optimizer state
+    is ``optimizer.N.KEY.PARAMETER``, ``N`` the optimizer's place.
+
+    Args:
+        replicated: what is trained.
+        description: see :meth:`Replicated.export`.
+        tensors: in its order.
+    """
+    count = int(description["parameters"])
+    names = _unique([name.removeprefix("module.") for name in replicated.names]) if replicated is not None else []
+    names = names[:count]
+    for number, place, entries in description["states"]:
+        names += [f"optimizer.{number}.{key}.{names[place]}" for key, kind, _ in entries if kind == "tensor"]
+    if len(names) != len(tensors):
+        raise RecoveryFailed(f"{len(tensors)} tensors of the replicated state have {len(names)} names")
+    return dict(zip(names, tensors, strict=True)), {
+        lines.DESCRIPTION: json.dumps(dict(description) | {"images": []}),
+        lines.NAMES: json.dumps(names),
+    }
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Names of several modules, of which a later one's may be an earlier one's too."""
+    found: list[str] = []
+    taken: set[str] = set()
+    for name in names:
+        number, own = 1, name
+        while own in taken:
+            number += 1
+            own = f"{name}#{number}"
+        taken.add(own)
+        found.append(own)
+    return found
+
+
+def _restored(loaded: Loaded) -> Restored:
+    local = loaded.local
+    return Restored(
+        loaded.top,
+        local["parts"],
+        local["ends"],
+        local["records"],
+        loaded.description,
+        loaded.tensors,
+        tier=loaded.line.tier,
+    )
 
 
 def ends_before(board: Board, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:

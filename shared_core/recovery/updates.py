@@ -61,6 +61,8 @@ class Updates:
         self.replicated: Replicated | None = None
         self._undo: Undo | None = None
         self.after: Callable[[], None] = lambda: None
+        #: Returns when what is being copied may be changed.
+        self.fence: Callable[[], None] = lambda: None
         self._handles: list[Any] = []
 
     # -- facts -------------------------------------------------------------------------------------
@@ -234,6 +236,7 @@ class Updates:
             raise RecoveryFailed(f"the state contains {self.state_version} updates, and {version} are asked for")
         if self.state_version > version:
             assert self._undo is not None and self.replicated is not None
+            self.fence()
             # A backward may be under way; it goes on with what it has, and what it gives is not used.
             with _unsafe_preserve_version_counter(tuple(self.replicated.parameters)):
                 self._undo.undo()
@@ -315,6 +318,7 @@ class Updates:
 
     def _begin(self) -> None:
         inject.point("update.before")
+        self.fence()
         with self._condition:
             self._condition.wait_for(lambda: self._frozen == 0)
             self._updating = True

@@ -32,6 +32,14 @@ POINTS: tuple[str, ...] = (
     "update.after",
     "validation",
     "checkpoint.write",
+    # Before each file operation of a snapshot in memory (in the worker), and of the folder it lies in.
+    "checkpoint.stage",
+    # Before each file operation on storage (in the writer): any of them; those of a manifest begin at the next, and
+    # end at the one after it; a checkpoint is removed.
+    "checkpoint.file",
+    "checkpoint.manifest",
+    "checkpoint.committed",
+    "checkpoint.prune",
     "recovery.severed",
     "recovery.frontier",
     "recovery.connected",

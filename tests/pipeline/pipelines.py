@@ -19,7 +19,8 @@ FULL = ("--tied", "--clip", "0.5", "--checkpointing", "1", "--schedule", "--eval
 
 def logging(folder: Path, every: int = 3, **more: Any) -> dict[str, str]:
     """Environment of a job with a checkpoint at every ``every``-th batch top; ``more`` are options by name."""
-    options = {"checkpoint_dir": folder / "checkpoints", "checkpoint_every_steps": every, "log_dir": folder, **more}
+    named = {"checkpoint_dir": folder / "checkpoints", "checkpoint_every_steps": every, "log_dir": folder}
+    options = named | {"checkpoint_async": False, **more}  # so that it is certain which ones there are
     return {f"SWIFT_RECOVERY_{name.upper()}": str(value) for name, value in options.items()}
 
 

@@ -17,6 +17,7 @@ def do(kind: str) -> None:
     """
     if os.environ.get("SWIFT_RECOVERY_INCARNATION") != "0" or os.environ.get("SWIFT_RECOVERY_RESTART", "0") != "0":
         return
+    from shared_core.checkpoint.spool import FOLDER, Spool
     from shared_core.job import current_job
 
     job = current_job()
@@ -24,6 +25,8 @@ def do(kind: str) -> None:
     name, _, top = kind.rpartition(" ")
     if top.isdecimal():
         assert job.config.checkpoint_dir is not None
+        for spool in Spool(job.folder / FOLDER).all_attempts():
+            spool.drop(int(top))  # that in memory would do as well
         _CHECKPOINTS[name](Path(job.config.checkpoint_dir) / f"step-{int(top):010d}")
         return
     archive = job._runtime.archive

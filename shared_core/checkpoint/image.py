@@ -1,0 +1,394 @@
+"""A snapshot of named tensors in host memory, which is a safetensors file.
+
+Eight bytes give the length of a JSON header, the header says where each tensor lies, and the bytes follow. The file is
+made in the job's folder in memory by writing, not through a mapping: a full device is then an error and no signal, and
+no page is cleared before it is filled. It has its name only once it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shared_core.checkpoint.storage import FULL
+from shared_core.errors import CorruptFile, StorageFull, SwiftError, Unsupported
+from shared_core.testing import inject
+
+if TYPE_CHECKING:
+    import torch
+
+#: Names of element types in the format, with torch's and their sizes in bytes.
+DTYPES: dict[str, tuple[str, int]] = {
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "U16": ("uint16", 2),
+    "I16": ("int16", 2),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "U32": ("uint32", 4),
+    "I32": ("int32", 4),
+    "F32": ("float32", 4),
+    "U64": ("uint64", 8),
+    "I64": ("int64", 8),
+    "F64": ("float64", 8),
+    "C64": ("complex64", 8),
+}
+_NAMES = {f"torch.{torch_name}": name for name, (torch_name, _) in DTYPES.items()}
+_LENGTH = struct.Struct("<Q")
+#: Longest header that readers of the format accept, in bytes.
+_LONGEST = 100 << 20
+#: Key of the metadata that holds, as JSON, names of tensors that are another: ``{name: stored name}``.
+SHARED = "shared"
+#: Tensors are copied in such pieces, in bytes.
+_CHUNK = 16 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies in an image.
+
+    Attributes:
+        dtype: element type, a key of :data:`DTYPES`.
+        shape: sizes.
+        start: first byte, from the beginning of the file.
+        end: one past the last.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class Changed(SwiftError):
+    """A tensor was changed while its snapshot was taken; the snapshot is worth nothing."""
+
+
+class Image:
+    """A file that is being filled with the values that tensors have when they are copied.
+
+    Tensors that are one and the same (shared parameters) are stored once; the header's metadata names the others.
+
+    Attributes:
+        path: where the file will be.
+        nbytes: its size.
+
+    Args:
+        path: where to put it; its folder exists.
+        tensors: by name; any device, not changed.
+        metadata: text that goes with them.
+
+    Raises:
+        Unsupported: a tensor has no counterpart in the format (sparse, quantised, complex128, without data).
+    """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        self.path = path
+        self._temporary = temporary_of(path)
+        self._tensors, shared = _unique(tensors)
+        self._stored_as = {name: name for name in self._tensors} | shared
+        extra = dict(metadata or {}) | ({SHARED: json.dumps(shared)} if shared else {})
+        self._head, self._entries = _layout(self._tensors, extra)
+        self.nbytes = max((entry.end for entry in self._entries.values()), default=len(self._head))
+        self._left = {name: _version(tensor) for name, tensor in self._tensors.items()}
+        self._ready = _events(self._tensors.values())
+        self._fd = -1
+
+    def copy(self, names: Iterable[str] | None = None) -> None:
+        """Copy the present values of ``names``, or of all that were not copied yet. Without the GIL for the most part.
+
+        Raises:
+            StorageFull: the memory file system is full; :meth:`discard` the image.
+            Changed: a tensor was changed in place since this was made.
+        """
+        with _says_full(self.path, self.nbytes):
+            if self._fd < 0:
+                _operation()
+                self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT, 0o600)
+                _operation()
+                os.ftruncate(self._fd, self.nbytes)  # of another's file that is used again
+                _operation()
+                _write_at(self._fd, self._head, 0)
+            wanted = list(self._left) if names is None else [self._stored_as[name] for name in names]
+            for name in dict.fromkeys(wanted):
+                if name in self._left:
+                    version, tensor, at = self._left.pop(name), self._tensors[name], self._entries[name].start
+                    for piece in _pieces(tensor, self._ready):
+                        _operation()
+                        at += _write_at(self._fd, piece, at)
+                    if _version(tensor) != version:
+                        raise Changed(f"{name!r} was changed before it was copied, outside of an optimizer's update")
+
+    def seal(self) -> None:
+        """Copy what is missing and give the file its name.
+
+        Raises:
+            StorageFull, Changed: see :meth:`copy`.
+        """
+        self.copy()
+        self._close()
+        _operation()
+        os.rename(self._temporary, self.path)
+
+    def discard(self) -> None:
+        """Remove what was written. Does nothing to a sealed image."""
+        self._close()
+        self._temporary.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._tensors, self._ready = {}, []
+
+
+def write_file(path: Path, payload: bytes) -> None:
+    """Put ``payload`` into the job's folder in memory, with its name once it is whole.
+
+    Raises:
+        StorageFull: the memory file system is full; nothing is left.
+    """
+    temporary = temporary_of(path)
+    with _says_full(path, len(payload)):
+        _operation()
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            _operation()
+            _write_at(fd, payload, 0)
+            _operation()
+            os.rename(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+
+
+def temporary_of(path: Path) -> Path:
+    """What a file in memory is called until it is whole."""
+    return path.with_name(f".{path.name}.part")
+
+
+def read_header(file: mmap.mmap | bytes | bytearray) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Where each tensor lies, and the metadata.
+
+    Raises:
+        CorruptFile: it is no image, or a part of one.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(file)
+        if length > min(_LONGEST, len(file) - _LENGTH.size):
+            raise ValueError(f"the header is said to have {length} bytes")
+        first = _LENGTH.size + length
+        header = json.loads(file[_LENGTH.size : first])
+        metadata = header.pop("__metadata__", {})
+        entries, at = {}, first
+        for name, one in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            start, end = (first + int(offset) for offset in one["data_offsets"])
+            entry = Entry(one["dtype"], tuple(map(int, one["shape"])), start, end)
+            if start != at or end - start != math.prod(entry.shape) * DTYPES[entry.dtype][1]:
+                raise ValueError(f"tensor {name!r} is not where it should be")
+            entries[name], at = entry, end
+        if at != len(file):
+            raise ValueError(f"it has {len(file)} bytes, not {at}")
+        return entries, metadata
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptFile(f"this is no whole safetensors file: {error}") from error
+
+
+def load(source: str | os.PathLike[str] | bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors by name and metadata of an image, given as a file or as its bytes.
+
+    The tensors of a file are views of a private mapping: pages are read when they are used, so copy what you need
+    before the next snapshot is taken, which may use the file's memory again. Shared parameters are one tensor under
+    each of their names.
+
+    Raises:
+        CorruptFile: it is no image, or a part of one.
+    """
+    import torch
+
+    data: mmap.mmap | bytearray
+    if isinstance(source, bytes):
+        data = bytearray(source)
+    else:
+        try:
+            with open(source, "rb") as file:
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise CorruptFile(f"image {os.fspath(source)} cannot be read: {error}") from error
+    try:
+        entries, metadata = read_header(data)
+    except CorruptFile as error:
+        if isinstance(source, bytes):
+            raise
+        raise CorruptFile(f"image {os.fspath(source)}: {error}") from error
+    tensors = {}
+    for name, entry in entries.items():
+        dtype = getattr(torch, DTYPES[entry.dtype][0])
+        count = math.prod(entry.shape)
+        if count:
+            tensors[name] = torch.frombuffer(data, dtype=dtype, count=count, offset=entry.start).reshape(entry.shape)
+        else:
+            tensors[name] = torch.empty(entry.shape, dtype=dtype)
+    for name, stored in json.loads(metadata.get(SHARED, "{}")).items():
+        tensors[name] = tensors[stored]
+    return tensors, metadata
+
+
+class Stager:
+    """Copies on a thread while forward and backward run. Any thread may wait for it."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on a thread; waits for the one before."""
+        self.fence()
+        self._thread = threading.Thread(target=self._run, args=(work,), name="swift-stager", daemon=True)
+        self._thread.start()
+
+    def fence(self) -> None:
+        """Wait until the work is done: what it reads may be changed afterwards. Costs nothing when there is none.
+
+        Raises:
+            BaseException: whatever ``work`` raised, once.
+        """
+        if self._thread is None:
+            return
+        with self._lock:
+            if self._thread is not None:
+                self._thread.join()
+                self._thread = None
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+
+
+def _unique(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors without those that are another of them, and whose name those have."""
+    unique: dict[str, torch.Tensor] = {}
+    shared: dict[str, str] = {}
+    seen: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        if str(tensor.dtype) not in _NAMES or tensor.layout != _strided() or tensor.device.type == "meta":
+            raise Unsupported(
+                f"tensor {name!r} ({tensor.dtype}, {tensor.layout}, {tensor.device.type}) has no place in a "
+                "safetensors file; keep it out of the state, or as another type"
+            )
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        first = seen.setdefault(key, name) if tensor.numel() else name
+        if first != name:
+            shared[name] = first
+        else:
+            unique[name] = tensor
+    return unique, shared
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Counts the changes made in place; tensors made in inference mode have no count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _strided() -> torch.layout:
+    import torch
+
+    return torch.strided
+
+
+def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry]]:
+    """The beginning of the file, and where each tensor goes: the widest elements first, so that all are aligned."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+        tensor = tensors[name]
+        end = at + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = _LENGTH.pack(len(text)) + text
+    entries = {
+        name: Entry(one["dtype"], tuple(one["shape"]), *(len(head) + offset for offset in one["data_offsets"]))
+        for name, one in header.items()
+        if name != "__metadata__"
+    }
+    return head, entries
+
+
+def _events(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """One event for each accelerator: what was enqueued there so far is what the snapshot shows."""
+    import torch
+
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    return [torch.cuda.current_stream(device).record_event() for device in devices]
+
+
+def _pieces(tensor: torch.Tensor, ready: Sequence[Any]) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order."""
+    import torch
+
+    if not tensor.numel():
+        return
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    flat = tensor.reshape(-1).view(torch.uint8)
+    if tensor.device.type == "cpu":
+        whole = memoryview(flat.numpy().data)
+        for at in range(0, len(whole), _CHUNK):
+            yield whole[at : at + _CHUNK]
+        return
+    buffer = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.uint8, pin_memory=True)
+    stream = torch.cuda.Stream(tensor.device)  # beside the program's, which goes on
+    for event in ready:
+        stream.wait_event(event)
+    for piece in flat.split(_CHUNK):
+        with torch.cuda.stream(stream):
+            buffer[: piece.numel()].copy_(piece, non_blocking=True)
+        stream.synchronize()
+        yield memoryview(buffer[: piece.numel()].numpy().data)
+
+
+def _write_at(fd: int, data: bytes | memoryview, at: int) -> int:
+    view = memoryview(data)
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], at + done)
+    return done
+
+
+@contextlib.contextmanager
+def _says_full(path: Path, nbytes: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise StorageFull(f"no room in memory for {nbytes} bytes at {path} ({error.strerror})") from error
+        raise
+
+
+def _operation() -> None:
+    inject.point("checkpoint.stage")

@@ -1,0 +1,303 @@
+"""The folder in a machine's memory where workers leave snapshots and the writer finds them.
+
+``JOB_DIR/checkpoints/``::
+
+    attempt0/step-0000000040/rank0          files of the snapshot, each with its name once it is whole
+    attempt0/step-0000000040/rank0.sealed   JSON: rank 0's snapshot is whole, and what it consists of; written last
+    spare/                                  files whose memory may be used again
+    bell                                    a named pipe: a byte in it makes the writer look
+    status.json                             what the writer has done; replaced by it
+
+Everything the writer has to know lies here, so its death loses nothing but the copy that was under way: the next one
+looks again. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shared_core.checkpoint.storage import FULL
+from shared_core.checkpoint.store import folder_name
+from shared_core.errors import StorageFull
+from shared_core.testing import inject
+
+#: Its name in the job's folder.
+FOLDER = "checkpoints"
+BELL = "bell"
+_STATUS, _SPARE, _SEALED = "status.json", "spare", ".sealed"
+_STEP = re.compile(r"step-(\d{10,})")
+#: Share of the machine's memory that snapshots leave free.
+_RESERVE = 0.05
+#: How often somebody who waits for a commit looks, in seconds.
+_LOOK_S = 0.01
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where checkpoints go.
+
+    Attributes:
+        where: a local folder or an fsspec URL.
+        keep: committed checkpoints of this job that stay, at least 2.
+        quota_bytes: most that all of them may take, those being written included; 0 is no limit.
+    """
+
+    where: str
+    keep: int = 2
+    quota_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """One rank's part of a snapshot.
+
+    Attributes:
+        step: batch tops passed.
+        rank: logical rank.
+        world_size: ranks of the job; as many parts make a checkpoint.
+        local: ranks of this machine: its writer waits for all of them.
+        files: names of parts, each a file in the snapshot's folder; no two ranks use the same name.
+        meta: plain data of the checkpoint, equal on all ranks and in all generations; ``attempt`` and ``world_size``
+            are added. Parts whose meta differ never make a checkpoint together; ``run`` says whose it is: old
+            checkpoints of the same run are removed.
+        target: where it is to be written; None keeps it in memory only.
+    """
+
+    step: int
+    rank: int
+    world_size: int
+    local: tuple[int, ...]
+    files: tuple[str, ...]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    target: Target | None = None
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the writer says.
+
+    Attributes:
+        pid: of the writer.
+        committed: meta of the newest checkpoint it knows to be committed, with ``step``; empty for none.
+        writing: step under way; -1 for none.
+        waiting: step that is next; -1 for none.
+        failed: step of the newest one that was given up since the last commit; -1 for none.
+        cause: why, in one word (``full``, ``quota``, ``read-only``, ``gone``, ``error``); empty if none was.
+        message: the same, for people.
+        seconds: that the newest committed one took, from its first byte to the manifest.
+        bytes: that it took from this machine.
+    """
+
+    pid: int = 0
+    committed: Mapping[str, Any] = field(default_factory=dict)
+    writing: int = -1
+    waiting: int = -1
+    failed: int = -1
+    cause: str = ""
+    message: str = ""
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+class Spool:
+    """The folder, seen from a worker or the writer. Any process of the machine may make one.
+
+    Args:
+        folder: ``JOB_DIR/checkpoints``; made when first written to, mode 0700.
+        attempt: of the job; snapshots of others are not seen.
+    """
+
+    def __init__(self, folder: Path, attempt: int = 0) -> None:
+        self.folder, self.attempt = folder, attempt
+
+    def folder_of(self, step: int) -> Path:
+        """The folder of a snapshot, made if it is not there."""
+        path = self._path(step)
+        _operation()
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path
+
+    def spare(self, name: str, to: Path) -> bool:
+        """Move a file that nobody needs, and that held a part called ``name``, to ``to``, if there is one.
+
+        Its pages are there already: to write to it takes half as long as to a new one.
+        """
+        for found in sorted((self.folder / _SPARE).glob(f"{name}~*")):
+            with contextlib.suppress(FileNotFoundError):  # another took it
+                _operation()
+                os.rename(found, to)
+                return True
+        return False
+
+    def check_room(self, nbytes: int) -> None:
+        """See whether the machine's memory holds so much more.
+
+        Raises:
+            StorageFull: it does not; the snapshot must be skipped.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stat = os.statvfs(self.folder)
+        free = min(stat.f_bavail * stat.f_frsize, available_memory())
+        if nbytes > free:
+            raise StorageFull(
+                f"a snapshot of {nbytes} bytes does not fit into memory: {free} bytes are free at {self.folder}"
+            )
+
+    def seal(self, part: Sealed) -> None:
+        """A rank's files are whole: note it, and ring the bell.
+
+        Raises:
+            StorageFull: no room for the note.
+        """
+        meta = {**part.meta, "attempt": self.attempt, "world_size": part.world_size}
+        body = json.dumps(asdict(part) | {"meta": meta})
+        _replace(self._path(part.step) / f"rank{part.rank}{_SEALED}", body)
+        self.ring()
+
+    def ring(self) -> None:
+        """Make the writer look. Never blocks; without a writer nothing happens (it looks when it starts)."""
+        with contextlib.suppress(OSError):
+            fd = os.open(self.folder / BELL, os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.write(fd, b".")
+            finally:
+                os.close(fd)
+
+    def steps(self) -> list[int]:
+        """Steps of which there is something, oldest first."""
+        with contextlib.suppress(FileNotFoundError):
+            matches = (_STEP.fullmatch(name) for name in os.listdir(self.folder / f"attempt{self.attempt}"))
+            return sorted(int(match.group(1)) for match in matches if match)
+        return []
+
+    def parts(self, step: int) -> dict[int, Sealed]:
+        """Sealed parts of a step, by rank."""
+        found = {}
+        for path in self._path(step).glob(f"*{_SEALED}"):
+            with contextlib.suppress(FileNotFoundError):  # dropped meanwhile
+                body = json.loads(path.read_bytes())
+                raw = body.pop("target")
+                target = Target(**raw) if raw is not None else None
+                local, files = tuple(body.pop("local")), tuple(body.pop("files"))
+                part = Sealed(**body, local=local, files=files, target=target)
+                found[part.rank] = part
+        return found
+
+    def path_of(self, part: Sealed, name: str) -> Path:
+        """Where a part's file lies."""
+        return self._path(part.step) / name
+
+    def complete(self, step: int, ranks: Sequence[int] | None = None) -> bool:
+        """Whether ``ranks`` (None: all of this machine) have sealed their parts, all of one meta."""
+        parts = self.parts(step)
+        if not parts:
+            return False
+        one = next(iter(parts.values()))
+        return all(rank in parts and parts[rank].meta == one.meta for rank in (one.local if ranks is None else ranks))
+
+    def newest_complete(self, ranks: Sequence[int] | None = None) -> int | None:
+        """The newest step that is :meth:`complete`."""
+        return next((step for step in reversed(self.steps()) if self.complete(step, ranks)), None)
+
+    def drop(self, step: int) -> None:
+        """Remove a snapshot; its files become spare, one of each name."""
+        path, spare = self._path(step), self.folder / _SPARE
+        _operation()
+        spare.mkdir(mode=0o700, exist_ok=True)
+        for note in path.glob(f"*{_SEALED}"):  # first: what is no longer whole must not look so
+            note.unlink(missing_ok=True)
+        for file in sorted(path.glob("*")):
+            if file.name.startswith(".") or any(spare.glob(f"{file.name}~*")):
+                continue
+            with contextlib.suppress(OSError):
+                _operation()
+                os.rename(file, spare / f"{file.name}~{self.attempt}-{step}")
+        shutil.rmtree(path, ignore_errors=True)
+
+    def all_attempts(self) -> Iterator[Spool]:
+        """The folder as each attempt sees it, the newest first."""
+        numbers = [int(path.name.removeprefix("attempt")) for path in self.folder.glob("attempt*")]
+        return (Spool(self.folder, number) for number in sorted(numbers, reverse=True))
+
+    def drop_attempt(self) -> None:
+        """Remove all snapshots of this attempt."""
+        for step in self.steps():
+            self.drop(step)
+        shutil.rmtree(self.folder / f"attempt{self.attempt}", ignore_errors=True)
+
+    def status(self) -> Status:
+        """What the writer said last; an empty one before it has said anything."""
+        with contextlib.suppress(FileNotFoundError):
+            return Status(**json.loads((self.folder / _STATUS).read_bytes()))
+        return Status()
+
+    def set_status(self, status: Status) -> None:
+        """Used by the writer."""
+        with contextlib.suppress(OSError):  # it lies in memory, which may be full
+            _replace(self.folder / _STATUS, json.dumps(asdict(status)))
+
+    def wait_committed(self, step: int, timeout_s: float) -> bool:
+        """Wait until a checkpoint of ``step`` or a later one of this attempt is committed; False if that failed or time
+        ran out.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            if status.committed.get("attempt") == self.attempt and status.committed["step"] >= step:
+                return True
+            if status.failed >= step or time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_S)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"attempt{self.attempt}" / folder_name(step)
+
+
+def available_memory() -> int:
+    """Bytes that this machine's memory still holds, a reserve taken off; what the control group allows counts too."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    total, free = (1024 * int(lines[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup") / _control_group()
+        limit = int((group / "memory.max").read_text())  # "max" where there is none
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # Pages of files can be given back, but those of memory file systems cannot.
+        reclaimable = int(stat["file"]) - int(stat["shmem"])
+        total, free = min(total, limit), min(free, limit - int((group / "memory.current").read_text()) + reclaimable)
+    return max(0, free - int(_RESERVE * total))
+
+
+def _control_group() -> str:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            return line.removeprefix("0::").strip("/")
+    return ""
+
+
+def _operation() -> None:
+    inject.point("checkpoint.stage")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Put ``text`` at ``path``, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        _operation()
+        temporary.write_text(text)
+        _operation()
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if error.errno in FULL:
+            raise StorageFull(f"no room in memory to write {path} ({error.strerror})") from error
+        raise

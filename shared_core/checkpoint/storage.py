@@ -1,0 +1,320 @@
+"""Where checkpoints lie: a local folder, or anything that fsspec reaches by a URL. Does not import torch.
+
+A file in a local folder is written under a temporary name, flushed to the device and renamed, and its folder is flushed
+too. Object stores have no rename; there a file that was cut off is told by its checksum, which is written after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from shared_core.errors import ConfigError, MissingExtra, StorageFull
+from shared_core.testing import inject
+
+TEMPORARY = ".tmp-"
+#: What the system says when a file cannot grow: full device, quota, limit of the process.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, errno.ENODEV})
+#: Files are read in such pieces, in bytes.
+CHUNK = 4 << 20
+#: Written bytes are sent to the device at least so often: the system then holds little that is not there yet.
+_FLUSH = 64 << 20
+
+
+def operation() -> None:
+    """Called before every file operation on storage: a place where a test may kill."""
+    inject.point("checkpoint.file")
+
+
+def cause_of(error: BaseException) -> str:
+    """Why something could not be written, in one word: ``full``, ``read-only``, ``gone`` or ``error``."""
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, StorageFull) or number in FULL:
+        return "full"
+    if number in _READ_ONLY:
+        return "read-only"
+    return "gone" if number in _GONE else "error"
+
+
+class Storage(Protocol):
+    """Names are relative and have at most one slash: ``step-0000000040/rank0``."""
+
+    @property
+    def root(self) -> str:
+        """The folder or URL, for messages."""
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview], size: int) -> str:
+        """Make a file of ``size`` bytes: whole and durable when this returns. Returns its SHA-256 in hexadecimal.
+
+        Raises:
+            StorageFull: no room; what was begun is removed.
+            OSError: anything else.
+        """
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """A file piece by piece.
+
+        Raises:
+            FileNotFoundError: it is not there.
+        """
+
+    def names(self, folder: str = "") -> list[str]:
+        """What is in a folder, temporary files included; nothing where it is absent."""
+
+    def size(self, name: str) -> int:
+        """Of a file, in bytes.
+
+        Raises:
+            FileNotFoundError: it is not there.
+        """
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens where there is none."""
+
+    def remove_folder(self, folder: str) -> None:
+        """Remove a folder with all that is in it, as far as possible."""
+
+    def free(self) -> int | None:
+        """Bytes that can still be written; None where nobody knows."""
+
+    def local(self, name: str = "") -> Path | None:
+        """The path of a file where it is a local one."""
+
+
+@dataclass(frozen=True)
+class LocalStorage:
+    """A local folder; it is made when something is written."""
+
+    root: str
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview], size: int) -> str:
+        """See :class:`Storage`."""
+        path = Path(self.root, name)
+        temporary = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex}")
+        written = 0
+        try:
+            operation()
+            new = not path.parent.exists()
+            path.parent.mkdir(parents=True, exist_ok=True)  # two ranks may do so at once
+            if new:
+                operation()
+                _sync_folder(path.parent.parent)
+            try:
+                digest = hashlib.sha256()
+                operation()
+                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                try:
+                    for chunk in chunks:
+                        operation()
+                        _write_all(fd, chunk)
+                        digest.update(chunk)
+                        written += len(chunk)
+                        if written % _FLUSH < len(chunk):
+                            os.fdatasync(fd)
+                    operation()
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                operation()
+                os.replace(temporary, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+                raise
+            operation()
+            _sync_folder(path.parent)
+            return digest.hexdigest()
+        except OSError as error:
+            if error.errno in FULL:
+                with contextlib.suppress(OSError):
+                    path.parent.rmdir()  # only where it is empty
+                raise _no_room(size, str(path), error) from error
+            raise
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """See :class:`Storage`."""
+        with open(os.path.join(self.root, name), "rb") as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+
+    def names(self, folder: str = "") -> list[str]:
+        """See :class:`Storage`."""
+        try:
+            return sorted(os.listdir(os.path.join(self.root, folder)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def size(self, name: str) -> int:
+        """See :class:`Storage`."""
+        return os.stat(os.path.join(self.root, name)).st_size
+
+    def remove(self, name: str) -> None:
+        """See :class:`Storage`."""
+        operation()
+        Path(self.root, name).unlink(missing_ok=True)
+
+    def remove_folder(self, folder: str) -> None:
+        """See :class:`Storage`."""
+        path = Path(self.root, folder)
+        for name in self.names(folder):
+            operation()
+            with contextlib.suppress(OSError):
+                (path / name).unlink()
+        operation()
+        shutil.rmtree(path, ignore_errors=True)
+
+    def free(self) -> int | None:
+        """See :class:`Storage`."""
+        path = Path(self.root).absolute()
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+    def local(self, name: str = "") -> Path | None:
+        """See :class:`Storage`."""
+        return Path(self.root, name)
+
+
+@dataclass(frozen=True)
+class UrlStorage:
+    """Files behind an fsspec URL. A file that was cut off fails its checksum; nothing is renamed."""
+
+    root: str
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview], size: int) -> str:
+        """See :class:`Storage`."""
+        files, path = self._at(name)
+        digest = hashlib.sha256()
+        try:
+            operation()
+            files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            operation()
+            with files.open(path, "wb") as file:
+                for chunk in chunks:
+                    operation()
+                    file.write(chunk)
+                    digest.update(chunk)
+                operation()
+            operation()
+        except OSError as error:
+            if error.errno in FULL:
+                with contextlib.suppress(OSError):
+                    files.rm_file(path)
+                raise _no_room(size, f"{self.root}/{name}", error) from error
+            raise
+        return digest.hexdigest()
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """See :class:`Storage`."""
+        files, path = self._at(name)
+        with files.open(path, "rb", cache_type="none") as file:
+            while chunk := file.read(CHUNK):
+                yield bytes(chunk)
+
+    def names(self, folder: str = "") -> list[str]:
+        """See :class:`Storage`."""
+        files, path = self._at(folder)
+        files.invalidate_cache()
+        try:
+            found = files.ls(path, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
+
+    def size(self, name: str) -> int:
+        """See :class:`Storage`."""
+        files, path = self._at(name)
+        return int(files.size(path))
+
+    def remove(self, name: str) -> None:
+        """See :class:`Storage`."""
+        files, path = self._at(name)
+        operation()
+        with contextlib.suppress(FileNotFoundError):
+            files.rm_file(path)
+
+    def remove_folder(self, folder: str) -> None:
+        """See :class:`Storage`."""
+        files, path = self._at(folder)
+        operation()
+        with contextlib.suppress(OSError):
+            files.rm(path, recursive=True)
+
+    def free(self) -> int | None:
+        """See :class:`Storage`."""
+        return None
+
+    def local(self, name: str = "") -> Path | None:
+        """See :class:`Storage`."""
+        return None
+
+    def _at(self, name: str) -> tuple[Any, str]:
+        files, path = _file_system(self.root)
+        return files, f"{path.rstrip('/')}/{name}" if name else path
+
+
+def open_storage(where: str | os.PathLike[str]) -> Storage:
+    """Storage for a local folder or a URL such as ``s3://bucket/run``; ``file://`` is a local folder.
+
+    Raises:
+        MissingExtra: a URL, and fsspec or what it needs for it is not installed.
+        ConfigError: fsspec knows no such kind of URL.
+    """
+    text = os.fspath(where)
+    if text.startswith("file://"):
+        return LocalStorage(text.removeprefix("file://"))
+    if "://" not in text:
+        return LocalStorage(text)
+    _file_system(text)
+    return UrlStorage(text)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system for a URL (it keeps one for each) and the path in it."""
+    try:
+        import fsspec
+    except ImportError as error:
+        raise MissingExtra(
+            f"checkpoints at {url} need fsspec: pip install 'swift-recovery[checkpoint]', or set checkpoint_dir to a "
+            "local folder"
+        ) from error
+    try:
+        files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    except ImportError as error:
+        raise MissingExtra(f"checkpoints at {url} need a package that fsspec does not find: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"checkpoint_dir={url!r}: {error}") from error
+    return files, path
+
+
+def _no_room(size: int, where: str, error: OSError) -> StorageFull:
+    return StorageFull(
+        f"no room to write {size} bytes to {where} ({error.strerror}); earlier checkpoints are as they were: make "
+        "room, or set checkpoint_dir to a larger device"
+    )
+
+
+def _write_all(fd: int, chunk: bytes | memoryview) -> None:
+    view = memoryview(chunk)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make names in ``folder`` durable: a rename is only on the device once its folder is."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

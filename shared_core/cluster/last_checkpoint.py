@@ -1,0 +1,95 @@
+"""Told to end, the agent has its workers make a last checkpoint first, within the grace time.
+
+SIGTERM is what clouds and schedulers send before they take a machine away, SIGUSR1 and SIGUSR2 what SLURM can be asked
+to send some time before a job's limit (``--signal=USR1@120``). Rank 0 finds the request at its next batch top; all
+ranks stop at the same one and say so when the checkpoint is committed.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shared_core.events import console
+
+#: Name of a file in the job's folder, and of a key in the attempt's store: rank 0 finds there that the job ends.
+ENDING = "ending"
+#: Key that rank 0 sets when the last checkpoint is committed, or cannot be.
+SAVED = "saved"
+_EARLY = (signal.SIGUSR1, signal.SIGUSR2)
+#: Part of the grace time that is left for ending the workers.
+_RESERVE = 0.15
+
+
+class LastCheckpoint:
+    """Says whether the end waits for a checkpoint.
+
+    Args:
+        wanted: checkpoints are written.
+        grace_s: seconds from SIGTERM to the end of all workers.
+        early_s: the same from SIGUSR1.
+        job_dir: private folder of the job.
+        set_key: sets the key in the attempt's store; does nothing before there is one.
+    """
+
+    def __init__(
+        self, wanted: bool, grace_s: float, early_s: float, job_dir: Path, set_key: Callable[[str], None]
+    ) -> None:
+        self._wanted, self._grace_s, self._early_s = wanted, grace_s, early_s
+        self._job_dir, self._set_key = job_dir, set_key
+        self._handled = 0
+        self._over = self._committed = False
+        self.deadline: float | None = None
+
+    def signals(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The signals to take over: those that end the job, and the early ones if there is something to do then."""
+        early = [number.name for number in _EARLY if self._wanted]
+        return (*names, *(name for name in early if name not in names))
+
+    def waits(self, received: Sequence[int]) -> bool:
+        """Whether the end that these signals ask for waits for a checkpoint.
+
+        A second signal of the same urgency, and any other that ends the job, does not wait.
+        """
+        for number in received[self._handled :]:
+            self._handled += 1
+            if not self._wanted or number not in (signal.SIGTERM, *_EARLY):
+                self._over = True
+            elif self.deadline is None:
+                self._ask(number)
+            elif number == signal.SIGTERM and received[self._handled - 2] != signal.SIGTERM:
+                self.deadline = min(self.deadline, time.monotonic() + self._grace_s * (1 - _RESERVE))
+            elif number == signal.SIGTERM:
+                self._over = True
+        if self.deadline is not None and time.monotonic() >= self.deadline and not self._over:
+            console("the last checkpoint is not committed in time: the newest one before it is what is left")
+            self._over = True
+        return self.deadline is not None and not self._over
+
+    def _ask(self, number: int) -> None:
+        name, early = signal.Signals(number).name, number in _EARLY
+        limit = self._early_s if early else self._grace_s * (1 - _RESERVE)
+        console(f"received {name}: a last checkpoint is made, for at most {limit:.0f} s")
+        self.deadline = time.monotonic() + limit
+        (self._job_dir / ENDING).touch(mode=0o600)
+        self._set_key(ENDING)
+
+    def saved(self, fields: Mapping[str, Any]) -> None:
+        """Rank 0 says that the last checkpoint is committed, or cannot be."""
+        if self.deadline is None:
+            return  # another machine's: this one goes on
+        self._committed = bool(fields.get("done"))
+        if self._committed:
+            console(f"the last checkpoint is committed, at batch top {fields['top']}: nothing is lost")
+        else:
+            console(f"no checkpoint could be committed at batch top {fields.get('top')}")
+        self._over = True
+
+    def left_s(self) -> float:
+        """Grace time that is left for ending the workers and for the writer."""
+        if self.deadline is None:
+            return self._grace_s
+        return 0.0 if self._committed else max(0.0, self.deadline - time.monotonic()) + self._grace_s * _RESERVE

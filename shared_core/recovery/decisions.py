@@ -1,0 +1,124 @@
+"""At which batch tops checkpoints are due, where a policy decides: rank 0 decides, and all others know in time.
+
+At a batch top with ``v`` updates rank 0 writes down "at the first batch top with at least ``v + 2`` updates", before it
+contributes to any collective of that batch. Nobody gets there without an update that needed rank 0 after that, so
+whoever looks at such a top finds the entry. No collective is added, nobody waits, and no clock but rank 0's decides.
+Entries are kept, so that a newcomer that passes tops again finds the same ones due.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from torch._C._distributed_c10d import Store
+
+#: Updates from the decision to the checkpoint. One is enough; the second leaves room. The last one uses one.
+AHEAD, AHEAD_LAST = 2, 1
+_ENTRY = struct.Struct("<q")
+
+
+class Entries(Protocol):
+    """A list of numbers that grows; all ranks see it."""
+
+    def append(self, number: int) -> None:
+        """Add a number; whoever looks after this returns sees it."""
+
+    def after(self, count: int) -> list[int]:
+        """The numbers after the first ``count``."""
+
+
+class FileEntries:
+    """On one machine: a file in the job's folder. A look costs a microsecond.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def append(self, number: int) -> None:
+        """See :class:`Entries`."""
+        os.write(self._fd, _ENTRY.pack(number))
+
+    def after(self, count: int) -> list[int]:
+        """See :class:`Entries`."""
+        data = os.pread(self._fd, 1 << 16, count * _ENTRY.size)
+        return [number for (number,) in _ENTRY.iter_unpack(data[: len(data) // _ENTRY.size * _ENTRY.size])]
+
+
+class StoreEntries:
+    """On several machines: keys of the agents' store. A look costs a round trip.
+
+    Args:
+        store: makes a client.
+    """
+
+    def __init__(self, store: Callable[[], Store]) -> None:
+        self._store = store
+        self._count = 0
+
+    def append(self, number: int) -> None:
+        """See :class:`Entries`."""
+        store = self._store()
+        while store.check([self._key(self._count)]):  # a predecessor's
+            self._count += 1
+        store.set(self._key(self._count), str(number))
+        store.get(self._key(self._count))  # `set` does not wait for the store; once this answers, it has been done
+
+    def after(self, count: int) -> list[int]:
+        """See :class:`Entries`."""
+        store, found = self._store(), []
+        while store.check([self._key(count)]):
+            found.append(int(store.get(self._key(count))))
+            count += 1
+        return found
+
+    def _key(self, place: int) -> str:
+        return f"checkpoint/due/{place}"
+
+
+class Decisions:
+    """The list, seen from one rank.
+
+    Args:
+        entries: see :class:`Entries`.
+
+    Attributes:
+        pending: updates at which the newest entry is due, as far as this rank has looked; -1 for none.
+    """
+
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+        self._known: list[tuple[int, bool]] = []
+        self._version = -1
+        self.pending = -1
+
+    def joined(self, version: int) -> None:
+        """This rank begins at a batch top with so many updates: what was due there or before is not its matter."""
+        self._version = version
+
+    def add(self, version: int, *, last: bool = False) -> None:
+        """Rank 0, at a batch top with ``version`` updates: a checkpoint is due soon.
+
+        Args:
+            version: updates at this top.
+            last: the job ends with it.
+        """
+        target = version + (AHEAD_LAST if last else AHEAD)
+        self._entries.append(2 * target + int(last))
+        self.pending = max(self.pending, target)
+
+    def due(self, version: int) -> tuple[bool, bool]:
+        """At a batch top with ``version`` updates: is a checkpoint due here, and is it the last one? Ask once a top."""
+        for number in self._entries.after(len(self._known)):
+            self._known.append((number // 2, bool(number % 2)))
+            self.pending = max(self.pending, number // 2)
+        here = [last for target, last in self._known if self._version < target <= version]
+        self._version = version
+        return bool(here), any(here)

@@ -1,0 +1,186 @@
+"""Which checkpoint all ranks go on from: the newest one, in memory or in storage, that every rank can read.
+
+Each rank says what there is for it; what is common to all is tried from the newest on, and counts once every rank has
+loaded its part of it. All of it goes through the agents' store, before the first group of the job exists.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from shared_core.checkpoint import image, store
+from shared_core.checkpoint.spool import Spool
+from shared_core.cluster.worker import WorkerEnv
+from shared_core.comm.gloo import wait_for
+from shared_core.consistency import Top
+from shared_core.errors import CorruptFile, SwiftError
+from shared_core.events import console
+from shared_core.recovery.plain import loads
+
+#: Tiers in the order in which they are preferred.
+MEMORY, STORAGE = "memory", "storage"
+_FINE, _NOTHING, _CHOSEN = "read", "nothing", "line/chosen"
+#: Metadata of an image of the replicated state.
+DESCRIPTION, NAMES = "swift.description", "swift.names"
+
+
+def local_part(rank: int) -> str:
+    """Name of a rank's part."""
+    return f"rank{rank}"
+
+
+def replicated_part(top: Top) -> str:
+    """Name of the part that holds the parameters and optimizer state of a rank."""
+    return f"replicated{min(top.replicas, default=0)}.safetensors"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A checkpoint that this rank could go on from.
+
+    Attributes:
+        step: batch tops passed.
+        session: the attempt that made it; two that differ in it are never mixed.
+        tier: where it is.
+        meta: of the checkpoint.
+        open: gives the bytes or the file of a part.
+    """
+
+    step: int
+    session: str
+    tier: str
+    meta: Mapping[str, Any]
+    open: Callable[[str], bytes | Path]
+
+
+@dataclass
+class Loaded:
+    """This rank's part of a checkpoint.
+
+    Attributes:
+        top: the batch top.
+        local: rank-local state, ends and records.
+        description: of the replicated state.
+        tensors: of the replicated state, in its order.
+        line: where it comes from.
+    """
+
+    top: Top
+    local: dict[str, Any]
+    description: dict[str, Any]
+    tensors: list[torch.Tensor]
+    line: Line
+
+
+def in_memory(spool: Spool, rank: int, world_size: int) -> list[Line]:
+    """Snapshots on this machine, of any attempt, that hold this rank's part; the oldest first."""
+    found = []
+    for of in reversed(list(spool.all_attempts())):
+        for step in of.steps():
+            parts = of.parts(step)
+            mine = parts.get(rank)
+            if mine is not None and mine.world_size == world_size:
+                paths = {name: of.path_of(part, name) for part in parts.values() for name in part.files}
+                found.append(Line(step, str(mine.meta.get("session")), MEMORY, mine.meta, _opener(paths)))
+    return found
+
+
+def _opener(paths: Mapping[str, Path]) -> Callable[[str], bytes | Path]:
+    def opened(name: str) -> Path:
+        if name not in paths:
+            raise CorruptFile(f"{name} is not in the memory of this machine")
+        return paths[name]
+
+    return opened
+
+
+def _reader(found: store.Checkpoint) -> Callable[[str], bytes | Path]:
+    return lambda name: store.read_part(found, name)
+
+
+def in_storage(where: str, world_size: int) -> list[Line]:
+    """Committed checkpoints of jobs of so many ranks, oldest first; nothing where the storage cannot be read."""
+    try:
+        found = store.committed(where, world_size)
+    except (OSError, SwiftError) as error:
+        console(f"checkpoints in {where} cannot be listed: {error}")
+        return []
+    return [Line(each.step, str(each.meta.get("session")), STORAGE, each.meta, _reader(each)) for each in found]
+
+
+def load(line: Line, rank: int) -> Loaded:
+    """Read this rank's part of a checkpoint.
+
+    Raises:
+        CorruptFile: if it cannot be read as it was written.
+    """
+    try:
+        source = line.open(local_part(rank))
+        local = loads(source.read_bytes() if isinstance(source, Path) else source)
+        top = Top(**local["top"])
+        by_name, metadata = image.load(line.open(replicated_part(top)))
+        names = json.loads(metadata[NAMES])
+        return Loaded(top, local, json.loads(metadata[DESCRIPTION]), [by_name[name] for name in names], line)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise CorruptFile(f"the checkpoint at batch top {line.step} ({line.tier}) cannot be read: {error}") from error
+
+
+def agree(env: WorkerEnv, client: Store, mine: list[Line]) -> Loaded | None:
+    """The newest checkpoint that all ranks have and can read; None if there is none.
+
+    All ranks of the attempt call this; a newcomer that comes later gets the same answer.
+
+    Args:
+        env: of this worker.
+        client: of the agents' store, below the attempt's prefix.
+        mine: what this rank may go on from.
+
+    Raises:
+        CorruptFile: if the others have begun with one that this rank, which came later, cannot read.
+        WaitTimeout: if a rank does not come.
+    """
+    offers = {_key(line): line for line in mine}
+    if client.check([_CHOSEN]):  # this worker came later
+        chosen = client.get(_CHOSEN).decode()
+        if chosen != _NOTHING and chosen not in offers:
+            raise CorruptFile(f"rank {env.rank}: the checkpoint {chosen} from which this attempt began is gone")
+        return load(offers[chosen], env.rank) if chosen != _NOTHING else None
+    ranks = range(env.world_size)
+    client.set(f"line/has/{env.rank}", json.dumps(list(offers)))
+    has = [f"line/has/{rank}" for rank in ranks]
+    _wait(env, client, has, "all ranks to say which checkpoints they have")
+    common = set(offers).intersection(*(json.loads(client.get(key)) for key in has))
+    order = sorted(common, key=lambda key: (offers[key].step, offers[key].tier == MEMORY, key), reverse=True)
+    for number, key in enumerate(order):
+        loaded, why = None, _FINE
+        try:
+            loaded = load(offers[key], env.rank)
+        except CorruptFile as error:
+            why = str(error)
+        client.set(f"line/try{number}/{env.rank}", why)
+        tries = [f"line/try{number}/{rank}" for rank in ranks]
+        _wait(env, client, tries, "all ranks to read their part of a checkpoint")
+        failed = {rank: said for rank in ranks if (said := client.get(tries[rank]).decode()) != _FINE}
+        if not failed:
+            client.set(_CHOSEN, key)
+            return loaded
+        rank, why = next(iter(failed.items()))
+        if rank == env.rank:
+            console(f"rank {rank}: the checkpoint at batch top {offers[key].step} is passed over: {why}")
+    client.set(_CHOSEN, _NOTHING)
+    return None
+
+
+def _key(line: Line) -> str:
+    return f"{line.step}/{line.tier}/{line.session}"
+
+
+def _wait(env: WorkerEnv, client: Store, keys: list[str], what: str) -> None:
+    wait_for(client, keys, lambda: False, env.config.wait_timeout_s, what)

@@ -1,0 +1,122 @@
+"""What tests of the checkpoint writer share: snapshots without a job, and writers as processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shared_core.checkpoint import Checkpoint, Sealed, Spool, Target, committed, newest_valid, read_part
+from shared_core.checkpoint.image import write_file
+from shared_core.testing import Fault
+from shared_core.testing.faults import dumps
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 20.0
+
+
+def payload(step: int, rank: int, size: int = 3000) -> bytes:
+    """Bytes that differ between steps and ranks."""
+    return bytes((step * 7 + rank * 13 + i) % 251 for i in range(251)) * (size // 251 + 1)
+
+
+def snapshot(
+    spool: Spool,
+    step: int,
+    where: str | os.PathLike[str] | None,
+    *,
+    ranks: Sequence[int] = (0, 1),
+    world_size: int = 2,
+    size: int = 3000,
+    only: Sequence[int] | None = None,
+    keep: int = 2,
+    quota_bytes: int = 0,
+    **meta: Any,
+) -> None:
+    """Leave a snapshot of ``ranks`` (or of ``only`` some of them) in a machine's memory, as workers do."""
+    folder = spool.folder_of(step)
+    target = Target(os.fspath(where), keep, quota_bytes) if where is not None else None
+    for rank in ranks if only is None else only:
+        write_file(folder / f"rank{rank}", payload(step, rank, size))
+        meta = {"run": "r", "version": step, **meta}
+        spool.seal(Sealed(step, rank, world_size, tuple(ranks), (f"rank{rank}",), meta, target))
+
+
+def check(found: Checkpoint | None, step: int, world_size: int = 2, size: int = 3000) -> None:
+    """It is the checkpoint of ``step``, bit for bit."""
+    assert found is not None and found.step == step
+    assert sorted(found.parts) == [f"rank{rank}" for rank in range(world_size)]
+    for rank in range(world_size):
+        assert read_part(found, f"rank{rank}") == payload(step, rank, size)
+
+
+def steps_of(where: Path) -> list[int]:
+    """Steps of committed checkpoints."""
+    return [each.step for each in committed(where)]
+
+
+def start_writer(
+    spool: Spool, faults: Sequence[Fault] = (), program: str = "", env: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.Popen[str]:
+    """A writer as the agent starts it; its standard input is its life line.
+
+    Args:
+        spool: of its machine.
+        faults: that strike it; it is rank 0.
+        program: lines to run before it.
+        env: more environment.
+        options: of ``Popen``.
+    """
+    code = f"{program}\nimport sys\nfrom shared_core.checkpoint.writer import main\nsys.exit(main(sys.argv[1:]))\n"
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]), "RANK": "0"}
+    if faults:
+        variables["SWIFT_FAULTS"] = dumps(faults)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(spool.folder)],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=variables | dict(env or {}),
+        **options,
+    )
+
+
+def finish(writer: subprocess.Popen[str], grace_s: float = WAIT_S) -> tuple[int, list[str]]:
+    """Let a writer finish what there is; its exit status, and what it told the user."""
+    _, err = writer.communicate(f"{grace_s}\n", timeout=WAIT_S + grace_s)
+    return writer.returncode, [line for line in err.splitlines() if "fault injector" not in line]
+
+
+def run_writer(spool: Spool, faults: Sequence[Fault] = (), **options: Any) -> tuple[int, list[str]]:
+    """Start a writer and let it finish what there is."""
+    return finish(start_writer(spool, faults, **options))
+
+
+@contextmanager
+def writing(spool: Spool, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A writer that is killed in the end if it still lives."""
+    writer = start_writer(spool, **options)
+    try:
+        yield writer
+    finally:
+        if writer.poll() is None:
+            writer.kill()
+            writer.communicate()
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Wait for a condition that another process makes true."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {WAIT_S} s for {what}"
+        time.sleep(0.005)
+
+
+def newest(where: Path) -> Checkpoint | None:
+    """What a restart would take."""
+    return newest_valid(where)

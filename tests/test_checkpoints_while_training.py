@@ -1,0 +1,151 @@
+"""Checkpoints while training goes on: nothing is torn, and storage that is slow, full or gone stops nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpointed import Running, committed, finished, options, running
+from harness import Jobs
+
+from shared_core.recovery import lines
+from shared_core.testing import Fault
+from shared_core.testing.digest import digest
+from shared_core.testing.runner import JobResult, compare
+
+SCRIPT, ARGS = "every_step.py", ["--steps", "12"]
+ALL = 100
+
+
+def noted(result: JobResult, rank: int) -> dict[int, dict[str, str]]:
+    """Digests of the stop-the-world copies of a rank, by batch top."""
+    text = (result.out / f"tops{rank}.jsonl").read_text()
+    found = [json.loads(line) for line in text.splitlines()]
+    return {each.pop("top"): each for each in found}
+
+
+def held(loaded: lines.Loaded) -> dict[str, str]:
+    """The same of what a checkpoint holds."""
+    parts: dict[str, Any] = loaded.local["parts"]
+    return {
+        "state": digest(loaded.tensors),
+        "buffers": digest(parts["swift.buffers"]),
+        "torch": digest(parts["swift.random"]["torch"]),
+        "loop": digest(parts["loop"]),
+    }
+
+
+def check(result: JobResult, folder: Path) -> list[int]:
+    """Compare each checkpoint with the copy that was taken at its batch top."""
+    found = lines.in_storage(str(folder), len(result.reports))
+    for rank in result.reports:
+        copies = noted(result, rank)
+        for line in found:
+            assert held(lines.load(line, rank)) == copies[line.step], f"rank {rank}, batch top {line.step}"
+    return [line.step for line in found]
+
+
+def settled(steps: int) -> list[int]:
+    """Batch tops at which there can be a checkpoint: DDP makes its buckets anew in the second batch."""
+    return [top for top in range(1, steps + 1) if top != 2]
+
+
+def writer_of(job: Running) -> int:
+    """The process that writes; it has said something."""
+    spool = job.spool
+    return spool.status().pid if spool is not None else 0
+
+
+@pytest.mark.parametrize(
+    ("more", "nproc"),
+    [
+        ([], 2),
+        pytest.param(["--two"], 2, marks=pytest.mark.nightly),
+        pytest.param(["--inside"], 1, marks=pytest.mark.nightly),
+    ],
+    ids=["one", "two", "inside"],
+)
+def test_every_checkpoint_is_the_state_of_its_batch_top(
+    jobs: Jobs, tmp_path: Path, more: list[str], nproc: int
+) -> None:
+    """At every batch; parameters and optimizer state are copied after forward and backward, as late as can be."""
+    args = ["--steps", "6", "--width", "256", *more]  # small tensors are copied at once
+    env = options(tmp_path, every=1, checkpoint_keep=ALL)
+    result = jobs.run(SCRIPT, args=[*args, "--late"], env=env, nproc=nproc)
+    compare(result, jobs.reference(SCRIPT, args=args, nproc=nproc))
+    assert check(result, tmp_path) == settled(6), result.tail()
+
+
+def test_waiting_for_each_one_makes_every_one(jobs: Jobs, tmp_path: Path) -> None:
+    args = ["--steps", "6", "--width", "64"]
+    env = options(tmp_path, every=1, checkpoint_keep=ALL, checkpoint_async=False)
+    result = jobs.run(SCRIPT, args=args, env=env)
+    compare(result, jobs.reference(SCRIPT, args=args))
+    assert check(result, tmp_path) == settled(6)
+    assert [event.fields["top"] for event in result.kinds("checkpoint")] == settled(6)
+
+
+def told(result: JobResult, words: str) -> list[str]:
+    """Lines on the console with these words."""
+    return [line for line in result.stderr.splitlines() if words in line]
+
+
+def test_a_full_device_stops_nobody(jobs: Jobs, small_device: Path) -> None:
+    result = jobs.run(SCRIPT, args=ARGS, env=options(small_device, every=2))
+    compare(result, jobs.reference(SCRIPT, args=ARGS))
+    assert not committed(small_device)
+    assert len(told(result, "no room")) == 1, result.tail()
+
+
+def test_a_folder_that_cannot_be_made_stops_nobody(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    result = jobs.run(SCRIPT, args=ARGS, env=options(tmp_path / "file" / "checkpoints", every=2))
+    compare(result, jobs.reference(SCRIPT, args=ARGS))
+    assert len(told(result, str(tmp_path / "file"))) == 1, result.tail()
+
+
+@pytest.mark.nightly
+def test_a_folder_that_is_removed_is_made_again(jobs: Jobs, tmp_path: Path) -> None:
+    folder, args = tmp_path / "checkpoints", ["--steps", "80", "--width", "64"]
+    with running(jobs, SCRIPT, args, env=options(folder, every=2)) as job:
+        job.until(lambda: bool(committed(folder)))
+        folder.rename(tmp_path / "away")
+        result = finished(job)
+    compare(result, jobs.reference(SCRIPT, args=args))
+    assert committed(folder), result.tail()
+    check(result, folder)
+
+
+def test_a_writer_that_stands_still_stops_nobody(jobs: Jobs, tmp_path: Path) -> None:
+    """Memory stays bounded: at most three snapshots wait, and the user is told once that others are left out."""
+    with running(jobs, SCRIPT, ARGS, env=options(tmp_path, every=1)) as job:
+        job.until(lambda: bool(writer_of(job)))
+        writer = writer_of(job)
+        os.kill(writer, signal.SIGSTOP)
+        spool, most = job.spool, 0
+        assert spool is not None
+        while not (job.out / "rank0.json").exists() and job.tops() < 12:
+            most = max(most, len(spool.steps()))
+        os.kill(writer, signal.SIGCONT)
+        result = finished(job)
+    compare(result, jobs.reference(SCRIPT, args=ARGS))
+    assert most <= 3, most
+    assert check(result, tmp_path), result.tail()
+
+
+@pytest.mark.parametrize("lost", ["SIGKILL", pytest.param("os._exit", marks=pytest.mark.nightly)])
+def test_a_restart_goes_on_from_memory(jobs: Jobs, tmp_path: Path, lost: str) -> None:
+    """Nothing was ever written: the storage cannot be used. All workers start again from the snapshot in memory."""
+    (tmp_path / "file").write_text("not a folder")
+    env = options(tmp_path / "file" / "checkpoints", every=5)
+    args = ["--norm", "--steps", "20"]
+    fault = Fault(1, 13, "bucket", lost)
+    result = jobs.run("plain_ddp.py", args=args, env=env, faults=[fault], launcher_args=["--on-failure=restart"])
+    compare(result, jobs.reference("plain_ddp.py", args=args))
+    assert result.stderr.count("continues from the checkpoint at batch top 10 (memory)") == 2, result.tail()
+    ran = {int(key.split()[1]) for report in result.reports.values() for key in report["counts"]}
+    assert min(ran) == 9

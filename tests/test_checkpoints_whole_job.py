@@ -1,0 +1,93 @@
+"""The whole job is killed, or told to end: the same command, started again, goes on by itself."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from checkpointed import Running, committed, finished, options, running, went_on_from
+from harness import Jobs
+
+from shared_core.testing.runner import compare
+
+SCRIPT, ARGS = "plain_ddp.py", ["--norm", "--steps", "240"]
+RESTART = ["--on-failure=restart"]
+
+
+def kill_and_go_on(jobs: Jobs, folder: Path, seed: int) -> None:
+    """Kill the job at two random moments of its training, and let it end then."""
+    chance = random.Random(seed)
+    env = options(folder, every=chance.choice([1, 3, 10]))
+    passed = 0
+    for _ in range(2):
+        with running(jobs, SCRIPT, ARGS, env=env, launcher_args=RESTART) as job:
+            wanted = passed + chance.randrange(1, 90)
+            job.until(lambda job=job, wanted=wanted: job.tops() >= wanted)  # type: ignore[misc]
+            for _ in range(chance.randrange(3000)):  # not always as a batch begins
+                pass
+            job.kill()
+            job.end()
+        passed = max(committed(folder), default=0)
+    newest = {passed} - {0}
+    with running(jobs, SCRIPT, ARGS, env=env, launcher_args=RESTART) as job:
+        result = finished(job)
+    compare(result, jobs.reference(SCRIPT, args=ARGS))
+    assert went_on_from(result) == newest, result.tail()
+    ran = {int(key.split()[1]) for report in result.reports.values() for key in report["counts"]}
+    assert min(ran) == max(passed - 1, 0), (passed, min(ran))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_a_random_moment_it_goes_on_where_it_was(jobs: Jobs, tmp_path: Path, seed: int) -> None:
+    kill_and_go_on(jobs, tmp_path / "checkpoints", seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_killed_at_many_random_moments(jobs: Jobs, tmp_path: Path, seed: int) -> None:
+    kill_and_go_on(jobs, tmp_path / "checkpoints", seed)
+
+
+def test_a_run_that_has_ended_well_is_not_gone_on_with(jobs: Jobs, tmp_path: Path) -> None:
+    env, args = options(tmp_path, every=5), ["--norm", "--steps", "20"]
+    for _ in range(2):
+        with running(jobs, SCRIPT, args, env=env, launcher_args=RESTART) as job:
+            result = finished(job)
+        assert not went_on_from(result), result.tail()
+        compare(result, jobs.reference(SCRIPT, args=args))
+
+
+def test_sigterm_loses_nothing(jobs: Jobs, tmp_path: Path) -> None:
+    """Within ten seconds, with no checkpoint due for long."""
+    env, grace = options(tmp_path), "--shutdown-timeout=10"
+    with running(jobs, SCRIPT, ARGS, env=env, launcher_args=[*RESTART, grace]) as job:
+        job.until(lambda: job.tops() >= 40)
+        os.kill(job.pid, signal.SIGTERM)
+        reached = _tops_until_the_end(job)
+        result = job.end(12.0)
+    assert result.status == 1, result.tail()
+    assert "nothing is lost" in result.stderr, result.tail()
+    newest = committed(tmp_path)[-1]
+    assert newest == reached, "batches were run that are in no checkpoint"
+    with running(jobs, SCRIPT, ARGS, env=env, launcher_args=[*RESTART, grace]) as job:
+        again = finished(job)
+    compare(again, jobs.reference(SCRIPT, args=ARGS))
+    assert went_on_from(again) == {newest}, again.tail()
+
+
+def _tops_until_the_end(job: Running) -> int:
+    """The highest batch top that a rank passes before the job ends."""
+    reached = 0
+    while _alive(job.pid):
+        reached = max(reached, *(job.tops(rank) for rank in range(2)))
+    return reached
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
