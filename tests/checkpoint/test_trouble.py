@@ -252,12 +252,14 @@ def test_urls(kind: str, spool: Spool, where: Path) -> None:
     assert store.newest_valid(f"{url}/nothing") is None
 
 
-def test_a_kill_before_every_operation_behind_a_url(tmp_path: Path) -> None:
+def test_a_kill_before_every_operation_behind_a_url(in_memory: Path) -> None:
+    old = Spool(in_memory / "old")
+    snapshot(old, 10, in_memory / "before")
+    assert run_writer(old) == (0, [])
     for nth in range(1, 100):
-        where, spool = tmp_path / f"storage{nth}", Spool(tmp_path / f"spool{nth}")
+        where, spool = in_memory / f"storage{nth}", Spool(in_memory / f"spool{nth}")
+        shutil.copytree(in_memory / "before", where)
         url = f"local://{where}"
-        snapshot(spool, 10, url)
-        assert run_writer(spool) == (0, [])
         snapshot(spool, 20, url)
         code, _ = run_writer(spool, [Fault(0, 20, "checkpoint.file", "SIGKILL", nth)])
         found = store.newest_valid(url)
@@ -293,7 +295,5 @@ def test_a_missing_package_of_fsspec_is_named() -> None:
 
 
 def test_a_writer_that_lacks_the_extra_says_so_once(spool: Spool) -> None:
-    for step in (10, 20):
-        snapshot(spool, step, "nonsense://x")
-    code, said = run_writer(spool)
-    assert code == 0 and len(said) == 1 and "checkpoint_dir='nonsense://x'" in said[0]
+    said = failing(spool, "nonsense://x", range(10, 40, 10), "config")
+    assert len(said) == 1 and "checkpoint_dir='nonsense://x'" in said[0]
