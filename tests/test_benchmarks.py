@@ -8,11 +8,12 @@ import random
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import common, overhead, pipeline_overhead, pipeline_recovery, recovery, reroute
+from benchmarks import common, overhead, pipeline_overhead, pipeline_recovery, recovery, reroute, total_time
 from benchmarks.common import WORKERS, Line, Row, at_least, at_most, finish, table
 from shared_core.reroute.problem import Variant
 from shared_core.reroute.schedule import Topology, Worker
@@ -221,6 +222,44 @@ def test_a_short_real_run_of_pipeline_overhead() -> None:
     ratio = next(row for row in rows if row.unit == "ratio")
     assert ratio.target == 1.03 and ratio.value is not None and 0.2 < ratio.value < 5
     assert next(row for row in rows if row.metric.startswith("logged in a step")).value == 0
+
+
+def test_losses_of_a_training_are_spread_over_it() -> None:
+    assert total_time.losses_of(700, 3, 1) == total_time.losses_of(700, 3, 1) != total_time.losses_of(700, 3, 2)
+    for seed in range(20):
+        one, two, three = total_time.losses_of(620, 3, seed)
+        assert 10 <= one < 210 <= two < 410 <= three < 610
+
+
+def test_what_traces_tell_of_a_training(tmp_path: Path) -> None:
+    """Rank 0 makes step 3 again; rank 3 is absent from step 4, and what it does after the end does not count."""
+    lines = [{"kind": "step", "step": s, "time": 0.1 * i, "shares": 4} for i, s in enumerate([*range(1, 11), 10])]
+    lines[3]["shares"] = 3
+    end = {"kind": "end", "step": 11, "time": 3.0, "loss": 0.5, "digest": "d"}
+    late = {"kind": "step", "step": 2, "time": 2.0, "shares": 1}
+    for rank in range(WORKERS):
+        mine = [*lines, {"kind": "step", "step": 11, "time": 1.5, "shares": 4}, end] if rank < 3 else [*lines[:3], late]
+        (tmp_path / f"trace{rank}.jsonl").write_text("".join(json.dumps(line | {"pid": 1}) + "\n" for line in mine))
+    traces = recovery.Traces(tmp_path)
+    traces.refresh()
+    run = total_time.read(total_time.REROUTE, traces, 11, begin=0.25, losses=1)
+    assert (run.seconds, run.recomputed, run.lost) == (1.25, 1, recovery.BATCH)
+    assert (run.loss, run.digests, run.saved_s) == (0.5, {"d"}, None) and run.step_s == pytest.approx(0.1)
+    other = replace(run, digests=frozenset({"d", "e"}), seconds=1.0)
+    named = {row.metric: row for row in total_time.rows_of(run, other, other)}
+    assert named["total time / without failures"].value == 1.25
+    assert named["steps recomputed"].holds is False and named["same bits as this, reroute"].holds is False
+    assert all(row.holds is None for row in total_time.rows_of(replace(run, system=total_time.PLAIN), run, run))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["replace", "reroute"])
+def test_a_short_real_run_of_total_time(name: str, tmp_path: Path) -> None:
+    assert total_time.main(["--quick", "--only", f"this, {name}", "--json", str(tmp_path / "rows.json")]) == 0
+    rows = [row for row in json.loads((tmp_path / "rows.json").read_text()) if row["case"] == f"this, {name}"]
+    named = {row["metric"]: row["value"] for row in rows}
+    assert named["losses"] == 1 and named["total time / without failures"] > 0.5
+    assert named["final loss - without failures"] == 0 and sum(row["holds"] is True for row in rows) == 3
 
 
 def test_the_end_of_a_job_is_told_with_its_log(tmp_path: Path) -> None:
