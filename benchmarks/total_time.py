@@ -5,7 +5,8 @@ job has come to the same steps. Steps and not moments: so short a training needs
 a system would be hit again in its recovery, which the imitations of others do not survive. Machines fail by the clock,
 so slower systems get off lightly here. For each:
 
-- total time: from the first step of all ranks until the last step, over that of plain DDP without failures;
+- total time: from step 20 until the last one, over that of plain DDP without failures. Before that workers may still be
+  starting: torchft's first one begins alone;
 - recomputed: updates that rank 0, which is never killed, made again;
 - lost: samples whose gradients are in no update;
 - final loss on a fixed set that nobody trains on, and whether the parameters are bit for bit those without failures.
@@ -41,8 +42,8 @@ from shared_core.simulate.total_time import Training, total_time, worst_case
 
 MTBFS_H = (1.0, 2.0, 4.0, 8.0, 16.0, 24.0, 48.0)
 DAYS = 30.0
-#: Steps of a real run and of a quick one.
-STEPS, QUICK_STEPS = 700, 120
+#: Steps of a real run and of a quick one, and those before time is taken.
+STEPS, QUICK_STEPS, WARM = 700, 120, 20
 #: Seconds that ranks get to end after the first of them has made the last step.
 END_S = 10.0
 YOUNG = -1
@@ -64,11 +65,11 @@ class Run:
 
     Attributes:
         system: it ran under.
-        seconds: from the first step of all ranks to the last step.
+        seconds: from step ``WARM`` to the last one.
         losses: workers killed.
         step_s: median time of a step.
         recomputed: updates that rank 0 made again.
-        lost: samples whose gradients are in no update.
+        lost: samples whose gradients are in no update, after step ``WARM``.
         loss: on the evaluation set, at the end.
         digests: of the final parameters, of all ranks that reached the end.
         saved_s: duration of the last checkpoint, where rank 0 noted one.
@@ -86,11 +87,11 @@ class Run:
 
 
 def losses_of(steps: int, number: int, seed: int) -> list[float]:
-    """When workers are killed, in steps and parts of one: one in each of ``number`` equal parts of the training, but
-    not in its first and last 10 steps.
+    """When workers are killed, in steps and parts of one: one in each of ``number`` equal parts of the training after
+    step ``WARM``, but not in its last 10 steps.
     """
-    generator, part = random.Random(seed), (steps - 20) / number
-    return [10 + (each + generator.random()) * part for each in range(number)]
+    generator, part = random.Random(seed), (steps - WARM - 10) / number
+    return [WARM + (each + generator.random()) * part for each in range(number)]
 
 
 def train(system: System, steps: int, losses: Sequence[float], folder: Path) -> Run:
@@ -108,8 +109,6 @@ def train(system: System, steps: int, losses: Sequence[float], folder: Path) -> 
         return all(any(x["kind"] == "step" and x["time"] > killed for x in lines[-3:]) for lines in traces.lines)
 
     with started(system, out) as (workers, store):
-        wait(traces, workers, whole)
-        begin = max(traces.steps(rank)[0]["time"] for rank in traces.ranks)
         for number, moment in enumerate(losses):
             wait(traces, workers, lambda moment=moment: reached(int(moment)) and whole())
             time.sleep(moment % 1 * step_time(traces))
@@ -121,14 +120,14 @@ def train(system: System, steps: int, losses: Sequence[float], folder: Path) -> 
         while not all(lines[-1]["kind"] == "end" for lines in traces.lines) and time.monotonic() < deadline:
             time.sleep(0.05)
             traces.refresh()
-    return read(system, traces, steps, begin, len(losses))
+    return read(system, traces, steps, len(losses))
 
 
-def read(system: System, traces: Traces, steps: int, begin: float, losses: int) -> Run:
+def read(system: System, traces: Traces, steps: int, losses: int) -> Run:
     """What the traces tell of a run."""
     made = [line for rank in traces.ranks for line in traces.steps(rank)]
-    last = min(line["time"] for line in made if line["step"] >= steps)
-    shares = {line["step"]: line["shares"] for line in made if "shares" in line and line["time"] <= last}
+    begin, last = (min(line["time"] for line in made if line["step"] >= step) for step in (WARM, steps))
+    shares = {line["step"]: line["shares"] for line in made if "shares" in line and begin < line["time"] <= last}
     first = [line["step"] for line in traces.steps(0)]
     ends = [line for lines in traces.lines for line in lines if line["kind"] == "end" and line["step"] >= steps]
     saved = next((line["time"] for line in reversed(traces.lines[0]) if line["kind"] == "saved"), None)
