@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
-import sys
 import threading
 import time
 from collections import deque
@@ -51,7 +49,14 @@ from shared_core.recovery.passes import Passes
 from shared_core.recovery.plain import dumps, loads
 from shared_core.recovery.replicas import Replicas
 from shared_core.recovery.resize import hand_on, take_over
-from shared_core.recovery.state import Replicated
+from shared_core.recovery.state import (
+    Replicated,
+    hyperparameters,
+    random_state,
+    restore_buffers,
+    set_hyperparameters,
+    set_random_state,
+)
 from shared_core.recovery.updates import Updates
 from shared_core.testing import inject
 
@@ -261,13 +266,13 @@ class Job:
         self.register(
             "swift.buffers",
             lambda: list(buffers),
-            lambda values: _restore_buffers(buffers, values),
+            lambda values: restore_buffers(buffers, values),
             forward_mutated=True,
         )
         self.register(
             "swift.hyperparameters",
-            lambda: _hyperparameters(optimizers),
-            lambda values: _set_hyperparameters(optimizers, values),
+            lambda: hyperparameters(optimizers),
+            lambda values: set_hyperparameters(optimizers, values),
         )
         if (optimizers or sharded) and os.environ.get("SWIFT_FAULTS") and modules:
             self._handles.append(modules[0].register_forward_hook(lambda *_: inject.point("forward")))
@@ -660,7 +665,7 @@ class Job:
 
     def _capture(self, wanted: Callable[[_Part], bool]) -> dict[str, Any]:
         parts = {name: part.capture() for name, part in self._parts.items() if wanted(part)}
-        parts["swift.random"] = _random_state()
+        parts["swift.random"] = random_state()
         return parts
 
     def _publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None, *, save: bool = True) -> None:
@@ -830,7 +835,7 @@ class Job:
             if name in parts and (attached or not name.startswith("swift.")):
                 part.restore(parts[name])
         if "swift.random" in parts:
-            _set_random_state(parts["swift.random"])
+            set_random_state(parts["swift.random"])
 
     def _announce(self, received: Received | None, **fields: Any) -> None:
         generation = self._runtime.generation
@@ -922,43 +927,11 @@ class Job:
         self._recovery.fail(error)
 
 
-def _hyperparameters(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:
-    return [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in optimizers]
-
-
-def _set_hyperparameters(optimizers: Sequence[Optimizer], values: list[list[dict[str, Any]]]) -> None:
-    for optimizer, groups in zip(optimizers, values, strict=False):
-        for group, stored in zip(optimizer.param_groups, groups, strict=True):
-            group.update(stored)
-
-
 def _mirror(env: worker.WorkerEnv) -> Mirror | None:
     """Copies on another machine, where there are several."""
     if len(env.machines) < 2:
         return None
     return Mirror(env.rank, env.restart, env.slot, env.rank_dir / f"attempt{env.restart}")
-
-
-def _restore_buffers(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for buffer, value in zip(buffers, values, strict=True):
-        buffer.data.copy_(value)  # .data: a backward may be under way, and this is not part of it
-
-
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state["numpy"] = numpy.random.get_state()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    if "numpy" in state:
-        import numpy
-
-        numpy.random.set_state(state["numpy"])
 
 
 _job: Job | None = None

@@ -165,7 +165,7 @@ class Checkpoints:
     def pricing(self) -> Pricing | None:
         """What rank 0 has measured and decides by; None where nothing is decided."""
         if self._pricing is None and self._decisions is not None and self._env.config.policy != "fixed":
-            self._pricing = Pricing(self._env)
+            self._pricing = Pricing(self._env.config, self._env.world_size, self._env.command)
         return self._pricing
 
     def _decide(self, top: Top) -> None:

@@ -15,7 +15,7 @@ from shared_core.checkpoint.ending import Ending, from_history
 from shared_core.checkpoint.hazard import Hazard
 from shared_core.checkpoint.history import Run
 from shared_core.checkpoint.policy import Situation, grown, make_policy
-from shared_core.cluster.worker import WorkerEnv
+from shared_core.config import SwiftConfig
 from shared_core.events import console
 
 #: Losses are turned into numbers so many at a time, and fitted so often at most, in seconds.
@@ -30,14 +30,16 @@ class Pricing:
     """Takes times and losses at each batch top of rank 0, and answers whether a checkpoint is due.
 
     Args:
-        env: of this worker.
+        config: the job's options.
+        world_size: ranks of the job.
+        command: stands for the program and its arguments.
 
     Raises:
         ConfigError: for an option that the policy does not have.
     """
 
-    def __init__(self, env: WorkerEnv) -> None:
-        self._env, config = env, env.config
+    def __init__(self, config: SwiftConfig, world_size: int, command: str) -> None:
+        self._config, self._world_size, self._command = config, world_size, command
         options: dict[str, Any] = {"price": config.checkpoint_price} if config.policy == "value" else {}
         self._policy = make_policy(config.policy, **options)
         self._meter = CostMeter()
@@ -58,7 +60,7 @@ class Pricing:
     @property
     def _wants_curve(self) -> bool:
         if self._policy.name == "value":
-            return bool(self._env.config.checkpoint_price) or self._ending is not None
+            return bool(self._config.checkpoint_price) or self._ending is not None
         return self._policy.name.startswith("coci")
 
     # -- what happens ------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ class Pricing:
             self._meter.step(useful + stall)  # the wait at the fence is a part of what saving costs
             self._rework_s = grown(self._rework_s, self._hazard(), self._useful_s - self._saved_s, useful)
             self._useful_s += useful
-            self._worker_s += seconds * self._env.world_size
+            self._worker_s += seconds * self._world_size
         self._last, self._waited, self._top = now, waited_s, top
 
     def begun(self, top: int, stall_s: float, taken: bool) -> None:
@@ -151,7 +153,7 @@ class Pricing:
         )
 
     def _hazard(self) -> float:
-        return self._before.seen(self._rolled_back, self._worker_s).rate(self._env.world_size)
+        return self._before.seen(self._rolled_back, self._worker_s).rate(self._world_size)
 
     def _feed(self) -> None:
         self._fitter.feed([top for top, _ in self._losses], [float(value) for _, value in self._losses])
@@ -160,11 +162,11 @@ class Pricing:
     # -- earlier runs ------------------------------------------------------------------------------
 
     def _read_history(self) -> None:
-        path = self._env.config.checkpoint_history
+        path = self._config.checkpoint_history
         if path is None:
             return
         try:
-            runs = history.read(path, group=self._env.command or None).runs
+            runs = history.read(path, group=self._command or None).runs
         except OSError as error:
             console(f"the job history {path} cannot be read: {error}")
             return
@@ -173,12 +175,12 @@ class Pricing:
             self._before = self._before.seen(sum(run.rolled_back.values()), run.worker_s)
 
     def _tell(self, now: float, end: str = "running") -> None:
-        path = self._env.config.checkpoint_history
+        path = self._config.checkpoint_history
         if path is None or not self.name or (end == "running" and self._said and now - self._said < SAY_S):
             return
         self._said = now
         try:
-            run = Run(self.name, end, self._useful_s, self._worker_s, {"storage": self._rolled_back}, self._env.command)
+            run = Run(self.name, end, self._useful_s, self._worker_s, {"storage": self._rolled_back}, self._command)
             history.append(path, run)
         except OSError as error:
             console(f"the job history {path} cannot be written: {error}")

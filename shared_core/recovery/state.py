@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -147,3 +149,40 @@ def pack(description: dict[str, Any]) -> torch.Tensor:
 def unpack(data: torch.Tensor) -> Any:
     """Inverse of :func:`pack`."""
     return json.loads(data.numpy().tobytes())
+
+
+def hyperparameters(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:
+    """What the optimizers' groups hold besides parameters: learning rates and the like."""
+    return [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in optimizers]
+
+
+def set_hyperparameters(optimizers: Sequence[Optimizer], values: list[list[dict[str, Any]]]) -> None:
+    """Inverse of :func:`hyperparameters`."""
+    for optimizer, groups in zip(optimizers, values, strict=False):
+        for group, stored in zip(optimizer.param_groups, groups, strict=True):
+            group.update(stored)
+
+
+def restore_buffers(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Put values of modules' buffers in place."""
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.data.copy_(value)  # .data: a backward may be under way, and this is not part of it
+
+
+def random_state() -> dict[str, Any]:
+    """Of the global generators."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Inverse of :func:`random_state`."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "numpy" in state:
+        import numpy
+
+        numpy.random.set_state(state["numpy"])

@@ -1,0 +1,449 @@
+"""Checkpoints of a training script in plain PyTorch, without ``swiftrun``: one process, or data parallel under torchrun.
+
+It measures what a checkpoint costs and decides when the next one pays; the script names what it trains and nothing
+else. Nobody replaces a lost worker here: the next start of the script goes on from the newest checkpoint, in the middle
+of an epoch, with the bits of a run that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.optim import Optimizer
+
+from shared_core.checkpoint import image, store
+from shared_core.checkpoint.snapshots import Snapshots
+from shared_core.checkpoint.spool import FOLDER, Spool, Target
+from shared_core.checkpoint.storage import open_storage
+from shared_core.cluster.jobdir import JobDir
+from shared_core.cluster.persisting import Persisting
+from shared_core.comm.gloo import wait_for
+from shared_core.config import SwiftConfig
+from shared_core.errors import ConfigError, CorruptFile, Unsupported
+from shared_core.events import console
+from shared_core.job import Job, current_job
+from shared_core.loop import TrainingLoop
+from shared_core.recovery.checkpoints import ENDED, named
+from shared_core.recovery.decisions import Decisions, FileEntries, StoreEntries
+from shared_core.recovery.lines import DESCRIPTION, NAMES
+from shared_core.recovery.plain import dumps, loads
+from shared_core.recovery.pricing import Pricing
+from shared_core.recovery.state import (
+    Replicated,
+    hyperparameters,
+    random_state,
+    restore_buffers,
+    set_hyperparameters,
+    set_random_state,
+)
+from shared_core.sharing import SharedStep
+
+#: Name of the part that holds parameters and optimizer state; all ranks have the same.
+_REPLICATED = "replicated0.safetensors"
+_PLACE = "loop.place"
+_NOTHING = -1
+#: Checkpointers that this process has made; with several ranks all make them in the same order.
+_made = 0
+
+
+class Checkpointer(TrainingLoop):
+    """Checkpoints when they pay, written while training goes on, and the loop that goes on from them.
+
+    ::
+
+        checkpointer = shared_core.Checkpointer("checkpoints", model, optimizer, scheduler)
+        for epoch in checkpointer.epochs(10):
+            sampler.set_epoch(epoch)
+            for step, batch in checkpointer.steps(loader):
+                loss = model(batch).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                checkpointer.loss = loss      # optional: only the policies value (with a price) and coci look at it
+
+    With several processes create the process group first, and put ``DistributedDataParallel`` around the models: all
+    ranks must have the same parameters. SIGTERM, which clouds and schedulers send before they take a machine away, makes
+    a last checkpoint and ends the process with status 143.
+
+    Args:
+        folder: for checkpoints: a path, or a URL that fsspec knows. Shared by all machines.
+        objects: models, optimizers, loaders, and whatever else has ``state_dict`` (schedulers, scalers, averages).
+        options: of :class:`SwiftConfig`, such as ``checkpoint_policy`` or ``checkpoint_keep``; ``resume="never"``
+            begins anew.
+
+    Attributes:
+        loss: of the newest batch; set it to have it looked at. It is not read at once, so it costs no wait.
+
+    Raises:
+        ConfigError: for a wrong option, or under ``swiftrun``, which makes checkpoints itself.
+        Unsupported: for models whose parameters are spread over ranks.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *objects: Any, **options: Any) -> None:
+        super().__init__(None)
+        if current_job() is not None:
+            raise ConfigError(
+                "under swiftrun the job makes checkpoints itself: use shared_core.attach() and the option "
+                "checkpoint_dir, or start the script with python or torchrun"
+            )
+        where = os.fspath(folder)
+        config = SwiftConfig.from_dict({"resume": "always", "checkpoint_dir": where} | options)
+        models = [each for each in objects if isinstance(each, nn.Module)]
+        optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        self._modules = models
+        self._alone = Alone(config, models, optimizers)
+        # It has all of a job that a loop asks for.
+        self.begin(cast(Job, self._alone), config)
+        for each in objects:
+            if isinstance(each, torch.utils.data.DataLoader):
+                self._tracked(each)
+            elif not isinstance(each, (nn.Module, Optimizer)):
+                self.register(each)
+
+    @property
+    def loss(self) -> torch.Tensor | float | None:
+        """Of the newest batch."""
+        return self._alone.loss
+
+    @loss.setter
+    def loss(self, value: torch.Tensor | float) -> None:
+        self._alone.loss = value
+
+    def epochs(self, count: int, start: int = 0) -> Iterator[int]:
+        """Numbers from ``start`` up to ``count``; after a restart from the one in which the checkpoint was made."""
+        yield from super().epochs(count, start)
+        self._alone.complete = True
+
+    def shared_steps(self, *args: Any, **options: Any) -> Iterator[SharedStep]:
+        """Not here.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported("shared_steps() needs swiftrun; with a Checkpointer write 'for step, batch in steps(loader)'")
+
+    def close(self) -> None:
+        """Wait until the newest checkpoint is committed, and remove what lies in memory. The end of the process does
+        so too.
+        """
+        self._alone.close()
+
+
+class Alone:
+    """What a training loop needs of a job where nobody replaces lost workers: batch tops with checkpoints.
+
+    Args:
+        config: the options.
+        models: what is trained.
+        optimizers: by what.
+
+    Attributes:
+        joining: this process begins with a checkpoint whose place it has not reached yet.
+        loss: of the newest batch, if the script says it.
+        complete: the script has made all its epochs.
+    """
+
+    reroutes = added = rejoined = False
+    orders = None
+
+    def __init__(self, config: SwiftConfig, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        assert config.checkpoint_dir is not None
+        self.config, self._where = config, config.checkpoint_dir
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.reachable = self.complete = self.joining = False
+        self.loss: torch.Tensor | float | None = None
+        self.tops = self.version = 0
+        self._saved_version = -1
+        self._waited_s = 0.0
+        self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        self._found: dict[str, Any] | None = None
+        self._optimizers = optimizers
+        self._replicated = Replicated(models, optimizers)
+        if any(hasattr(parameter, "device_mesh") for parameter in self._replicated.parameters):
+            raise Unsupported("parameters are spread over ranks (DTensor); a Checkpointer saves those of rank 0 only")
+        buffers = [buffer for model in models for buffer in model.buffers()]
+        self.register("buffers", lambda: list(buffers), lambda values: restore_buffers(buffers, values))
+        self.register(
+            "hyperparameters",
+            lambda: hyperparameters(optimizers),
+            lambda values: set_hyperparameters(optimizers, values),
+        )
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self._fence())
+        if optimizers:
+            optimizers[0].register_step_post_hook(lambda *_: self._updated())
+        self._command = _command()
+        self._open()
+        self._resume()
+
+    # -- what the loop calls -------------------------------------------------------------------------------------------
+
+    def register(self, name: str, capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+        """Have state follow."""
+        self._parts[name] = capture, restore
+
+    def peek(self, name: str) -> Any:
+        """What the checkpoint has of a part."""
+        return self._found["parts"].get(name) if self._found is not None else None
+
+    def fall_back(self, reason: str) -> None:
+        """The place of the checkpoint cannot be reached.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{reason}; or begin anew with resume='never'")
+
+    def batch_top(self) -> bool:
+        """A batch begins; True if the state was just restored to what it was here."""
+        self._persist()
+        if self.joining:
+            self._restore()
+            return True
+        self.tops += 1
+        self._look()
+        if self.rank == 0:
+            self._decide()
+        due, last = self._decisions.due(self.version)
+        every = self.config.checkpoint_every_steps if self.config.policy == "fixed" else 0
+        due = due or (every > 0 and self.tops % every == 0)
+        # Between two updates gradients are pending, which belong to no checkpoint.
+        if due and self.version != self._saved_version:
+            self._take()
+        if last:
+            self._part()
+        return False
+
+    # -- setting up ----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        global _made
+        _made += 1
+        self._number = _made
+        local_rank = int(os.environ.get("LOCAL_RANK", "0")) if self.world_size > 1 else 0
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
+        first = self.rank - local_rank
+        self._local = range(first, min(first + local_size, self.world_size))
+        self._job_dir = JobDir() if local_rank == 0 else None
+        if self._job_dir is not None:
+            path = self._job_dir.path
+            if self.world_size > 1:
+                self._store().set(f"folder/{first}", str(path))
+        else:
+            path = Path(self._said(f"folder/{first}", "the job's folder on this machine"))
+        self._path = path
+        self._several = len(self._local) < self.world_size
+        self._decisions = Decisions(StoreEntries(self._store) if self._several else FileEntries(path / "due"))
+        self._spool = Spool(path / FOLDER)
+        target = Target(self._where, self.config.checkpoint_keep, self.config.checkpoint_quota_bytes)
+        self._snapshots = Snapshots(self._spool, self.rank, self.world_size, self._local, target, console)
+        # The first process of a machine sees to the writer.
+        self._persisting = Persisting(path, None, 60.0, console) if local_rank == 0 else None
+        measured = self.rank == 0 and self.config.policy not in ("fixed", "none")
+        self._pricing = Pricing(self.config, self.world_size, self._command) if measured else None
+        self._session = self._agreed("session", uuid.uuid4().hex[:12])
+        self._run = self._session
+        self._ending = False
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+        atexit.register(self.close)
+
+    def _store(self) -> Store:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return PrefixStore(f"swift_checkpointer/{self._number}", _get_default_store())
+
+    def _said(self, key: str, what: str) -> str:
+        client = self._store()
+        wait_for(client, [key], lambda: False, self.config.wait_timeout_s, f"{what} (rank {self.rank})")
+        return client.get(key).decode()
+
+    def _agreed(self, key: str, mine: str) -> str:
+        """What rank 0 says, at all ranks."""
+        if self.world_size == 1:
+            return mine
+        if self.rank == 0:
+            self._store().set(key, mine)
+        return self._said(key, f"rank 0 to say its {key}")
+
+    # -- going on ------------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        if not self.config.continues:
+            return
+        step = _NOTHING
+        if self.rank == 0:
+            ended = open_storage(self._where).names(ENDED)
+            found = store.newest_valid(
+                self._where,
+                self.world_size,
+                lambda each: each.meta.get("command") == self._command and str(each.meta.get("run")) not in ended,
+            )
+            step = found.step if found is not None else _NOTHING
+        step = int(self._agreed("step", str(step)))
+        if step == _NOTHING:
+            return
+        found = store.load_manifest(open_storage(self._where), step)
+        self._found = loads(store.read_part(found, f"rank{self.rank}"))
+        self._run = str(found.meta["run"])
+        self.joining = True
+        by_name, metadata = image.load(store.read_part(found, _REPLICATED))
+        names = json.loads(metadata[NAMES])
+        self._replicated.load(json.loads(metadata[DESCRIPTION]), [by_name[name] for name in names])
+        if self.rank == 0:
+            console(f"going on from the checkpoint at batch top {step} in {self._where}")
+
+    def _restore(self) -> None:
+        assert self._found is not None
+        found, self._found, self.joining = self._found, None, False
+        self.tops, self.version = found["top"], found["version"]
+        for name, value in found["parts"].items():
+            if name in self._parts:
+                self._parts[name][1](value)
+        set_random_state(found["random"])
+        self._saved_version = self.version
+        self._decisions.joined(self.version)
+        if self._pricing is not None and found["pricing"] is not None:
+            self._pricing.restore(found["pricing"])
+            self._pricing.rolled_back()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _fence(self) -> None:
+        started = time.perf_counter()
+        self._snapshots.fence()
+        self._waited_s += time.perf_counter() - started
+
+    def _updated(self) -> None:
+        self.version += 1
+
+    def _persist(self) -> None:
+        """See that the writer runs."""
+        if self._persisting is not None:
+            self._persisting.look(self.rank)
+
+    def _decide(self) -> None:
+        if self._told_to_end():
+            self._decisions.add(self.version, last=True)
+        elif self._pricing is not None:
+            if self.loss is not None:
+                self._pricing.loss(self.tops, self.loss)
+                self.loss = None
+            self._pricing.step(self.tops, self._waited_s)
+            if self._decisions.pending <= self.version and self._pricing.due(self.tops):
+                self._decisions.add(self.version)
+
+    def _take(self) -> None:
+        started = time.perf_counter()
+        local = {
+            "top": self.tops,
+            "version": self.version,
+            "parts": {name: capture() for name, (capture, _) in self._parts.items()},
+            "random": random_state(),
+            "pricing": self._pricing.capture() if self._pricing is not None else None,
+        }
+        images = {}
+        if self.rank == 0:
+            images[_REPLICATED] = named(self._replicated, *self._replicated.export())
+        meta = {
+            "attempt": 0,
+            "session": self._session,
+            "job": "",
+            "run": self._run,
+            "command": self._command,
+            "world_size": self.world_size,
+            "top": self.tops,
+            "version": self.version,
+        }
+        taken = self._snapshots.take(self.tops, {f"rank{self.rank}": dumps(local)}, images, meta)
+        self._saved_version = self.version
+        if self._pricing is not None:
+            self._pricing.name = self._run
+            self._pricing.begun(self.tops, time.perf_counter() - started, taken)
+        if not self.config.checkpoint_async:
+            self._flush()
+
+    def _look(self) -> None:
+        if self._pricing is not None:
+            status = self._spool.status()
+            mine = status.committed.get("session") == self._session
+            self._pricing.heed(int(status.committed["step"]) if mine else 0, status.failed)
+
+    def _flush(self) -> bool:
+        """Wait until the newest one is committed; the writer is looked after meanwhile."""
+        end = time.monotonic() + self.config.wait_timeout_s
+        while time.monotonic() < end:
+            self._persist()
+            if self._snapshots.flush(0.2):
+                return True
+            status = self._spool.status()
+            if status.failed >= self.tops:
+                break
+        return False
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._ending = True
+
+    def _told_to_end(self) -> bool:
+        told, self._ending = self._ending, False
+        return told
+
+    def _part(self) -> None:
+        """The last checkpoint is taken: end when it is committed."""
+        done = self._flush()
+        if self.rank == 0:
+            console(
+                f"told to end: the checkpoint at batch top {self.tops} "
+                + ("is committed, nothing is lost" if done else "could not be committed")
+            )
+        self.close()
+        raise SystemExit(128 + signal.SIGTERM)
+
+    def close(self) -> None:
+        """Let the writer finish, and remove what lies in memory; a second call does nothing."""
+        job_dir, self._job_dir = self._job_dir, None
+        with suppress(Exception):  # at exit, of whatever state the script left behind
+            self._snapshots.fence()
+        if self._persisting is not None:
+            self._persisting.look(self.rank)
+            self._persisting.finish(time.monotonic() + self.config.wait_timeout_s, time.sleep, lambda: False)
+            self._persisting = None
+        if self.complete and self.rank == 0 and sys.exc_info()[0] is None:
+            self._mark_ended()
+        if job_dir is not None:
+            job_dir.remove()
+
+    def _mark_ended(self) -> None:
+        """The next start begins anew."""
+        with suppress(OSError):
+            open_storage(self._where).write(f"{ENDED}/{self._run}", [b"{}"], 2)
+        if self._pricing is not None:
+            self._pricing.ended("completed")
+        self.complete = False
+
+
+def _command() -> str:
+    """Equal in the next start of the same script with the same arguments."""
+    parts = [os.path.abspath(sys.argv[0]), *sys.argv[1:]]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
