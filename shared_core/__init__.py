@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from shared_core.config import SwiftConfig
 
 if TYPE_CHECKING:
+    from shared_core.checkpointer import Checkpointer
     from shared_core.cluster.handover import hand_over, launched_by_swiftrun
     from shared_core.job import EntryDecision, Job, current_job, install
     from shared_core.loop import TrackedLoader, TrainingLoop, attach
     from shared_core.sharing import SharedStep
 
 __all__ = [
+    "Checkpointer",
     "EntryDecision",
     "Job",
     "SharedStep",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Checkpointer": "shared_core.checkpointer",
     "EntryDecision": "shared_core.job",
     "Job": "shared_core.job",
     "current_job": "shared_core.job",

@@ -1,4 +1,4 @@
-"""Checkpoints of a training script in plain PyTorch, without ``swiftrun``: one process, or data parallel under torchrun.
+"""Checkpoints of a script in plain PyTorch, without ``swiftrun``: one process, or data parallel under torchrun.
 
 It measures what a checkpoint costs and decides when the next one pays; the script names what it trains and nothing
 else. Nobody replaces a lost worker here: the next start of the script goes on from the newest checkpoint, in the middle
@@ -36,7 +36,7 @@ from shared_core.cluster.jobdir import JobDir
 from shared_core.cluster.persisting import Persisting
 from shared_core.comm.gloo import wait_for
 from shared_core.config import SwiftConfig
-from shared_core.errors import ConfigError, CorruptFile, Unsupported
+from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import console
 from shared_core.job import Job, current_job
 from shared_core.loop import TrainingLoop
@@ -80,8 +80,8 @@ class Checkpointer(TrainingLoop):
                 checkpointer.loss = loss      # optional: only the policies value (with a price) and coci look at it
 
     With several processes create the process group first, and put ``DistributedDataParallel`` around the models: all
-    ranks must have the same parameters. SIGTERM, which clouds and schedulers send before they take a machine away, makes
-    a last checkpoint and ends the process with status 143.
+    ranks must have the same parameters. SIGTERM, which clouds and schedulers send before they take a machine away,
+    makes a last checkpoint and ends the process with status 143.
 
     Args:
         folder: for checkpoints: a path, or a URL that fsspec knows. Shared by all machines.

@@ -148,7 +148,7 @@ class Pricing:
             in_flight=len(self._begun),
             curve=self._fit.curve,
             exponential=self._fit.exponential,
-            no_curve=self._fit.why,
+            fit_note=self._fit.why,
             ending=self._ending,
         )
 

@@ -1,0 +1,82 @@
+"""A script in plain PyTorch, killed and told to end: the next start goes on, and ends with the same bits."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shared_core
+from shared_core.errors import ConfigError, Unsupported
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "scripts" / "checkpointed.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def run(folder: Path, policy: str, *launcher: str, **env: str) -> tuple[int, dict[int, tuple[int, str]]]:
+    """Exit status, and of each rank where it began and how it ended."""
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), str(folder), policy],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    found = re.findall(r"^rank (\d) began (\d+) (digest \w+ loss \S+)$", done.stdout, re.MULTILINE)
+    assert found or done.returncode, done.stderr
+    return done.returncode, {int(rank): (int(began), end) for rank, began, end in found}
+
+
+def ends(found: dict[int, tuple[int, str]]) -> dict[int, str]:
+    return {rank: end for rank, (_, end) in found.items()}
+
+
+def check(folder: Path, *launcher: str) -> None:
+    status, plain = run(folder, "none", *launcher)
+    assert status == 0 and not folder.exists()
+    status, _ = run(folder, "young", *launcher, DIE="30")
+    assert status != 0
+    status, _ = run(folder, "young", *launcher, END="40")
+    assert status == (1 if launcher else 128 + signal.SIGTERM)
+    status, resumed = run(folder, "young", *launcher)
+    assert status == 0 and ends(resumed) == ends(plain)
+    assert all(40 < began < 45 for began, _ in resumed.values()), "nothing was lost"
+
+
+def test_one_process(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    check(folder)
+    # The run has ended: the next start begins anew.
+    status, again = run(folder, "young")
+    assert status == 0 and again[0][0] == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("policy", ["fixed", "value", "coci"])
+def test_killed_under_each_policy(policy: str, tmp_path: Path) -> None:
+    _, plain = run(tmp_path / "checkpoints", "none")
+    run(tmp_path / "checkpoints", policy, DIE="30")
+    status, resumed = run(tmp_path / "checkpoints", policy)
+    assert status == 0 and ends(resumed) == ends(plain) and resumed[0][0] > 0
+
+
+@pytest.mark.nightly
+def test_data_parallel_under_torchrun(tmp_path: Path) -> None:
+    check(tmp_path / "checkpoints", *TORCHRUN)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="checkpoint_keep"):
+        shared_core.Checkpointer(tmp_path, checkpoint_keep=1)
+    checkpointer = shared_core.Checkpointer(tmp_path)
+    try:
+        with pytest.raises(Unsupported, match="swiftrun"):
+            checkpointer.shared_steps()
+    finally:
+        checkpointer.close()

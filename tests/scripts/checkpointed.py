@@ -1,0 +1,81 @@
+"""Plain PyTorch with a Checkpointer, or without: one process, or DDP under torchrun. Prints a digest of the end.
+
+What happens to it is in the environment, so that its arguments are those of the next start:
+``DIE``: step at which it is killed, ``END``: step at which it is told to end, by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import shared_core
+from shared_core.testing.digest import digest
+
+FOLDER, POLICY, EPOCHS = sys.argv[1], sys.argv[2], 3
+
+
+def main() -> None:
+    several = "WORLD_SIZE" in os.environ
+    if several:
+        dist.init_process_group("gloo")
+    torch.manual_seed(3)
+    generator = torch.Generator().manual_seed(7)
+    data = TensorDataset(torch.randn(240, 12, generator=generator), torch.randint(0, 4, (240,), generator=generator))
+    sampler = DistributedSampler(data) if several else None
+    loader = DataLoader(data, batch_size=8, sampler=sampler, shuffle=sampler is None)
+    model: nn.Module = nn.Sequential(
+        nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4)
+    )
+    if several:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 90)
+    if POLICY == "none":
+        loop = shared_core.attach(model, optimizer, scheduler)
+    else:
+        options = {"checkpoint_every_steps": 4} if POLICY == "fixed" else {"checkpoint_policy": POLICY}
+        loop = shared_core.Checkpointer(FOLDER, model, optimizer, scheduler, **options)
+    seen = loop.register(loss=0.0, first=-1)
+    rank = dist.get_rank() if several else 0
+    began = None
+    for epoch in loop.epochs(EPOCHS):
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        for step, (inputs, labels) in loop.steps(loader):
+            began = step if began is None else began
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            strike(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            seen.loss += loss.item()
+            if isinstance(loop, shared_core.Checkpointer):
+                loop.loss = loss
+    state = [*model.state_dict().values()]
+    state += [value for each in optimizer.state.values() for value in each.values()]
+    print(f"rank {rank} began {began} digest {digest(state)} loss {seen.loss.hex()}", flush=True)
+    if several:
+        dist.destroy_process_group()
+
+
+def strike(step: int) -> None:
+    """A checkpoint is committed before what happens, so that there is something to go on from."""
+    for name, number in (("DIE", signal.SIGKILL), ("END", signal.SIGTERM)):
+        if step == int(os.environ.get(name, -1)):
+            while number == signal.SIGKILL and not list(Path(FOLDER).glob("step-*/manifest.json")):
+                os.sched_yield()
+            os.kill(os.getpid(), number)
+
+
+if __name__ == "__main__":
+    main()
