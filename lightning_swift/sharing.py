@@ -150,7 +150,7 @@ class Sharing:
             raise ConfigError("nothing is trained: no parameter of the module requires gradients")
         self._apart = Shares(job, [module], seed, _WHAT, _STEP)
         self._job, self._trainer, self._module, self._parameters = job, trainer, module, parameters
-        self._state = state
+        self._state, self._known = state, {id(p) for p in parameters}
         self._steps = steps_of(job, parameters, self._compute)
         self.number, self.behind = number, False
         self._own: Callable[[], ClosureResult] | None = None
@@ -179,6 +179,14 @@ class Sharing:
     def begin_batch(self) -> None:
         """At the top of a batch: wait for all if callbacks will talk to all before its end."""
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        self._shards = self._loader.shards
+        self._shards.keep(self._job.absent | {self._job.rank})
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._known:
+                raise Unsupported(
+                    f"parameter {name} was frozen when fit began, and is trained now: {_WHAT} sums gradients of "
+                    "those that were trained then. Freeze and unfreeze between two fits, or choose on_failure='replace'"
+                )
         ready, every = loop.batch_progress.current.ready + 1, trainer.accumulate_grad_batches
         if ready % every and ready != trainer.num_training_batches:
             return  # no step in this batch
@@ -199,8 +207,8 @@ class Sharing:
         index = loop.epoch_loop.batch_idx
         if self._called == loop.total_batch_idx:
             raise Unsupported(
-                f"{_WHAT} needs optimizers that compute the loss once in a step: {type(self._optimizer).__name__} "
-                "asked for it again. Use another one, or on_failure='replace'"
+                f"the closure of a batch was called twice: {_WHAT} computes each batch once. Call it once in "
+                "the module's optimizer_step(), or choose on_failure='replace'"
             )
         self._called = loop.total_batch_idx
         if loop._should_accumulate():
@@ -267,7 +275,7 @@ class Sharing:
     def _lost_batch(self, rank: int, index: int) -> tuple[_Recorder, torch.Tensor | None]:
         """Forward and backward of a lost rank's batch: ``training_step``, and no other hook of its callbacks."""
         trainer, loop, strategy = self._trainer, self._trainer.fit_loop, self._trainer.strategy
-        batch = trainer.precision_plugin.convert_input(self._loader.shards.read(rank, trainer.current_epoch, index))
+        batch = trainer.precision_plugin.convert_input(self._shards.read(rank, trainer.current_epoch, index))
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
         batch = strategy.batch_to_device(batch, dataloader_idx=0)
         with self._share(rank, index, batch) as recorder:
@@ -289,11 +297,19 @@ class Sharing:
 
     @property
     def _loader(self) -> SharedLoader:
+        """The training loader.
+
+        Raises:
+            Unsupported: if there are several.
+        """
         combined = self._trainer.fit_loop._combined_loader
-        assert combined is not None
-        loader: Any = combined.flattened[0]
-        found: SharedLoader = loader
-        return found
+        loader: Any = None if combined is None else combined.iterables
+        if not isinstance(loader, SharedLoader):
+            raise Unsupported(
+                f"{_WHAT} needs one training loader, not a {type(loader).__name__} of several: use a data set of all, "
+                "or choose on_failure='replace'"
+            )
+        return loader
 
     # -- logs ---------------------------------------------------------------------------------------------------------
 

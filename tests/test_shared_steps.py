@@ -159,14 +159,15 @@ def test_what_accelerate_cannot_share_is_refused(arg: str, said: str, jobs: Jobs
     assert result.status == 1 and said in " ".join(result.stderr.split()), result.tail()
 
 
-def test_lightning_and_the_pipeline_adapters_refuse() -> None:
+def test_the_pipeline_adapters_refuse() -> None:
     pytest.importorskip("lightning")
     pytest.importorskip("accelerate")
+    pytest.importorskip("deepspeed")
     from accelerate_swift import SwiftDeepSpeedPipelinePlugin, SwiftPlugin
-    from lightning_swift import SwiftDDPStrategy
+    from lightning_swift import SwiftPipelineStrategy
 
-    with pytest.raises(Unsupported, match="'reroute' under Lightning is not in this version"):
-        SwiftDDPStrategy(options={"on_failure": "reroute"})
+    with pytest.raises(Unsupported, match="'reroute' for pipelines under Lightning is not in this version"):
+        SwiftPipelineStrategy(options={"on_failure": "reroute"})
     with pytest.raises(Unsupported, match="'reroute' for pipelines under Accelerate is not in this version"):
         SwiftDeepSpeedPipelinePlugin(2, 4, swift=SwiftPlugin(on_failure="reroute"))
 

@@ -6,14 +6,15 @@ import argparse
 import csv
 import os
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_parts import OUT, Net, checkpoints, loader
 from torch.nn import functional as F
 
@@ -57,6 +58,51 @@ class Counts(Logs):
         return super().training_step(batch, batch_idx)
 
 
+class Mistake(Net):
+    """What is refused."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(norm=kind == "norm")
+        self.kind = kind
+        self.automatic_optimization = kind != "manual"
+        self.net[0].requires_grad_(kind != "frozen")
+        if kind == "buffer":
+            self.register_buffer("calls", torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.kind == "buffer":
+            self.calls += 1
+        if self.kind == "gather":
+            self.all_gather(torch.ones(1))
+        if self.kind == "own_log" and self.global_rank == 0:
+            self.log("mine", 1.0)
+        return super().training_step(batch["one"] if self.kind == "several" else batch, batch_idx)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if self.kind == "skip" else None
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if self.kind == "twice":
+            optimizer_closure()
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+#: Arguments of the Trainer that are refused.
+_OPTIONS: dict[str, Any] = {
+    "timer": {"callbacks": [Timer("00:01:00:00")]},
+    "interval": {
+        "enable_checkpointing": True,
+        "callbacks": [ModelCheckpoint(OUT, train_time_interval=timedelta(hours=1))],
+    },
+    "reload": {"reload_dataloaders_every_n_epochs": 1},
+    "sampler": {"use_distributed_sampler": False},
+}
+MISTAKES = (*_OPTIONS, "norm", "manual", "buffer", "gather", "own_log", "several", "skip", "twice", "frozen")
+
+
 def _files() -> dict[str, Any]:
     callbacks = [
         ModelCheckpoint(f"{OUT}/best", monitor="val_loss", save_top_k=2, save_last=True),
@@ -64,7 +110,11 @@ def _files() -> dict[str, Any]:
         EarlyStopping("loss_epoch", patience=3),
         LearningRateMonitor(),
     ]
-    return {"enable_checkpointing": True, "callbacks": callbacks, "logger": CSVLogger(OUT, "csv")}
+    return {
+        "enable_checkpointing": True,
+        "callbacks": callbacks,
+        "logger": [CSVLogger(OUT, "csv"), TensorBoardLogger(OUT, "board")],
+    }
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -85,19 +135,22 @@ def main() -> None:
     parser.add_argument("--feature", default="plain", choices=sorted(FEATURES))
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--size", type=int, default=150)
+    parser.add_argument("--mistake", default="", choices=["", *MISTAKES])
     args = parser.parse_args()
     report = Report()
     pl.seed_everything(7, verbose=False)
     strategy, callbacks = strategy_and_callbacks("strategy", {})
     exact = args.feature == "exact"
     kind = {"metrics": Counts, "exact": Net}.get(args.feature, Logs)
-    module = kind(scheduler="step")
+    module = Mistake(args.mistake) if args.mistake else kind(scheduler="step")
     options: dict[str, Any] = {
         "callbacks": [],
         "logger": False,
         "enable_checkpointing": False,
         **FEATURES[args.feature],
         **(_files() if args.feature == "files" else {}),
+        **_OPTIONS.get(args.mistake, {}),
     }
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -111,7 +164,9 @@ def main() -> None:
         default_root_dir=OUT,
         **options,
     )
-    train = loader(150, augment=not exact, num_workers=args.workers)
+    train: Any = loader(args.size, augment=not exact, num_workers=args.workers)
+    if args.mistake == "several":
+        train = {"one": train, "other": loader(48)}
     validate = loader(48, shuffle=False, first=1000)
     trainer.fit(module, train, validate)
     if args.feature == "fits":
