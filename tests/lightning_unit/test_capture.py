@@ -41,7 +41,7 @@ class LocalJob:
         self.joining = published is not None
         self.tops = 0
 
-    resized = added = False
+    resized = added = reroutes = False
     orders = None
 
     def register(
