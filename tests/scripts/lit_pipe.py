@@ -97,7 +97,9 @@ class Losses(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not outputs["loss"].isnan():
             assert torch.allclose(
-                outputs["loss"] * trainer.accumulate_grad_batches, trainer.callback_metrics["train_loss"], rtol=1e-6
+                outputs["loss"].float() * trainer.accumulate_grad_batches,
+                trainer.callback_metrics["train_loss"].float(),
+                rtol=1e-6,
             )
         self.losses.append(float(outputs["loss"]))
 
