@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _WHAT = "on_failure='reroute'"
 _STEP = "training_step"
+#: Place of the random numbers that are drawn between loader and device.
+_MOVING = 1
 
 
 class SharedLoader:
@@ -42,19 +44,16 @@ class SharedLoader:
 
     Args:
         wrapped: the user's loader, with a distributed sampler.
-        world: number of ranks.
-        seed: of what is random in the data.
-        rank: whose batches are given out.
-        trainer: says where it is.
+        sharing: the steps of the fit.
 
     Raises:
         Unsupported: for data that only the rank itself can read.
     """
 
-    def __init__(self, wrapped: DataLoader[Any], world: int, seed: int, rank: int, trainer: pl.Trainer) -> None:
+    def __init__(self, wrapped: DataLoader[Any], sharing: Sharing) -> None:
         self.wrapped = wrapped
-        self.shards = Shards(wrapped, world, seed, _WHAT)
-        self._rank, self._trainer = rank, trainer
+        self.shards = Shards(wrapped, sharing.job.world_size, sharing.seed, _WHAT)
+        self._sharing = sharing
 
     def __getattr__(self, name: str) -> Any:
         if name == "wrapped":  # while unpickling
@@ -65,9 +64,11 @@ class SharedLoader:
         return self.shards.per_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        fit = self._trainer.fit_loop
-        while (number := fit.epoch_loop.batch_progress.current.ready) < self.shards.per_epoch:
-            yield self.shards.read(self._rank, self._trainer.current_epoch, number)
+        sharing = self._sharing
+        while (number := sharing.ready) < self.shards.per_epoch:
+            batch = self.shards.read(sharing.job.rank, sharing.epoch, number)
+            sharing.fetched(number)
+            yield batch
 
 
 class _Recorder(_ResultCollection):
@@ -126,6 +127,8 @@ class Sharing:
         number: of the next step; it counts over all fits, so that no two have the same random numbers.
 
     Attributes:
+        job: as given.
+        seed: as given.
         number: of the next step.
         behind: the present batch top is behind the batch: only what follows it (validation, the end of the epoch)
             is left.
@@ -149,7 +152,8 @@ class Sharing:
         if not parameters:
             raise ConfigError("nothing is trained: no parameter of the module requires gradients")
         self._apart = Shares(job, [module], seed, _WHAT, _STEP)
-        self._job, self._trainer, self._module, self._parameters = job, trainer, module, parameters
+        self._trainer, self._module, self._parameters = trainer, module, parameters
+        self.job, self.seed = job, seed
         self._state, self._known = state, {id(p) for p in parameters}
         self._steps = steps_of(job, parameters, self._compute)
         self.number, self.behind = number, False
@@ -159,12 +163,32 @@ class Sharing:
         self._kept: list[torch.Tensor | None] = []
         self._entries: list[tuple[str, float, int, dict[str, Any]]] = []
         self._called = -1
+        #: In which this rank's batch gets from its loader to its device.
+        self._moving = ExitStack()
         start_alike([module])
         job.register("lightning.sharing", lambda: (self.number, self.behind), self._restore)
 
     def _restore(self, place: Sequence[Any]) -> None:
         self.number, self.behind = place
         self._entries = []
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch."""
+        return self._trainer.current_epoch
+
+    @property
+    def ready(self) -> int:
+        """Number of the batch in its epoch that is fetched next."""
+        return self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+    def fetched(self, index: int) -> None:
+        """This rank's batch was read; hooks that see it before :meth:`moved` draw random numbers of its own."""
+        self._moving.enter_context(self._apart.share(self.number, self.job.rank, index, _MOVING))
+
+    def moved(self) -> None:
+        """A batch is on its device; perhaps this rank's training batch."""
+        self._moving.close()
 
     def settle(self) -> None:
         """At the end of the program: return when nobody needs this worker any more."""
@@ -178,16 +202,16 @@ class Sharing:
 
     def begin_batch(self) -> None:
         """At the top of a batch: wait for all if callbacks will talk to all before its end."""
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        trainer = self._trainer
         self._shards = self._loader.shards
-        self._shards.keep(self._job.absent | {self._job.rank})
+        self._shards.keep(self.job.absent | {self.job.rank})
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._known:
                 raise Unsupported(
                     f"parameter {name} was frozen when fit began, and is trained now: {_WHAT} sums gradients of "
                     "those that were trained then. Freeze and unfreeze between two fits, or choose on_failure='replace'"
                 )
-        ready, every = loop.batch_progress.current.ready + 1, trainer.accumulate_grad_batches
+        ready, every = self.ready + 1, trainer.accumulate_grad_batches
         if ready % every and ready != trainer.num_training_batches:
             return  # no step in this batch
         for callback in getattr(trainer, "callbacks", ()):
@@ -212,7 +236,7 @@ class Sharing:
             )
         self._called = loop.total_batch_idx
         if loop._should_accumulate():
-            with self._share(self._job.rank, index) as recorder:
+            with self._share(self.job.rank, index) as recorder:
                 result = own()
             self._entries += recorder.entries
         else:
@@ -240,7 +264,7 @@ class Sharing:
 
     def _compute(self, rank: int, number: int) -> Outcome:
         """A rank's share of a step; see :class:`~shared_core.reroute.data_parallel.DataParallelSteps`."""
-        if rank == self._job.rank:
+        if rank == self.job.rank:
             assert self._own is not None
             for parameter, gradient in zip(self._parameters, self._kept, strict=True):
                 parameter.grad = gradient
@@ -275,9 +299,11 @@ class Sharing:
     def _lost_batch(self, rank: int, index: int) -> tuple[_Recorder, torch.Tensor | None]:
         """Forward and backward of a lost rank's batch: ``training_step``, and no other hook of its callbacks."""
         trainer, loop, strategy = self._trainer, self._trainer.fit_loop, self._trainer.strategy
-        batch = trainer.precision_plugin.convert_input(self._shards.read(rank, trainer.current_epoch, index))
-        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
-        batch = strategy.batch_to_device(batch, dataloader_idx=0)
+        batch = self._shards.read(rank, self.epoch, index)
+        with self._apart.share(self.number, rank, index, _MOVING):
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = strategy.batch_to_device(batch, dataloader_idx=0)
         with self._share(rank, index, batch) as recorder:
             arguments = loop.epoch_loop._build_kwargs(OrderedDict(), batch, index)
             result = loop.epoch_loop.automatic_optimization._training_step(arguments)
@@ -323,7 +349,7 @@ class Sharing:
         for rank, note in enumerate(notes):
             if [entry[0] for entry in note] != names:
                 raise Unsupported(
-                    f"rank {self._job.rank} logged {names} in {_STEP}, and rank {rank} {[e[0] for e in note]}: with "
+                    f"rank {self.job.rank} logged {names} in {_STEP}, and rank {rank} {[e[0] for e in note]}: with "
                     f"{_WHAT} all ranks must log the same; give what only rank 0 logs rank_zero_only=True"
                 )
         for number, (name, _, _, given) in enumerate(own):
@@ -333,7 +359,8 @@ class Sharing:
             value, weight = _reduced(_operation(options), values, weights)
             # It is the value of all ranks already, so nobody has to be asked at the end of the epoch.
             options |= {"batch_size": weight, "enable_graph": False, "rank_zero_only": True}
-            self._trainer.fit_loop.epoch_loop._results.log(_STEP, name, value.to(given["dtype"]), **options)
+            dtype = torch.float64 if given["dtype"] == torch.float64 else torch.get_default_dtype()
+            self._trainer.fit_loop.epoch_loop._results.log(_STEP, name, value.to(dtype), **options)
 
 
 def _operation(options: Mapping[str, Any]) -> str:

@@ -302,8 +302,9 @@ class SwiftDDPStrategy(DDPStrategy):
         if self.job is None or trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return dataloader
         if self.reroutes and trainer.training:
+            assert self.sharing is not None
             loader: Any = dataloader
-            return SharedLoader(loader, self.world_size, self.config.seed, self.global_rank, trainer)
+            return SharedLoader(loader, self.sharing)
         return wrap_loader(
             dataloader,
             mode=self.config.data,
@@ -342,6 +343,12 @@ class SwiftDDPStrategy(DDPStrategy):
             logger.save()
 
     # -- what Lightning calls during a run ----------------------------------------------------------------------------
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self.sharing is not None:
+            self.sharing.moved()
+        return batch
 
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any

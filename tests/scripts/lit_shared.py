@@ -32,6 +32,16 @@ class Logs(Net):
         super().__init__(dropout=0.1, **options)
         self.seen = 0
 
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self._noisy(batch)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self._noisy(batch)
+
+    def _noisy(self, batch: Any) -> Any:
+        x, y = batch
+        return (x + 0.1 * torch.randn(64) if self.trainer.training else x), y
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
         self.seen += len(x)
