@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from shared_core.cli import plan, simulate
+from shared_core.cli import plan, policy, simulate
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import Event, read_events
 from shared_core.pipeline.grouping import Budget, Plan, Profile, plan_groups, trade_off
@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     logging.set_defaults(run=_plan_logging)
     plan.add_command(commands)
     simulate.add_command(commands)
+    policy.add_command(commands)
     return parser
 
 

@@ -1,0 +1,142 @@
+"""The job-history file: how runs ended, a JSON line for each thing that happened to one.
+
+A run that is killed cannot write that it was. So each run says when it begins, from time to time how far it is, and
+at a proper end how it ended; one that has fallen silent without an end was killed. A run that goes on after a restart
+keeps its name, and with it its place in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shared_core.errors import ConfigError
+from shared_core.events import console
+
+#: ``running`` while it lasts; ``completed`` as planned; ``stopped`` early with its state saved; ``killed`` without.
+ENDS = ("running", "completed", "stopped", "killed")
+#: A run that has said nothing for so long was killed.
+SILENT_S = 6 * 3600.0
+_APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run; also a line of the file.
+
+    Attributes:
+        name: unique, and kept over restarts.
+        end: one of :data:`ENDS`.
+        useful_s: useful seconds that it has trained.
+        worker_s: seconds that its workers were at work, added up.
+        rolled_back: by tier, how often it went back to a checkpoint.
+        group: which runs resemble each other, such as a project's name.
+        time: when this was written, seconds since the epoch.
+    """
+
+    name: str
+    end: str = "running"
+    useful_s: float = 0.0
+    worker_s: float = 0.0
+    rolled_back: Mapping[str, int] = field(default_factory=dict)
+    group: str = ""
+    time: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.end not in ENDS:
+            raise ConfigError(f"end must be one of {', '.join(ENDS)}, not {self.end!r}")
+
+
+@dataclass(frozen=True)
+class History:
+    """The runs of a file.
+
+    Attributes:
+        runs: in the order in which they were first named.
+        skipped: lines that could not be read.
+    """
+
+    runs: tuple[Run, ...] = ()
+    skipped: int = 0
+
+
+def append(path: str | os.PathLike[str], run: Run) -> None:
+    """Add a line, in one write, so that lines of several jobs never mix. What was torn before it is ended first.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    line = json.dumps(asdict(run) | {"time": run.time or time.time()}, separators=(",", ":")).encode() + b"\n"
+    fd = os.open(path, _APPEND, 0o644)
+    try:
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        written = os.write(fd, line)
+        if written != len(line):
+            raise OSError(
+                f"only {written} of {len(line)} bytes were written to the job history {path}; is the disk full?"
+            )
+    finally:
+        os.close(fd)
+
+
+def read(
+    path: str | os.PathLike[str],
+    *,
+    group: str | None = None,
+    without: str | None = None,
+    now: float | None = None,
+    silent_s: float = SILENT_S,
+) -> History:
+    """The runs of a file; none if there is no file. Lines that cannot be read are passed over, and that is said.
+
+    Args:
+        path: the file.
+        group: only runs of this group.
+        without: leave this run out: it is the one that asks.
+        now: seconds since the epoch.
+        silent_s: a run without an end whose last line is older was killed.
+
+    Raises:
+        OSError: there is a file that cannot be read.
+    """
+    now = time.time() if now is None else now
+    last: dict[str, Run] = {}
+    skipped = 0
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return History()
+    for line in filter(None, lines):
+        try:
+            run = _parse(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            skipped += 1
+            continue
+        last[run.name] = run
+    if skipped:
+        console(f"job history {path}: {skipped} of {sum(map(bool, lines))} lines cannot be read and are passed over")
+    runs = []
+    for run in last.values():
+        if run.name == without or (group is not None and run.group != group):
+            continue
+        silent = run.end == "running" and now - run.time > silent_s
+        runs.append(Run(**(asdict(run) | {"end": "killed"})) if silent else run)
+    return History(tuple(runs), skipped)
+
+
+def _parse(raw: Any) -> Run:
+    rolled_back = {str(tier): int(count) for tier, count in raw["rolled_back"].items()}
+    seconds = [float(raw[name]) for name in ("useful_s", "worker_s", "time")]
+    if not all(0 <= each < float("inf") for each in seconds) or min(rolled_back.values(), default=0) < 0:
+        raise ValueError("a duration or a count is out of range")
+    name, end, group = (raw[key] for key in ("name", "end", "group"))
+    if not all(isinstance(each, str) for each in (name, end, group)):
+        raise ValueError("a name is no text")
+    return Run(name, end, seconds[0], seconds[1], rolled_back, group, seconds[2])

@@ -1,0 +1,72 @@
+"""When to make checkpoints: pure functions of what is known at a batch top. See ``docs/checkpoints.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shared_core.checkpoint.policy.progress import Coci, CociLiteral, EqualProgress, best_fall
+from shared_core.checkpoint.policy.situation import (
+    Decision,
+    Exponential,
+    Guards,
+    LossCurve,
+    Policy,
+    Situation,
+    grown,
+)
+from shared_core.checkpoint.policy.tiers import due_tier
+from shared_core.checkpoint.policy.timed import CheckFreq, Daly, Exact, Fixed, Young
+from shared_core.checkpoint.policy.value import Value, price_of_delay
+from shared_core.errors import ConfigError
+
+#: Policies by the name that they are chosen by.
+POLICIES: Mapping[str, Callable[..., Policy]] = {
+    "value": Value,
+    "fixed": Fixed,
+    "young": Young,
+    "daly": Daly,
+    "exact": Exact,
+    "checkfreq": CheckFreq,
+    "coci": Coci,
+    "coci_literal": CociLiteral,
+}
+
+
+def make_policy(name: str, **options: Any) -> Policy:
+    """The policy of this name; ``fixed`` needs ``every_steps``.
+
+    Raises:
+        ConfigError: there is no such policy, or it has no such option.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"unknown checkpoint policy {name!r}: choose from {', '.join(POLICIES)}")
+    try:
+        return POLICIES[name](**options)
+    except TypeError as error:
+        raise ConfigError(f"checkpoint policy {name!r}: {error}") from error
+
+
+__all__ = [
+    "POLICIES",
+    "CheckFreq",
+    "Coci",
+    "CociLiteral",
+    "Daly",
+    "Decision",
+    "EqualProgress",
+    "Exact",
+    "Exponential",
+    "Fixed",
+    "Guards",
+    "LossCurve",
+    "Policy",
+    "Situation",
+    "Value",
+    "Young",
+    "best_fall",
+    "due_tier",
+    "grown",
+    "make_policy",
+    "price_of_delay",
+]

@@ -1,0 +1,52 @@
+"""Intervals between checkpoints in closed form; all in seconds of useful work.
+
+``cost_s`` is what a checkpoint costs, ``hazard`` the faults a second that roll back to one.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def young(cost_s: float, hazard: float) -> float:
+    """``sqrt(2 c / lambda)`` (Young 1974): stall and rework are equal. Infinite where nothing fails."""
+    return math.sqrt(2 * cost_s / hazard) if hazard > 0 else math.inf
+
+
+def daly(cost_s: float, hazard: float) -> float:
+    """Daly 2006, equation 37: ``sqrt(2 c M) (1 + sqrt(c / 2M) / 3 + c / 18M) - c`` below ``c = 2M``, else ``M``."""
+    if hazard <= 0:
+        return math.inf
+    share = cost_s * hazard / 2
+    if share >= 1:
+        return 1 / hazard
+    return young(cost_s, hazard) * (1 + math.sqrt(share) / 3 + share / 9) - cost_s
+
+
+def exact(cost_s: float, hazard: float) -> float:
+    """The interval that minimises the expected time under failures without memory: ``(1 + W0(-e^(-lambda c - 1))) /
+    lambda``.
+
+    With ``x = lambda tau`` it solves ``x = 1 - e^-(x + lambda c)``. That is convex and Young's interval lies above the
+    root, so that Newton's steps fall onto it.
+    """
+    if hazard <= 0:
+        return math.inf
+    share = hazard * cost_s
+    x = math.sqrt(2 * share)
+    for _ in range(60):
+        slope = -math.expm1(-(x + share))
+        step = (x + math.expm1(-(x + share))) / slope if slope > 0 else 0.0
+        x -= step
+        if abs(step) <= 1e-15 * x:
+            break
+    return x / hazard
+
+
+def waste(interval_s: float, cost_s: float, hazard: float, restart_s: float = 0.0) -> float:
+    """Expected time over useful time, less 1, under failures without memory (Daly 2006): ``e^(lambda R)
+    (e^(lambda (tau + c)) - 1) / (lambda tau) - 1``.
+    """
+    if hazard <= 0:
+        return cost_s / interval_s
+    return math.exp(hazard * restart_s) * math.expm1(hazard * (interval_s + cost_s)) / (hazard * interval_s) - 1

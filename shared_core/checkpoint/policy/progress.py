@@ -1,0 +1,103 @@
+"""Equal progress between checkpoints: COCI (Li et al., FGCS 164, 2025, 107597), its formula as it is and put right.
+
+COCI fits ``loss = exp(theta1 t + theta2)`` and checkpoints each time the loss has fallen by ``Pe``. Its code has
+``Pe = (1 - e^(theta1 Ts)) (1 / (2 lambda) - 1 / (2 theta1))``. That is not where its own objective is least: with
+``L0`` the loss at the start, that is at ``sqrt(2 L0 Pe)``. Both depend on the unit of time, which is the minute.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from shared_core.checkpoint.policy.intervals import young
+from shared_core.checkpoint.policy.situation import Decision, Guards, Situation
+
+MINUTE_S = 60.0
+
+
+def literal_step(decay_per_s: float, cost_s: float, hazard: float) -> float:
+    """COCI's ``Pe`` as its code has it (theorem 4.1), in units of loss; infinite where nothing fails."""
+    if hazard <= 0:
+        return math.inf
+    decay, cost, rate = decay_per_s * MINUTE_S, cost_s / MINUTE_S, hazard * MINUTE_S
+    return -math.expm1(decay * cost) * (1 / (2 * rate) - 1 / (2 * decay))
+
+
+def corrected_step(start_loss: float, decay_per_s: float, cost_s: float, hazard: float) -> float:
+    """Where the objective that COCI writes down is least: ``sqrt(2 L0 Pe)``."""
+    return math.sqrt(2 * start_loss * literal_step(decay_per_s, cost_s, hazard))
+
+
+def best_fall(mean_square_slope: float, cost_s: float, hazard: float) -> float:
+    """The best that equal progress can do, a stall and a rollback both counted in progress: with a fall of ``P``
+    between checkpoints they cost ``c / P`` times the integral of the squared slope, and ``lambda P / 2`` a second.
+    Hence ``sqrt(2 c s / lambda)``, ``s`` the mean over the job of the squared slope, in loss^2 a second^2.
+    """
+    return math.sqrt(2 * cost_s * mean_square_slope / hazard)
+
+
+@dataclass(frozen=True)
+class EqualProgress:
+    """Each time the fitted loss has fallen by a given amount.
+
+    Attributes:
+        fall: that amount.
+    """
+
+    fall: float
+    name: ClassVar[str] = "equal-progress"
+
+    def due(self, now: Situation) -> Decision:
+        """Once the loss has fallen far enough since the last one."""
+        model = now.curve or now.exponential
+        if model is None or now.step <= now.saved_step:
+            return Decision(
+                False, "equal-progress: no fit of the loss" if model is None else "equal-progress: just saved"
+            )
+        fallen = model.loss(now.saved_step) - model.loss(now.step)
+        return Decision(fallen >= self.fall, f"equal-progress: fell by {fallen:.3g} of {self.fall:.3g}")
+
+
+@dataclass(frozen=True)
+class Coci:
+    """COCI with the square root that its formula lacks, and bounded like every other interval."""
+
+    guards: Guards = field(default_factory=Guards)
+    name: ClassVar[str] = "coci"
+
+    def due(self, now: Situation) -> Decision:
+        """Once the fitted loss has fallen by ``sqrt(2 L0 Pe)``; Young's rule while there is no fit that descends."""
+        if (answer := self.guards.first(now, self.name)) is not None:
+            return answer
+        assert now.cost is not None
+        fit, cost = now.exponential, now.cost
+        reference = young(cost.seconds, now.hazard)
+        if fit is None or fit.decay >= 0:
+            return self.guards.by_interval(now, cost, reference, "coci, no descending fit, Young's rule")
+        wanted = corrected_step(fit.loss(0), fit.decay / now.step_s, cost.seconds, now.hazard)
+        fallen = fit.loss(now.saved_step) - fit.loss(now.step)
+        due = fallen >= wanted or now.age_s >= self.guards.longest * reference
+        due = due and now.age_s + now.step_s / 2 >= self.guards.shortest_s(now, cost)
+        return Decision(due, f"coci: fell by {fallen:.3g} of {wanted:.3g}")
+
+
+@dataclass(frozen=True)
+class CociLiteral:
+    """COCI as its code has it, for comparison. Not bounded: it may never make a checkpoint."""
+
+    guards: Guards = field(default_factory=Guards)
+    name: ClassVar[str] = "coci_literal"
+
+    def due(self, now: Situation) -> Decision:
+        """Once the fitted loss has fallen by ``Pe``."""
+        if (answer := self.guards.first(now, self.name)) is not None:
+            return answer
+        fit, cost = now.exponential, now.cost
+        assert cost is not None
+        if fit is None or fit.decay >= 0:
+            return Decision(False, "coci_literal: no descending fit of the loss")
+        wanted = literal_step(fit.decay / now.step_s, cost.seconds, now.hazard)
+        fallen = fit.loss(now.saved_step) - fit.loss(now.step)
+        return Decision(fallen >= wanted, f"coci_literal: fell by {fallen:.3g} of {wanted:.3g}")
