@@ -144,8 +144,8 @@ class Workers:
     """The processes of one job under one system; a context manager that leaves none of them.
 
     Args:
-        system: ``swift``, ``accelerate`` (which is ``swift`` too), ``torchrun``, ``checkfreq``, ``commit`` or
-            ``torchft``.
+        system: ``swift``, ``accelerate`` and ``shared`` (which are ``swift`` too), ``torchrun``, ``checkfreq``,
+            ``commit`` or ``torchft``.
         script: path of the worker script.
         args: its arguments.
         out: folder for the log.
@@ -188,7 +188,7 @@ class Workers:
             self.command = [*command, f"--events={out / 'events.jsonl'}", str(script), *self.args]
             for place in range(len(machines)):
                 self.start_machine(place)
-        elif system in ("swift", "accelerate"):
+        elif system in ("swift", "accelerate", "shared"):
             command = ["-m", "shared_core.cli.swiftrun", f"--nproc-per-node={nproc}", f"--standbys={standbys}"]
             command += options
             self._launch(-1, [*command, f"--events={out / 'events.jsonl'}", str(script), *self.args], {})

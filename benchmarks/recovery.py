@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class System:
     @property
     def ours(self) -> bool:
         """Whether it is this product."""
-        return self.system in ("swift", "accelerate")
+        return self.system in ("swift", "accelerate", "shared")
 
     @property
     def judged(self) -> bool:
@@ -179,16 +179,22 @@ class Outcome:
     lost_samples: int | None = 0
 
 
-def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome:
-    """Run the job under ``system`` and kill a worker ``kills`` times."""
+def folder_of(system: System, folder: Path) -> Path:
+    """A new folder for a run under ``system``."""
     out = folder / system.name.replace(" ", "-").replace(",", "")
     out.mkdir()
-    traces = Traces(out)
+    return out
+
+
+@contextlib.contextmanager
+def started(system: System, out: Path) -> Iterator[tuple[Workers, Any]]:
+    """The job under ``system``, and the store in which its workers meet where no launcher helps them."""
     args = ["--system", system.system, "--out", str(out), "--every", str(system.every)]
     env = {"BENCH_TORCHFT_TIMEOUT_S": str(system.timeout_s)}
     if system.resizes:
         env |= {"SWIFT_RECOVERY_ON_FAILURE": "shrink", "SWIFT_RECOVERY_GROW_AFTER_S": str(GROW_AFTER_S)}
-    outcome = Outcome(system)
+    if system.system == "shared":
+        env |= {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "ordered"}
     with contextlib.ExitStack() as stack:
         if system.system == "torchft":
             env["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(1, system.heartbeat_ms))
@@ -198,9 +204,20 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
             store.set("round", "0")
             env |= {commit_side.STORE: f"127.0.0.1:{store.port}", commit_side.WORKERS: str(WORKERS)}
         on = stack.enter_context(machines(system.machines + 1)) if system.machines > 1 else []
-        workers = stack.enter_context(
-            Workers(system.system, SCRIPT, args, out, standbys=system.standbys, restarts=1000, env=env, machines=on)
+        yield (
+            stack.enter_context(
+                Workers(system.system, SCRIPT, args, out, standbys=system.standbys, restarts=1000, env=env, machines=on)
+            ),
+            store,
         )
+
+
+def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome:
+    """Run the job under ``system`` and kill a worker ``kills`` times."""
+    out = folder_of(system, folder)
+    traces = Traces(out)
+    outcome = Outcome(system)
+    with started(system, out) as (workers, store):
         wait(traces, workers, lambda: settled(traces, 25))
         outcome.step_s = step_time(traces)
         for number in range(kills):
@@ -208,7 +225,7 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
             wait_for_a_moment(workers, traces, rng, outcome.step_s)
             if system.resizes:
                 kill = resize(rank, workers, traces, out / "events.jsonl")
-            elif on:
+            elif workers.machines:
                 kill = strike_machine(workers, traces, outcome.step_s)
             else:
                 kill = strike(rank, workers, traces, outcome.step_s, store, number)
@@ -245,7 +262,13 @@ def wait_for_a_moment(workers: Workers, traces: Traces, rng: random.Random, step
 
 
 def strike(rank: int, workers: Workers, traces: Traces, step_s: float, store: Any, number: int) -> Kill:
-    """Kill a worker and wait until all is as before.
+    """Kill a worker and wait until all is as before."""
+    at = hit(rank, workers, traces, store, number)
+    return measure([rank], at, workers, traces, step_s)
+
+
+def hit(rank: int, workers: Workers, traces: Traces, store: Any, number: int) -> float:
+    """Kill a worker, the ``number``-th of this run, counted from 0; returns when.
 
     A worker that nobody else starts again is started here; before that it is told in ``store``, if there is one, which
     communicator the survivors are about to form.
@@ -257,7 +280,7 @@ def strike(rank: int, workers: Workers, traces: Traces, step_s: float, store: An
     if rank in workers.processes:
         workers.processes[rank].wait()
         workers.start_replica(rank)
-    return measure([rank], at, workers, traces, step_s)
+    return at
 
 
 def strike_machine(workers: Workers, traces: Traces, step_s: float) -> Kill:

@@ -19,7 +19,9 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 WIDTH, LAYERS, BATCH = 512, 6, 32
-SYSTEMS = ("swift", "accelerate", "torchrun", "checkfreq", "commit", "torchft")
+SYSTEMS = ("swift", "accelerate", "shared", "torchrun", "checkfreq", "commit", "torchft")
+#: Batches to evaluate on. No rank trains on them: it would have this number.
+EVALUATED, EVALUATION_RANK = 16, 99
 
 
 class Trace:
@@ -39,14 +41,24 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step * 100 + rank))
 
 
+def result(net: nn.Module) -> dict[str, Any]:
+    """Loss on the evaluation set, and a digest of the parameters' bits."""
+    from shared_core.testing.digest import digest
+
+    batches = [batch(i, EVALUATION_RANK) for i in range(EVALUATED)]
+    with torch.no_grad():
+        losses = [(net(x) - x.sin()).pow(2).mean().item() for x in batches]
+    return {"loss": sum(losses) / EVALUATED, "digest": digest([each.detach() for each in net.parameters()])}
+
+
 class Stream(torch.utils.data.Dataset[torch.Tensor]):
     """The batches of all ranks in turn, one an item."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, steps: int = 1 << 18) -> None:
+        self.ranks, self.steps = ranks, steps
 
     def __len__(self) -> int:
-        return 1 << 20
+        return self.ranks * self.steps
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return batch(*divmod(index, self.ranks))
@@ -78,11 +90,28 @@ def _accelerate(net: nn.Module, optimizer: Any, out: Path, trace: Trace, begin: 
     accelerator.end_training()
 
 
+def _shared(net: nn.Module, optimizer: Any, out: Path, trace: Trace, begin: float) -> None:
+    """The same training in a loop whose workers go on at once without a lost one."""
+    import shared_core
+
+    shared_core.install()
+    dist.init_process_group("gloo")
+    data = Stream(dist.get_world_size(), int((out / "stop").read_text()))
+    sampler: Any = torch.utils.data.DistributedSampler(data, shuffle=False)
+    loader = torch.utils.data.DataLoader(data, batch_size=1, sampler=sampler)
+    job = shared_core.attach(net, optimizer)
+    trace.note("loop", user_s=time.time() - begin, import_s=begin - BEGIN)
+    for step in job.shared_steps(loader, 1):
+        losses = step.backward(lambda x: (net(x[0]) - x[0].sin()).pow(2).mean())
+        optimizer.step()
+        trace.note("step", step=step.number + 1, shares=int((losses > 0).sum()))
+    trace.note("end", step=job.step, **result(net))
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--system", choices=["swift", "accelerate", "torchrun", "checkfreq", "commit", "torchft"], required=True
-    )
+    parser.add_argument("--system", choices=SYSTEMS, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--every", type=int, default=0, help="steps between two checkpoints")
     options = parser.parse_args()
@@ -109,8 +138,9 @@ def main() -> None:
 
         committed = Committed(net, optimizer, counter, options.every)
         model = committed.model
-    elif options.system == "accelerate":
-        _accelerate(net, optimizer, options.out, trace, main_begin)
+    elif options.system in ("accelerate", "shared"):
+        loop = _accelerate if options.system == "accelerate" else _shared
+        loop(net, optimizer, options.out, trace, main_begin)
         return
     else:
         if options.system == "swift":
@@ -158,14 +188,16 @@ def main() -> None:
                 trace.note("discarded", step=step + 1)
                 continue
             counter["step"] = manager.current_step()
-        trace.note("step", step=counter["step"])
+        shares = {} if manager is None else {"shares": manager.num_participants()}
+        trace.note("step", step=counter["step"], **shares)
         if background is not None:
             background.after_step(counter["step"])
         elif options.system == "torchrun" and rank == 0 and counter["step"] % options.every == 0:
             state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": counter["step"]}
             torch.save(state, checkpoint.with_suffix(".tmp"))
             os.replace(checkpoint.with_suffix(".tmp"), checkpoint)
-    trace.note("end", step=counter["step"])
+            trace.note("saved", step=counter["step"])
+    trace.note("end", step=counter["step"], **result(net))
     if manager is not None:
         manager.shutdown(wait=False)
         os._exit(0)  # its threads do not end by themselves

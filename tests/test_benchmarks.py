@@ -8,11 +8,12 @@ import random
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import common, overhead, pipeline_overhead, pipeline_recovery, recovery, reroute
+from benchmarks import common, overhead, pipeline_overhead, pipeline_recovery, recovery, reroute, total_time
 from benchmarks.common import WORKERS, Line, Row, at_least, at_most, finish, table
 from shared_core.reroute.problem import Variant
 from shared_core.reroute.schedule import Topology, Worker
@@ -221,6 +222,47 @@ def test_a_short_real_run_of_pipeline_overhead() -> None:
     ratio = next(row for row in rows if row.unit == "ratio")
     assert ratio.target == 1.03 and ratio.value is not None and 0.2 < ratio.value < 5
     assert next(row for row in rows if row.metric.startswith("logged in a step")).value == 0
+
+
+def test_losses_of_a_training_are_spread_over_it() -> None:
+    assert total_time.losses_of(700, 3, 1) == total_time.losses_of(700, 3, 1) != total_time.losses_of(700, 3, 2)
+    for seed in range(20):
+        one, two, three = total_time.losses_of(630, 3, seed)
+        assert 20 <= one < 220 <= two < 420 <= three < 620
+
+
+def test_what_traces_tell_of_a_training(tmp_path: Path) -> None:
+    """Step 30 is made again; rank 3 is absent from step 25, and what it does after the end does not count."""
+    lines = [{"kind": "step", "step": s, "time": 0.1 * s, "shares": 4} for s in range(1, 31)]
+    lines[2]["shares"] = 1  # while workers start
+    lines[24]["shares"] = 3
+    lines += [{"kind": "step", "step": s, "time": 0.1 * s + 0.1, "shares": 4} for s in (30, 31)]
+    end = {"kind": "end", "step": 31, "time": 3.5, "loss": 0.5, "digest": "d"}
+    late = {"kind": "step", "step": 22, "time": 3.4, "shares": 1}
+    for rank in range(WORKERS):
+        mine = [*lines, end] if rank < 3 else [*lines[:24], late]
+        (tmp_path / f"trace{rank}.jsonl").write_text("".join(json.dumps(line | {"pid": 1}) + "\n" for line in mine))
+    traces = recovery.Traces(tmp_path)
+    traces.refresh()
+    run = total_time.read(total_time.REROUTE, traces, 31, losses=1)
+    assert run.seconds == pytest.approx(1.2) and (run.recomputed, run.lost) == (1, recovery.BATCH)
+    assert (run.loss, run.digests, run.saved_s) == (0.5, {"d"}, None) and run.step_s == pytest.approx(0.1)
+    other = replace(run, digests=frozenset({"d", "e"}), seconds=1.0)
+    named = {row.metric: row for row in total_time.rows_of(run, other, other)}
+    assert named["total time / without failures"].value == pytest.approx(1.2)
+    assert named["steps recomputed"].holds is False and named["same bits as this, reroute"].holds is False
+    assert all(row.holds is None for row in total_time.rows_of(replace(run, system=total_time.PLAIN), run, run))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["replace", "reroute"])
+def test_a_short_real_run_of_total_time(name: str, tmp_path: Path) -> None:
+    assert total_time.main(["--quick", "--only", f"this, {name}", "--json", str(tmp_path / "rows.json")]) == 0
+    rows = [row for row in json.loads((tmp_path / "rows.json").read_text()) if row["case"] == f"this, {name}"]
+    named = {row["metric"]: row["value"] for row in rows}
+    assert named["losses"] == 1 and named["total time / without failures"] > 0.5
+    assert named["final loss - without failures"] == 0 and sum(row["holds"] is True for row in rows) == 3
 
 
 def test_the_end_of_a_job_is_told_with_its_log(tmp_path: Path) -> None:
