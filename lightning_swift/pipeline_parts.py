@@ -29,7 +29,7 @@ _OWNED = {
     "test_step": "the engine evaluates and logs test_loss; define on_pipeline_loss() to log something else",
     "backward": "each micro-batch's backward is an instruction of the engine's schedule",
     "optimizer_step": "the step is an instruction of the engine's schedule; on_before_optimizer_step() is called",
-    "configure_gradient_clipping": "the engine clips, by the norm over all stages: use Trainer(gradient_clip_val=...)",
+    "configure_gradient_clipping": "the engine clips, by one norm for all stages: use Trainer(gradient_clip_val=...)",
 }
 _TRAINER_FILE = "trainer.ckpt"
 _STATE, _OPTIMIZERS = "state_dict", "optimizer_states"
@@ -106,7 +106,7 @@ def engine_config(
             )
     if clip and algorithm is not None and str(getattr(algorithm, "value", algorithm)) != "norm":
         raise Unsupported(
-            "gradient_clip_algorithm='value': DeepSpeed's engine clips by the norm over all stages only. Leave "
+            "gradient_clip_algorithm='value': DeepSpeed's engine clips by the norm only. Leave "
             "gradient_clip_algorithm out"
         )
     limit = config.get("gradient_clipping")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from harness import Jobs, most
 
-from shared_core.errors import Unsupported
 from shared_core.testing import ANY_STEP, Fault
 from shared_core.testing.runner import JobResult, compare, unconfirmed
 
@@ -157,19 +156,6 @@ def test_what_cannot_be_shared_is_refused(name: str, jobs: Jobs) -> None:
 def test_what_accelerate_cannot_share_is_refused(arg: str, said: str, jobs: Jobs) -> None:
     result = jobs.run("acc_shared.py", env=ORDERED, args=[arg])
     assert result.status == 1 and said in " ".join(result.stderr.split()), result.tail()
-
-
-def test_the_pipeline_adapters_refuse() -> None:
-    pytest.importorskip("lightning")
-    pytest.importorskip("accelerate")
-    pytest.importorskip("deepspeed")
-    from accelerate_swift import SwiftDeepSpeedPipelinePlugin, SwiftPlugin
-    from lightning_swift import SwiftPipelineStrategy
-
-    with pytest.raises(Unsupported, match="'reroute' for pipelines under Lightning is not in this version"):
-        SwiftPipelineStrategy(options={"on_failure": "reroute"})
-    with pytest.raises(Unsupported, match="'reroute' for pipelines under Accelerate is not in this version"):
-        SwiftDeepSpeedPipelinePlugin(2, 4, swift=SwiftPlugin(on_failure="reroute"))
 
 
 @pytest.mark.nightly

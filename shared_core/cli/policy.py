@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,16 +63,9 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    try:
-        results = _compare(options)
-        if options.plot is not None:
-            draw_policies(results, options.plot)
-    except ConfigError as error:
-        print(f"swiftctl: {error}", file=sys.stderr)
-        return 2
-    except (OSError, ValueError, MissingExtra) as error:
-        print(f"swiftctl: {error}", file=sys.stderr)
-        return 1
+    results = _compare(options)
+    if options.plot is not None:
+        draw_policies(results, options.plot)
     if options.json:
         print(json.dumps([policy_to_dict(one) for one in results], indent=2), flush=True)
     else:

@@ -13,6 +13,11 @@ from shared_core.errors import SwiftError
 from shared_core.events import console
 
 _warned = False
+#: End of a message about an option that the script has and its launcher has not.
+NOT_TOLD = (
+    " was not told to the launcher, which must know it: start the script with 'swiftrun --on-failure=reroute', or with "
+    "'python', which starts swiftrun with the script's options"
+)
 
 
 def launched_by_swiftrun() -> bool:

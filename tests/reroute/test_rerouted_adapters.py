@@ -86,3 +86,9 @@ def test_what_cannot_be_rerouted_is_refused(name: str, jobs: Jobs) -> None:
     script, args, message = REFUSED[name]
     result = jobs.run(script, nproc=4, args=args, env=ORDERED)
     assert result.status != 0 and message in result.stderr, result.tail()
+
+
+@pytest.mark.nightly
+def test_the_launcher_must_know(jobs: Jobs) -> None:
+    result = jobs.run(LIGHTNING, nproc=4, args=["--plain", "--reroute"])
+    assert result.status != 0 and "swiftrun --on-failure=reroute" in result.stderr, result.tail()

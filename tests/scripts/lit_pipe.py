@@ -97,7 +97,9 @@ class Losses(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not outputs["loss"].isnan():
             assert torch.allclose(
-                outputs["loss"] * trainer.accumulate_grad_batches, trainer.callback_metrics["train_loss"], rtol=1e-6
+                outputs["loss"].float() * trainer.accumulate_grad_batches,
+                trainer.callback_metrics["train_loss"].float(),
+                rtol=1e-6,
             )
         self.losses.append(float(outputs["loss"]))
 
@@ -146,6 +148,7 @@ def main() -> None:
     parser.add_argument("--zero", action="store_true", help="ZeRO stage 1")
     parser.add_argument("--plain", action="store_true", help="no tied layers, no dropout")
     parser.add_argument("--change-gradients", action="store_true", help="in a hook")
+    parser.add_argument("--reroute", action="store_true", help="said by the script alone")
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--refuse", choices=sorted(REFUSED))
     parser.add_argument("--by-hand", action="store_true")
@@ -163,7 +166,8 @@ def main() -> None:
         return
     config = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1 << 20}} if args.zero else {}
     pieces = None if args.accumulate > 1 else MICRO_BATCHES
-    one = SwiftPipelineStrategy(stages=STAGES, micro_batches=pieces, config=config)
+    options = {"on_failure": "reroute"} if args.reroute else {}
+    one = SwiftPipelineStrategy(stages=STAGES, micro_batches=pieces, config=config, options=options)
     module, losses = Layers(), Losses()
     trainer = fitting(report, args, one, losses)
     extra: dict[str, Any] = {}
