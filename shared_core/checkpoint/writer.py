@@ -157,8 +157,12 @@ class Writer:
             return self._find_newest()
 
     def _find_newest(self) -> _Job | None:
+        newest = max((spool.attempt for spool in self._spool.all_attempts()), default=0)
         for spool in self._spool.all_attempts():
             step = spool.newest_complete()
+            for old in spool.steps() if spool.attempt < newest else ():
+                if not spool.complete(old):  # its workers are gone
+                    spool.drop(old)
             if step is None:
                 continue
             self._let_go_before(spool, step)
