@@ -91,7 +91,7 @@ class Status:
         writing: step under way; -1 for none.
         waiting: step that is next; -1 for none.
         failed: step of the newest one that was given up since the last commit; -1 for none.
-        cause: why, in one word (``full``, ``quota``, ``read-only``, ``gone``, ``error``); empty if none was.
+        cause: why, in one word (``full``, ``quota``, ``read-only``, ``gone``, ``config``, ``incomplete``, ``error``).
         message: the same, for people.
         seconds: that the newest committed one took, from its first byte to the manifest.
         bytes: that it took from this machine.

@@ -24,7 +24,7 @@ TEMPORARY = ".tmp-"
 #: What the system says when a file cannot grow: full device, quota, limit of the process.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
-_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, errno.ENODEV})
+_GONE = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ENODEV})
 #: Files are read in such pieces, in bytes.
 CHUNK = 4 << 20
 #: Written bytes are sent to the device at least so often: the system then holds little that is not there yet.

@@ -117,7 +117,7 @@ class Writer:
         self._said: set[str] = set()
         self._warned: set[str] = set()
         self._follows, self._hurry = False, False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def work(self, *, hurry: bool = False) -> float | None:
         """Do all that can be done now.
@@ -166,17 +166,19 @@ class Writer:
             target = next((part.target for part in parts.values()), None)
             if target is None or (spool.attempt, step) in self._done:
                 return None
-            return _Job(spool, step, parts, open_storage(target.where), target)
+            try:
+                return _Job(spool, step, parts, open_storage(target.where), target)
+            except SwiftError as error:  # nobody knows such storage
+                self._done.add((spool.attempt, step))
+                self._tell("config", f"no checkpoint of step {step}: {error}; training goes on")
+                self._set(failed=step, cause="config", message=str(error))
+                return None
         return None
 
     def _choose(self) -> _Job | None:
         """What to write now; None if there is nothing, or another machine has to say which first."""
         self._follows = False
-        try:
-            job = self._newest()
-        except SwiftError as error:  # the storage cannot even be named
-            self._tell("config", str(error))
-            return None
+        job = self._newest()
         if job is None or (self._retry and self._retry[0] == job.key and time.monotonic() < self._retry[1]):
             return None
         if job.alone or 0 in job.one.local:
@@ -411,8 +413,9 @@ class Writer:
             self._events.emit("warning", message=message)
 
     def _set(self, **values: Any) -> None:
-        self._status = replace(self._status, **values)
-        self._spool.set_status(self._status)
+        with self._lock:
+            self._status = replace(self._status, **values)
+            self._spool.set_status(self._status)
 
 
 class _QuotaFull(StorageFull):

@@ -91,15 +91,15 @@ def operations() -> int:
     return 100
 
 
-def test_a_kill_before_every_file_operation(tmp_path: Path) -> None:
+def test_a_kill_before_every_file_operation(in_memory: Path) -> None:
     """Whatever the writer had done, a checkpoint is found, bitwise, and the next writer finishes the one under way."""
-    before, outcomes = tmp_path / "before", []
-    old = Spool(tmp_path / "old")
+    before, outcomes = in_memory / "before", []
+    old = Spool(in_memory / "old")
     for step in (4, 10):
         snapshot(old, step, before)
         assert run_writer(old) == (0, [])
     for nth in range(1, operations()):
-        where, spool = tmp_path / f"storage{nth}", Spool(tmp_path / f"spool{nth}")
+        where, spool = in_memory / f"storage{nth}", Spool(in_memory / f"spool{nth}")
         shutil.copytree(before, where)
         snapshot(spool, 20, where)
         code, _ = run_writer(spool, [Fault(0, ANY_STEP, "checkpoint.file", "SIGKILL", nth)])
@@ -211,15 +211,15 @@ def test_parts_of_two_attempts_never_mix(tmp_path: Path, where: Path) -> None:
     assert newest(where).meta["attempt"] == 1  # type: ignore[union-attr]
 
 
-def test_a_committed_step_of_an_older_attempt_is_replaced_whole(tmp_path: Path, where: Path) -> None:
+def test_a_committed_step_of_an_older_attempt_is_replaced_whole(in_memory: Path) -> None:
     """A kill at any operation of the replacement leaves nothing that is made of both."""
+    old = Spool(in_memory / "old")
+    for step, size in ((10, 3000), (20, 1000)):
+        snapshot(old, step, in_memory / "before", size=size)
+        assert run_writer(old) == (0, [])
     for nth in range(1, operations()):
-        folder, storage = tmp_path / f"spool{nth}", tmp_path / f"storage{nth}"
-        first, second = Spool(folder), Spool(folder, 1)
-        snapshot(first, 10, storage)
-        assert run_writer(first) == (0, [])
-        snapshot(first, 20, storage, size=1000)
-        assert run_writer(first) == (0, [])
+        second, storage = Spool(in_memory / f"spool{nth}", 1), in_memory / f"storage{nth}"
+        shutil.copytree(in_memory / "before", storage)
         snapshot(second, 20, storage, size=5000)
         code, _ = run_writer(second, [Fault(0, 20, "checkpoint.file", "SIGKILL", nth)])
         found = newest(storage)

@@ -1,0 +1,299 @@
+"""Storage that is full, read-only, gone, or slow: training would go on, and each cause is told once."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoint_tools import (
+    check,
+    finish,
+    newest,
+    payload,
+    run_writer,
+    snapshot,
+    start_writer,
+    steps_of,
+    wait_until,
+    writing,
+)
+
+from shared_core.checkpoint import Spool, Target, store
+from shared_core.checkpoint.snapshots import MOST, Snapshots
+from shared_core.checkpoint.spool import available_memory
+from shared_core.checkpoint.storage import LocalStorage, UrlStorage, open_storage
+from shared_core.errors import ConfigError, MissingExtra
+from shared_core.testing import Fault
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    return Spool(tmp_path / "job" / "checkpoints")
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Path:
+    return tmp_path / "storage"
+
+
+def failing(spool: Spool, where: Path | str, steps: range, cause: str, size: int = 3000) -> list[str]:
+    """Snapshots that a writer cannot write; what it says."""
+    with writing(spool) as writer:
+        for step in steps:
+            snapshot(spool, step, where, size=size)
+            wait_until(lambda step=step: spool.status().failed == step, f"step {step} to fail")
+            assert spool.status().cause == cause
+        code, said = finish(writer)
+    assert code == 0
+    return said
+
+
+def test_full_device(small_device: Path, spool: Spool) -> None:
+    """The device of 256 KiB holds one checkpoint, then no more; room is made while the writer runs."""
+    snapshot(spool, 10, small_device, size=40_000)
+    assert run_writer(spool) == (0, [])
+    filler = small_device / "filler"
+    filler.write_bytes(bytes(120_000))
+    with writing(spool) as writer:
+        for step in (20, 30, 40):
+            snapshot(spool, step, small_device, size=40_000)
+            wait_until(lambda step=step: spool.status().failed == step, f"step {step} to fail")
+            assert spool.status().cause == "full"
+            check(newest(small_device), 10, size=40_000)
+        filler.unlink()
+        assert spool.status().committed["step"] == 10
+        snapshot(spool, 50, small_device, size=40_000)
+        wait_until(lambda: spool.status().committed["step"] == 50, "step 50")
+        code, said = finish(writer)
+    assert code == 0 and len(said) == 2
+    assert "no checkpoint of step 20: no room to write 80" in said[0] and "training goes on" in said[0]
+    assert "checkpoints can be written again: step 50 is committed" in said[1]
+    check(newest(small_device), 50, size=40_000)
+
+
+def test_a_snapshot_that_did_not_fit_is_tried_again(small_device: Path, spool: Spool) -> None:
+    filler = small_device / "filler"
+    filler.write_bytes(bytes(230_000))
+    with writing(spool) as writer:
+        snapshot(spool, 10, small_device, size=40_000)
+        wait_until(lambda: spool.status().failed == 10, "step 10 to fail")
+        filler.unlink()
+        wait_until(lambda: spool.status().committed.get("step") == 10, "step 10")
+        code, said = finish(writer)
+    assert code == 0 and len(said) == 2
+
+
+def limited() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def test_limit_on_the_size_of_files(spool: Spool, where: Path) -> None:
+    snapshot(spool, 10, where)
+    assert run_writer(spool) == (0, [])
+    snapshot(spool, 20, where, size=200_000)
+    code, said = run_writer(spool, prepare=limited)
+    assert code == 0 and len(said) == 1 and "no room to write 200" in said[0]
+    check(newest(where), 10)
+    assert not list(where.rglob(".tmp-*")) and not (where / "step-0000000020").exists()
+    assert run_writer(spool) == (0, [])  # without the limit
+    check(newest(where), 20, size=200_000)
+
+
+def test_quota(spool: Spool, where: Path) -> None:
+    """First there is room for three, then for two only, then not even for one beside the other."""
+    size = 2 * len(payload(0, 0, 50_000)) + 2000
+    for step, quota in ((10, 3 * size), (20, 3 * size), (30, 3 * size)):
+        snapshot(spool, step, where, size=50_000, quota_bytes=quota)
+        assert run_writer(spool) == (0, [])
+        check(newest(where), step, size=50_000)
+    assert steps_of(where) == [20, 30]
+    snapshot(spool, 40, where, size=50_000, quota_bytes=2 * size + 3000)
+    code, said = run_writer(spool)
+    assert code == 0 and len(said) == 1 and "the older one is removed before" in said[0]
+    assert steps_of(where) == [30, 40]
+    said = failing_quota(spool, where, size)
+    assert len(said) == 1 and "exceed the quota" in said[0] and "raise the quota" in said[0]
+    check(newest(where), 40, size=50_000)
+
+
+def failing_quota(spool: Spool, where: Path, size: int) -> list[str]:
+    with writing(spool) as writer:
+        for step in (50, 60):
+            snapshot(spool, step, where, size=50_000, quota_bytes=size + 3000)
+            wait_until(lambda step=step: spool.status().failed == step, f"step {step} to fail")
+            assert spool.status().cause == "quota"
+        return [line for line in finish(writer)[1] if "the older one is removed before" not in line]
+
+
+@pytest.fixture
+def read_only(small_device: Path) -> Iterator[Path]:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_device)], check=True)
+    yield small_device
+
+
+def test_read_only(read_only: Path, spool: Spool) -> None:
+    said = failing(spool, read_only, range(10, 40, 10), "read-only")
+    assert len(said) == 1 and f"{read_only} cannot be written to" in said[0]
+
+
+def test_a_folder_in_whose_place_a_file_stands(spool: Spool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    said = failing(spool, tmp_path / "file", range(10, 40, 10), "error")
+    assert len(said) == 1 and "no checkpoint of step 10" in said[0]
+
+
+@pytest.mark.parametrize("nth", [2, 5, 9, 14])
+def test_removed_while_it_is_written(nth: int, spool: Spool, where: Path) -> None:
+    """The user removes the whole folder between two operations: that checkpoint is written again."""
+    snapshot(spool, 10, where)
+    assert run_writer(spool) == (0, [])
+    snapshot(spool, 20, where)
+    writer = start_writer(spool, [Fault(0, 20, "checkpoint.file", "SIGSTOP", nth)])
+    wait_until(lambda: Path(f"/proc/{writer.pid}/stat").read_text().rpartition(") ")[2][0] == "T", "it to stop")
+    shutil.rmtree(where)
+    os.kill(writer.pid, signal.SIGCONT)
+    wait_until(lambda: spool.status().committed.get("step") == 20, "step 20")
+    code, said = finish(writer)
+    check(newest(where), 20)
+    assert code == 0 and len(said) in (0, 2)
+    assert not said or ("was removed, or is not mounted" in said[0] and "can be written again" in said[1])
+
+
+def test_slow_storage(spool: Spool, where: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ten snapshots come in the time of one write: memory holds three at most, and the newest is written next."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    target = Target(f"gated://{where}")
+    said: list[str] = []
+    snapshots = Snapshots(spool, 0, 1, [0], target, said.append)
+    taken = []
+    with writing(spool, program="import gated", env={"GATE": str(gate)}) as writer:
+        for step in range(10, 120, 10):
+            if snapshots.take(step, {"rank0": payload(step, 0, 50_000)}, {}, {"run": "r"}):
+                taken.append(step)
+            snapshots.fence()
+            if step == 10:
+                wait_until(lambda: spool.status().writing == 10, "the first write")
+            held = sum(path.stat().st_size for path in spool.folder.rglob("rank0*") if path.is_file())
+            assert held <= (MOST + 1) * 50_500
+            wait_until(lambda step=step: spool.steps() == sorted({10, step}), "older ones to be let go")
+        assert taken == list(range(10, 120, 10)) and not said
+        wait_until(lambda: spool.status().waiting == 110, "the newest to wait")
+        with open(gate, "wb", buffering=0) as opened:  # as many bytes as files will be written
+            opened.write(bytes(100))
+            assert spool.wait_committed(110, 20.0)
+            code, lines = finish(writer)
+    assert (code, lines) == (0, [])
+    assert [each.step for each in store.committed(where)] == [10, 110]
+
+
+def test_without_a_writer_memory_is_bounded(spool: Spool, where: Path) -> None:
+    said: list[str] = []
+    snapshots = Snapshots(spool, 0, 1, [0], Target(str(where)), said.append)
+    taken = [snapshots.take(step, {"rank0": b"x"}, {}, {"run": "r"}) for step in range(1, 10)]
+    snapshots.fence()
+    assert taken == [True] * MOST + [False] * (9 - MOST)
+    assert len(said) == 1 and "3 snapshots wait in memory for the writer" in said[0]
+
+
+def test_no_memory(spool: Spool, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot larger than the machine's memory is refused before anything is written."""
+    import torch
+
+    said: list[str] = []
+    snapshots = Snapshots(spool, 0, 1, [0], Target(str(where)), said.append)
+    large = torch.zeros(1).expand(available_memory())  # one byte of memory, four times the machine's when copied
+    for step in (1, 2):
+        assert not snapshots.take(step, {}, {"a.safetensors": ({"large": large}, {})}, {"run": "r"})
+    assert len(said) == 1 and "does not fit into memory" in said[0] and "training goes on" in said[0]
+    assert not [path for path in spool.folder.rglob("*") if path.is_file()]
+    assert snapshots.take(3, {}, {"a.safetensors": ({"small": torch.zeros(3)}, {})}, {"run": "r"})
+    snapshots.fence()
+    assert spool.newest_complete() == 3
+
+
+def test_memory_file_system_is_full(small_device: Path, where: Path) -> None:
+    """It fills up while the thread copies: nothing torn is left, and the one before stays."""
+    import torch
+
+    spool, said = Spool(small_device / "checkpoints"), []
+    snapshots = Snapshots(spool, 0, 1, [0], None, said.append)
+    tensors = {"a": torch.zeros(25_000)}
+    assert snapshots.take(1, {}, {"a.safetensors": (tensors, {})}, {})
+    snapshots.fence()
+    (small_device / "filler").write_bytes(bytes(20_000))
+    spool.check_room = lambda nbytes: None  # type: ignore[method-assign]  # another program takes the room after it
+    assert snapshots.take(2, {}, {"a.safetensors": ({"a": torch.zeros(40_000)}, {})}, {})
+    snapshots.fence()
+    assert len(said) == 1 and "no room in memory for 160" in said[0]
+    assert spool.newest_complete() == 1 and spool.parts(2) == {}
+    assert not list((spool.folder / "attempt0/step-0000000002").glob(".*"))
+
+
+@pytest.mark.parametrize("kind", ["file", "local"])
+def test_urls(kind: str, spool: Spool, where: Path) -> None:
+    """``file://`` is a folder; ``local://`` is fsspec's way to the same."""
+    url = f"{kind}://{where}"
+    assert isinstance(open_storage(url), LocalStorage if kind == "file" else UrlStorage)
+    for step in (10, 20, 30):
+        snapshot(spool, step, url)
+        assert run_writer(spool) == (0, [])
+    check(store.newest_valid(url), 30)
+    assert steps_of(where) == [20, 30]
+    os.truncate(where / "step-0000000030" / "rank1", 5)
+    check(store.newest_valid(url, 2), 20)
+    assert store.newest_valid(f"{url}/nothing") is None
+
+
+def test_a_kill_before_every_operation_behind_a_url(in_memory: Path) -> None:
+    old = Spool(in_memory / "old")
+    snapshot(old, 10, in_memory / "before")
+    assert run_writer(old) == (0, [])
+    for nth in range(1, 100):
+        where, spool = in_memory / f"storage{nth}", Spool(in_memory / f"spool{nth}")
+        shutil.copytree(in_memory / "before", where)
+        url = f"local://{where}"
+        snapshot(spool, 20, url)
+        code, _ = run_writer(spool, [Fault(0, 20, "checkpoint.file", "SIGKILL", nth)])
+        found = store.newest_valid(url)
+        assert found is not None
+        check(found, found.step)
+        if code == 0:
+            assert found.step == 20 and nth > 20
+            break
+        assert run_writer(spool) == (0, [])
+        check(store.newest_valid(url), 20)
+
+
+def test_kinds_of_urls_that_nobody_knows() -> None:
+    with pytest.raises(ConfigError, match="checkpoint_dir='nonsense://x'"):
+        open_storage("nonsense://x")
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(MissingExtra, match=r"need fsspec: pip install 'swift-recovery\[checkpoint\]'"):
+        open_storage("s3://bucket/run")
+
+
+def test_a_missing_package_of_fsspec_is_named() -> None:
+    pytest.importorskip("fsspec")
+    try:
+        import s3fs  # type: ignore[import-untyped]  # noqa: F401
+    except ImportError:
+        with pytest.raises(MissingExtra, match="s3fs"):
+            open_storage("s3://bucket/run")
+    else:
+        pytest.skip("s3fs is installed")
+
+
+def test_a_writer_that_lacks_the_extra_says_so_once(spool: Spool) -> None:
+    said = failing(spool, "nonsense://x", range(10, 40, 10), "config")
+    assert len(said) == 1 and "checkpoint_dir='nonsense://x'" in said[0]
