@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.swift-recovery-installed
-EXTRAS := lightning,accelerate,deepspeed,plan,report,test,dev
+EXTRAS := lightning,accelerate,deepspeed,plan,checkpoint,report,test,dev
 FAULTS ?= 60
 SEED ?= 1
 export OMP_NUM_THREADS ?= 1
@@ -57,6 +57,7 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.logging_tradeoff --measure --json runs/bench/logging_tradeoff.json
 	$(PY) -m benchmarks.traces --json runs/bench/traces.json
 	$(PY) -m benchmarks.total_time --simulated --json runs/bench/total_time.json
+	$(PY) -m benchmarks.checkpoint_policy --json runs/bench/checkpoint_policy.json
 	$(PY) -m benchmarks.planner --json runs/bench/planner.json
 	$(PY) -m benchmarks.reroute --json runs/bench/reroute.json
 

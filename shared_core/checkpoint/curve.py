@@ -68,9 +68,9 @@ class Fit:
     """What a fit found.
 
     Attributes:
-        curve: of the present piece; None with the reason in ``why``.
+        curve: of the present piece; a typical one while there are too few losses or none; None where none will do.
         exponential: COCI's form, for comparison.
-        why: why there is no curve.
+        why: why the curve is not a fitted one.
         deviation: standard deviation of a loss around the curve.
     """
 
@@ -128,7 +128,7 @@ class CurveFitter:
             import numpy as np
         except ImportError:
             return Fit(why=MISSING)
-        if self._found is not None and self._found.curve is not None:
+        if self._found is not None and self._found.curve is not None and not self._found.why:
             self._check(self._found, np)
         found = _fit(np.asarray(self._steps) - self.start, np.asarray(self._losses), self.start, np)
         self._found, self._checked = found, len(self._steps)
@@ -167,11 +167,11 @@ def _bins(x: Array, y: Array, np: Any) -> tuple[Array, Array, Array]:
 
 def _fit(x: Array, y: Array, start: int, np: Any) -> Fit:
     if len(x) < FEWEST_BINS * FEWEST_IN_BIN:
-        return Fit(why=f"only {len(x)} losses so far")
+        return Fit(_typical(y, start), None, f"only {len(x)} losses so far, a typical curve is assumed")
     k, mean, error = _bins(x, y, np)
     if len(k) < FEWEST_BINS:
-        return Fit(why=f"only {len(k)} bins of losses so far")
-    exponential = _exponential(k, mean, start, np)
+        return Fit(_typical(y, start), None, f"only {len(k)} bins of losses so far, a typical curve is assumed")
+    exponential = fit_exponential(k + start, mean)
     shifts = np.concatenate([[0.0], np.geomspace(1, x[-1], SHIFTS - 1)])
     power, shift = (each.ravel() for each in np.meshgrid(np.array(POWERS), shifts, indexing="ij"))
     base = (k[None, :] + shift[:, None] + 1) / (k[0] + shift[:, None] + 1)
@@ -200,6 +200,13 @@ def _fit(x: Array, y: Array, start: int, np: Any) -> Fit:
     return Fit(curve, exponential, "", deviation)
 
 
+def _typical(losses: Array, start: int) -> Curve:
+    """From the first losses towards 0 with the root of the step. Early checkpoints are worth most, and for the question
+    when to make them only the form counts; without a loss its scale is 1.
+    """
+    return Curve(0.0, float(sorted(losses)[len(losses) // 2]) if len(losses) else 1.0, 0.5, 0.0, float(start))
+
+
 def _non_negative(form: Array, y: Array, weight: Array, np: Any) -> tuple[Array, Array]:
     """Weighted least squares of ``y = floor + scale form`` with both at least 0, for each row of ``form``."""
     ones, f, ff = weight.sum(1), (weight * form).sum(1), (weight * form**2).sum(1)
@@ -212,20 +219,22 @@ def _non_negative(form: Array, y: Array, weight: Array, np: Any) -> tuple[Array,
     return floor, scale
 
 
-def _exponential(k: Array, y: Array, start: int, np: Any) -> Exponential | None:
-    """Least squares of ``exp(decay k + level)``, from the logarithm's by Gauss and Newton; each bin for its steps."""
-    if y.min() <= 0:
+def fit_exponential(steps: Array, losses: Array) -> Exponential | None:
+    """COCI's form: least squares of ``exp(decay k + level)``, from the logarithm's by Gauss and Newton.
+
+    Each value counts for the steps up to its neighbours. None where a loss is not above 0.
+    """
+    import numpy as np
+
+    if len(steps) < 3 or losses.min() <= 0:
         return None
-    span = np.gradient(k)
-    decay, level = np.polyfit(k, np.log(y), 1, w=np.sqrt(span))
+    weight = np.sqrt(np.gradient(steps))
+    decay, level = np.polyfit(steps, np.log(losses), 1, w=weight)
     for _ in range(30):
-        value = np.exp(np.clip(decay * k + level, -50, 50))
-        slope, shift = np.linalg.lstsq(
-            np.stack([k * value, value], 1) * np.sqrt(span)[:, None], (y - value) * np.sqrt(span), rcond=None
-        )[0]
+        value = np.exp(np.clip(decay * steps + level, -50, 50))
+        matrix = np.stack([steps * value, value], 1) * weight[:, None]
+        slope, shift = np.linalg.lstsq(matrix, (losses - value) * weight, rcond=None)[0]
         decay, level = decay + slope, level + shift
-        if abs(shift) < 1e-10 and abs(slope * k[-1]) < 1e-10:
+        if abs(shift) < 1e-10 and abs(slope * steps[-1]) < 1e-10:
             break
-    if not (math.isfinite(decay) and math.isfinite(level)):
-        return None
-    return Exponential(float(decay), float(level - decay * start))
+    return Exponential(float(decay), float(level)) if math.isfinite(decay) and math.isfinite(level) else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared_core.checkpoint.history import Run
 
@@ -30,11 +31,18 @@ class Ending:
     rates: tuple[float, ...]
     abrupt: float
 
+    _sums: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         if len(self.since_s) != len(self.rates) or not self.rates or self.since_s[0] != 0:
             raise ValueError(f"rates must begin at 0 and each have a beginning, got {self.since_s} and {self.rates}")
+        if list(self.since_s) != sorted(set(self.since_s)):
+            raise ValueError(f"beginnings must ascend, got {self.since_s}")
         if not 0 <= self.abrupt <= 1 or min(self.rates) < 0:
             raise ValueError(f"abrupt must be between 0 and 1 and rates at least 0, got {self.abrupt} and {self.rates}")
+        pieces = zip(itertools.pairwise(self.since_s), self.rates[:-1], strict=True)
+        sums = itertools.accumulate((rate * (until - since) for (since, until), rate in pieces), initial=0.0)
+        object.__setattr__(self, "_sums", tuple(sums))
 
     @classmethod
     def constant(cls, rate: float, abrupt: float) -> Ending:
@@ -43,18 +51,12 @@ class Ending:
 
     def rate(self, useful_s: float) -> float:
         """Early ends a second then."""
-        return next(
-            rate for since, rate in zip(reversed(self.since_s), reversed(self.rates), strict=True) if since <= useful_s
-        )
+        return self.rates[bisect.bisect_right(self.since_s, useful_s) - 1]
 
     def cumulative(self, useful_s: float) -> float:
         """The hazard's integral from 0."""
-        total = 0.0
-        for since, until, rate in zip(self.since_s, (*self.since_s[1:], math.inf), self.rates, strict=True):
-            if useful_s <= since:
-                break
-            total += rate * (min(useful_s, until) - since)
-        return total
+        piece = bisect.bisect_right(self.since_s, useful_s) - 1
+        return self._sums[piece] + self.rates[piece] * (useful_s - self.since_s[piece])
 
     def survival(self, useful_s: float) -> float:
         """Probability of not having ended early by then."""

@@ -10,43 +10,49 @@ from shared_core.checkpoint.history import Run
 
 #: Where a job may go back to: memory of the same machine, of another, and storage. One that a replica mends is none.
 TIERS = ("memory", "peer", "storage")
-#: The prior is a tenth of a fault, at one in 1,000 worker-hours: after three real faults it hardly counts.
-PRIOR_FAULTS, PRIOR_MTBF_S = 0.1, 1000 * 3600.0
+#: Weights and mean times between faults of one worker, in hours, that the prior is a mixture of, each counting as one
+#: fault. Together one in some 280 worker-hours; a few real ones tell which of the scales holds.
+PRIOR = ((0.001, 1.0), (0.01, 10.0), (0.1, 100.0), (0.5, 1e3), (0.3, 1e4), (0.089, 1e5))
 #: A Weibull hazard of a shape below 1 is infinite at a start; this share of the mean is as near as one looks.
 _NEAREST = 1e-3
 
 
 @dataclass(frozen=True)
 class Hazard:
-    """Posterior of the faults of one tier.
+    """Posterior of the faults of one tier: a mixture of Gamma distributions.
 
-    The posterior's mean is the best single value: expected overhead is linear in the hazard.
+    Its mean is the best single value: expected overhead is linear in the hazard.
 
     Attributes:
         faults: seen so far.
         worker_s: seconds of work that they were seen in, over all workers.
-        prior_faults: weight of the prior.
-        prior_mtbf_s: mean time between faults of one worker that the prior stands for.
+        prior: pairs of weight and mean time between faults of one worker, in hours.
         shape: of a Weibull law of the time since a restart; 1 is without memory.
     """
 
-    faults: float = 0.0
+    faults: int = 0
     worker_s: float = 0.0
-    prior_faults: float = PRIOR_FAULTS
-    prior_mtbf_s: float = PRIOR_MTBF_S
+    prior: tuple[tuple[float, float], ...] = PRIOR
     shape: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.prior_faults <= 0 or self.prior_mtbf_s <= 0 or self.shape <= 0:
-            raise ValueError("prior_faults, prior_mtbf_s and shape must be above 0")
+        if not self.prior or any(weight <= 0 or hours <= 0 for weight, hours in self.prior) or self.shape <= 0:
+            raise ValueError(f"weights, hours and shape must be above 0, got {self.prior} and {self.shape}")
 
     def seen(self, faults: int, worker_s: float) -> Hazard:
         """After so many more faults in so many more worker-seconds."""
         return replace(self, faults=self.faults + faults, worker_s=self.worker_s + worker_s)
 
     def mean(self, workers: int) -> float:
-        """Faults a second of so many workers, on average."""
-        return workers * (self.prior_faults + self.faults) / (self.prior_faults * self.prior_mtbf_s + self.worker_s)
+        """Faults a second of so many workers, on average: each scale's ``(1 + n) / (M + E)``, by how likely it makes
+        ``n`` faults in a time ``E``.
+        """
+        scales = [(math.log(weight), hours * 3600) for weight, hours in self.prior]
+        likely = [log + math.log(m) - (self.faults + 1) * math.log(m + self.worker_s) for log, m in scales]
+        most = max(likely)
+        weights = [math.exp(each - most) for each in likely]
+        rates = [(1 + self.faults) / (m + self.worker_s) for _, m in scales]
+        return workers * sum(w * rate for w, rate in zip(weights, rates, strict=True)) / sum(weights)
 
     def rate(self, workers: int, since_restart_s: float | None = None) -> float:
         """Faults a second of so many workers now: ``(k / eta) (t / eta)^(k - 1)`` with a Weibull shape ``k``."""
@@ -54,7 +60,8 @@ class Hazard:
         if self.shape == 1 or since_restart_s is None:
             return mean
         scale = 1 / (mean * math.gamma(1 + 1 / self.shape))
-        return self.shape / scale * (max(since_restart_s, _NEAREST / mean) / scale) ** (self.shape - 1)
+        age = max(since_restart_s, _NEAREST / mean) / scale
+        return self.shape / scale * math.pow(age, self.shape - 1)
 
 
 def by_tier(runs: Iterable[Run], prior: Hazard | None = None) -> dict[str, Hazard]:

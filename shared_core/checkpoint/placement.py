@@ -24,10 +24,11 @@ class Problem:
         w: price of delay, :func:`price_of_delay`.
         u: utility; ``du`` its derivative.
         g: density of an early end, not given survival.
+        survival: probability of not having ended early.
         du: derivative of ``u``.
         abrupt: share of early ends after which only a checkpoint is left.
         cost: effective cost of a checkpoint, in time.
-        price: in utility.
+        price: in utility. A run that has ended pays no more, so it counts with ``survival``.
     """
 
     t: Array
@@ -36,6 +37,7 @@ class Problem:
     u: Array
     du: Array
     g: Array
+    survival: Array
     abrupt: float
     cost: float
     price: float = 0.0
@@ -45,27 +47,31 @@ def price_of_delay(t: Array, g: Array, du: Array, survival: float) -> Array:
     """``w(t) = E[u'(T); T > t]``; ``survival`` is the probability of lasting to the grid's end."""
     y = g * du
     cells = (y[1:] + y[:-1]) / 2 * np.diff(t)
-    return np.append(np.cumsum(cells[::-1])[::-1], 0.0) + survival * du[-1]
+    return np.asarray(np.append(np.cumsum(cells[::-1])[::-1], 0.0) + survival * du[-1])
 
 
 def density(problem: Problem) -> Array:
-    """Checkpoints a unit of useful time, best to first order: ``sqrt((lambda w + q g u') / (2 (c w + kappa)))``."""
+    """Checkpoints a unit of useful time, best to first order: ``sqrt((lambda w + q g u') / (2 (c w + kappa G)))``."""
     rate = problem.hazard * problem.w + problem.abrupt * problem.g * problem.du
-    return np.asarray(np.sqrt(rate / (2 * (problem.cost * problem.w + problem.price))))
+    return np.asarray(np.sqrt(rate / (2 * _of_one(problem))))
+
+
+def _of_one(problem: Problem) -> Array:
+    return problem.cost * problem.w + problem.price * problem.survival
 
 
 def segment_costs(problem: Problem) -> Array:
     """``K[i, j]``: expected utility lost between checkpoints at places i and j, and by the one at j (there is none at
-    the end): the integral of ``lambda w (s - ti) + q g (u(s) - u(ti))``, plus ``c w(tj) + kappa``.
+    the end): the integral of ``lambda w (s - ti) + q g (u(s) - u(ti))``, plus ``c w(tj) + kappa G(tj)``.
     """
     t, size = problem.t, len(problem.t)
-    costs = np.full((size, size), np.inf)
+    costs, one = np.full((size, size), np.inf), _of_one(problem)
     for i in range(size - 1):
         y = problem.hazard[i:] * problem.w[i:] * (t[i:] - t[i])
         y += problem.abrupt * problem.g[i:] * (problem.u[i:] - problem.u[i])
         lost = np.cumsum((y[1:] + y[:-1]) / 2 * np.diff(t[i:]))
-        costs[i, i + 1 :] = lost + problem.cost * problem.w[i + 1 :] + problem.price
-    costs[:-1, -1] -= problem.cost * problem.w[-1] + problem.price
+        costs[i, i + 1 :] = lost + one[i + 1 :]
+    costs[:-1, -1] -= one[-1]
     return costs
 
 

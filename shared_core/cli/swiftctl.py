@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from shared_core.cli import checkpoints, plan, simulate
+from shared_core.cli import checkpoints, plan, policy, simulate
 from shared_core.errors import ConfigError
 from shared_core.events import Event, read_events
 from shared_core.pipeline.grouping import Budget, Plan, Profile, plan_groups, trade_off
@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     checkpoints.add_command(commands)
     plan.add_command(commands)
     simulate.add_command(commands)
+    policy.add_command(commands)
     return parser
 
 

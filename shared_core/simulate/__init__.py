@@ -1,6 +1,7 @@
 """Discrete events on failure traces: what a system makes of a job that loses workers. See ``docs/simulator.md``.
 
-All is plain data and pure functions; nothing but the standard library is imported.
+All is plain data and pure functions; nothing but the standard library is imported. What concerns checkpoint policies
+(``placing``, ``lives``) needs NumPy and is imported by itself.
 """
 
 from shared_core.simulate.bamboo import Bamboo

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shared_core.checkpoint.policy.progress import Coci, CociLiteral, EqualProgress
+from shared_core.checkpoint.policy.progress import Coci, CociLiteral, EqualProgress, best_fall
 from shared_core.checkpoint.policy.situation import (
     Decision,
     Exponential,
@@ -64,6 +64,7 @@ __all__ = [
     "Situation",
     "Value",
     "Young",
+    "best_fall",
     "due_tier",
     "grown",
     "make_policy",

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from shared_core.checkpoint.policy.intervals import young
-from shared_core.checkpoint.policy.situation import Decision, Exponential, Guards, Situation
+from shared_core.checkpoint.policy.situation import Decision, Guards, Situation
 
 MINUTE_S = 60.0
 
 
 def literal_step(decay_per_s: float, cost_s: float, hazard: float) -> float:
-    """COCI's ``Pe`` as its code has it (theorem 4.1), in units of loss."""
+    """COCI's ``Pe`` as its code has it (theorem 4.1), in units of loss; infinite where nothing fails."""
+    if hazard <= 0:
+        return math.inf
     decay, cost, rate = decay_per_s * MINUTE_S, cost_s / MINUTE_S, hazard * MINUTE_S
     return -math.expm1(decay * cost) * (1 / (2 * rate) - 1 / (2 * decay))
 
@@ -28,13 +30,12 @@ def corrected_step(start_loss: float, decay_per_s: float, cost_s: float, hazard:
     return math.sqrt(2 * start_loss * literal_step(decay_per_s, cost_s, hazard))
 
 
-def best_step(fit: Exponential, step_s: float, cost_s: float, hazard: float, horizon_s: float) -> float:
-    """The best that equal progress can do when a second is worth what it is worth everywhere:
-    ``sqrt(k (L0^2 - LT^2) / (lambda T))``, ``k`` the share of the loss that a stall costs.
+def best_fall(mean_square_slope: float, cost_s: float, hazard: float) -> float:
+    """The best that equal progress can do, a stall and a rollback both counted in progress: with a fall of ``P``
+    between checkpoints they cost ``c / P`` times the integral of the squared slope, and ``lambda P / 2`` a second.
+    Hence ``sqrt(2 c s / lambda)``, ``s`` the mean over the job of the squared slope, in loss^2 a second^2.
     """
-    share = -math.expm1(fit.decay / step_s * cost_s)
-    fallen = fit.loss(0) ** 2 - fit.loss(horizon_s / step_s) ** 2
-    return math.sqrt(share * fallen / (hazard * horizon_s))
+    return math.sqrt(2 * cost_s * mean_square_slope / hazard)
 
 
 @dataclass(frozen=True)

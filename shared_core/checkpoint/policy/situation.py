@@ -59,7 +59,7 @@ class Situation:
         in_flight: checkpoints that are being written.
         curve: fitted loss over steps; None while there is no fit.
         exponential: COCI's fit of the same.
-        no_curve: why there is no curve, for the reader.
+        fit_note: what the fit says of itself, for the reader.
         ending: when runs end early, and how; None without a history.
         horizon_s: useful seconds after which the job is planned to end; None if nobody knows.
     """
@@ -75,7 +75,7 @@ class Situation:
     in_flight: int = 0
     curve: LossCurve | None = None
     exponential: Exponential | None = None
-    no_curve: str = ""
+    fit_note: str = ""
     ending: Ending | None = None
     horizon_s: float | None = None
 

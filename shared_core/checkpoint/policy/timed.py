@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -29,38 +28,42 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class _Timed:
+class Young:
+    """``sqrt(2 c / lambda)``, Young 1974; COCI's baseline."""
+
     guards: Guards = field(default_factory=Guards)
-    name: ClassVar[str]
-    interval: ClassVar[Callable[[float, float], float]]
+    name: ClassVar[str] = "young"
+
+    def interval_s(self, cost_s: float, hazard: float) -> float:
+        """Useful seconds between checkpoints."""
+        return young(cost_s, hazard)
 
     def due(self, now: Situation) -> Decision:
         """Once an interval's work is at risk."""
         if (answer := self.guards.first(now, self.name)) is not None:
             return answer
         assert now.cost is not None
-        return self.guards.by_interval(now, now.cost, type(self).interval(now.cost.seconds, now.hazard), self.name)
+        return self.guards.by_interval(now, now.cost, self.interval_s(now.cost.seconds, now.hazard), self.name)
 
 
-class Young(_Timed):
-    """``sqrt(2 c / lambda)``, Young 1974; COCI's baseline."""
-
-    name = "young"
-    interval = staticmethod(young)
-
-
-class Daly(_Timed):
+class Daly(Young):
     """Daly's higher-order estimate, 2006."""
 
     name = "daly"
-    interval = staticmethod(daly)
+
+    def interval_s(self, cost_s: float, hazard: float) -> float:
+        """Useful seconds between checkpoints."""
+        return daly(cost_s, hazard)
 
 
-class Exact(_Timed):
+class Exact(Young):
     """The optimum under failures without memory (Lambert's W)."""
 
     name = "exact"
-    interval = staticmethod(exact)
+
+    def interval_s(self, cost_s: float, hazard: float) -> float:
+        """Useful seconds between checkpoints."""
+        return exact(cost_s, hazard)
 
 
 @dataclass(frozen=True)

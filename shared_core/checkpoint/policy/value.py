@@ -4,7 +4,7 @@ Utility ``u`` is minus the loss. With ``t0`` the useful time of the last checkpo
 ``g`` that of an early end (given that the run still lasts), ``q`` the share of those that are abrupt, ``c`` the
 effective cost of a checkpoint in seconds and ``kappa`` its price in utility, it is due when
 
-    w (integral of lambda (s - t0) ds) + q (integral of g (u(s) - u(t0)) ds)  >=  c w + kappa.
+    integral of lambda w (s - t0) ds + q (integral of g (u(s) - u(t0)) ds)  >=  c w + kappa.
 
 ``w(t) = E[u'(T) | T > t]``, over the time ``T`` at which the run will end, is what a second of delay costs: the run
 ends that much lower on the curve. Where every end is graceful and checkpoints have no price, ``w`` cancels: Young's
@@ -24,6 +24,7 @@ from shared_core.checkpoint.policy.situation import Decision, Guards, LossCurve,
 
 #: Cells that the future is divided into, and by how much each is longer than the one before.
 CELLS, GROWTH = 32, 1.35
+_EDGES = [GROWTH**cell - 1 for cell in range(1, CELLS + 1)]
 #: With an unknown end, one looks ahead until as many runs in e^12 are left.
 FAR = 12.0
 #: Above this cost over the mean time between faults Young's interval is too long; the exact one is taken.
@@ -49,25 +50,26 @@ class Value:
             return answer
         assert now.cost is not None
         cost_s = _cost(now.cost.seconds, now.hazard)
-        rework_s = now.expected_rework_s
-        abrupt_s, price_s, why = 0.0, 0.0, self._plain(now)
+        at_risk_s, price_s, why = now.expected_rework_s, 0.0, self._plain(now)
         if not why:
             assert now.curve is not None
             ending = now.ending or unknown_end(now)
             worth = price_of_delay(now.curve, ending, now)
             if worth > 0:
-                abrupt_s = abrupt_loss(now.curve, ending, now) / worth
+                at_risk_s = expected_loss(now.curve, ending, worth, now) / worth
                 price_s = self.price / worth
-                why = "expected loss"
+                why = f"expected loss{', ' + now.fit_note if now.fit_note else ''}"
             else:
                 why = "the fitted loss falls no more, Young's rule"
-        short = now.age_s + now.step_s / 2 < self.guards.shortest_s(now, now.cost)
+        shortest_s = self.guards.shortest_s(now, now.cost)
+        short = now.age_s + now.step_s / 2 < shortest_s
         # An accumulator that lags behind a risen hazard must not put the next checkpoint off without bound.
         old = now.age_s >= self.guards.longest * young(cost_s + price_s, now.hazard)
-        # At the next batch top the loss would be larger by a step's: half of that early is nearer than half late.
-        ahead_s = now.hazard * now.age_s * now.step_s / 2
-        due = not short and (old or rework_s + abrupt_s + ahead_s >= cost_s + price_s)
-        return Decision(due, f"value, {why}: {rework_s + abrupt_s:.3g} s at risk, price {cost_s + price_s:.3g} s")
+        # At the next batch top more is at risk, about as the square of the age: half a step early is nearer than late.
+        ahead_s = at_risk_s * now.step_s / max(now.age_s, now.step_s)
+        due = not short and (old or at_risk_s + ahead_s >= cost_s + price_s)
+        bound = f", not before {shortest_s:.3g} s" if short else ""
+        return Decision(due, f"value, {why}: {at_risk_s:.3g} s at risk, price {cost_s + price_s:.3g} s{bound}")
 
     def _plain(self, now: Situation) -> str:
         """Why this is Young's rule; empty where it is not."""
@@ -77,7 +79,7 @@ class Value:
                 return "no job history and no price, Young's rule"
             return "no run was killed and no price, Young's rule"
         if now.curve is None:
-            return f"{now.no_curve or 'no fit of the loss'}, Young's rule"
+            return f"{now.fit_note or 'no fit of the loss'}, Young's rule"
         return ""
 
 
@@ -105,23 +107,39 @@ def price_of_delay(curve: LossCurve, ending: Ending, now: Situation) -> float:
         horizon = max(start, ending.since_s[-1]) + (FAR / last if last > 0 else max(start, now.step_s))
     if horizon <= start:
         return -curve.slope(now.step) / now.step_s
-    unit = (horizon - start) / (GROWTH**CELLS - 1)
+    unit = (horizon - start) / _EDGES[-1]
     gone, total = ending.cumulative(start), 0.0
     alive, before, since = 1.0, curve.loss(now.step), start
-    for cell in range(1, CELLS + 1):
-        until = start + unit * (GROWTH**cell - 1)
+    for edge in _EDGES:
+        until = start + unit * edge
         left, after = math.exp(gone - ending.cumulative(until)), curve.loss(now.step_at(until))
         total += (alive - left) * (before - after) / (until - since)
         alive, before, since = left, after, until
     return total - alive * curve.slope(now.step_at(horizon)) / now.step_s
 
 
-def abrupt_loss(curve: LossCurve, ending: Ending, now: Situation) -> float:
-    """``q (integral of g (u(s) - u(t0)) ds)`` since the last checkpoint, by Simpson's rule on four intervals."""
-    if not ending.abrupt or now.age_s <= 0:
+def expected_loss(curve: LossCurve, ending: Ending, worth: float, now: Situation) -> float:
+    """Utility expected to be lost since the last checkpoint, by Simpson's rule on four intervals.
+
+    A run that ended on the way counts too, as seen from now: its weight is ``g(s) G(s) / G(t)``. Hence a second of
+    delay at an earlier time ``s`` is worth ``w(t)`` and the slope at the ends from ``s`` to ``t``.
+    """
+    if now.age_s <= 0:
         return 0.0
-    base, total = curve.loss(now.saved_step), 0.0
-    for part, weight in ((0.25, 4), (0.5, 2), (0.75, 4), (1.0, 1)):
-        step = now.saved_step + part * (now.step - now.saved_step)
-        total += weight * ending.rate(now.saved_s + part * now.age_s) * (base - curve.loss(step))
-    return ending.abrupt * max(0.0, total * now.age_s / 12)
+    steps = [now.saved_step + part / 4 * (now.step - now.saved_step) for part in range(5)]
+    losses = [curve.loss(step) for step in steps]
+    gone = ending.cumulative(now.useful_s)
+    abrupt = delayed = since = 0.0
+    for part, weight in ((4, 1), (3, 4), (2, 2), (1, 4)):
+        at = now.saved_s + part / 4 * now.age_s
+        density = ending.rate(at) * math.exp(min(gone - ending.cumulative(at), FAR))
+        abrupt += weight * density * (losses[0] - losses[part])
+        delayed += weight * part / 2 * since  # for the integral of twice the age times what is worth more
+        between = at - now.age_s / 8
+        since += (
+            ending.rate(between)
+            * math.exp(min(gone - ending.cumulative(between), FAR))
+            * (losses[part - 1] - losses[part])
+        )
+    rework = now.expected_rework_s * (worth + delayed / 12)
+    return rework + ending.abrupt * max(0.0, abrupt * now.age_s / 12)

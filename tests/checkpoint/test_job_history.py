@@ -1,0 +1,151 @@
+"""How runs ended: the file, its corruption, and what is estimated from it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+from pathlib import Path
+
+import pytest
+
+from shared_core.checkpoint.ending import Ending, from_history
+from shared_core.checkpoint.hazard import Hazard, by_tier
+from shared_core.checkpoint.history import SILENT_S, Run, append, read
+from shared_core.errors import ConfigError
+
+
+def test_a_run_is_its_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    assert read(path).runs == (), "no file"
+    append(path, Run("a", time=100.0))
+    append(path, Run("b", group="other", time=100.0))
+    append(path, Run("a", useful_s=50.0, worker_s=200.0, rolled_back={"storage": 1}, time=150.0))
+    append(path, Run("c", "stopped", 30.0, 60.0, time=160.0))
+    found = {run.name: run for run in read(path, now=200.0).runs}
+    assert [run.end for run in found.values()] == ["running", "running", "stopped"]
+    assert (found["a"].useful_s, found["a"].worker_s, found["a"].rolled_back) == (50.0, 200.0, {"storage": 1})
+    assert [run.name for run in read(path, group="other", now=200.0).runs] == ["b"]
+    assert [run.name for run in read(path, without="a", now=200.0).runs] == ["b", "c"]
+
+
+def test_silence_is_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    for name, end, at in (("old", "running", 0.0), ("young", "running", SILENT_S), ("done", "completed", 0.0)):
+        append(path, Run(name, end, 10.0, time=at + 1.0))
+    ends = {run.name: run.end for run in read(path, now=SILENT_S + 2.0).runs}
+    assert ends == {"old": "killed", "young": "running", "done": "completed"}
+    append(path, Run("old", useful_s=20.0, time=SILENT_S + 2.0))  # it was restarted
+    assert {run.name: run.end for run in read(path, now=SILENT_S + 2.0).runs}["old"] == "running"
+
+
+def test_damage_costs_only_the_damaged_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line is truncated, changed or nonsense: the others are read, and that is said."""
+    path = tmp_path / "runs.jsonl"
+    for number in range(4):
+        append(path, Run(f"run{number}", "stopped", 10.0 * number, time=1.0))
+    whole = path.read_bytes().splitlines()
+    nonsense = [b"\xff\xfe", b"{}", b"[1]", b"null", b"7", b'{"name": 3}']
+    nonsense += [whole[1].replace(b'"stopped"', b'"vanished"'), whole[1].replace(b"10.0", b"NaN")]
+    nonsense += [whole[1].replace(b"10.0", b"-5"), whole[1][: len(whole[1]) // 2], whole[1].replace(b"run1", b'"')]
+    for damaged in nonsense:
+        path.write_bytes(b"\n".join([whole[0], damaged, *whole[2:]]) + b"\n")
+        found = read(path, now=2.0)
+        assert [run.name for run in found.runs] == ["run0", "run2", "run3"], damaged
+        assert found.skipped == 1
+        assert "1 of 4 lines cannot be read and are passed over" in capsys.readouterr().err
+
+
+def test_a_torn_line_does_not_swallow_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    append(path, Run("a", time=1.0))
+    with path.open("ab") as file:
+        file.write(b'{"name": "b", "en')  # the machine went down
+    append(path, Run("c", time=1.0))
+    found = read(path, now=2.0)
+    assert [run.name for run in found.runs] == ["a", "c"] and found.skipped == 1
+
+
+def _append_many(path: Path, name: str) -> None:
+    for number in range(200):
+        append(path, Run(name, useful_s=number, group="x" * 500, time=1.0))
+
+
+def test_several_jobs_write_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    context = multiprocessing.get_context("fork")
+    jobs = [context.Process(target=_append_many, args=(path, f"job{number}")) for number in range(3)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(60)
+        assert job.exitcode == 0
+    found = read(path, now=2.0)
+    assert found.skipped == 0 and all(run.useful_s == 199 for run in found.runs) and len(found.runs) == 3
+    assert sum(1 for line in path.read_text().splitlines() if json.loads(line)) == 600
+
+
+def test_a_wrong_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="completed, stopped, killed, not 'died'"):
+        Run("a", "died")
+
+
+def test_ends_are_estimated() -> None:
+    """500 runs that end at a rate of 1 in 1000 s, a third of them killed, planned for 2000 s."""
+    draw = random.Random(8)
+    runs = []
+    for number in range(500):
+        length = draw.expovariate(1 / 1000)
+        end = "completed" if length > 2000 else "killed" if draw.random() < 1 / 3 else "stopped"
+        runs.append(Run(str(number), end, min(length, 2000.0), time=1.0))
+    found = from_history(runs)
+    assert found is not None and len(found.rates) == 8
+    for at in (100.0, 500.0, 1500.0):
+        assert found.rate(at) == pytest.approx(1e-3, rel=0.4)
+    assert found.survival(1000.0) == pytest.approx(0.37, abs=0.05)
+    assert found.abrupt == pytest.approx(1 / 3, abs=0.06)
+
+
+def test_a_rising_hazard_is_seen() -> None:
+    """Nobody ends in the first 500 s, and then all within 100 s."""
+    found = from_history([Run(str(number), "stopped", 500.0 + number) for number in range(100)])
+    assert found is not None and found.rate(550.0) > 20 * found.rate(100.0)
+
+
+def test_priors() -> None:
+    assert from_history([]) is None and from_history([Run("a")]) is None
+    one = from_history([Run("a", "completed", 1000.0)])
+    assert one is not None and one.abrupt == 0.0 and 0 < one.rate(0.0) < 1e-3
+    killed = from_history([Run("a", "killed", 1000.0)])
+    assert killed is not None and killed.abrupt == pytest.approx(1 / 3), "two graceful ends are the prior"
+    running = from_history([Run("a", "running", 1000.0), Run("b", "killed", 1000.0)])
+    assert running is not None and running.rate(0.0) < killed.rate(0.0), "a run that goes on counts as exposure"
+
+
+def test_a_law_of_ends() -> None:
+    law = Ending((0.0, 100.0, 200.0), (0.0, 0.01, 0.0), 0.5)
+    assert [law.rate(at) for at in (0.0, 99.0, 100.0, 250.0)] == [0.0, 0.0, 0.01, 0.0]
+    assert (law.cumulative(50.0), law.cumulative(150.0), law.cumulative(1e9)) == (0.0, 0.5, 1.0)
+    for wrong in (((1.0,), (0.1,), 0.5), ((0.0,), (-0.1,), 0.5), ((0.0,), (0.1,), 1.5), ((0.0,), (), 0.5)):
+        with pytest.raises(ValueError):
+            Ending(*wrong)
+
+
+def test_the_hazard_is_learned_over_scales() -> None:
+    """Whatever the truth, after ten faults the estimate is near it; and before the first it falls with the exposure."""
+    for mtbf_h in (2.0, 50.0, 3_000.0, 60_000.0):
+        found = Hazard().seen(10, 10 * mtbf_h * 3600)
+        assert found.mean(1) * mtbf_h * 3600 == pytest.approx(1.0, rel=0.2)
+        assert found.mean(16) == pytest.approx(16 * found.mean(1))
+    quiet = [Hazard().seen(0, hours * 3600.0).mean(1) for hours in (0, 100, 1_000, 10_000)]
+    assert quiet == sorted(quiet, reverse=True) and 1 / quiet[0] / 3600 == pytest.approx(283, rel=0.02)
+    sure = Hazard(prior=((1.0, 100.0),))
+    assert sure.mean(1) == pytest.approx(1 / 360_000) and sure.seen(3, 0.0).mean(1) == pytest.approx(4 / 360_000)
+    with pytest.raises(ValueError):
+        Hazard(prior=())
+
+
+def test_each_tier_has_its_own_hazard() -> None:
+    runs = [Run("a", "stopped", 1e5, 4e5, {"memory": 3, "storage": 1}), Run("b", "killed", 1e5, 4e5, {"memory": 2})]
+    found = by_tier(runs)
+    assert found["memory"] == Hazard(5, 8e5) and found["storage"] == Hazard(1, 8e5) and found["peer"] == Hazard(0, 8e5)

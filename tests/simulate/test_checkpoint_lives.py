@@ -1,0 +1,223 @@
+"""Lives of a job under checkpoint policies: closed forms, research's Monte Carlo, the command and its picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import checkpoint_policy
+from shared_core.checkpoint.cost import Cost
+from shared_core.checkpoint.curve import Curve
+from shared_core.checkpoint.ending import Ending
+from shared_core.checkpoint.history import Run, append
+from shared_core.checkpoint.policy import Fixed, Policy, Value, Young
+from shared_core.checkpoint.policy.intervals import waste, young
+from shared_core.cli.swiftctl import main
+from shared_core.simulate.lives import Lives, Outcome, live
+from shared_core.simulate.placing import Clock, Job, Knowledge, Recorded, places
+
+CURVE = Curve(0.0, 600.0**0.7, 0.7, 599.0)
+
+
+def job(abrupt: float = 0.0, **changes: object) -> Job:
+    """Case 1 of research 3.5: MTBF 240 min, ends after 120 min on average, a checkpoint takes 0.3 min."""
+    values = {"ending": Ending.constant(1 / 7200, abrupt), "mtbf_h": 4.0, "cost": Cost(18.0), "hours": 6.0} | changes
+    return Job(CURVE, **values)  # type: ignore[arg-type]
+
+
+def played(made: Job, policy: Policy, lives: int = 3000, **known: object) -> Outcome:
+    where = places(made, policy, Knowledge(made.ending, **known))  # type: ignore[arg-type]
+    return live(made, where, Lives.draw(made, lives, 3))
+
+
+def test_time_agrees_with_the_closed_form() -> None:
+    """Daly's expected time of equal segments, the last one without a checkpoint; restart is not counted as overhead."""
+    made = job(ending=Ending.constant(0.0, 0.0), restart_s=0.0, mtbf_h=1.0)
+    interval = 600.0
+    outcome = live(made, [interval * i for i in range(1, 36)], Lives.draw(made, 20_000, 1))
+    one = interval * (1 + waste(interval, 18.0, 1 / 3600))
+    last = interval * (1 + waste(interval, 1e-9, 1 / 3600))
+    error = outcome.overhead_s.std() / math.sqrt(20_000)
+    assert outcome.overhead_s.mean() == pytest.approx(35 * one + last - made.horizon_s, abs=4 * error)
+    assert (outcome.made >= 35).all() and outcome.lost.max() == 0, "who ends as planned lacks nothing"
+
+
+def test_a_write_that_takes_long_costs_its_time_at_each_fault() -> None:
+    """A checkpoint that is durable only after 300 s: every fault and every abrupt end costs so much more."""
+    fast, slow = (job(1.0, cost=Cost(18.0, persist_s=lag)) for lag in (0.0, 300.0))
+    where = [900.0 * i for i in range(1, 24)]
+    lives = Lives.draw(fast, 4000, 5)
+    rework = [live(made, where, lives).rework_s.mean() for made in (fast, slow)]
+    faults = rework[0] / 450
+    assert rework[1] - rework[0] == pytest.approx(300 * faults, rel=0.15)
+    assert live(slow, where, lives).lost.mean() > live(fast, where, lives).lost.mean()
+
+
+def test_all_policies_meet_the_same_faults_and_ends() -> None:
+    made = job()
+    lives = Lives.draw(made, 2000, 9)
+    assert np.array_equal(lives.ends_s, Lives.draw(made, 2000, 9).ends_s)
+    assert lives.ends_s.mean() == pytest.approx(7200, rel=0.1)
+    at = Lives.draw(job(ending=Ending((0.0, 1000.0, 2000.0), (0.0, 5e-4, 0.0), 1.0)), 4000, 2).ends_s
+    assert np.isinf(at).mean() == pytest.approx(math.exp(-0.5), abs=0.03)
+    assert at.min() >= 1000 and at[np.isfinite(at)].max() < 2000
+
+
+def test_fewer_workers_fail_less_and_take_longer() -> None:
+    made = job(workers=((0.0, 8), (3600.0, 4), (7200.0, 1)))
+    clock = Clock(made)
+    assert [clock.hazard(at) * 4 * 3600 for at in (0.0, 3600.0, 9000.0)] == [1.0, 0.5, 0.125]
+    assert clock.step(10_800.0) == pytest.approx(3600 * (1 + 0.5 + 0.125))
+    assert clock.rework_s(0.0, 3600.0) == pytest.approx(1 / 14_400 * 3600**2 / 2)
+    across = sum(clock.hazard(at + 0.5) * (at + 0.5 - 3000) for at in range(3000, 8000))
+    assert clock.rework_s(3000.0, 8000.0) == pytest.approx(across, rel=1e-3)
+    gaps = np.diff(places(made, Value(), Knowledge(None)))
+    wanted = [young(18.0, hazard / 14_400) for hazard in (1, 0.5, 0.125)]
+    assert (gaps[0], gaps[-1]) == (pytest.approx(wanted[0], abs=1), pytest.approx(wanted[2], abs=1))
+
+
+def test_where_all_ends_are_graceful_young_is_best() -> None:
+    """Research 3.5, case 1, x 1e-4: Young 67, the rule for abrupt ends 116, equal progress far above."""
+    made = job()
+    gain = 1e4 * (1 - CURVE.loss(made.horizon_s) / CURVE.loss(0))
+    best = played(made, Young()).lost
+    assert best.mean() * gain == pytest.approx(67, abs=8)
+    assert np.array_equal(played(made, Value()).lost, best), "value is Young's rule"
+    believes = Knowledge(Ending.constant(1 / 7200, 1.0))
+    rule = live(made, places(made, Value(), believes), Lives.draw(made, 3000, 3)).lost
+    assert rule.mean() * gain == pytest.approx(116, abs=10) and rule.mean() > best.mean()
+    for worse in (Fixed(2400), Fixed(200)):
+        assert played(made, worse).lost.mean() > best.mean()
+
+
+def test_where_ends_are_abrupt_the_rule_is_best() -> None:
+    """Research 3.5, case 1, x 1e-4: Young 500, the rule 238."""
+    made = job(1.0)
+    gain = 1e4 * (1 - CURVE.loss(made.horizon_s) / CURVE.loss(0))
+    found = {name: played(made, policy).lost for name, policy in (("young", Young()), ("value", Value()))}
+    assert found["young"].mean() * gain == pytest.approx(500, abs=35)
+    assert found["value"].mean() * gain == pytest.approx(238, abs=20)
+    difference = found["value"] - found["young"]
+    assert difference.mean() < -4 * difference.std() / math.sqrt(len(difference))
+
+
+def test_a_price_is_paid_for_each_checkpoint() -> None:
+    dear = job(0.5, price=1e-3)
+    told, untold = played(dear, Value(1e-3)), played(dear, Value())
+    assert told.lost.mean() < untold.lost.mean() and told.made.mean() < 0.8 * untold.made.mean()
+    free = live(job(0.5), places(dear, Value(), Knowledge(dear.ending)), Lives.draw(dear, 3000, 3))
+    gain = CURVE.loss(0) - CURVE.loss(dear.horizon_s)
+    assert (untold.lost - free.lost).mean() == pytest.approx(1e-3 / gain * free.made.mean())
+    assert np.allclose(free.of(dear).lost, untold.lost)
+
+
+def test_a_recorded_curve_is_made_monotone() -> None:
+    random = np.random.default_rng(4)
+    true = Curve(1.0, 3.0, 0.5)
+    found = Recorded.smooth(np.array([true.loss(step) for step in range(1, 2001)]) + random.normal(0, 0.1, 2000))
+    assert (np.diff(found.losses) <= 0).all() and found.loss(1e9) == found.losses[-1]
+    for step in (100, 1000):
+        assert found.loss(step) == pytest.approx(true.loss(step), abs=0.05)
+        assert found.slope(step) == pytest.approx(true.slope(step), rel=0.6)
+
+
+def test_estimates_are_worth_nearly_as_much_as_the_truth() -> None:
+    """40 earlier runs and noisy losses; half of the early ends are kills."""
+    made = job(0.5, mtbf_h=8.0, cost=Cost(5.0))
+    lives = Lives.draw(made, 1500, 3)
+    told = checkpoint_policy.told_by(made, 1, checkpoint_policy.noisy(made), 40)
+    ours, youngs = (live(made, places(made, policy, told), lives).lost.mean() for policy in (Value(), Young()))
+    truth = live(made, places(made, Value(), Knowledge(made.ending)), lives).lost.mean()
+    assert ours < 1.35 * truth and ours < 0.85 * youngs
+
+
+def test_the_benchmark_judges_value_against_the_best_other() -> None:
+    cell = next(cell for cell in checkpoint_policy.research_cells() if cell.ends == "abrupt")
+    found = checkpoint_policy.outcomes(cell.job, Lives.draw(cell.job, 300, 5), checkpoint_policy.Remembered())
+    rows = checkpoint_policy.judge(cell, found, True)
+    assert rows[0].holds and "value / best other" in rows[0].metric and len(rows) == 1 + 2 * len(found)
+    exchanged = found | {"value": found["young"], "young": found["value"]}
+    assert checkpoint_policy.judge(cell, exchanged, False)[0].holds is False
+    assert len(list(checkpoint_policy.coci_cells(checkpoint_policy.MODELS, checkpoint_policy.MTBFS_H))) == 240
+    assert set(checkpoint_policy.recorded()) == {"digits", "gpt2_constant", "gpt2_one_cycle"}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_the_quick_benchmark_meets_its_targets(tmp_path: Path) -> None:
+    assert checkpoint_policy.main(["--quick", "--json", str(tmp_path / "rows.json")]) == 0
+    assert any(row["unit"] == "%" for row in json.loads((tmp_path / "rows.json").read_text()))
+
+
+QUICK = ["policy", "--hours", "2", "--step-s", "5", "--lives", "200", "--policies", "value", "young", "fixed"]
+
+
+def test_the_policy_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(QUICK) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["policy", "checkpoints"] and "stall" not in lines[0] and len(lines) == 5
+    assert lines[2].split()[2:] == lines[3].split()[2:], "without early ends and a price value is Young's rule"
+    assert main([*QUICK, "--simulate", "--end-h", "1", "--abrupt", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("utility lost %") and all("±" in line for line in lines[2:])
+    path = tmp_path / "runs.jsonl"
+    for number in range(12):
+        append(path, Run(str(number), "killed", 1800.0 + number, time=1.0))
+    printed = []
+    for _ in range(2):
+        assert main([*QUICK, "--simulate", "--history", str(path), "--json"]) == 0
+        printed.append(capsys.readouterr().out)
+    found = json.loads(printed[0])
+    assert printed[0] == printed[1] and [one["policy"] for one in found] == ["value", "young", "fixed"]
+    assert found[0]["lost"]["mean"] < found[1]["lost"]["mean"]
+
+
+@pytest.mark.parametrize(
+    "arguments, status, message",
+    [
+        (["--policies", "magic"], 2, "unknown checkpoint policy 'magic': choose from value"),
+        (["--hours", "0"], 2, "--hours must be above 0"),
+        (["--stall-s", "-1"], 2, "--stall-s must be at least 0"),
+        (["--stall-s", "0"], 2, "must cost something"),
+        (["--abrupt", "2"], 2, "--abrupt must be at most 1"),
+        (["--workers", "0:8,x"], 2, "must look like 0:8,2:4"),
+        (["--workers", "1:8"], 2, "must begin at hour 0"),
+        (["--curve", "nowhere.csv"], 1, "nowhere.csv"),
+        (["--history", "nowhere.jsonl"], 2, "holds no run that has trained"),
+        (["--plot", "a.nonsense"], 1, "nonsense"),
+    ],
+)
+def test_wrong_usage_of_the_policy_command(
+    arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*QUICK, *arguments]) == status
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.startswith("swiftctl: ") and not printed.out
+
+
+def test_a_file_that_is_no_curve(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "curve.csv"
+    for text, message in (("step,loss\n1;2\n", "must hold a header"), ("step,loss\n1,2\n", "at least 10 losses")):
+        path.write_text(text)
+        assert main([*QUICK, "--curve", str(path)]) == 2
+        assert message in capsys.readouterr().err
+    path.write_text("step,loss\n" + "".join(f"{step},{step}\n" for step in range(50)))
+    assert main([*QUICK, "--curve", str(path)]) == 2
+    assert "does not fall" in capsys.readouterr().err
+
+
+def test_the_picture_of_policies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "policies.svg"
+    assert main([*QUICK, "--simulate", "--plot", str(path)]) == 0
+    assert "<svg" in path.read_text()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    assert main([*QUICK, "--plot", str(tmp_path / "other.svg")]) == 1
+    assert "pip install 'swift-recovery[report]'" in capsys.readouterr().err
