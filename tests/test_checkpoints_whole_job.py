@@ -70,6 +70,7 @@ def test_sigterm_loses_nothing(jobs: Jobs, tmp_path: Path) -> None:
         result = job.end(12.0)
     assert result.status == 1, result.tail()
     assert "nothing is lost" in result.stderr, result.tail()
+    assert len(committed(tmp_path)) == 2, "the policy has made one before, to learn what it costs"
     newest = committed(tmp_path)[-1]
     assert newest == reached, "batches were run that are in no checkpoint"
     with running(jobs, SCRIPT, ARGS, env=env, launcher_args=[*RESTART, grace]) as job:
