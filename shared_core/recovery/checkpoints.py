@@ -22,7 +22,7 @@ from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Status, Target
 from shared_core.checkpoint.storage import open_storage
 from shared_core.cluster import worker
-from shared_core.cluster.last_checkpoint import ENDING, SAVED
+from shared_core.cluster.last_checkpoint import ENDING, SAVED, leave_signals_to_the_agent
 from shared_core.cluster.worker import WorkerEnv
 from shared_core.consistency import Top
 from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError
@@ -109,6 +109,7 @@ class Checkpoints:
         if self._dir is None:
             return
         updates.fence = self.fence
+        leave_signals_to_the_agent()
         if config.policy != "none":
             several = len(env.machines) > 1
             path = env.job_dir / f"attempt{env.restart}" / "due"
