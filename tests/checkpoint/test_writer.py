@@ -26,6 +26,7 @@ from checkpoint_tools import (
 )
 
 from shared_core.checkpoint import Spool
+from shared_core.checkpoint import writer as writer_module
 from shared_core.checkpoint.spool import BELL
 from shared_core.errors import CorruptFile
 from shared_core.events import read_events
@@ -258,6 +259,17 @@ def test_machines_that_let_different_steps_go_agree_on_the_next(tmp_path: Path, 
         check(newest(where), 20)
         assert finish(first) == (0, []) and finish(second) == (0, [])
     assert not (where / "step-0000000010").exists()
+
+
+def test_the_end_is_not_waited_for_in_vain(tmp_path: Path, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other machine ends without ever choosing the step, or without its part of it."""
+    monkeypatch.setattr(writer_module, "PATIENCE_S", 0.2)
+    for rank in (1, 0):
+        spool = Spool(tmp_path / str(rank))
+        snapshot(spool, 10, where, ranks=[rank])
+        assert run_writer(spool) == (0, [])
+        assert spool.status().failed == 10 and spool.status().cause == "incomplete"
+        assert newest(where) is None
 
 
 def test_its_end_waits_for_the_last_write_but_not_longer_than_the_grace(spool: Spool, where: Path) -> None:
