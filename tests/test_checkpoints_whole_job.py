@@ -14,7 +14,7 @@ from harness import Jobs
 from shared_core.testing.runner import compare
 
 SCRIPT, ARGS = "plain_ddp.py", ["--norm", "--steps", "240"]
-LONG = ["--norm", "--steps", "600"]
+LONG = ["--norm", "--steps", "400"]
 RESTART = ["--on-failure=restart"]
 
 
