@@ -457,7 +457,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--grace", type=float, default=5.0, help="seconds to go on when whoever started it has died")
     parser.add_argument("--events", help="events.jsonl of the job")
     options = parser.parse_args(argv)
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # whoever started it decides
+    # Whoever started it decides when it ends; a scheduler's notices go to every process of a job.
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(10)

@@ -333,3 +333,13 @@ def test_two_ranks_with_a_part_of_one_name(spool: Spool, where: Path) -> None:
         store.write_mark(where, 5, rank, store.Mark({"same": (digest, 1)}, meta))
     with pytest.raises(CorruptFile, match="rank 1 and another have written same"):
         store.commit_marked(where, 5, 2, meta)
+
+
+def test_notices_to_every_process_do_not_end_it(spool: Spool, where: Path) -> None:
+    with writing(spool) as writer:
+        wait_until((spool.folder / BELL).exists, "the writer")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            writer.send_signal(number)
+        snapshot(spool, 10, where)
+        assert spool.wait_committed(10, 20.0)
+        assert finish(writer) == (0, [])
