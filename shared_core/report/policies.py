@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared_core.errors import MissingExtra
+from shared_core.report.figures import new_figure
 from shared_core.report.text import columns
 
 if TYPE_CHECKING:
@@ -45,14 +45,7 @@ def draw_policies(results: Sequence[PolicyResult], path: Path) -> None:
         OSError: if the file cannot be written.
         ValueError: if the format is unknown.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingExtra("drawing needs matplotlib: pip install 'swift-recovery[report]'") from error
-    matplotlib.use("agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 7), layout="constrained")
+    figure = new_figure((10, 7))
     above, below = figure.subplots(2, 1)
     names = [one.policy for one in results]
     shares = [(one.stall, one.rework, one.lost) for one in results]

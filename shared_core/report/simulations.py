@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_core.errors import MissingExtra
+from shared_core.report.figures import new_figure
 from shared_core.report.text import columns
 from shared_core.simulate.engine import Result
 
@@ -45,14 +45,7 @@ def draw_results(results: Sequence[Result], path: Path) -> None:
         OSError: if the file cannot be written.
         ValueError: if the format is unknown.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingExtra("drawing needs matplotlib: pip install 'swift-recovery[report]'") from error
-    matplotlib.use("agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 6), layout="constrained")
+    figure = new_figure((10, 6))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 3))
     for index, one in enumerate(results):
         hours = [time / 3600 for segment in one.segments for time in (segment.start_s, segment.end_s)]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shared_core.checkpoint import Spool
+
 
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
@@ -16,3 +18,14 @@ def in_memory() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="test-checkpoint-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    return Spool(tmp_path / "job" / "checkpoints")
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Path:
+    """Where checkpoints are written."""
+    return tmp_path / "storage"

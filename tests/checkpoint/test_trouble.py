@@ -33,16 +33,6 @@ from shared_core.errors import ConfigError, MissingExtra
 from shared_core.testing import Fault
 
 
-@pytest.fixture
-def spool(tmp_path: Path) -> Spool:
-    return Spool(tmp_path / "job" / "checkpoints")
-
-
-@pytest.fixture
-def where(tmp_path: Path) -> Path:
-    return tmp_path / "storage"
-
-
 def failing(spool: Spool, where: Path | str, steps: range, cause: str, size: int = 3000) -> list[str]:
     """Snapshots that a writer cannot write; what it says."""
     with writing(spool) as writer:

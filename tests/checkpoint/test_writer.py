@@ -33,16 +33,6 @@ from shared_core.events import read_events
 from shared_core.testing import ANY_STEP, Fault
 
 
-@pytest.fixture
-def spool(tmp_path: Path) -> Spool:
-    return Spool(tmp_path / "job" / "checkpoints")
-
-
-@pytest.fixture
-def where(tmp_path: Path) -> Path:
-    return tmp_path / "storage"
-
-
 def test_what_workers_leave_is_committed(spool: Spool, where: Path, tmp_path: Path) -> None:
     snapshot(spool, 10, where)
     code, said = run_writer(spool)

@@ -10,8 +10,7 @@ import random
 import threading
 
 import torch
-import torch.distributed as dist
-from silent import connect
+from silent import pair
 
 from shared_core.comm.gloo import InnerGroup
 from shared_core.recovery.messages import receive, send
@@ -22,13 +21,7 @@ ROUNDS = 20
 def main() -> None:
     chance = random.Random(5)
     for number in range(ROUNDS):
-        store = dist.HashStore()
-        ends: dict[int, InnerGroup] = {}
-        threads = [threading.Thread(target=connect, args=(store, rank, ends)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        ends = pair()
         outcome: list[str] = []
         under_way = threading.Event()
 

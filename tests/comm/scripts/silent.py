@@ -25,7 +25,8 @@ def connect(store: dist.Store, rank: int, out: dict[int, InnerGroup]) -> None:
     )
 
 
-def main() -> None:
+def pair() -> dict[int, InnerGroup]:
+    """Both ends."""
     store = dist.HashStore()
     ends: dict[int, InnerGroup] = {}
     threads = [threading.Thread(target=connect, args=(store, rank, ends)) for rank in range(2)]
@@ -33,6 +34,11 @@ def main() -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    return ends
+
+
+def main() -> None:
+    ends = pair()
     blocked = {
         "all_reduce": ends[0].pg.allreduce([torch.zeros(100_000)], dist.AllreduceOptions()),
         "recv": ends[0].pg.recv([torch.zeros(5)], 1, 7),
