@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from checkpointed import options
 from harness import Jobs, most
 
 from shared_core.testing import ANY_STEP, Fault
@@ -113,7 +114,7 @@ def test_a_loss(name: str, jobs: Jobs) -> None:
 
 def test_what_happens_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
     """The others make steps, and write no checkpoint; the newcomer is a copy of a replica."""
-    env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "2"}
+    env = options(tmp_path, every=2, checkpoint_async=False)
     result = run(jobs, [Fault(2, 4, "lane.wait", "SIGKILL", nth=3)], "--let-in-at", "7", **env)
     compare(result, jobs.reference("lane.py", nproc=4))
     ranks = [event.fields["ranks"] for event in result.kinds("lane")]

@@ -258,13 +258,9 @@ class SwiftAgent(SimpleElasticAgent):
         """The last one is written to its end if the job has succeeded, else for the rest of the grace."""
         self._persisting.look(self._first_rank)  # a worker may have left its only snapshot just before it ended
         whole = self._released and not self._wakeup.received
-
-        def wait(seconds: float) -> None:
-            self._wakeup.wait(seconds)
-            self._fleet.reap()
-
-        enough = lambda: len(self._wakeup.received) > signals  # noqa: E731
-        self._persisting.finish(None if whole else deadline, wait, enough)
+        self._persisting.finish(
+            None if whole else deadline, self._wakeup.wait, lambda: len(self._wakeup.received) > signals
+        )
 
     @property
     def _first_rank(self) -> int:

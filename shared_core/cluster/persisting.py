@@ -38,7 +38,7 @@ class Persisting:
         self._events, self._grace_s, self._say = events, grace_s, say
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
-        self._starts, self._early_deaths = 0, 0
+        self._starts, self._early_deaths, self._rank = 0, 0, 0
 
     def look(self, rank: int = 0) -> None:
         """Start the writer if it is needed and does not run. Cheap: call it often.
@@ -64,16 +64,21 @@ class Persisting:
         return self._process is not None and process.state_of(self._process.pid) not in (None, "Z", "X")
 
     def finish(self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]) -> None:
-        """Let it write what is there, then end it. A second call does nothing.
+        """Let it write what is there, then end it; if it is lost meanwhile, another does. A second call does nothing.
 
         Args:
             deadline: ``time.monotonic()`` until which it may go on; None as long as it takes.
-            wait: waits for at most so many seconds, less where something happens.
+            wait: waits for at most so many seconds, less where something happens; reaps no children.
             enough: whether it is to be ended at once.
         """
-        if self._process is None:
-            return
-        assert self._process.stdin is not None
+        for _ in range(GIVE_UP_AFTER):
+            if self._process is None or not self._finish(deadline, wait, enough):
+                return
+            self._start(self._rank)
+
+    def _finish(self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]) -> bool:
+        """Whether it was lost although there was time."""
+        assert self._process is not None and self._process.stdin is not None
         limit = _PATIENT_S if deadline is None else max(0.0, deadline - time.monotonic())
         with suppress(OSError):
             self._process.stdin.write(f"{limit:.3f}\n".encode())
@@ -85,7 +90,9 @@ class Persisting:
             self._say("the last checkpoint is not written to its end: the time for it is over")
             with suppress(ProcessLookupError):
                 self._process.kill()
-        self._collect()
+            self._collect()
+            return False
+        return self._collect() not in (0, None)
 
     def _start(self, rank: int) -> None:
         command = [sys.executable, "-m", PROGRAM, str(self._folder), f"--grace={self._grace_s}"]
@@ -99,7 +106,7 @@ class Persisting:
             bufsize=0,
             start_new_session=True,  # what a terminal sends to all is not for it
         )
-        self._started = time.monotonic()
+        self._started, self._rank = time.monotonic(), rank
         self._starts += 1
 
     def _environment(self, environ: Mapping[str, str], rank: int) -> dict[str, str]:

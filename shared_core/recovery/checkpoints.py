@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 #: Folder of marks in the storage: runs that have ended well, which nobody goes on with.
 ENDED = "ended"
+#: Longest wait for a checkpoint where each is waited for, in seconds.
+_AWAIT_S = 60.0
 
 
 @dataclass
@@ -275,10 +277,19 @@ class Checkpoints:
             self._pricing.heed(self.newest_top, status.failed)
 
     def _await(self, top: Top, taken: bool) -> bool:
-        """Wait until the checkpoint of a batch top is committed; whether it is."""
-        if not taken or self._snapshots is None:
+        """Wait until the checkpoint of a batch top is committed; whether it is. A loss ends the wait: the lost rank's part
+        may never come.
+        """
+        if not taken:
             return False
-        done = self._snapshots.flush(self._env.config.wait_timeout_s)
+        self.fence()
+        runtime = self._recovery.runtime
+        generation, deadline = runtime.generation, time.monotonic() + min(self._env.config.wait_timeout_s, _AWAIT_S)
+        done = False
+        while not done and runtime.latest == generation and time.monotonic() < deadline:
+            done = self._spool.wait_committed(top.index, 0.05)
+            if not done and self._spool.status().failed >= top.index:
+                break
         self._look()
         return done
 

@@ -146,7 +146,6 @@ class Pricing:
             in_flight=len(self._begun),
             curve=self._fit.curve,
             exponential=self._fit.exponential,
-            no_curve=self._fit.why,
             ending=self._ending,
         )
 
