@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -75,6 +76,10 @@ class Running:
             if event.kind == "start":
                 return Path(event.fields["job_dir"])
         return None
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Processes that have run the script."""
+        return [json.loads(line) for line in self._said("workers.jsonl").splitlines()]
 
     @property
     def spool(self) -> Spool | None:

@@ -60,16 +60,27 @@ def test_a_run_that_has_ended_well_is_not_gone_on_with(jobs: Jobs, tmp_path: Pat
         compare(result, jobs.reference(SCRIPT, args=args))
 
 
-def test_sigterm_loses_nothing(jobs: Jobs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "to_all"),
+    [
+        (signal.SIGTERM, False),
+        pytest.param(signal.SIGUSR1, True, marks=pytest.mark.nightly),  # as SLURM does it
+    ],
+    ids=["SIGTERM", "SIGUSR1 to all"],
+)
+def test_told_to_end_nothing_is_lost(jobs: Jobs, tmp_path: Path, number: int, to_all: bool) -> None:
     """Within ten seconds, with no checkpoint due for long."""
     env, grace = options(tmp_path), "--shutdown-timeout=10"
     with running(jobs, SCRIPT, ARGS, env=env, launcher_args=[*RESTART, grace]) as job:
         job.until(lambda: job.tops() >= 40)
-        os.kill(job.pid, signal.SIGTERM)
+        for pid in [job.pid, *(worker["pid"] for worker in job.workers() if to_all)]:
+            os.kill(pid, number)
         reached = _tops_until_the_end(job)
         result = job.end(12.0)
     assert result.status == 1, result.tail()
     assert "nothing is lost" in result.stderr, result.tail()
+    assert not result.kinds("lost"), result.tail()
+    assert len(committed(tmp_path)) == 2, "the policy has made one before, to learn what it costs"
     newest = committed(tmp_path)[-1]
     assert newest == reached, "batches were run that are in no checkpoint"
     with running(jobs, SCRIPT, ARGS, env=env, launcher_args=[*RESTART, grace]) as job:

@@ -168,7 +168,8 @@ def test_two_machines_at_once(jobs: Jobs) -> None:
 def test_checkpoints_come_from_one_side_only(jobs: Jobs, tmp_path: Path) -> None:
     """The machine of rank 0 is cut off. The others go on from its last checkpoint, and none is written twice."""
     kept = tmp_path / "kept"
-    (tmp_path / "swift.json").write_text(json.dumps({"checkpoint_every_steps": 5, "checkpoint_dir": str(kept)}))
+    each = {"checkpoint_every_steps": 5, "checkpoint_dir": str(kept), "checkpoint_async": False}
+    (tmp_path / "swift.json").write_text(json.dumps(each))
     options = [f"--swift-config={tmp_path / 'swift.json'}"]
     with machines(4) as four, etcd(four[3], tmp_path) as endpoint, contextlib.closing(Site(jobs, four)) as site:
         cluster = site.start(four[:3], LONG, endpoint=endpoint, backend="etcd-v2", options=options)

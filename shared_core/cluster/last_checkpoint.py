@@ -7,7 +7,9 @@ ranks stop at the same one and say so when the checkpoint is committed.
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +24,18 @@ SAVED = "saved"
 _EARLY = (signal.SIGUSR1, signal.SIGUSR2)
 #: Part of the grace time that is left for ending the workers.
 _RESERVE = 0.15
+
+
+def leave_signals_to_the_agent() -> None:
+    """In a worker: what SLURM sends to every process of a step is for the agent, which ends the workers itself.
+
+    A handler that the program has set stays, and so does SIGTERM's default elsewhere: there it is sent to one worker.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (*_EARLY, *((signal.SIGTERM,) if "SLURM_JOB_ID" in os.environ else ())):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_IGN)
 
 
 class LastCheckpoint:

@@ -22,7 +22,7 @@ from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Status, Target
 from shared_core.checkpoint.storage import open_storage
 from shared_core.cluster import worker
-from shared_core.cluster.last_checkpoint import ENDING, SAVED
+from shared_core.cluster.last_checkpoint import ENDING, SAVED, leave_signals_to_the_agent
 from shared_core.cluster.worker import WorkerEnv
 from shared_core.consistency import Top
 from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError
@@ -109,6 +109,7 @@ class Checkpoints:
         if self._dir is None:
             return
         updates.fence = self.fence
+        leave_signals_to_the_agent()
         if config.policy != "none":
             several = len(env.machines) > 1
             path = env.job_dir / f"attempt{env.restart}" / "due"
@@ -178,6 +179,7 @@ class Checkpoints:
         if self._is_ending():
             self._decisions.add(top.version, last=True)
         elif self.pricing is not None:
+            self.pricing.name = self.run
             self.pricing.step(top.index, self.waited_s)
             if self._decisions.pending <= top.version and self.pricing.due(top.index):
                 self._decisions.add(top.version)
@@ -241,12 +243,17 @@ class Checkpoints:
             "attempt": self._env.restart,
             "session": self.session,
             "job": self._env.job,
-            "run": self._run or self.session,
+            "run": self.run,
             "command": self._env.command,
             "world_size": self._env.world_size,
             "top": top.index,
             "version": top.version,
         }
+
+    @property
+    def run(self) -> str:
+        """A name that a run keeps over all restarts."""
+        return self._run or self.session
 
     @property
     def session(self) -> str:
@@ -277,8 +284,9 @@ class Checkpoints:
             self._pricing.heed(self.newest_top, status.failed)
 
     def _await(self, top: Top, taken: bool) -> bool:
-        """Wait until the checkpoint of a batch top is committed; whether it is. A loss ends the wait: the lost rank's part
-        may never come.
+        """Wait until the checkpoint of a batch top is committed; whether it is.
+
+        A loss ends the wait: the lost rank's part may never come.
         """
         if not taken:
             return False
@@ -297,6 +305,8 @@ class Checkpoints:
         """The last checkpoint is made, or cannot be. On several machines the others may go on."""
         if self._env.rank == 0:
             done = self.newest_top >= top.index
+            if done and self._pricing is not None:
+                self._pricing.ended("stopped")
             self._recovery.tell(SAVED, {"top": top.index, "done": done})
         if len(self._env.machines) < 2:
             while True:
@@ -304,11 +314,13 @@ class Checkpoints:
 
     def _mark_ended(self) -> None:
         """The program has ended well: a later start of it begins anew."""
+        if self._pricing is not None:
+            self._pricing.ended("completed")
         if not self.due_top and not self._run:
             return
         try:
             assert self._dir is not None
-            open_storage(self._dir).write(f"{ENDED}/{self._run or self.session}", [b"{}"], 2)
+            open_storage(self._dir).write(f"{ENDED}/{self.run}", [b"{}"], 2)
         except (OSError, SwiftError) as error:
             if not self.newest_top:
                 return  # nothing was ever written
@@ -326,6 +338,8 @@ class Checkpoints:
         if loaded is None:
             return None
         self._run = str(loaded.line.meta["run"])
+        if self._env.rank == 0 and self.pricing is not None:
+            self.pricing.went_back = True
         return _restored(loaded)
 
     def tops(self) -> list[Top]:

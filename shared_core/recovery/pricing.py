@@ -29,6 +29,10 @@ INTERRUPTED = 10.0
 class Pricing:
     """Takes times and losses at each batch top of rank 0, and answers whether a checkpoint is due.
 
+    Attributes:
+        name: of the run, in the job-history file.
+        went_back: this attempt begins with a checkpoint, because the one before was lost.
+
     Args:
         env: of this worker.
 
@@ -53,6 +57,7 @@ class Pricing:
         self._undone: tuple[int, float, float] = (0, 0.0, 0.0)
         self._rolled_back = 0
         self.name = ""
+        self.went_back = False
         self._read_history()
 
     @property
@@ -146,6 +151,7 @@ class Pricing:
             in_flight=len(self._begun),
             curve=self._fit.curve,
             exponential=self._fit.exponential,
+            fit_note=self._fit.why,
             ending=self._ending,
         )
 
@@ -202,5 +208,6 @@ class Pricing:
         """Inverse of :meth:`capture`."""
         self._top, self._useful_s = values["top"], values["useful_s"]
         self._saved_top, self._saved_s, self._rework_s = values["saved"]
-        self._worker_s, self._rolled_back = values["worker_s"], values["rolled_back"]
+        self._worker_s, self._rolled_back = values["worker_s"], values["rolled_back"] + int(self.went_back)
+        self.went_back = False
         self._last = 0.0

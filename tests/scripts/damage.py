@@ -69,7 +69,7 @@ def _without_index(path: Path) -> None:
 
 
 _LOGS: dict[str, Callable[[list[Path]], object]] = {
-    "flip log": _each(lambda path: _flip(path, 0.5)),
+    "flip log": _each(lambda path: [_flip(path, at) for at in (0.2, 0.5, 0.8)]),  # not only what is needed no more
     "truncate log": _each(lambda path: _truncate(path, 0.4)),
     "truncate newest segments": lambda paths: _each(lambda path: _truncate(path, 0.3))(paths[len(paths) // 2 :]),
     "remove segments": lambda paths: _each(Path.unlink)(paths[len(paths) // 2 :]),

@@ -1,0 +1,237 @@
+"""That all ranks learn in time of a checkpoint, agree on which one they go on from, and end after a last one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from shared_core.checkpoint.image import Image
+from shared_core.checkpoint.spool import FOLDER, Sealed, Spool
+from shared_core.cluster import last_checkpoint
+from shared_core.cluster.last_checkpoint import ENDING, LastCheckpoint
+from shared_core.cluster.worker import WorkerEnv
+from shared_core.config import SwiftConfig
+from shared_core.consistency import Top
+from shared_core.errors import CorruptFile
+from shared_core.recovery import lines
+from shared_core.recovery.checkpoints import named
+from shared_core.recovery.decisions import Decisions, Entries, FileEntries, StoreEntries
+from shared_core.recovery.plain import dumps
+from shared_core.recovery.state import Replicated
+
+
+@pytest.fixture(params=["file", "store"])
+def entries(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """Makes the list as another process of the job would."""
+    if request.param == "file":
+        return lambda: FileEntries(tmp_path / "attempt0" / "due")
+    store = HashStore()
+    return lambda: StoreEntries(lambda: store)
+
+
+def begun(entries: Entries) -> Decisions:
+    decisions = Decisions(entries)
+    decisions.joined(0)
+    return decisions
+
+
+def test_all_ranks_find_the_same_batch_top(entries: Any) -> None:
+    first, other = begun(entries()), begun(entries())
+    found: list[list[int]] = [[], []]
+    for version in range(1, 12):
+        if version in (3, 8):
+            first.add(version)
+        for ranks, decisions in zip(found, (first, other), strict=True):
+            if decisions.due(version)[0]:
+                ranks.append(version)
+    assert found == [[5, 10], [5, 10]]
+
+
+def test_the_first_top_with_as_many_updates_is_meant(entries: Any) -> None:
+    """Several updates a batch, and batches without one."""
+    first, other = begun(entries()), begun(entries())
+    first.add(4)
+    assert [other.due(version)[0] for version in (3, 3, 5, 9, 9, 12)] == [False, False, False, True, False, False]
+
+
+def test_the_last_one_is_sooner_and_known_as_such(entries: Any) -> None:
+    first, other = begun(entries()), begun(entries())
+    first.add(6)
+    first.add(6, last=True)
+    assert [other.due(version) for version in (6, 7, 8)] == [(False, False), (True, True), (True, False)]
+
+
+def test_a_newcomer_finds_those_due_again_that_it_passes(entries: Any) -> None:
+    first = begun(entries())
+    for version in (2, 6, 9):
+        first.add(version)
+    newcomer = Decisions(entries())
+    newcomer.joined(4)  # at the batch top of the first of them
+    assert [version for version in range(5, 14) if newcomer.due(version)[0]] == [8, 11]
+    assert newcomer.pending == 11
+
+
+# -- what all ranks go on from ----------------------------------------------------------------------------------------
+
+
+def environment(folder: Path, rank: int, world_size: int) -> WorkerEnv:
+    config = SwiftConfig(wait_timeout_s=20.0)
+    return WorkerEnv(rank, world_size, 0, 0, 1, folder, "", 0, None, config)
+
+
+def snapshot(folder: Path, attempt: int, step: int, rank: int, value: float, world_size: int = 2) -> None:
+    """A sealed snapshot of a rank whose only parameter is ``value``."""
+    spool = Spool(folder / FOLDER, attempt)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, value)
+    replicated = Replicated([model], [])
+    top = Top(index=step, version=step, entry=0, kind="batch", groups={}, received={}, sent={}, members={})
+    top = replace(top, replicas=[])
+    local = {"top": asdict(top), "parts": {"rank": rank}, "ends": {}, "records": []}
+    (spool.folder_of(step) / f"rank{rank}").write_bytes(dumps(local))
+    files = [f"rank{rank}"]
+    if rank == 0:
+        description, tensors = replicated.export()
+        values, metadata = named(replicated, description, tensors)
+        image = Image(spool.folder_of(step) / "replicated0.safetensors", values, metadata)
+        image.seal()
+        files.append("replicated0.safetensors")
+    spool.seal(Sealed(step, rank, world_size, (0, 1), tuple(files), {"session": f"s{attempt}", "run": "r"}))
+
+
+def agree(folder: Path, world_size: int = 2) -> list[lines.Loaded | None | BaseException]:
+    """What each rank goes on from."""
+    store, found = HashStore(), [None] * world_size  # type: list[Any], list[Any]
+
+    def rank(number: int) -> None:
+        mine = lines.in_memory(Spool(folder / FOLDER, 9), number, world_size)
+        try:
+            found[number] = lines.agree(environment(folder, number, world_size), store, mine)
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    return found
+
+
+def steps(found: list[Any]) -> list[int | None]:
+    return [each.top.index if isinstance(each, lines.Loaded) else each for each in found]
+
+
+def test_the_newest_that_all_ranks_have(tmp_path: Path) -> None:
+    for step in (4, 8):
+        for rank in range(2):
+            snapshot(tmp_path, 0, step, rank, float(step))
+    snapshot(tmp_path, 0, 12, 0, 12.0)  # rank 1 was lost before it had copied its part
+    found = agree(tmp_path)
+    assert steps(found) == [8, 8]
+    for rank, each in enumerate(found):
+        assert isinstance(each, lines.Loaded)
+        assert each.tensors[0].item() == 8.0 and each.local["parts"] == {"rank": rank}
+
+
+def test_parts_of_two_attempts_are_never_mixed(tmp_path: Path) -> None:
+    for rank in range(2):
+        snapshot(tmp_path, 0, 4, rank, 1.0)
+    snapshot(tmp_path, 1, 8, 0, 2.0)
+    snapshot(tmp_path, 2, 8, 1, 3.0)
+    assert steps(agree(tmp_path)) == [4, 4]
+
+
+@pytest.mark.parametrize("name", ["rank1", "replicated0.safetensors"])
+def test_one_that_a_rank_cannot_read_is_passed_over_by_all(tmp_path: Path, name: str) -> None:
+    for step in (4, 8):
+        for rank in range(2):
+            snapshot(tmp_path, 0, step, rank, float(step))
+    path = Spool(tmp_path / FOLDER, 0).folder_of(8) / name
+    path.write_bytes(path.read_bytes()[:-1])
+    assert steps(agree(tmp_path)) == [4, 4]
+
+
+def test_nothing(tmp_path: Path) -> None:
+    snapshot(tmp_path, 0, 4, 0, 1.0)
+    snapshot(tmp_path, 0, 5, 1, 1.0)
+    assert steps(agree(tmp_path)) == [None, None]
+
+
+def test_a_newcomer_begins_with_what_the_others_have_begun_with(tmp_path: Path) -> None:
+    store = HashStore()
+    for rank in range(1):
+        snapshot(tmp_path, 0, 4, rank, 1.0, world_size=1)
+    env = environment(tmp_path, 0, 1)
+    first = lines.agree(env, store, lines.in_memory(Spool(tmp_path / FOLDER, 9), 0, 1))
+    snapshot(tmp_path, 1, 9, 0, 2.0, world_size=1)  # newer, but the others have begun with the older
+    later = lines.agree(env, store, lines.in_memory(Spool(tmp_path / FOLDER, 9), 0, 1))
+    assert steps([first, later]) == [4, 4]
+    with pytest.raises(CorruptFile, match="from which this attempt began is gone"):
+        lines.agree(env, store, [])
+
+
+def test_names_are_those_of_the_model_without_its_wrapper() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+    wrapper = torch.nn.Module()
+    wrapper.module = model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    replicated = Replicated([wrapper, torch.nn.Sequential(torch.nn.Linear(2, 1))], [optimizer])
+    found, metadata = named(replicated, *replicated.export())
+    assert list(found)[:4] == ["0.weight", "0.bias", "1.weight", "0.weight#2"]
+    assert {"optimizer.0.exp_avg.0.weight", "optimizer.0.step.1.weight"} <= set(found)
+    assert json.loads(metadata[lines.NAMES]) == list(found)
+
+
+# -- the last one -----------------------------------------------------------------------------------------------------
+
+
+def last(tmp_path: Path, grace_s: float = 10.0, wanted: bool = True) -> tuple[LastCheckpoint, list[str]]:
+    keys: list[str] = []
+    return LastCheckpoint(wanted, grace_s, 100.0, tmp_path, keys.append), keys
+
+
+def test_the_end_waits_until_it_is_committed(tmp_path: Path) -> None:
+    end, keys = last(tmp_path)
+    assert end.waits([signal.SIGTERM]) and (tmp_path / ENDING).exists() and keys == [ENDING]
+    assert end.waits([signal.SIGTERM])
+    end.saved({"top": 7, "done": True})
+    assert not end.waits([signal.SIGTERM]) and end.left_s() == 0.0
+
+
+def test_the_end_waits_no_longer_than_the_grace(tmp_path: Path) -> None:
+    end, _ = last(tmp_path, grace_s=0.0)
+    assert not end.waits([signal.SIGTERM])
+
+
+@pytest.mark.parametrize("others", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGUSR1, signal.SIGINT]])
+def test_a_second_signal_ends_at_once(tmp_path: Path, others: list[int]) -> None:
+    end, _ = last(tmp_path)
+    assert end.waits([signal.SIGTERM])
+    assert not end.waits([signal.SIGTERM, *others])
+
+
+def test_sigterm_after_an_early_signal_shortens_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end, _ = last(tmp_path)
+    now = 1000.0
+    monkeypatch.setattr(last_checkpoint.time, "monotonic", lambda: now)
+    assert end.waits([signal.SIGUSR1]) and end.deadline == 1100.0
+    assert end.waits([signal.SIGUSR1, signal.SIGTERM]) and end.deadline == pytest.approx(1008.5)
+    now = 1009.0
+    assert not end.waits([signal.SIGUSR1, signal.SIGTERM])
+
+
+def test_without_checkpoints_nothing_is_waited_for(tmp_path: Path) -> None:
+    end, _ = last(tmp_path, wanted=False)
+    assert not end.waits([signal.SIGTERM]) and end.left_s() == 10.0
+    assert end.signals(["SIGTERM"]) == ("SIGTERM",)
