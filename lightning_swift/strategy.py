@@ -24,13 +24,15 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_swift.capture import RunState
+from lightning_swift.checkpoint import SwiftCheckpoint
+from lightning_swift.construction import callbacks_under_construction
 from lightning_swift.launcher import SwiftLauncher
 from lightning_swift.loops import adopt_loops
 from lightning_swift.sharing import SharedLoader, Sharing
 from lightning_swift.support import check_ddp_options, check_device, check_trainer, refuse_strategy
 from shared_core import Job, hand_over, install, launched_by_swiftrun
 from shared_core.cluster.handover import under_plain_torchrun, warn_plain_torchrun_once
-from shared_core.config import SwiftConfig
+from shared_core.config import CHECKPOINT_OPTIONS, SwiftConfig
 from shared_core.loaders import wrap_loader
 from shared_core.testing import inject
 
@@ -154,6 +156,8 @@ class SwiftDDPStrategy(DDPStrategy):
             raise refuse_strategy(self)
         self._standbys = standbys
         self._options = options
+        #: The trainer has a callback that makes checkpoints.
+        self._saves = False
         #: Options of the run: the environment (and what swiftrun was given) over the constructor's.
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(options))
         self._run_state: RunState | None = None
@@ -170,6 +174,7 @@ class SwiftDDPStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         # The latest moment of the Trainer's construction where the number of devices is known; no process group exists
         # yet.
+        self.find_checkpoints()
         if self.job is not None:
             self._launcher = SwiftLauncher(self)
             return
@@ -183,12 +188,29 @@ class SwiftDDPStrategy(DDPStrategy):
                 "that is lost: survivors cannot be kept alive. Start the script with swiftrun"
             )
 
+    def find_checkpoints(self) -> None:
+        """In the constructor of a Trainer: take the options of its :class:`~lightning_swift.SwiftCheckpoint`.
+
+        Raises:
+            ConfigError: where they contradict what was said elsewhere.
+        """
+        said = SwiftConfig.from_env().changed
+        for callback in callbacks_under_construction():
+            if isinstance(callback, SwiftCheckpoint):
+                self._options = callback.merged(self._options, said)
+                self._saves = True
+        self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(self._options))
+        if self.job is not None:
+            wanted = {name: value for name, value in self._options.items() if name in CHECKPOINT_OPTIONS}
+            self.job.use_checkpoints(wanted | {name: value for name, value in said.items() if name in wanted})
+
     @property
     def hands_over(self) -> bool:
-        """Whether nobody has started several workers yet, so that ``swiftrun`` must."""
+        """Whether nobody has started workers yet, so that ``swiftrun`` must: several, or one with checkpoints."""
         assert self.cluster_environment is not None
         external = self.cluster_environment.creates_processes_externally
-        return self.job is None and self.num_processes > 1 and not external and not under_plain_torchrun()
+        needed = self.num_processes > 1 or self._saves
+        return self.job is None and needed and not external and not under_plain_torchrun()
 
     def hand_over(self) -> None:
         """Become ``swiftrun`` with the running script. Does not return.
@@ -375,6 +397,9 @@ class SwiftDDPStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         inject.point("checkpoint.write")
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        for callback in getattr(self._trainer, "callbacks", ()):
+            if isinstance(callback, SwiftCheckpoint):
+                callback.note_file(str(filepath))
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self.quiet:

@@ -1,0 +1,44 @@
+"""``SwiftCheckpoint``: the whole job is killed; the same command goes on, and all it leaves is as without that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from checkpointed import committed, finished, running, went_on_from
+from harness import Jobs, most
+
+from shared_core.testing.runner import JobResult, compare
+
+SCRIPT = "lit_checkpoint.py"
+
+
+def reference(jobs: Jobs, folder: Path) -> JobResult:
+    """Stock Lightning."""
+    return jobs.run(SCRIPT, args=[f"--files={folder / 'stock'}"], launcher="plain")
+
+
+def killed_and_gone_on(jobs: Jobs, folder: Path, args: Sequence[str], stop: int, newest: int) -> JobResult:
+    """Kill the job as it stands at a batch with a committed checkpoint, and start the same command again."""
+    full = [f"--files={folder / 'files'}", f"--checkpoints={folder / 'ours'}", *args]
+    with running(jobs, SCRIPT, full, env={"STOP_AT": str(stop)}) as job:
+        job.until(lambda: job.tops() > stop and newest in committed(folder / "ours"))
+        job.kill()
+        job.end()
+    with running(jobs, SCRIPT, full) as job:
+        result = finished(job)
+    assert went_on_from(result) == {newest}, result.tail()
+    return result
+
+
+@pytest.mark.parametrize(
+    "where", most(["middle of an epoch", "end of an epoch", "last batch of an epoch"], "last batch of an epoch")
+)
+def test_the_same_command_goes_on(jobs: Jobs, tmp_path: Path, where: str) -> None:
+    every = {"middle of an epoch": 7, "end of an epoch": 21, "last batch of an epoch": 20}[where]
+    durable = ["--durable=asynchronous"] if every == 21 else []
+    result = killed_and_gone_on(jobs, tmp_path, [f"--every={every}", *durable], 33, 33 // every * every)
+    stock = reference(jobs, tmp_path)
+    assert result.reports[0]["extra"]["files"] == stock.reports[0]["extra"]["files"]
+    compare(result, stock)
