@@ -101,7 +101,7 @@ class SwiftCheckpointIO(CheckpointIO):
         try:
             loaded: dict[str, Any] = _load(path, map_location, weights_only)
             return loaded
-        except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        except (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError) as error:
             if state != _NO_ARCHIVE:
                 raise
             raise CorruptFile(f"{path} is cut off, or no checkpoint: load an earlier one ({error})") from error
