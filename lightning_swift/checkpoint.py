@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from shared_core import SwiftConfig
+from shared_core.checkpoint.storage import absolute
 from shared_core.config import CHECKPOINT_OPTIONS
 from shared_core.errors import ConfigError
 
@@ -56,11 +57,11 @@ class SwiftCheckpoint(pl.Callback):
         if every_n_steps is not None and every_n_steps < 1:
             raise ConfigError(f"every_n_steps must be at least 1, got {every_n_steps}")
         config = SwiftConfig(
-            checkpoint_dir=_absolute(dirpath),
+            checkpoint_dir=absolute(dirpath),
             checkpoint_policy=policy,
             checkpoint_every_steps=every_n_steps or 0,
             checkpoint_price=price,
-            checkpoint_history=None if history is None else _absolute(history),
+            checkpoint_history=None if history is None else absolute(history),
             checkpoint_keep=keep,
             checkpoint_quota_bytes=quota_bytes,
             checkpoint_async=asynchronous,
@@ -93,7 +94,7 @@ class SwiftCheckpoint(pl.Callback):
                 if name == "resume" or name not in self.options:
                     continue
                 mine = self.options[name]
-                if mine != (_absolute(value) if name in _PATHS else value):
+                if mine != (absolute(value) if name in _PATHS else value):
                     raise ConfigError(
                         f"SwiftCheckpoint says {name}={mine!r}, but {where} {name}={value!r}: leave one of the two out"
                     )
@@ -157,11 +158,6 @@ class SwiftCheckpoint(pl.Callback):
 
 #: Options that are paths.
 _PATHS = ("checkpoint_dir", "checkpoint_history")
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    text = os.fspath(path)
-    return text if "://" in text else os.path.abspath(text)
 
 
 def _why_not(trainer: pl.Trainer) -> str:

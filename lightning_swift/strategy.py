@@ -32,7 +32,7 @@ from lightning_swift.sharing import SharedLoader, Sharing
 from lightning_swift.support import check_ddp_options, check_device, check_trainer, refuse_strategy
 from shared_core import Job, hand_over, install, launched_by_swiftrun
 from shared_core.cluster.handover import under_plain_torchrun, warn_plain_torchrun_once
-from shared_core.config import CHECKPOINT_OPTIONS, SwiftConfig
+from shared_core.config import SwiftConfig
 from shared_core.loaders import wrap_loader
 from shared_core.testing import inject
 
@@ -201,8 +201,7 @@ class SwiftDDPStrategy(DDPStrategy):
                 self._saves = True
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(self._options))
         if self.job is not None:
-            wanted = {name: value for name, value in self._options.items() if name in CHECKPOINT_OPTIONS}
-            self.job.use_checkpoints(wanted | {name: value for name, value in said.items() if name in wanted})
+            self.job.use_checkpoints(self._options)
 
     @property
     def hands_over(self) -> bool:

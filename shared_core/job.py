@@ -114,6 +114,7 @@ class Job:
             env.config,
         )
         self._env = env
+        self._said = env.config.changed
         self.attempt = env.restart
         self.tops = 0
         self._replica_ranks: list[int] = []
@@ -210,22 +211,23 @@ class Job:
         return self._updates.state_version
 
     def use_checkpoints(self, options: Mapping[str, Any]) -> None:
-        """Options of checkpoints that only the script gives. All ranks call this, with the same, before there is a
-        process group; nothing happens where the launcher was given the same.
+        """Have checkpoints made although the launcher was not told. All ranks call this, with the same, before there is
+        a process group; nothing happens where the launcher was told the same, whose options win.
 
         Args:
-            options: some of ``CHECKPOINT_OPTIONS`` by name; what is left out stays as the launcher has it.
+            options: of the script, by name; only those of ``CHECKPOINT_OPTIONS`` count.
 
         Raises:
             ConfigError: for a bad value, or where training has begun.
         """
-        config = SwiftConfig.from_dict(asdict(self.config) | dict(options))
+        wanted = {name: value for name, value in options.items() if name in CHECKPOINT_OPTIONS}
+        config = SwiftConfig.from_dict(asdict(self.config) | wanted | self._said)
         if config == self.config:
             return
         if self.in_charge or self._checkpoints.newest_top:
             raise ConfigError(
-                f"rank {self.rank}: checkpoints cannot be changed once there is a process group: give the options of "
-                "checkpoints to the first Trainer or Accelerator of the script"
+                f"rank {self.rank}: options of checkpoints came when there was a process group already: give them to "
+                "the first Trainer or Accelerator (transformers: before TrainingArguments), or to swiftrun"
             )
         self.config = config
         self._env = replace(self._env, config=config)

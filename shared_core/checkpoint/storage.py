@@ -270,6 +270,12 @@ class UrlStorage:
         return files, f"{path.rstrip('/')}/{name}" if name else path
 
 
+def absolute(where: str | os.PathLike[str]) -> str:
+    """A folder whatever the current one will be; a URL as it is."""
+    text = os.fspath(where)
+    return text if "://" in text else os.path.abspath(text)
+
+
 def open_storage(where: str | os.PathLike[str]) -> Storage:
     """Storage for a local folder or a URL such as ``s3://bucket/run``; ``file://`` is a local folder.
 

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lit_parts import Net, loader
+from standstill import stand_still
 
 from shared_core.testing.digest import digest
 from shared_core.testing.jobs.common import Counting, final_digests, without_ours
@@ -23,13 +24,10 @@ warnings.filterwarnings("ignore")
 
 
 class Stop(pl.Callback):
-    """Rank 0 stands still at a batch, for good. No attribute says which: the next start would take it over."""
+    """Rank 0 stands still at a batch."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.is_global_zero and trainer.global_step == int(os.environ.get("STOP_AT", "-1")):
-            pipe = Path(os.environ["SWIFT_TEST_OUT"], "never")
-            os.mkfifo(pipe)
-            pipe.read_bytes()
+        stand_still(trainer.global_step)
 
 
 def without(value: Any, folder: str) -> Any:
