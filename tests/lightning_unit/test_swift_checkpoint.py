@@ -13,12 +13,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from checkpointed import committed, descendants
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_swift import SwiftCheckpoint, SwiftDDPStrategy
 from lightning_swift.construction import callbacks_under_construction, trainer_under_construction
+from shared_core.cluster import jobdir
 from shared_core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -61,13 +61,16 @@ def test_what_contradicts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_without_a_strategy_of_ours(tmp_path: Path) -> None:
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[SwiftCheckpoint(tmp_path)], **quiet)
+    callback = SwiftCheckpoint(tmp_path)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[callback], **quiet)
     with pytest.raises(ConfigError, match=r"no checkpoints with SingleDeviceStrategy: choose .*swift_ddp"):
-        trainer.fit(pl.LightningModule(), [torch.zeros(1)])
+        callback.setup(trainer, pl.LightningModule(), "fit")
 
 
 def test_workers_of_another_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     strategy = SwiftDDPStrategy()
     callback = SwiftCheckpoint(tmp_path)
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, callbacks=[callback], logger=False)
@@ -147,6 +150,7 @@ def test_python_script_goes_on(tmp_path: Path, devices: int) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         killed.communicate(timeout=30)
+    jobdir.sweep(Path("/dev/shm"))
     out, err = start("swift_ddp").communicate(timeout=100)
     assert "continues from the checkpoint at batch top 14" in err, err
     assert weights(out) == weights(stock)
