@@ -61,6 +61,7 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.checkpoint_policy --json runs/bench/checkpoint_policy.json
 	$(PY) -m benchmarks.planner --json runs/bench/planner.json
 	$(PY) -m benchmarks.reroute --json runs/bench/reroute.json
+	$(PY) -m benchmarks.checkpoint_stall --json runs/bench/checkpoint_stall.json
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -404,8 +404,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", help="millions of parameters, with commas", default="10,100,500")
     parser.add_argument("--folder", type=Path, help="where to save; default: the folder of temporary files")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--saves", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--plain", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--saves", type=int, help="saves of each system; the first is reported apart")
+    parser.add_argument("--plain", type=int, help="steps without a save between two")
     options = parser.parse_args(argv)
     if options.worker:
         system, million, folder = options.worker
@@ -420,6 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 say(f"{million} M parameters do not fit into {available_memory() / 1e9:.0f} GB of memory: left out")
                 continue
             saves, plain = (2, 4) if options.quick else (4, 6) if million < 200 else (3, 4)
+            saves, plain = options.saves or saves, options.plain or plain
             rows += rows_of(million, saves, plain, options.folder or folder)
     return finish(rows, options.json)
 

@@ -77,7 +77,8 @@ def test_every_checkpoint_is_the_state_of_its_batch_top(
     env = options(tmp_path, every=1, checkpoint_keep=ALL)
     result = jobs.run(SCRIPT, args=[*args, "--late"], env=env, nproc=nproc)
     compare(result, jobs.reference(SCRIPT, args=args, nproc=nproc))
-    assert check(result, tmp_path) == settled(6), result.tail()
+    tops = list(range(1, 7)) if "--inside" in more else settled(6)  # without DistributedDataParallel
+    assert check(result, tmp_path) == tops, result.tail()
 
 
 def test_waiting_for_each_one_makes_every_one(jobs: Jobs, tmp_path: Path) -> None:

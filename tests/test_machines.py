@@ -92,7 +92,9 @@ def test_a_spare_machine_takes_the_place_of_a_lost_one(site: Site) -> None:
 
 def test_with_c10d_the_loss_of_the_store_s_machine_ends_the_job(site: Site, tmp_path: Path) -> None:
     """Started again, it goes on from its checkpoint."""
-    (tmp_path / "swift.json").write_text(json.dumps({"checkpoint_every_steps": 10, "checkpoint_dir": str(tmp_path)}))
+    (tmp_path / "swift.json").write_text(
+        json.dumps({"checkpoint_every_steps": 10, "checkpoint_dir": str(tmp_path), "checkpoint_async": False})
+    )
     options = [f"--swift-config={tmp_path / 'swift.json'}"]
     cluster = site.start(site.machines[:2], LONG, options=options, name="again")
     cluster.until(lambda: cluster.tops(2) >= 20)
@@ -137,7 +139,9 @@ def test_a_frozen_agent_loses_its_place(site: Site) -> None:
 
 @pytest.mark.nightly
 def test_on_failure_restart_goes_on_from_the_checkpoint(site: Site, tmp_path: Path) -> None:
-    (tmp_path / "swift.json").write_text(json.dumps({"checkpoint_every_steps": 10, "checkpoint_dir": str(tmp_path)}))
+    (tmp_path / "swift.json").write_text(
+        json.dumps({"checkpoint_every_steps": 10, "checkpoint_dir": str(tmp_path), "checkpoint_async": False})
+    )
     options = ["--on-failure=restart", f"--swift-config={tmp_path / 'swift.json'}"]
     cluster = site.start(site.machines, LONG, options=options)
     cluster.until(lambda: cluster.tops(2) >= 40)

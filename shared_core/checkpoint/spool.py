@@ -88,6 +88,7 @@ class Status:
     Attributes:
         pid: of the writer.
         committed: meta of the newest checkpoint it knows to be committed, with ``step``; empty for none.
+        attempt: that the next three are of.
         writing: step under way; -1 for none.
         waiting: step that is next; -1 for none.
         failed: step of the newest one that was given up since the last commit; -1 for none.
@@ -99,6 +100,7 @@ class Status:
 
     pid: int = 0
     committed: Mapping[str, Any] = field(default_factory=dict)
+    attempt: int = 0
     writing: int = -1
     waiting: int = -1
     failed: int = -1
@@ -254,7 +256,7 @@ class Spool:
             status = self.status()
             if status.committed.get("attempt") == self.attempt and status.committed["step"] >= step:
                 return True
-            if status.failed >= step or time.monotonic() > deadline:
+            if (status.attempt == self.attempt and status.failed >= step) or time.monotonic() > deadline:
                 return False
             time.sleep(_LOOK_S)
 

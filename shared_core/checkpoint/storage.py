@@ -110,11 +110,11 @@ class LocalStorage:
         written = 0
         try:
             operation()
-            new = not path.parent.exists()
+            new = [each for each in path.parents if not each.exists()]
             path.parent.mkdir(parents=True, exist_ok=True)  # two ranks may do so at once
-            if new:
+            for each in new:
                 operation()
-                _sync_folder(path.parent.parent)
+                _sync_folder(each.parent)
             try:
                 digest = hashlib.sha256()
                 operation()

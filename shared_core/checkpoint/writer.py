@@ -116,7 +116,7 @@ class Writer:
         self._retry: tuple[tuple[int, int], float, float] | None = None
         self._said: set[str] = set()
         self._warned: set[str] = set()
-        self._follows, self._hurry = False, False
+        self._follows, self._hurry, self._hurries_since = False, False, 0.0
         self._lock = threading.RLock()
 
     def work(self, *, hurry: bool = False) -> float | None:
@@ -129,7 +129,7 @@ class Writer:
             Seconds until it should be called again even if no bell rings; None for no such time.
         """
         if hurry and not self._hurry:
-            self._hurry, self._retry = True, None
+            self._hurry, self._retry, self._hurries_since = True, None, time.monotonic()
         while (job := self._open or self._choose()) is not None:
             try:
                 if not job.durable:
@@ -157,8 +157,12 @@ class Writer:
             return self._find_newest()
 
     def _find_newest(self) -> _Job | None:
+        newest = max((spool.attempt for spool in self._spool.all_attempts()), default=0)
         for spool in self._spool.all_attempts():
             step = spool.newest_complete()
+            for old in spool.steps() if spool.attempt < newest else ():
+                if not spool.complete(old):  # its workers are gone
+                    spool.drop(old)
             if step is None:
                 continue
             self._let_go_before(spool, step)
@@ -171,7 +175,7 @@ class Writer:
             except SwiftError as error:  # nobody knows such storage
                 self._done.add((spool.attempt, step))
                 self._tell("config", f"no checkpoint of step {step}: {error}; training goes on")
-                self._set(failed=step, cause="config", message=str(error))
+                self._set(attempt=spool.attempt, failed=step, cause="config", message=str(error))
                 return None
         return None
 
@@ -187,6 +191,8 @@ class Writer:
             self._follows = True
             with self._reports(job):
                 self._open = self._chosen_elsewhere(job)
+            if self._open is None and self._hurry and time.monotonic() > self._hurries_since + PATIENCE_S:
+                self._leave(job)  # the other machines have ended without it
         return self._open
 
     def _chosen_elsewhere(self, newest: _Job) -> _Job | None:
@@ -228,7 +234,7 @@ class Writer:
         """Make this machine's parts durable."""
         job.begun = time.monotonic()
         inject.set_step(job.step)
-        self._set(writing=job.step, waiting=-1)
+        self._set(attempt=job.spool.attempt, writing=job.step, waiting=-1)
         storage, folder = job.storage, store.folder_name(job.step)
         if self._is_committed(job):
             job.durable = time.monotonic()
@@ -308,10 +314,15 @@ class Writer:
         if 0 not in job.one.local and not missed:
             missed = self._chosen_newer(job)
         if missed or late:
-            self._over(job)
-            self._set(writing=-1, failed=job.step, cause="incomplete", message="other machines' parts are missing")
+            self._leave(job)
             return True
         return False
+
+    def _leave(self, job: _Job) -> None:
+        """Other machines do not take part in this step."""
+        self._over(job)
+        message = "other machines' parts are missing"
+        self._set(attempt=job.spool.attempt, writing=-1, failed=job.step, cause="incomplete", message=message)
 
     def _chosen_newer(self, job: _Job) -> bool:
         newer = (step for step in store.steps(job.storage) if step > job.step)
@@ -390,7 +401,7 @@ class Writer:
         }.get(cause, str(error))
         message = f"no checkpoint of step {job.step}: {what}"
         self._tell(cause, f"{message}; training goes on, later ones are tried")
-        self._set(writing=-1, failed=job.step, cause=cause, message=message)
+        self._set(attempt=job.spool.attempt, writing=-1, failed=job.step, cause=cause, message=message)
 
     @contextlib.contextmanager
     def _reports(self, job: _Job) -> Iterator[None]:
@@ -446,7 +457,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--grace", type=float, default=5.0, help="seconds to go on when whoever started it has died")
     parser.add_argument("--events", help="events.jsonl of the job")
     options = parser.parse_args(argv)
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # whoever started it decides
+    # Whoever started it decides when it ends; a scheduler's notices go to every process of a job.
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(10)

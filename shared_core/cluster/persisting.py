@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from shared_core.cluster import process
 from shared_core.cluster.jobdir import CHECKPOINTS
-from shared_core.cluster.worker import INCARNATION
+from shared_core.cluster.worker import EVENTS, INCARNATION
 
 PROGRAM = "shared_core.checkpoint.writer"
 #: Deaths in a row, each soon after the start, until it is started no more.
@@ -37,6 +38,7 @@ class Persisting:
         self._folder = job_dir / CHECKPOINTS
         self._events, self._grace_s, self._say = events, grace_s, say
         self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd: int | None = None
         self._started = 0.0
         self._starts, self._early_deaths, self._rank = 0, 0, 0
 
@@ -61,7 +63,13 @@ class Persisting:
     @property
     def running(self) -> bool:
         """Whether it runs; it may have been reaped by whoever reaps all children."""
-        return self._process is not None and process.state_of(self._process.pid) not in (None, "Z", "X")
+        if self._process is None:
+            return False
+        if self._pidfd is None:
+            return process.state_of(self._process.pid) not in (None, "Z", "X")
+        watch = select.poll()
+        watch.register(self._pidfd, select.POLLIN)
+        return not watch.poll(0)
 
     def finish(self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]) -> None:
         """Let it write what is there, then end it; if it is lost meanwhile, another does. A second call does nothing.
@@ -106,13 +114,15 @@ class Persisting:
             bufsize=0,
             start_new_session=True,  # what a terminal sends to all is not for it
         )
+        self._pidfd = process.open_pidfd(self._process.pid)
         self._started, self._rank = time.monotonic(), rank
         self._starts += 1
 
     def _environment(self, environ: Mapping[str, str], rank: int) -> dict[str, str]:
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [environ.get("PYTHONPATH", ""), root]))
-        return {**environ, "RANK": str(rank), INCARNATION: str(self._starts), "PYTHONPATH": path}
+        own = {"RANK": str(rank), INCARNATION: str(self._starts), EVENTS: self._events or "", "PYTHONPATH": path}
+        return {**environ, **own}
 
     def _bury(self) -> None:
         """It has died: whatever it was doing, the next one finds it in the folder."""
@@ -131,6 +141,9 @@ class Persisting:
         """Its exit code, if nobody has asked for it before."""
         assert self._process is not None
         done, self._process = self._process, None
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
         if done.stdin is not None:
             with suppress(OSError):
                 done.stdin.close()

@@ -26,6 +26,7 @@ from checkpoint_tools import (
 )
 
 from shared_core.checkpoint import Spool
+from shared_core.checkpoint import writer as writer_module
 from shared_core.checkpoint.spool import BELL
 from shared_core.errors import CorruptFile
 from shared_core.events import read_events
@@ -260,6 +261,17 @@ def test_machines_that_let_different_steps_go_agree_on_the_next(tmp_path: Path, 
     assert not (where / "step-0000000010").exists()
 
 
+def test_the_end_is_not_waited_for_in_vain(tmp_path: Path, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other machine ends without ever choosing the step, or without its part of it."""
+    monkeypatch.setattr(writer_module, "PATIENCE_S", 0.2)
+    for rank in (1, 0):
+        spool = Spool(tmp_path / str(rank))
+        snapshot(spool, 10, where, ranks=[rank])
+        assert run_writer(spool) == (0, [])
+        assert spool.status().failed == 10 and spool.status().cause == "incomplete"
+        assert newest(where) is None
+
+
 def test_its_end_waits_for_the_last_write_but_not_longer_than_the_grace(spool: Spool, where: Path) -> None:
     snapshot(spool, 10, where)
     writer = start_writer(spool, [Fault(0, 10, "checkpoint.file", "SIGSTOP", 5)])
@@ -321,3 +333,13 @@ def test_two_ranks_with_a_part_of_one_name(spool: Spool, where: Path) -> None:
         store.write_mark(where, 5, rank, store.Mark({"same": (digest, 1)}, meta))
     with pytest.raises(CorruptFile, match="rank 1 and another have written same"):
         store.commit_marked(where, 5, 2, meta)
+
+
+def test_notices_to_every_process_do_not_end_it(spool: Spool, where: Path) -> None:
+    with writing(spool) as writer:
+        wait_until((spool.folder / BELL).exists, "the writer")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            writer.send_signal(number)
+        snapshot(spool, 10, where)
+        assert spool.wait_committed(10, 20.0)
+        assert finish(writer) == (0, [])
