@@ -21,7 +21,8 @@ def go_on(jobs: Jobs, folder: Path, script: str, args: Sequence[str], stop: int,
     with running(jobs, script, args) as job:
         result = finished(job)
     assert went_on_from(result) == {newest}, result.tail()
-    compare(result, jobs.reference(script))
+    rest = [each for each in args if not each.startswith(("--checkpoints", "--every", "--files"))]
+    compare(result, jobs.reference(script, args=rest))
 
 
 #: Batch tops between two checkpoints; ten batches are an epoch, and the top after it has the next number.
@@ -41,3 +42,9 @@ def test_the_trainer_of_transformers(jobs: Jobs, tmp_path: Path) -> None:
     go_on(jobs, ours, "hf_trainer.py", [f"--checkpoints={ours}", f"--files={files}"], 13, 10)
     stock = jobs.reference("hf_trainer.py").out / "checkpoints"
     assert sorted(path.name for path in files.iterdir()) == sorted(path.name for path in stock.iterdir())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tied", [[], ["--tied"]])
+def test_a_pipeline(jobs: Jobs, tmp_path: Path, tied: list[str]) -> None:
+    go_on(jobs, tmp_path, "acc_pipe.py", [*tied, f"--checkpoints={tmp_path}"], 5, 4)

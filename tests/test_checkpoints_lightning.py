@@ -33,7 +33,12 @@ def killed_and_gone_on(jobs: Jobs, folder: Path, args: Sequence[str], stop: int,
 
 
 @pytest.mark.parametrize(
-    "where", most(["middle of an epoch", "end of an epoch", "last batch of an epoch"], "last batch of an epoch")
+    "where",
+    most(
+        ["middle of an epoch", "end of an epoch", "last batch of an epoch"],
+        "middle of an epoch",
+        "last batch of an epoch",
+    ),
 )
 def test_the_same_command_goes_on(jobs: Jobs, tmp_path: Path, where: str) -> None:
     every = {"middle of an epoch": 7, "end of an epoch": 21, "last batch of an epoch": 20}[where]
@@ -42,3 +47,19 @@ def test_the_same_command_goes_on(jobs: Jobs, tmp_path: Path, where: str) -> Non
     stock = reference(jobs, tmp_path)
     assert result.reports[0]["extra"]["files"] == stock.reports[0]["extra"]["files"]
     compare(result, stock)
+
+
+@pytest.mark.nightly
+def test_a_pipeline(jobs: Jobs, tmp_path: Path) -> None:
+    script, args = "lit_pipe.py", [f"--checkpoints={tmp_path / 'ours'}"]
+    env = {"SWIFT_TEST_FILES": str(tmp_path)}
+    with running(jobs, script, args, env=env | {"STOP_AT": "5"}) as job:
+        job.until(lambda: job.tops() > 5 and 4 in committed(tmp_path / "ours"))
+        job.kill()
+        job.end()
+    with running(jobs, script, args, env=env) as job:
+        result = finished(job)
+    assert went_on_from(result) == {4}, result.tail()
+    stock = jobs.reference(script)
+    parts = set(stock.reports[0]["digests"]) - {"callbacks", "checkpoints"}  # they have paths
+    compare(result, stock, sorted(parts))
