@@ -45,6 +45,13 @@ def test_the_trainer_of_transformers(jobs: Jobs, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_the_policy_hears_every_loss(jobs: Jobs, tmp_path: Path) -> None:
+    extra = jobs.run("acc.py", args=[f"--checkpoints={tmp_path}"]).reports[0]["extra"]
+    assert [top for top, _ in extra["noted"]] == list(range(21 - len(extra["noted"]), 21))
+    assert len(extra["noted"]) > 10 and extra["noted"][-1][1] == extra["last"]
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("tied", [[], ["--tied"]])
 def test_a_pipeline(jobs: Jobs, tmp_path: Path, tied: list[str]) -> None:
     go_on(jobs, tmp_path, "acc_pipe.py", [*tied, f"--checkpoints={tmp_path}"], 5, 4)

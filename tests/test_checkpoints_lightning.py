@@ -50,6 +50,17 @@ def test_the_same_command_goes_on(jobs: Jobs, tmp_path: Path, where: str) -> Non
 
 
 @pytest.mark.nightly
+def test_the_policy_hears_every_loss(jobs: Jobs, tmp_path: Path) -> None:
+    args = [f"--files={tmp_path / 'files'}", f"--checkpoints={tmp_path / 'ours'}", "--price=0.001"]
+    extra = jobs.run(SCRIPT, args=args).reports[0]["extra"]
+    heard = dict(extra["noted"])
+    logged = {int(row["step"]) + 1: float(row["loss"]) for row in extra["rows"] if "loss" in row}
+    both = heard.keys() & logged.keys()
+    assert len(heard) > 40 and len(both) > 20 and max(heard) == 60
+    assert all(heard[top] == pytest.approx(logged[top], rel=1e-6) for top in both)
+
+
+@pytest.mark.nightly
 def test_a_pipeline(jobs: Jobs, tmp_path: Path) -> None:
     script, args = "lit_pipe.py", [f"--checkpoints={tmp_path / 'ours'}"]
     env = {"SWIFT_TEST_FILES": str(tmp_path)}

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from sklearn.datasets import load_digits
-from standstill import stand_still
+from standstill import noted, stand_still
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -55,7 +55,8 @@ def main() -> None:
     if not baseline:
         from accelerate_swift import SwiftPlugin
 
-        options = {"checkpoint_dir": args.checkpoints, "checkpoint_every_steps": args.every, "resume": "always"}
+        options = {"checkpoint_dir": args.checkpoints, "resume": "always"}
+        options |= {"checkpoint_every_steps": args.every} if args.every else {"checkpoint_price": 1e-3}
         plugin = SwiftPlugin(**options if args.checkpoints else {})
         handlers.append(plugin)
     from accelerate.utils import DataLoaderConfiguration
@@ -116,7 +117,8 @@ def main() -> None:
         accelerator.wait_for_everyone()
     inner = accelerator.unwrap_model(model)
     digests = training_digest(inner, [optimizer.optimizer], [scheduler.scheduler], vars(state))
-    report.finish(digests | {"generators": generators_digest()}, **vars(state))
+    extra = {} if baseline else {"noted": noted(plugin.loop.job), "last": loss.item()}
+    report.finish(digests | {"generators": generators_digest()}, **extra, **vars(state))
     accelerator.end_training()
 
 

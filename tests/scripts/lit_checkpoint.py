@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lit_parts import Net, loader
-from standstill import stand_still
+from standstill import noted, stand_still
 
 from shared_core.testing.digest import digest
 from shared_core.testing.jobs.common import Counting, final_digests, without_ours
@@ -103,7 +103,10 @@ def main() -> None:
     del digests["callbacks"]  # they have paths; what is in the files is compared
     if trainer.is_global_zero:
         digests |= {"files": digest(files(args.files)), "rows": digest(rows(args.files))}
-    report.finish(digests, files=files(args.files) if trainer.is_global_zero else {})
+    extra: dict[str, Any] = {"noted": noted(getattr(trainer.strategy, "job", None))}
+    if trainer.is_global_zero:
+        extra |= {"files": files(args.files), "rows": rows(args.files)}
+    report.finish(digests, **extra)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""A place where a job waits to be killed."""
+"""Jobs with checkpoints: a place where one waits to be killed, and what a policy has heard."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from shared_core.testing.report import OUT
 
@@ -18,3 +19,9 @@ def stand_still(batch: int) -> None:
         pipe = Path(os.environ[OUT], "never")
         os.mkfifo(pipe)
         pipe.read_bytes()
+
+
+def noted(job: Any) -> list[tuple[int, float]]:
+    """Losses that the policy of checkpoints has heard of in rank 0 and not fitted yet, with their batch tops."""
+    pricing = None if job is None else job._checkpoints.pricing
+    return [] if pricing is None else [(top, float(loss)) for top, loss in pricing._losses]
