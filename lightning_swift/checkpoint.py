@@ -146,6 +146,11 @@ class SwiftCheckpoint(pl.Callback):
         if path not in self._files:
             self._files.append(path)
 
+    def forget_file(self, path: str) -> None:
+        """The run has removed a file."""
+        if path in self._files:
+            self._files.remove(path)
+
     def _file_exists(self, callback: ModelCheckpoint, life: str, filepath: str, trainer: pl.Trainer) -> bool:
         """As ``ModelCheckpoint.file_exists``, by which it chooses another name. After a restart, files that were
         written after the checkpoint are not there yet: they are written again.

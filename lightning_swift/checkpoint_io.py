@@ -87,7 +87,7 @@ class SwiftCheckpointIO(CheckpointIO):
             FileNotFoundError: it is not there.
             CorruptFile: it is damaged.
         """
-        self._wait()
+        self.wait()
         if str(path).startswith("http"):
             fetched: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
             return fetched
@@ -120,8 +120,14 @@ class SwiftCheckpointIO(CheckpointIO):
             StorageFull: one could not be written, and nobody was told yet.
             OSError: the same, for another reason.
         """
-        self._wait()
+        self.wait()
         self._raise_error()
+
+    def wait(self) -> None:
+        """Until nothing is being written; errors are told by the next save or at the end."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(wait=True)
 
     # -- in the background --------------------------------------------------------------------------------------------
 
@@ -140,11 +146,6 @@ class SwiftCheckpointIO(CheckpointIO):
                 after()
 
         self._thread.submit(run)
-
-    def _wait(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.shutdown(wait=True)
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None

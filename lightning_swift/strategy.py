@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_swift.capture import RunState
 from lightning_swift.checkpoint import SwiftCheckpoint
+from lightning_swift.checkpoint_io import SwiftCheckpointIO
 from lightning_swift.construction import callbacks_under_construction
 from lightning_swift.launcher import SwiftLauncher
 from lightning_swift.loops import adopt_loops
@@ -343,6 +344,8 @@ class SwiftDDPStrategy(DDPStrategy):
     def batch_top(self, accumulating: bool) -> None:
         """The top of a training batch; a newcomer takes its predecessor's place in here."""
         if self.job is not None:
+            if isinstance(self.checkpoint_io, SwiftCheckpointIO) and self.job.checkpoint_near:
+                self.checkpoint_io.wait()  # ModelCheckpoint counts its file as written
             if self.job.batch_top(accumulating=accumulating):
                 self._log_recovery({})
 
@@ -399,6 +402,12 @@ class SwiftDDPStrategy(DDPStrategy):
         for callback in getattr(self._trainer, "callbacks", ()):
             if isinstance(callback, SwiftCheckpoint):
                 callback.note_file(str(filepath))
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        super().remove_checkpoint(filepath)
+        for callback in getattr(self._trainer, "callbacks", ()):
+            if isinstance(callback, SwiftCheckpoint):
+                callback.forget_file(str(filepath))
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self.quiet:

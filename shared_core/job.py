@@ -544,6 +544,11 @@ class Job:
         return self._env.job_dir
 
     @property
+    def checkpoint_near(self) -> bool:
+        """In rank 0: whether a checkpoint may be made at the next batch top. What it counts as written must be."""
+        return self._checkpoints.near(self.tops + 1)
+
+    @property
     def checkpoint_due(self) -> bool:
         """Whether a checkpoint was due at the present batch top; all ranks agree on it."""
         return self.tops > 0 and self._checkpoints.due_top == self.tops

@@ -50,6 +50,15 @@ def test_the_same_command_goes_on(jobs: Jobs, tmp_path: Path, where: str) -> Non
 
 
 @pytest.mark.nightly
+def test_files_that_a_checkpoint_counts_as_written_are(jobs: Jobs, tmp_path: Path) -> None:
+    """``ModelCheckpoint`` saves in the background, to a slow disk; all is killed right after the checkpoint."""
+    result = killed_and_gone_on(jobs, tmp_path, ["--every=21", "--durable=slow"], 21, 21)
+    stock = reference(jobs, tmp_path)
+    assert result.reports[0]["extra"]["files"] == stock.reports[0]["extra"]["files"]
+    compare(result, stock)
+
+
+@pytest.mark.nightly
 def test_the_policy_hears_every_loss(jobs: Jobs, tmp_path: Path) -> None:
     args = [f"--files={tmp_path / 'files'}", f"--checkpoints={tmp_path / 'ours'}", "--price=0.001"]
     extra = jobs.run(SCRIPT, args=args).reports[0]["extra"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lit_parts import Net, loader
 from standstill import noted, stand_still
 
+from shared_core.checkpoint import storage
 from shared_core.testing.digest import digest
 from shared_core.testing.jobs.common import Counting, final_digests, without_ours
 from shared_core.testing.report import Report
@@ -82,8 +84,11 @@ def main() -> None:
             callbacks.append(
                 lightning_swift.SwiftCheckpoint(args.checkpoints, every_n_steps=args.every, price=args.price)
             )
+        if args.durable == "slow":
+            operation = storage.operation
+            storage.operation = lambda: (threading.Event().wait(0.1), operation())[1]
         if args.durable:
-            plugins.append(lightning_swift.SwiftCheckpointIO(asynchronous=args.durable == "asynchronous"))
+            plugins.append(lightning_swift.SwiftCheckpointIO(asynchronous=args.durable != "plain"))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", "2")),
