@@ -32,6 +32,22 @@ class Stop(pl.Callback):
         stand_still(trainer.global_step)
 
 
+def slow_files() -> Any:
+    """In the first start, the files of the best models take five seconds more, on the thread that writes them."""
+    import lightning_swift
+
+    class Slow(lightning_swift.SwiftCheckpointIO):
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+            if "/best/" in str(path) and "STOP_AT" in os.environ:
+                self.wait()
+                plain = storage.operation
+                waits = iter([5.0])
+                storage.operation = lambda: (threading.Event().wait(next(waits, 0.0)), plain())[1]
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    return Slow
+
+
 def without(value: Any, folder: str) -> Any:
     """Plain data without the name of the run's folder."""
     if isinstance(value, dict):
@@ -66,12 +82,13 @@ def main() -> None:
     parser.add_argument("--every", type=int)
     parser.add_argument("--price", type=float, default=0.0)
     parser.add_argument("--durable", default="")
+    parser.add_argument("--best", type=int, default=1, help="models that are kept")
     args = parser.parse_args()
     report = Report()
     pl.seed_everything(7, verbose=False)
     callbacks: list[pl.Callback] = [
         ModelCheckpoint(f"{args.files}/models", save_top_k=-1, every_n_train_steps=5, save_last=True),
-        ModelCheckpoint(f"{args.files}/best", "{epoch}-{val_loss:.3f}", monitor="val_loss"),
+        ModelCheckpoint(f"{args.files}/best", "{epoch}-{val_loss:.3f}", monitor="val_loss", save_top_k=args.best),
         Stop(),
         Counting(report),
     ]
@@ -84,11 +101,9 @@ def main() -> None:
             callbacks.append(
                 lightning_swift.SwiftCheckpoint(args.checkpoints, every_n_steps=args.every, price=args.price)
             )
-        if args.durable == "slow":
-            operation = storage.operation
-            storage.operation = lambda: (threading.Event().wait(0.1), operation())[1]
         if args.durable:
-            plugins.append(lightning_swift.SwiftCheckpointIO(asynchronous=args.durable != "plain"))
+            kind = slow_files() if args.durable == "slow" else lightning_swift.SwiftCheckpointIO
+            plugins.append(kind(asynchronous=True))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", "2")),
