@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import select
 from collections.abc import Sequence
@@ -76,10 +75,8 @@ def _asked_for(command: Sequence[str]) -> int:
 
 
 def _export(config: SwiftConfig) -> None:
-    defaults = dataclasses.asdict(SwiftConfig())
-    for name, value in dataclasses.asdict(config).items():
-        if value != defaults[name]:
-            os.environ.setdefault(f"SWIFT_RECOVERY_{name.upper()}", str(value))
+    for name, value in config.changed.items():
+        os.environ.setdefault(f"SWIFT_RECOVERY_{name.upper()}", str(value))
 
 
 def _leave_torchrun(standbys: int, config: SwiftConfig) -> NoReturn:

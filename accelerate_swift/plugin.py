@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, KwargsHandler
 from torch import nn
@@ -18,6 +18,8 @@ from accelerate_swift.data import Gate, gate, unwrapped
 from accelerate_swift.launch import hand_over_if_needed
 from accelerate_swift.state import RunState
 from shared_core import SharedStep, SwiftConfig, TrainingLoop, install, launched_by_swiftrun
+from shared_core.checkpoint.storage import absolute
+from shared_core.config import CHECKPOINT_OPTIONS
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import console
 
@@ -38,7 +40,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         standbys: processes kept ready to replace a lost worker, where this plugin starts ``swiftrun`` itself.
         init_process_group: Accelerate's own handler for ``init_process_group``; only one of the two can be passed to
             it.
-        options: options of :class:`shared_core.SwiftConfig`, by name.
+        options: options of :class:`shared_core.SwiftConfig`, by name: ``checkpoint_dir="checkpoints",
+            resume="always"`` makes checkpoints of the job, from which the same command goes on by itself.
 
     Raises:
         ConfigError: for an unknown option or a bad value.
@@ -52,8 +55,15 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         init_process_group: InitProcessGroupKwargs | None = None,
         **options: Any,
     ) -> None:
-        base = SwiftConfig.from_file(config_file) if config_file else SwiftConfig()
-        self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(dataclasses.asdict(base) | options))
+        given = (SwiftConfig.from_file(config_file).changed if config_file else {}) | options
+        if given.get("checkpoint_dir") is not None:
+            given["checkpoint_dir"] = absolute(given["checkpoint_dir"])
+        self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(given))
+        # Here, because transformers makes the process group before there is an Accelerator.
+        needed = not CHECKPOINT_OPTIONS.isdisjoint(given) and launched_by_swiftrun() and enabled()
+        job = install() if needed else None
+        if job is not None:
+            job.use_checkpoints(given)
         self._num_processes = num_processes
         self._standbys = standbys
         self._init = init_process_group
@@ -253,6 +263,13 @@ class _Watched(Accelerator):  # type: ignore[misc]
         # As for evaluation: without DistributedDataParallel, which sums what each worker has computed itself.
         bare = evaluation_mode or (job is not None and job.reroutes)
         return self._swift_plugin.note_model(super().prepare_model(model, device_placement, bare))
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """As in ``Accelerator``; a policy of checkpoints hears the loss, which is not read here."""
+        super().backward(loss, **kwargs)
+        job = self._swift_plugin.loop.job
+        if job is not None and isinstance(loss, torch.Tensor):
+            job.note_loss(loss)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         if self._swift_plugin.state.logs_again():

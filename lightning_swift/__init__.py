@@ -15,6 +15,8 @@ except ImportError as error:
     raise MissingExtra("lightning_swift needs PyTorch Lightning: pip install 'swift-recovery[lightning]'") from error
 
 from lightning_swift.callback import SwiftCallback
+from lightning_swift.checkpoint import SwiftCheckpoint
+from lightning_swift.checkpoint_io import SwiftCheckpointIO
 from lightning_swift.pipeline import SwiftPipelineStrategy, register_pipeline
 from lightning_swift.strategy import SWIFT_NAMES, SwiftDDPStrategy, register
 from lightning_swift.support import refuse_fabric, refuse_pytorch_lightning
@@ -24,4 +26,4 @@ register_pipeline()
 refuse_fabric()
 refuse_pytorch_lightning()
 
-__all__ = ["SwiftCallback", "SwiftDDPStrategy", "SwiftPipelineStrategy"]
+__all__ = ["SwiftCallback", "SwiftCheckpoint", "SwiftCheckpointIO", "SwiftDDPStrategy", "SwiftPipelineStrategy"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from functools import wraps
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_swift.construction import trainer_under_construction
 from lightning_swift.launcher import SwiftLauncher
 from lightning_swift.strategy import DDP_NAMES, SwiftDDPStrategy, register
 from lightning_swift.support import refuse_strategy
@@ -31,7 +31,7 @@ class SwiftCallback(pl.Callback):
         _take_over_objects()
         if launched_by_swiftrun():
             install()
-        trainer = _trainer_under_construction()
+        trainer = trainer_under_construction()
         if trainer is not None:
             _adopt(trainer)
 
@@ -56,7 +56,7 @@ def callbacks_from_environment() -> list[pl.Callback]:
     """
     if os.environ.get(_ENABLE, "").strip().lower() not in ("1", "true", "yes", "on"):
         return []
-    trainer = _trainer_under_construction()
+    trainer = trainer_under_construction()
     if trainer is None or any(isinstance(callback, SwiftCallback) for callback in getattr(trainer, "callbacks", ())):
         return []
     if not isinstance(trainer.strategy, DDPStrategy) and trainer.world_size == 1:
@@ -93,24 +93,8 @@ def _adopt(trainer: pl.Trainer) -> None:
             raise refuse_strategy(strategy)
         return
     adopted = SwiftDDPStrategy.adopt(strategy)
+    adopted.find_checkpoints()
     if adopted.job is not None and not isinstance(adopted._launcher, SwiftLauncher):
         adopted._configure_launcher()
     elif adopted.hands_over:
         adopted.hand_over()
-
-
-def _trainer_under_construction() -> pl.Trainer | None:
-    """The trainer in whose constructor we are, if its strategy exists already.
-
-    Lightning calls the factories of entry points without arguments from there, and they must know the strategy and
-    its devices before any process group is created. Frames are the only way to it.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        candidate = frame.f_locals.get("self")
-        if frame.f_code.co_name == "__init__" and isinstance(candidate, pl.Trainer):
-            return candidate if hasattr(candidate, "_accelerator_connector") else None
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None

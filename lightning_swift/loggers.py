@@ -123,6 +123,7 @@ def _capture_csv(logger: CSVLogger) -> Any:
         "rows": writer.rows,
         "waiting": encode(writer.metrics),
         "keys": list(writer.metrics_keys),
+        "version": logger.version,
     }
 
 
@@ -158,7 +159,8 @@ def _capture_tensorboard(logger: TensorBoardLogger) -> Any:
     for name in [name for name in files if name not in {w._file_name for w in _event_writers(logger)}]:
         if os.path.exists(name):  # closed meanwhile
             files[name] = os.path.getsize(name)
-    return {"files": dict(files), "current": next((w._file_name for w in _event_writers(logger)), None)}
+    current = next((w._file_name for w in _event_writers(logger)), None)
+    return {"files": dict(files), "current": current, "version": logger.version}
 
 
 def _watch_additions(writer: Any) -> None:
@@ -215,8 +217,13 @@ class Loggers:
         self._others: dict[int, Holder] = {}
 
     def prepare(self, state: Any) -> None:
-        """Before anything is logged in a newcomer: take up runs that a service knows by name (Weights & Biases)."""
+        """Before anything is logged in a newcomer: take up runs that a service knows by name (Weights & Biases), and
+        the versions of a run that was started before.
+        """
         for logger, data in self._pairs(state):
+            version = (data or {}).get("version")
+            if version is not None and getattr(logger, "_experiment", None) is None and hasattr(logger, "_version"):
+                logger._version = version
             run = (data or {}).get("run")
             if run is not None and hasattr(logger, "_wandb_init"):
                 logger._wandb_init.update(id=run, resume="allow")

@@ -24,6 +24,9 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_swift.capture import RunState
+from lightning_swift.checkpoint import SwiftCheckpoint
+from lightning_swift.checkpoint_io import SwiftCheckpointIO
+from lightning_swift.construction import callbacks_under_construction
 from lightning_swift.launcher import SwiftLauncher
 from lightning_swift.loops import adopt_loops
 from lightning_swift.sharing import SharedLoader, Sharing
@@ -154,6 +157,8 @@ class SwiftDDPStrategy(DDPStrategy):
             raise refuse_strategy(self)
         self._standbys = standbys
         self._options = options
+        #: The trainer has a callback that makes checkpoints.
+        self._saves = False
         #: Options of the run: the environment (and what swiftrun was given) over the constructor's.
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(options))
         self._run_state: RunState | None = None
@@ -170,6 +175,7 @@ class SwiftDDPStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         # The latest moment of the Trainer's construction where the number of devices is known; no process group exists
         # yet.
+        self.find_checkpoints()
         if self.job is not None:
             self._launcher = SwiftLauncher(self)
             return
@@ -183,12 +189,28 @@ class SwiftDDPStrategy(DDPStrategy):
                 "that is lost: survivors cannot be kept alive. Start the script with swiftrun"
             )
 
+    def find_checkpoints(self) -> None:
+        """In the constructor of a Trainer: take the options of its :class:`~lightning_swift.SwiftCheckpoint`.
+
+        Raises:
+            ConfigError: where they contradict what was said elsewhere.
+        """
+        said = SwiftConfig.from_env().changed
+        for callback in callbacks_under_construction():
+            if isinstance(callback, SwiftCheckpoint):
+                self._options = callback.merged(self._options, said)
+                self._saves = True
+        self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(self._options))
+        if self.job is not None:
+            self.job.use_checkpoints(self._options)
+
     @property
     def hands_over(self) -> bool:
-        """Whether nobody has started several workers yet, so that ``swiftrun`` must."""
+        """Whether nobody has started workers yet, so that ``swiftrun`` must: several, or one with checkpoints."""
         assert self.cluster_environment is not None
         external = self.cluster_environment.creates_processes_externally
-        return self.job is None and self.num_processes > 1 and not external and not under_plain_torchrun()
+        needed = self.num_processes > 1 or self._saves
+        return self.job is None and needed and not external and not under_plain_torchrun()
 
     def hand_over(self) -> None:
         """Become ``swiftrun`` with the running script. Does not return.
@@ -322,6 +344,8 @@ class SwiftDDPStrategy(DDPStrategy):
     def batch_top(self, accumulating: bool) -> None:
         """The top of a training batch; a newcomer takes its predecessor's place in here."""
         if self.job is not None:
+            if isinstance(self.checkpoint_io, SwiftCheckpointIO) and self.job.checkpoint_near:
+                self.checkpoint_io.wait()  # ModelCheckpoint counts its file as written
             if self.job.batch_top(accumulating=accumulating):
                 self._log_recovery({})
 
@@ -375,6 +399,15 @@ class SwiftDDPStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         inject.point("checkpoint.write")
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        for callback in getattr(self._trainer, "callbacks", ()):
+            if isinstance(callback, SwiftCheckpoint):
+                callback.note_file(str(filepath))
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        super().remove_checkpoint(filepath)
+        for callback in getattr(self._trainer, "callbacks", ()):
+            if isinstance(callback, SwiftCheckpoint):
+                callback.forget_file(str(filepath))
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self.quiet:

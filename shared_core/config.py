@@ -27,6 +27,20 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "checkpoint_policy": ("auto", "fixed", "value", "young", "daly", "exact", "checkfreq", "coci", "coci_literal"),
     "resume": ("auto", "always", "never"),
 }
+#: Options that say how checkpoints are made; a script may give them to workers that run already.
+CHECKPOINT_OPTIONS = frozenset(
+    {
+        "checkpoint_dir",
+        "checkpoint_every_steps",
+        "checkpoint_policy",
+        "checkpoint_price",
+        "checkpoint_history",
+        "checkpoint_async",
+        "checkpoint_keep",
+        "checkpoint_quota_bytes",
+        "resume",
+    }
+)
 #: Variables with the prefix that the agent sets for its workers; they are no options.
 _RESERVED = frozenset(
     {
@@ -185,6 +199,11 @@ class SwiftConfig:
     def resizes(self) -> bool:
         """Whether the number of workers may change."""
         return self.on_failure == "shrink" or (self.on_failure == "replace" and self.replace_timeout_s > 0)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The options that are not as they are by default."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     @property
     def policy(self) -> str:

@@ -14,9 +14,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,14 +25,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shared_core.cluster import worker
+from shared_core.cluster.last_checkpoint import CHECKPOINTS
 from shared_core.cluster.mirror import Mirror
 from shared_core.comm import Runtime
 from shared_core.comm import install as install_backend
 from shared_core.comm.gloo import InnerGroup
 from shared_core.comm.op import Op
 from shared_core.comm.turn import Turn
+from shared_core.config import CHECKPOINT_OPTIONS, SwiftConfig
 from shared_core.consistency import Cut, Offer, Top
 from shared_core.errors import (
+    ConfigError,
     CorruptFile,
     RecoveryFailed,
     SwiftError,
@@ -116,6 +119,7 @@ class Job:
             env.config,
         )
         self._env = env
+        self._said = env.config.changed
         self.attempt = env.restart
         self.tops = 0
         self._replica_ranks: list[int] = []
@@ -156,16 +160,11 @@ class Job:
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._stalled_since: float | None = None
         self._served_before = 0
-        self._checkpoints = Checkpoints(env, self._recovery, self._updates)
-        if env.rank == 0 and (pricing := self._checkpoints.pricing) is not None:
-            self.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
-        # A newcomer whose predecessor has passed a batch top mostly starts there.
-        self._restored = None if env.incarnation and self._board.tops() else self._line()
+        self._begin()
         self._tops_lock = threading.Lock()
         self._logs = Logs(env, self._runtime, lambda: self._checkpoints.newest_top, self._recovery.fall_back)
         self._leaving = ExitStack()
         self.orders = Orders(self._board, env.config.data_policy == "drop") if env.config.resizes else None
-        self.joining = env.incarnation > 0 or self._restored is not None
         self._saved: Restored | None = None
         self._peeked: dict[str, Any] | None = None
         runtime = self._runtime
@@ -176,7 +175,7 @@ class Job:
         runtime.adopt = self._recovery.adopt
         runtime.exact = lambda: self._updates.exact
         runtime.failed = self._failed
-        self._recovery.saved_tops = self._checkpoints.tops
+        self._recovery.saved_tops = lambda: self._checkpoints.tops()
         self._recovery.on_reroute = self._note_reroute
         self._recovery.copy_local = self._copy_local
         self._recovery.together = lambda: self._logs.together
@@ -184,6 +183,16 @@ class Job:
         self.replaying: Replaying | None = None
         self._recovery.on_recovered = self._note_recovery
         self._updates.after = self._after_update
+
+    def _begin(self) -> None:
+        """Say where checkpoints are made, and find the one from which this worker starts."""
+        env = self._env
+        self._checkpoints = Checkpoints(env, self._recovery, self._updates)
+        if env.rank == 0 and (pricing := self._checkpoints.pricing) is not None:
+            self.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
+        # A newcomer whose predecessor has passed a batch top mostly starts there.
+        self._restored = None if env.incarnation and self._board.tops() else self._line()
+        self.joining = env.incarnation > 0 or self._restored is not None
 
     def _line(self) -> Restored | None:
         """What the workers of this attempt start from, if it is not the beginning."""
@@ -205,6 +214,30 @@ class Job:
     def version(self) -> int:
         """Optimizer steps applied."""
         return self._updates.state_version
+
+    def use_checkpoints(self, options: Mapping[str, Any]) -> None:
+        """Have checkpoints made although the launcher was not told. All ranks call this, with the same, before there is
+        a process group; nothing happens where the launcher was told the same, whose options win.
+
+        Args:
+            options: of the script, by name; only those of ``CHECKPOINT_OPTIONS`` count.
+
+        Raises:
+            ConfigError: for a bad value, or where training has begun.
+        """
+        wanted = {name: value for name, value in options.items() if name in CHECKPOINT_OPTIONS}
+        config = SwiftConfig.from_dict(asdict(self.config) | wanted | self._said)
+        if config == self.config:
+            return
+        if self.in_charge or self._checkpoints.newest_top:
+            raise ConfigError(
+                f"rank {self.rank}: options of checkpoints came when there was a process group already: give them to "
+                "the first Trainer or Accelerator (transformers: before TrainingArguments), or to swiftrun"
+            )
+        self.config = config
+        self._env = replace(self._env, config=config)
+        self._begin()
+        self._recovery.tell(CHECKPOINTS, {name: getattr(config, name) for name in sorted(CHECKPOINT_OPTIONS)})
 
     def attach(
         self,
@@ -514,6 +547,11 @@ class Job:
     def folder(self) -> Path:
         """Private to the job, shared by its workers on this machine, and removed with it."""
         return self._env.job_dir
+
+    @property
+    def checkpoint_near(self) -> bool:
+        """In rank 0: whether a checkpoint may be made at the next batch top. What it counts as written must be."""
+        return self._checkpoints.near(self.tops + 1)
 
     @property
     def checkpoint_due(self) -> bool:

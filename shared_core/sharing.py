@@ -101,6 +101,7 @@ class Sharing:
         self._modules = modules
         self._shards = Shards(loader, self._world, config.seed)
         self._loss: Loss | None = None
+        self._job = job
         self._parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
         if not self._parameters:
             raise ConfigError("nothing is trained: pass the model, with parameters that require gradients")
@@ -142,6 +143,12 @@ class Sharing:
 
     def backward(self, number: int, loss: Loss) -> Tensor:
         """See :meth:`SharedStep.backward`."""
+        losses = self._backward(number, loss)
+        if self._job is not None:
+            self._job.note_loss(losses.mean())
+        return losses
+
+    def _backward(self, number: int, loss: Loss) -> Tensor:
         self._loss = loss
         if self._steps is not None:
             if self._steps.step != number:

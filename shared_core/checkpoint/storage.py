@@ -93,9 +93,15 @@ class Storage(Protocol):
 
 @dataclass(frozen=True)
 class LocalStorage:
-    """A local folder; it is made when something is written."""
+    """A local folder; it is made when something is written.
+
+    Attributes:
+        root: the folder.
+        mode: permissions of new files.
+    """
 
     root: str
+    mode: int = 0o600
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview], size: int) -> str:
         """See :class:`Storage`."""
@@ -112,7 +118,7 @@ class LocalStorage:
             try:
                 digest = hashlib.sha256()
                 operation()
-                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self.mode)
                 try:
                     for chunk in chunks:
                         operation()
@@ -262,6 +268,12 @@ class UrlStorage:
     def _at(self, name: str) -> tuple[Any, str]:
         files, path = _file_system(self.root)
         return files, f"{path.rstrip('/')}/{name}" if name else path
+
+
+def absolute(where: str | os.PathLike[str]) -> str:
+    """A folder whatever the current one will be; a URL as it is."""
+    text = os.fspath(where)
+    return text if "://" in text else os.path.abspath(text)
 
 
 def open_storage(where: str | os.PathLike[str]) -> Storage:

@@ -194,7 +194,7 @@ def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = N
     base = SwiftConfig.from_dict(section or {})
     if args.swift_config:
         given_there = SwiftConfig.from_file(args.swift_config)
-        base = given_there if section is None else SwiftConfig.from_dict({**section, **_changed(given_there)})
+        base = given_there if section is None else SwiftConfig.from_dict({**section, **given_there.changed})
     config = SwiftConfig.from_env(base=base)
     given = {name: getattr(args, name) for name in ("on_failure", "checkpoint_dir") if getattr(args, name) is not None}
     if args.machines[0] < args.machines[1] and config.on_failure == "replace" and not config.replace_timeout_s:
@@ -204,11 +204,6 @@ def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = N
     if "checkpoint_dir" in given and "://" not in given["checkpoint_dir"]:
         given["checkpoint_dir"] = os.path.abspath(given["checkpoint_dir"])
     return SwiftConfig.from_dict(dataclasses.asdict(config) | given)
-
-
-def _changed(config: SwiftConfig) -> dict[str, Any]:
-    stock = dataclasses.asdict(SwiftConfig())
-    return {name: value for name, value in dataclasses.asdict(config).items() if value != stock[name]}
 
 
 def _events_path(args: argparse.Namespace) -> str | None:

@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from shared_core.cluster.environment import worker_env
 from shared_core.cluster.fencing import Fenced
 from shared_core.cluster.fleet import CANCELLED, Fleet, LiveWorker
 from shared_core.cluster.jobdir import JobDir
-from shared_core.cluster.last_checkpoint import SAVED, LastCheckpoint
+from shared_core.cluster.last_checkpoint import CHECKPOINTS, SAVED, LastCheckpoint
 from shared_core.cluster.ledger import FAIL, RELEASE, RESIZE, RESTART
 from shared_core.cluster.logs import ERROR_FILE, WorkerLogs
 from shared_core.cluster.losses import LOOP_LIMIT, Death, LossBook, RaisedError, Verdict
@@ -521,6 +521,10 @@ class SwiftAgent(SimpleElasticAgent):
         elif name == SAVED:
             self._last_checkpoint.saved(fields)
             self._told = True  # look at the signals again
+        elif name == CHECKPOINTS:
+            self._last_checkpoint.want()
+            config = SwiftConfig.from_dict(asdict(self._options.config) | fields)
+            self._options = replace(self._options, config=config)
         elif name in ("handed", "declined"):
             if self._resizing.stay and fields.get("generation") == self._now.generation:
                 if name == "handed":

@@ -21,6 +21,8 @@ from shared_core.events import console
 ENDING = "ending"
 #: Key that rank 0 sets when the last checkpoint is committed, or cannot be.
 SAVED = "saved"
+#: Key that workers set when their script, and not the launcher, says where checkpoints go.
+CHECKPOINTS = "checkpoints"
 _EARLY = (signal.SIGUSR1, signal.SIGUSR2)
 #: Part of the grace time that is left for ending the workers.
 _RESERVE = 0.15
@@ -57,6 +59,10 @@ class LastCheckpoint:
         self._handled = 0
         self._over = self._committed = False
         self.deadline: float | None = None
+
+    def want(self) -> None:
+        """The script has checkpoints written, of which the launcher was not told."""
+        self._wanted = True
 
     def signals(self, names: Sequence[str]) -> tuple[str, ...]:
         """The signals to take over: those that end the job, and the early ones if there is something to do then."""

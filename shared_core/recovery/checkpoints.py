@@ -153,6 +153,12 @@ class Checkpoints:
             self._snapshots.fence()
             self.waited_s += time.perf_counter() - started
 
+    def near(self, index: int) -> bool:
+        """In rank 0: whether a checkpoint may be made at this batch top, which is the next one, or soon after it."""
+        if self._decisions is None:
+            return False
+        return (self._every > 0 and index % self._every == 0) or self._decisions.pending >= self._updates.version
+
     def joined(self, top: Top, *, saved: bool) -> None:
         """This worker begins at a batch top.
 

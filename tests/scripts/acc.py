@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from sklearn.datasets import load_digits
+from standstill import noted, stand_still
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -45,6 +46,8 @@ def main() -> None:
     parser.add_argument("--dispatch", action="store_true")
     parser.add_argument("--seedable", action="store_true")
     parser.add_argument("--no-epochs", action="store_true")
+    parser.add_argument("--checkpoints")
+    parser.add_argument("--every", type=int, default=0)
     args = parser.parse_args()
     report = Report()
     baseline = bool(os.environ.get("SWIFT_BASELINE"))
@@ -52,7 +55,9 @@ def main() -> None:
     if not baseline:
         from accelerate_swift import SwiftPlugin
 
-        plugin = SwiftPlugin()
+        options = {"checkpoint_dir": args.checkpoints, "resume": "always"}
+        options |= {"checkpoint_every_steps": args.every} if args.every else {"checkpoint_price": 1e-3}
+        plugin = SwiftPlugin(**options if args.checkpoints else {})
         handlers.append(plugin)
     from accelerate.utils import DataLoaderConfiguration
 
@@ -90,7 +95,8 @@ def main() -> None:
         state = plugin.register(**counters)
     for epoch in epochs:
         model.train()
-        for x, y in train:
+        for number, (x, y) in enumerate(train):
+            stand_still(epoch * len(train) + number)
             report.count(f"epoch {epoch} batch {x.sum().item():.6f}")
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(x), y)
@@ -111,7 +117,8 @@ def main() -> None:
         accelerator.wait_for_everyone()
     inner = accelerator.unwrap_model(model)
     digests = training_digest(inner, [optimizer.optimizer], [scheduler.scheduler], vars(state))
-    report.finish(digests | {"generators": generators_digest()}, **vars(state))
+    extra = {} if baseline else {"noted": noted(plugin.loop.job), "last": loss.item()}
+    report.finish(digests | {"generators": generators_digest()}, **extra, **vars(state))
     accelerator.end_training()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
+from standstill import stand_still
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--precision", default="no")
     parser.add_argument("--zero", action="store_true", help="ZeRO stage 1")
     parser.add_argument("--by-hand", action="store_true")
+    parser.add_argument("--checkpoints")
     args = parser.parse_args()
     report, out = Report(), Path(os.environ[OUT])
     Block.report = report
@@ -141,10 +143,13 @@ def main() -> None:
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
-    from accelerate_swift import SwiftDeepSpeedPipelinePlugin
+    from accelerate_swift import SwiftDeepSpeedPipelinePlugin, SwiftPlugin
 
+    swift = None
+    if args.checkpoints:
+        swift = SwiftPlugin(checkpoint_dir=args.checkpoints, checkpoint_every_steps=4, resume="always")
     plugin = SwiftDeepSpeedPipelinePlugin(
-        args.stages, MICRO_BATCHES, gradient_clipping=args.clip, zero_stage=int(args.zero)
+        args.stages, MICRO_BATCHES, swift=swift, gradient_clipping=args.clip, zero_stage=int(args.zero)
     )
     if args.zero:
         plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = 1 << 20
@@ -165,6 +170,7 @@ def main() -> None:
     for epoch in plugin.epochs(args.epochs, start=1 if args.resume else 0):
         model.train()
         for step, (inputs, targets) in enumerate(train):
+            stand_still(epoch * len(train) + step)
             Block.step = f"epoch {epoch} batch {float(targets.sum()):.6f}"
             loss = model((inputs, targets))
             accelerator.backward(loss)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from standstill import stand_still
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -36,6 +38,7 @@ class Counting(TrainerCallback):  # type: ignore[misc]
         self.report, self.falls, self.last = report, 0, float("inf")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        stand_still(state.global_step)
         self.report.count(f"step {state.global_step}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -48,15 +51,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--twice", action="store_true")
+    parser.add_argument("--checkpoints")
+    parser.add_argument("--files")
     args = parser.parse_args()
     report, out = Report(), Path(os.environ[OUT])
-    kind = Trainer
+    kind: Any = Trainer
     if not os.environ.get("SWIFT_BASELINE"):
+        from accelerate_swift import SwiftPlugin
         from accelerate_swift.trainer import SwiftTrainer
 
         kind = SwiftTrainer
+        if args.checkpoints:
+            ours = {"checkpoint_dir": args.checkpoints, "checkpoint_every_steps": 5, "resume": "always"}
+            kind = partial(SwiftTrainer, swift=SwiftPlugin(**ours))  # before TrainingArguments
     arguments = TrainingArguments(
-        output_dir=str(out / "checkpoints"),
+        output_dir=args.files or str(out / "checkpoints"),
         use_cpu=True,
         num_train_epochs=2,
         per_device_train_batch_size=4,

@@ -16,16 +16,18 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from standstill import stand_still
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_swift import SwiftPipelineStrategy
+from lightning_swift import SwiftCheckpoint, SwiftPipelineStrategy
 from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.jobs.common import Counting, final_digests, without_folder, without_ours
 from shared_core.testing.report import Report
 
 warnings.filterwarnings("ignore")
-OUT = Path(os.environ["SWIFT_TEST_OUT"])
+#: Where the run leaves its files; two starts of one run may share a folder.
+OUT = Path(os.environ.get("SWIFT_TEST_FILES") or os.environ["SWIFT_TEST_OUT"])
 WIDTH, BATCH, MICRO_BATCHES, STAGES = 16, 8, 4, 2
 
 
@@ -94,6 +96,9 @@ class Losses(pl.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        stand_still(trainer.global_step)
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not outputs["loss"].isnan():
             assert torch.allclose(
@@ -152,6 +157,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--refuse", choices=sorted(REFUSED))
     parser.add_argument("--by-hand", action="store_true")
+    parser.add_argument("--checkpoints")
     args = parser.parse_args()
     Layers.plain, Layers.changes = args.plain, args.change_gradients
     report = Report()
@@ -169,7 +175,8 @@ def main() -> None:
     options = {"on_failure": "reroute"} if args.reroute else {}
     one = SwiftPipelineStrategy(stages=STAGES, micro_batches=pieces, config=config, options=options)
     module, losses = Layers(), Losses()
-    trainer = fitting(report, args, one, losses)
+    ours = [SwiftCheckpoint(args.checkpoints, every_n_steps=4)] if args.checkpoints else []
+    trainer = fitting(report, args, one, losses, *ours)
     extra: dict[str, Any] = {}
     val = loader(20, 2, shuffle=False)
     told: list[str] = []

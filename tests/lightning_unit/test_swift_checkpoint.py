@@ -1,0 +1,156 @@
+"""Options of ``SwiftCheckpoint``: how they get into the job, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from checkpointed import committed, descendants
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_swift import SwiftCheckpoint, SwiftDDPStrategy
+from lightning_swift.construction import callbacks_under_construction, trainer_under_construction
+from shared_core.cluster import jobdir
+from shared_core.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = str(tmp_path / "points")
+    assert SwiftCheckpoint("points").options == {"checkpoint_dir": here, "resume": "always"}
+    assert SwiftCheckpoint("s3://bucket/run", "young", keep=4, resume="auto").options == {
+        "checkpoint_dir": "s3://bucket/run",
+        "checkpoint_policy": "young",
+        "checkpoint_keep": 4,
+        "resume": "auto",
+    }
+    for options, words in (
+        ({"policy": "value", "every_n_steps": 5}, "leave checkpoint_every_steps out"),
+        ({"policy": "often"}, "'often' is not one of"),
+        ({"keep": 1}, "at least 2"),
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
+        ({"policy": "fixed"}, "needs checkpoint_every_steps"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            SwiftCheckpoint("points", **options)  # type: ignore[arg-type]
+
+
+def test_what_contradicts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    callback = SwiftCheckpoint("points", every_n_steps=5)
+    here = {"checkpoint_dir": str(tmp_path / "points")}
+    assert callback.merged({"checkpoint_dir": "points", "seed": 3}, here)["seed"] == 3
+    assert callback.merged({"resume": "never"}, {})["resume"] == "never"
+    with pytest.raises(ConfigError, match="the strategy checkpoint_dir='other': leave one of the two out"):
+        callback.merged({"checkpoint_dir": "other"}, {})
+    with pytest.raises(ConfigError, match="swiftrun or the environment checkpoint_every_steps=7"):
+        callback.merged({}, here | {"checkpoint_every_steps": 7})
+    with pytest.raises(ConfigError, match="finds the interval"):
+        callback.merged({"checkpoint_policy": "value"}, {})
+
+
+def test_without_a_strategy_of_ours(tmp_path: Path) -> None:
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    callback = SwiftCheckpoint(tmp_path)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[callback], **quiet)
+    with pytest.raises(ConfigError, match=r"no checkpoints with SingleDeviceStrategy: choose .*swift_ddp"):
+        callback.setup(trainer, pl.LightningModule(), "fit")
+
+
+def test_workers_of_another_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    strategy = SwiftDDPStrategy()
+    callback = SwiftCheckpoint(tmp_path)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, callbacks=[callback], logger=False)
+    with pytest.raises(ConfigError, match="not started by swiftrun"):
+        callback.setup(trainer, pl.LightningModule(), "fit")
+
+
+def test_the_trainer_under_construction() -> None:
+    seen: list[Any] = []
+
+    class Looking(SwiftDDPStrategy):
+        def find_checkpoints(self) -> None:
+            seen.append((trainer_under_construction(), callbacks_under_construction()))
+
+    keep = ModelCheckpoint()
+    pl.Trainer(accelerator="cpu", devices=1, strategy=Looking(), callbacks=keep, logger=False)
+    pl.Trainer(accelerator="cpu", devices=1, strategy=Looking(), callbacks=[keep], logger=False)
+    assert seen == [(None, [keep])] * 2
+    assert trainer_under_construction() is None and callbacks_under_construction() == []
+
+
+SCRIPT = """
+import os, sys, warnings
+warnings.filterwarnings("ignore")
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from lightning_swift import SwiftCheckpoint
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        if self.global_step == int(os.environ.get("STOP_AT", "-1")):
+            os.mkfifo("never")
+            open("never").read()
+        return self.net(batch[0] + torch.randn(4)).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+    def on_train_end(self):
+        if self.trainer.is_global_zero:
+            print("weights", self.net.weight.tolist(), flush=True)
+if __name__ == "__main__":
+    pl.seed_everything(3, verbose=False)
+    ours = sys.argv[1] == "swift_ddp"
+    callbacks = [SwiftCheckpoint("points", every_n_steps=7)] if ours else []
+    pl.Trainer(accelerator="cpu", devices=int(sys.argv[2]), strategy=sys.argv[1], max_epochs=2, logger=False,
+               callbacks=callbacks, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+               ).fit(Model(), DataLoader(TensorDataset(torch.ones(48, 4)), batch_size=2))
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("devices", [1, 2])
+def test_python_script_goes_on(tmp_path: Path, devices: int) -> None:
+    """``python train.py`` becomes ``swiftrun`` and takes the options along, also for one worker."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_RECOVERY")}
+    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def start(strategy: str, **more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "train.py", strategy, str(devices)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=tmp_path, env=environ | more, stdout=pipe, stderr=pipe, text=True)
+
+    def weights(text: str) -> str:
+        (line,) = [line for line in text.splitlines() if line.startswith("weights")]
+        return line
+
+    stock, said = start("ddp").communicate(timeout=100)
+    assert stock, said
+    with start("swift_ddp", STOP_AT="17") as killed:
+        deadline = time.monotonic() + 60
+        while 14 not in committed(tmp_path / "points", devices) and time.monotonic() < deadline:
+            assert killed.poll() is None, killed.communicate()
+        for pid in reversed(descendants(killed.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed.communicate(timeout=30)
+    jobdir.sweep(Path("/dev/shm"))
+    out, err = start("swift_ddp").communicate(timeout=100)
+    assert "continues from the checkpoint at batch top 14" in err, err
+    assert weights(out) == weights(stock)
