@@ -159,7 +159,11 @@ class Job:
         self._tops_lock = threading.Lock()
         self._logs = Logs(env, self._runtime, lambda: self._checkpoints.newest_top, self._recovery.fall_back)
         self._leaving = ExitStack()
-        self.orders = Orders(self._board, env.config.data_policy == "drop") if env.config.resizes else None
+        asked = env.config.resizes
+        keeps = env.config.checkpoint_dir is not None and not self.reroutes
+        self.orders = Orders(self._board, env.config.data_policy == "drop", asked) if asked or keeps else None
+        if self.reroutes:
+            self.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
         self.joining = env.incarnation > 0 or self._restored is not None
         self._saved: Restored | None = None
         self._peeked: dict[str, Any] | None = None
@@ -187,6 +191,9 @@ class Job:
             checkpoint = None if begins_anew else self._checkpoints.newest()
         except CorruptFile as error:
             self._recovery.fall_back(str(error))
+        except Unsupported as error:
+            self._recovery.fail(error)
+            raise
         if self._env.resized is None or (checkpoint is not None and checkpoint.top.index >= self._env.resized.top):
             return checkpoint
         try:
@@ -489,6 +496,14 @@ class Job:
         """
         return self._board.tally(name)
 
+    def keep_number(self, reason: str) -> None:
+        """Checkpoints that are made from now on serve no other number of workers.
+
+        Args:
+            reason: why, for people.
+        """
+        self._checkpoints.fixed = reason
+
     @property
     def in_charge(self) -> bool:
         """Whether the default process group is one that survives failures."""
@@ -776,14 +791,16 @@ class Job:
             self._board.record(key, results)
         self.resized, self.added = restored.resized, restored.added
         main = {name: restored.main[name] for name, part in self._parts.items() if part.main and name in restored.main}
-        self._take_place(restored.top, restored.parts | main, saved=not restored.resized)
+        self._take_place(restored.top, restored.parts | main, saved=bool(restored.tier))
         self.resized = self.added = False
         self._restored = None
-        if not restored.resized:
+        if restored.tier:
+            of = f", which {restored.workers} workers have made" if restored.resized else ""
             console(
-                f"rank {self.rank}: continues from the checkpoint at batch top {restored.top.index} ({restored.tier})"
+                f"rank {self.rank}: continues from the checkpoint at batch top {restored.top.index} "
+                f"({restored.tier}){of}"
             )
-        self._publish(restored.top.kind, save=restored.resized)  # a checkpoint is there already
+        self._publish(restored.top.kind, save=not restored.tier)  # a checkpoint is there already
 
     def _take_place(self, top: Top, parts: dict[str, Any], *, saved: bool = False) -> None:
         self.tops = top.index

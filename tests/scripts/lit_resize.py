@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
-from resize import SAMPLES, Net, Numbered
+from resize import SAMPLES, First, Net, Numbered
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -33,8 +33,10 @@ class Module(pl.LightningModule):
         self.worlds: list[int] = []
         self.validations = 0
         self.batches = 0
+        self.first = First()
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.first.batch(self.trainer.global_step, self.model)
         indices, x = batch
         guess, uses = self.model(indices, x)
         loss = (guess - x.sin().sum(1)).square().mean()
@@ -69,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--until", type=int, default=0)
-    parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--devices", type=int, default=int(os.environ["WORLD_SIZE"]))
     parser.add_argument("--lost-after", type=int, default=-1, help="a rank that is lost when the fit is over")
     args = parser.parse_args()
     report = Report()
@@ -97,6 +99,7 @@ def main() -> None:
         training_digest(module.model, trainer.optimizers, [], {}),
         **seen,
         steps=trainer.global_step,
+        first=module.first.parameters,
         rows=rows.read_text() if dist.get_rank() == 0 else "",
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import shared_core
 from shared_core.cluster import worker
-from shared_core.testing.digest import training_digest
+from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import Report
 
 SAMPLES = 240
@@ -57,6 +58,23 @@ class Net(nn.Module):
         return self.net(x).squeeze(1), self.uses[indices]
 
 
+class First:
+    """Parameters as the first batch of this process finds them.
+
+    With ``HOLD_AT`` in the environment a process waits in that batch to be killed.
+    """
+
+    def __init__(self) -> None:
+        self.parameters = ""
+
+    def batch(self, number: int, model: nn.Module) -> None:
+        """A batch begins; batches are counted over all epochs, from 0."""
+        if not self.parameters:
+            self.parameters = digest([parameter.detach() for parameter in model.parameters()])
+        if os.environ.get("HOLD_AT") == str(number):
+            threading.Event().wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3, help="at least so many")
@@ -84,11 +102,13 @@ def main() -> None:
         loader = DataLoader(data, batch_size=args.batch, sampler=sampler, num_workers=args.workers)
     torch.manual_seed(dist_rank)
     job = shared_core.attach(ddp, *optimizers, loader)
+    first = First()
     seen = job.register(losses=[], exact=[], worlds=[], used=[], total=0.0, batches=0)
     for epoch in job.epochs(200):
         sampler.set_epoch(epoch)
         for step, (indices, x) in job.steps(loader):
             report.count(f"batch {step}")
+            first.batch(step, model)
             guess, uses = ddp(indices, x)
             loss = (guess - x.sin().sum(1)).square().mean()
             for optimizer in optimizers:
@@ -107,7 +127,7 @@ def main() -> None:
         seen.total, seen.batches = 0.0, 0
         if epoch + 1 >= args.epochs and (not args.until or world == args.until):
             break
-    report.finish(training_digest(model, optimizers, [], {}), **vars(seen))
+    report.finish(training_digest(model, optimizers, [], {}), **vars(seen), first=first.parameters)
     group = dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()
