@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
-from resize import SAMPLES, First, Net, Numbered
+from resize import FIRST, SAMPLES, Net, Numbered
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -33,10 +33,9 @@ class Module(pl.LightningModule):
         self.worlds: list[int] = []
         self.validations = 0
         self.batches = 0
-        self.first = First()
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        self.first.batch(self.trainer.global_step, self.model)
+        FIRST.batch(self.trainer.global_step, self.model)
         indices, x = batch
         guess, uses = self.model(indices, x)
         loss = (guess - x.sin().sum(1)).square().mean()
@@ -99,7 +98,7 @@ def main() -> None:
         training_digest(module.model, trainer.optimizers, [], {}),
         **seen,
         steps=trainer.global_step,
-        first=module.first.parameters,
+        first=FIRST.parameters,
         rows=rows.read_text() if dist.get_rank() == 0 else "",
     )
 

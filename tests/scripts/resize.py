@@ -59,7 +59,7 @@ class Net(nn.Module):
 
 
 class First:
-    """Parameters as the first batch of this process finds them.
+    """Parameters as the first batch of this process finds them; known to nobody who could put it back.
 
     With ``HOLD_AT`` in the environment a process waits in that batch to be killed.
     """
@@ -73,6 +73,9 @@ class First:
             self.parameters = digest([parameter.detach() for parameter in model.parameters()])
         if os.environ.get("HOLD_AT") == str(number):
             threading.Event().wait()
+
+
+FIRST = First()
 
 
 def main() -> None:
@@ -102,13 +105,12 @@ def main() -> None:
         loader = DataLoader(data, batch_size=args.batch, sampler=sampler, num_workers=args.workers)
     torch.manual_seed(dist_rank)
     job = shared_core.attach(ddp, *optimizers, loader)
-    first = First()
     seen = job.register(losses=[], exact=[], worlds=[], used=[], total=0.0, batches=0)
     for epoch in job.epochs(200):
         sampler.set_epoch(epoch)
         for step, (indices, x) in job.steps(loader):
             report.count(f"batch {step}")
-            first.batch(step, model)
+            FIRST.batch(step, model)
             guess, uses = ddp(indices, x)
             loss = (guess - x.sin().sum(1)).square().mean()
             for optimizer in optimizers:
@@ -127,7 +129,7 @@ def main() -> None:
         seen.total, seen.batches = 0.0, 0
         if epoch + 1 >= args.epochs and (not args.until or world == args.until):
             break
-    report.finish(training_digest(model, optimizers, [], {}), **vars(seen), first=first.parameters)
+    report.finish(training_digest(model, optimizers, [], {}), **vars(seen), first=FIRST.parameters)
     group = dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()
