@@ -46,6 +46,7 @@ from shared_core.recovery.buckets import BUCKETS, Buckets
 from shared_core.recovery.checkpoints import Checkpoints, Restored, ends_before
 from shared_core.recovery.exchange import Received, Recovery, Replaying
 from shared_core.recovery.lane import Lane, Lanes
+from shared_core.recovery.lines import Collect
 from shared_core.recovery.logs import Logs
 from shared_core.recovery.passes import Passes
 from shared_core.recovery.plain import dumps, loads
@@ -785,6 +786,8 @@ class Job:
     def _join_from_checkpoint(self) -> None:
         restored = self._restored
         assert restored is not None
+        if restored.collect is not None:
+            self._collect(restored, restored.collect)
         self._updates.load(restored.top.version, restored.description, restored.tensors)
         self._buckets.settle(restored.records, restored.top)
         for key, results in restored.records:
@@ -801,6 +804,19 @@ class Job:
                 f"({restored.tier}){of}"
             )
         self._publish(restored.top.kind, save=not restored.tier)  # a checkpoint is there already
+
+    def _collect(self, restored: Restored, collect: Collect) -> None:
+        """Now it is known which layers this stage has."""
+        try:
+            if self._updates.replicated is None or self._replica_ranks != [self.rank]:
+                raise Unsupported(
+                    f"the checkpoint at batch top {restored.top.index} is of a pipeline whose stages had no replicas, "
+                    f"and this one is another: start {restored.workers} workers, or begin anew with resume='never'"
+                )
+            restored.description, restored.tensors = collect(self._updates.replicated)
+        except SwiftError as error:
+            self._recovery.fail(error)
+            raise
 
     def _take_place(self, top: Top, parts: dict[str, Any], *, saved: bool = False) -> None:
         self.tops = top.index

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpointed import committed, finished, options, running, went_on_from
-from harness import Jobs
+from harness import Jobs, most
 
 from shared_core.checkpoint import image
 from shared_core.checkpoint.store import folder_name
@@ -90,3 +90,56 @@ def test_another_number_of_workers_goes_on(way: str, change: str, jobs: Jobs, tm
     # A plain loop has a batch top after its last batch.
     at = at or BATCHES[workers[0]] + 1
     stop_and_go_on(jobs, tmp_path, WAYS[way], workers, at)
+
+
+SEEDED = {"SWIFT_RECOVERY_RANDOMNESS": "seeded"}
+#: Stages before and after, and more arguments.
+CUTS = {
+    "4 to 2": ((4, 2), ()),
+    "4 to 3": ((4, 3), ()),
+    "2 to 4": ((2, 4), ()),
+    "4 to 2 with tied layers": ((4, 2), ("--tied",)),
+}
+
+
+@pytest.mark.parametrize("cut", most(CUTS, *(name for name in CUTS if name != "4 to 2")))
+def test_a_pipeline_is_cut_anew(cut: str, jobs: Jobs, tmp_path: Path) -> None:
+    """With random numbers that belong to layers, what follows has the bits of the run that was not interrupted."""
+    (before, after), more = CUTS[cut]
+    args, at = ["--stages", "0", "--steps", "8", *more], 4
+    env = options(tmp_path, every=at) | SEEDED
+    with running(jobs, "pipe.py", args, env=env | {"HOLD_AT": str(at)}, launcher_args=RESTART, nproc=before) as job:
+        job.until(lambda: at in committed(tmp_path, before))
+        job.kill()
+        job.end()
+    with running(jobs, "pipe.py", args, env=env, launcher_args=RESTART, nproc=after) as job:
+        result = finished(job)
+    assert went_on_from(result) == {at}, result.tail()
+    whole = jobs.run("pipe.py", nproc=before, args=args, env=SEEDED)
+    losses = whole.reports[0]["extra"]["losses"]
+    assert len(losses) == 8 and len(set(losses)) == 8
+    for report in result.reports.values():
+        assert report["extra"]["losses"] == losses, result.tail()
+        assert min(int(key.split()[1]) for key in report["counts"]) == at - 1
+
+
+REFUSED = {
+    "a stream": ("resize.py", ("--stream",), "a stream of items"),
+    "dispatch_batches": ("acc_resize.py", ("--dispatch",), "rank 0 held batches for all"),
+    "bf16": ("pipe.py", ("--stages", "0", "--bf16"), "in one piece"),
+}
+
+
+@pytest.mark.parametrize("name", most(REFUSED, *(name for name in REFUSED if name != "a stream")))
+def test_what_cannot_be_exact_is_refused(name: str, jobs: Jobs, tmp_path: Path) -> None:
+    """Nothing begins anew unasked, and what is there stays."""
+    script, args, words = REFUSED[name]
+    env = options(tmp_path, every=4)
+    with running(jobs, script, args, env=env | {"HOLD_AT": "4"}, launcher_args=RESTART) as job:
+        job.until(lambda: 4 in committed(tmp_path))
+        job.kill()
+        job.end()
+    with running(jobs, script, args, env=env, launcher_args=RESTART, nproc=3) as job:
+        result = job.end()
+    assert result.status == 1 and words in result.stderr and "Start 2 workers" in result.stderr, result.tail()
+    assert committed(tmp_path) == [4]

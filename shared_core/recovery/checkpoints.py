@@ -31,7 +31,7 @@ from shared_core.loaders.reshard import REST, loader_states, order_name, used
 from shared_core.recovery import lines, renumber
 from shared_core.recovery.board import Board
 from shared_core.recovery.decisions import Decisions, FileEntries, StoreEntries
-from shared_core.recovery.lines import Line, Loaded
+from shared_core.recovery.lines import Collect, Line, Loaded
 from shared_core.recovery.plain import dumps
 from shared_core.recovery.pricing import Pricing
 from shared_core.recovery.state import Replicated
@@ -63,6 +63,7 @@ class Restored:
         main: what rank 0 had published last, where another takes its place.
         tier: where a checkpoint lay.
         workers: of the job that made it.
+        collect: see :class:`~shared_core.recovery.lines.Loaded`.
     """
 
     top: Top
@@ -76,6 +77,7 @@ class Restored:
     main: dict[str, Any] = field(default_factory=dict)
     tier: str = ""
     workers: int = 0
+    collect: Collect | None = None
 
 
 class Checkpoints:
@@ -424,8 +426,7 @@ def named(
         tensors: in its order.
     """
     count = int(description["parameters"])
-    names = _unique([name.removeprefix("module.") for name in replicated.names]) if replicated is not None else []
-    names = names[:count]
+    names = lines.parameter_names(replicated)[:count] if replicated is not None else []
     for number, place, entries in description["states"]:
         names += [f"optimizer.{number}.{key}.{names[place]}" for key, kind, _ in entries if kind == "tensor"]
     if len(names) != len(tensors):
@@ -434,20 +435,6 @@ def named(
         lines.DESCRIPTION: json.dumps(dict(description) | {"images": []}),
         lines.NAMES: json.dumps(names),
     }
-
-
-def _unique(names: list[str]) -> list[str]:
-    """Names of several modules, of which a later one's may be an earlier one's too."""
-    found: list[str] = []
-    taken: set[str] = set()
-    for name in names:
-        number, own = 1, name
-        while own in taken:
-            number += 1
-            own = f"{name}#{number}"
-        taken.add(own)
-        found.append(own)
-    return found
 
 
 def _restored(loaded: Loaded) -> Restored:
@@ -463,6 +450,7 @@ def _restored(loaded: Loaded) -> Restored:
         added=loaded.added,
         tier=loaded.line.tier,
         workers=loaded.line.world_size,
+        collect=loaded.collect,
     )
 
 

@@ -23,12 +23,15 @@ from shared_core.consistency import Top
 from shared_core.errors import CorruptFile, SwiftError, Unsupported
 from shared_core.events import console
 from shared_core.recovery.plain import loads
+from shared_core.recovery.state import Replicated
 
 #: Tiers in the order in which they are preferred.
 MEMORY, STORAGE = "memory", "storage"
 _FINE, _NOTHING, _CHOSEN = "read", "nothing", "line/chosen"
 #: Metadata of an image of the replicated state.
 DESCRIPTION, NAMES = "swift.description", "swift.names"
+#: Gives description and tensors of the replicated state of this rank, once it is known what it trains.
+Collect = Callable[[Replicated], tuple[dict[str, Any], list[torch.Tensor]]]
 
 
 def local_part(rank: int) -> str:
@@ -39,6 +42,25 @@ def local_part(rank: int) -> str:
 def replicated_part(top: Top) -> str:
     """Name of the part that holds the parameters and optimizer state of a rank."""
     return f"replicated{min(top.replicas, default=0)}.safetensors"
+
+
+def parameter_names(replicated: Replicated) -> list[str]:
+    """Names of the parameters in an image: fully qualified, without the ``module.`` of ``DistributedDataParallel``."""
+    return _unique([name.removeprefix("module.") for name in replicated.names])
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Names of several modules, of which a later one's may be an earlier one's too."""
+    found: list[str] = []
+    taken: set[str] = set()
+    for name in names:
+        number, own = 1, name
+        while own in taken:
+            number += 1
+            own = f"{name}#{number}"
+        taken.add(own)
+        found.append(own)
+    return found
 
 
 @dataclass(frozen=True)
@@ -77,6 +99,8 @@ class Loaded:
         line: where it comes from.
         resized: it is of another number of workers.
         added: this rank had no predecessor; ``local`` is another's.
+        collect: gives description and tensors instead, where this rank trains another part of the model than any old
+            one.
     """
 
     top: Top
@@ -86,6 +110,7 @@ class Loaded:
     line: Line
     resized: bool = False
     added: bool = False
+    collect: Collect | None = None
 
 
 def in_memory(spool: Spool, rank: int, world_size: int) -> list[Line]:
@@ -163,9 +188,19 @@ def load_replicated(line: Line, top: Top) -> tuple[dict[str, Any], list[torch.Te
     Raises:
         CorruptFile: if it cannot be read as it was written.
     """
+    description, by_name = load_named(line, top)
+    return description, list(by_name.values())
+
+
+def load_named(line: Line, top: Top) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """As :func:`load_replicated`, the tensors by name.
+
+    Raises:
+        CorruptFile: if it cannot be read as it was written.
+    """
     try:
         by_name, metadata = image.load(line.open(replicated_part(top)))
-        return json.loads(metadata[DESCRIPTION]), [by_name[name] for name in json.loads(metadata[NAMES])]
+        return json.loads(metadata[DESCRIPTION]), {name: by_name[name] for name in json.loads(metadata[NAMES])}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise _unreadable(line, error) from error
 
