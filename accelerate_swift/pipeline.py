@@ -243,6 +243,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         engine.drives = self.swift.replays
         self.swift.engine = engine
         self.swift.note_model(engine.module)
+        job.keep_number("the stages of a pipeline under Accelerate are cut anew by no restart yet")
         if not self.swift.replays:
             job.register("accelerate.pipeline", lambda: engine.shapes, lambda shapes: setattr(engine, "shapes", shapes))
 

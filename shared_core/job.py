@@ -47,6 +47,7 @@ from shared_core.recovery.buckets import BUCKETS, Buckets
 from shared_core.recovery.checkpoints import Checkpoints, Restored, ends_before
 from shared_core.recovery.exchange import Received, Recovery, Replaying
 from shared_core.recovery.lane import Lane, Lanes
+from shared_core.recovery.lines import Collect
 from shared_core.recovery.logs import Logs
 from shared_core.recovery.passes import Passes
 from shared_core.recovery.plain import dumps, loads
@@ -164,7 +165,6 @@ class Job:
         self._tops_lock = threading.Lock()
         self._logs = Logs(env, self._runtime, lambda: self._checkpoints.newest_top, self._recovery.fall_back)
         self._leaving = ExitStack()
-        self.orders = Orders(self._board, env.config.data_policy == "drop") if env.config.resizes else None
         self._saved: Restored | None = None
         self._peeked: dict[str, Any] | None = None
         runtime = self._runtime
@@ -193,6 +193,11 @@ class Job:
         # A newcomer whose predecessor has passed a batch top mostly starts there.
         self._restored = None if env.incarnation and self._board.tops() else self._line()
         self.joining = env.incarnation > 0 or self._restored is not None
+        asked = env.config.resizes
+        keeps = env.config.checkpoint_dir is not None and not self.reroutes
+        self.orders = Orders(self._board, env.config.data_policy == "drop", asked) if asked or keeps else None
+        if self.reroutes:
+            self.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
 
     def _line(self) -> Restored | None:
         """What the workers of this attempt start from, if it is not the beginning."""
@@ -201,6 +206,9 @@ class Job:
             checkpoint = None if begins_anew else self._checkpoints.newest()
         except CorruptFile as error:
             self._recovery.fall_back(str(error))
+        except Unsupported as error:
+            self._recovery.fail(error)
+            raise
         if self._env.resized is None or (checkpoint is not None and checkpoint.top.index >= self._env.resized.top):
             return checkpoint
         try:
@@ -534,6 +542,14 @@ class Job:
         """
         return self._board.tally(name)
 
+    def keep_number(self, reason: str) -> None:
+        """Checkpoints that are made from now on serve no other number of workers.
+
+        Args:
+            reason: why, for people.
+        """
+        self._checkpoints.fixed = reason
+
     @property
     def in_charge(self) -> bool:
         """Whether the default process group is one that survives failures."""
@@ -840,20 +856,37 @@ class Job:
     def _join_from_checkpoint(self) -> None:
         restored = self._restored
         assert restored is not None
+        if restored.collect is not None:
+            self._collect(restored, restored.collect)
         self._updates.load(restored.top.version, restored.description, restored.tensors)
         self._buckets.settle(restored.records, restored.top)
         for key, results in restored.records:
             self._board.record(key, results)
         self.resized, self.added = restored.resized, restored.added
         main = {name: restored.main[name] for name, part in self._parts.items() if part.main and name in restored.main}
-        self._take_place(restored.top, restored.parts | main, saved=not restored.resized)
+        self._take_place(restored.top, restored.parts | main, saved=bool(restored.tier))
         self.resized = self.added = False
         self._restored = None
-        if not restored.resized:
+        if restored.tier:
+            of = f", which {restored.workers} workers have made" if restored.resized else ""
             console(
-                f"rank {self.rank}: continues from the checkpoint at batch top {restored.top.index} ({restored.tier})"
+                f"rank {self.rank}: continues from the checkpoint at batch top {restored.top.index} "
+                f"({restored.tier}){of}"
             )
-        self._publish(restored.top.kind, save=restored.resized)  # a checkpoint is there already
+        self._publish(restored.top.kind, save=not restored.tier)  # a checkpoint is there already
+
+    def _collect(self, restored: Restored, collect: Collect) -> None:
+        """Now it is known which layers this stage has."""
+        try:
+            if self._updates.replicated is None or self._replica_ranks != [self.rank]:
+                raise Unsupported(
+                    f"the checkpoint at batch top {restored.top.index} is of a pipeline whose stages had no replicas, "
+                    f"and this one is another: start {restored.workers} workers, or begin anew with resume='never'"
+                )
+            restored.description, restored.tensors = collect(self._updates.replicated)
+        except SwiftError as error:
+            self._recovery.fail(error)
+            raise
 
     def _take_place(self, top: Top, parts: dict[str, Any], *, saved: bool = False) -> None:
         self.tops = top.index

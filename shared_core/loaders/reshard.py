@@ -6,8 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any
 
+import numpy as np
+
 from shared_core.errors import RecoveryFailed
 
+#: Key of the indices that a worker had left of the pass, in the state of a loader inside a checkpoint.
+REST = "rest"
 #: Key that marks the state of a loader inside published parts.
 MARK = "swift.loader"
 
@@ -101,6 +105,44 @@ def used(state: Mapping[str, Any]) -> int:
 def order_name(state: Mapping[str, Any]) -> str:
     """Name under which the order of the iteration in progress was published; empty if none has begun."""
     return str(state["iterations"][-1]["order"]) if state["live"] and state["iterations"] else ""
+
+
+def taken_up(state: Mapping[str, Any], indices: list[Any]) -> dict[str, Any]:
+    """Changes to a loader's state, so that it goes on with ``indices`` in the pass in progress."""
+    last = state["iterations"][-1]
+    record = dict(last) | {
+        "delivered": min(state["ahead"], len(indices)),
+        "first": last["first"] + used(state),
+        "dealt": True,
+        "length": len(indices),
+        "owned": {"scalars": {}, "generators": {}},
+        "order": "",
+        "fetches": {},
+        "draws": {},
+        "owned_first": {},
+    }
+    return {"iterations": [record], "recent": [], "indices": indices}
+
+
+def pack_indices(indices: Sequence[Any]) -> Any:
+    """Indices, or batches of them, as arrays where they are integers; see :func:`unpack_indices`."""
+    batched = bool(indices) and all(type(each) is list for each in indices)
+    flat = [index for batch in indices for index in batch] if batched else list(indices)
+    if not all(type(index) is int for index in flat):
+        return {"items": list(indices)}
+    lengths = np.array([len(batch) for batch in indices], np.int64) if batched else None
+    return {"flat": np.array(flat, np.int64), "lengths": lengths}
+
+
+def unpack_indices(packed: Mapping[str, Any]) -> list[Any]:
+    """Inverse of :func:`pack_indices`."""
+    if "items" in packed:
+        return list(packed["items"])
+    flat, lengths = packed["flat"].tolist(), packed["lengths"]
+    if lengths is None:
+        return list(flat)
+    ends = np.cumsum(lengths).tolist()
+    return [flat[end - length : end] for length, end in zip(lengths.tolist(), ends, strict=True)]
 
 
 def advance(state: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> int:

@@ -75,9 +75,12 @@ class Orders(Protocol):
 
     Attributes:
         may_drop: samples may be left out when the number of workers changes.
+        asked: the number may change while the job runs. Otherwise it may only between two starts, and orders are
+            published where that changes nothing else.
     """
 
     may_drop: bool
+    asked: bool
 
     def write(self, indices: list[Any]) -> str:
         """Publish the indices of a pass, batch by batch. Returns the name for :meth:`read`."""
@@ -213,7 +216,7 @@ class ResumableLoader:
         self._swift_stream = True
         self._swift_engine: Any = loader
         self._swift_indices: Indices | None = None
-        self._swift_seeded = False
+        self._swift_seeded = listed = False
         if isinstance(loader, DataLoader):
             if loader.num_workers > 0 and not loader.in_order:
                 raise Unsupported(
@@ -223,16 +226,17 @@ class ResumableLoader:
             self._swift_in_process = loader.num_workers == 0
             iterable = isinstance(loader.dataset, IterableDataset)
             self._swift_stream = iterable
+            listed = orders is not None and (orders.asked or _may_list(loader))
             known = _all_known(loader)
             if mode == "seeded" and not iterable:
                 self._swift_seeded = True
                 # Without a reference to the wrapper: a cycle would keep worker processes until the next collection.
                 self._swift_engine, self._swift_indices = engine_of(loader, known, self._swift_place)
-            elif not iterable and (not known or orders is not None):
+            elif not iterable and (not known or listed):
                 self._swift_engine, self._swift_indices = engine_of(loader, known, None)
         # Holds no reference to the wrapper, see above.
         self._swift_notary = _Notary(orders) if orders is not None else None
-        if self._swift_indices is not None:
+        if self._swift_indices is not None and listed:
             self._swift_indices.announce = self._swift_notary
         self._swift_owned = OwnedState({"loader": loader})
         self._swift_copied, moves = copied, orders is not None or copied
@@ -312,7 +316,8 @@ class ResumableLoader:
         pool = self._swift_pool
         if found is not None:
             notary = self._swift_notary
-            if notary is not None and self._swift_indices is None and not (notary.orders.may_drop or found.exhausted):
+            asked = notary is not None and notary.orders.asked and not notary.orders.may_drop
+            if asked and self._swift_indices is None and not found.exhausted:
                 raise Unsupported(
                     f"a {type(self._swift_loader).__name__} that gives a stream of items is iterated: what a lost "
                     "worker has left of it cannot be dealt out to others when the number of workers changes. Use a "
@@ -537,6 +542,20 @@ def _all_known(loader: DataLoader[Any]) -> bool:
     """Whether no sampler of the loader can draw global randomness after its first index."""
     samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     return all(s is None or type(s) in _KNOWN_SAMPLERS or _is_distributed_wrapper(s) for s in samplers)
+
+
+def _may_list(loader: DataLoader[Any]) -> bool:
+    """Whether nobody can see when its indices are drawn, so that all may be drawn with the first."""
+    inner = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)  # Accelerate's share of another's
+    samplers = [inner, getattr(inner, "sampler", loader.sampler)]
+    return all(
+        s is None or type(s) in _KNOWN_SAMPLERS or _is_distributed_wrapper(s) or _is_seedable(s) for s in samplers
+    )
+
+
+def _is_seedable(sampler: Any) -> bool:
+    # Accelerate's: it counts its passes when one ends, but is told the number before each.
+    return isinstance(sampler, RandomSampler) and type(sampler).__module__.startswith("accelerate.")
 
 
 def _is_distributed_wrapper(sampler: Any) -> bool:

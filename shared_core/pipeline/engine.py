@@ -45,14 +45,8 @@ _POINTS = {
     schedule.OptimizerStep: "pipe.step",
 }
 #: Plain numbers of the engine that change from batch to batch.
-_NUMBERS = (
-    "global_steps",
-    "global_samples",
-    "micro_steps",
-    "skipped_steps",
-    "first_output_send",
-    "first_gradient_send",
-)
+_FIRST = ("first_output_send", "first_gradient_send")
+_NUMBERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", *_FIRST)
 #: Buffers that are allocated in the first batch, when shapes become known, and only overwritten later.
 _BUFFERS = ("pipe_recv_buf", "grad_layer", "meta_buffer")
 #: More than the layers of any model; see :meth:`SwiftPipelineEngine._seed_layers`.
@@ -125,6 +119,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             self._shard = Shard(self.optimizer)
             self._job.attach([self.module], [], replicas=self.grid.dp_group, sharded=True)
             self._job.register(SHARD, self._shard.capture, self._shard.restore)
+            self._job.keep_number("DeepSpeed's bf16 and ZeRO optimizers keep the parameters of a stage in one piece")
         else:
             optimizers = [] if evaluates(self.optimizer) else [self.optimizer]
             self._job.attach([self.module], optimizers, replicas=self.grid.dp_group)
@@ -281,9 +276,11 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         }
 
     def _restore(self, values: dict[str, Any]) -> None:
+        recut = self._job is not None and self._job.resized  # then stages say each other anew what they send
         for name, number in values["numbers"].items():
-            setattr(self, name, number)
-        for name, shapes in values["buffers"].items():
+            if not (recut and name in _FIRST):
+                setattr(self, name, number)
+        for name, shapes in values["buffers"].items() if not recut else ():
             setattr(self, name, _allocate(shapes))
         self.module.micro_offset = values["micro_offset"]
         if self.lr_scheduler is not None:

@@ -55,6 +55,7 @@ class PlannedGroups:
         self._planned: list[list[float]] | None = None
         self._together: list[int] | None = None
         self._before = (0.0, 0)
+        job.keep_number("with log_groups='plan' ranks were in groups that belong to their stages")
         job.register("swift.groups", self._capture, self._restore)
 
     def _capture(self) -> Any:

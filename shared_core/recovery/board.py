@@ -301,8 +301,9 @@ class Orders:
     Args:
         board: of this rank.
         may_drop: samples may be left out when the number of workers changes.
+        asked: the number may change while the job runs.
     """
 
-    def __init__(self, board: Board, may_drop: bool) -> None:
-        self.may_drop = may_drop
+    def __init__(self, board: Board, may_drop: bool, asked: bool = True) -> None:
+        self.may_drop, self.asked = may_drop, asked
         self.write, self.read, self.drop = board.write_order, board.read_order, board.drop_order

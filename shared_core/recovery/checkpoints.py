@@ -27,11 +27,11 @@ from shared_core.cluster.worker import WorkerEnv
 from shared_core.consistency import Top
 from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError
 from shared_core.events import console
-from shared_core.loaders.reshard import loader_states, order_name
-from shared_core.recovery import lines
+from shared_core.loaders.reshard import REST, loader_states, order_name, used
+from shared_core.recovery import lines, renumber
 from shared_core.recovery.board import Board
 from shared_core.recovery.decisions import Decisions, FileEntries, StoreEntries
-from shared_core.recovery.lines import Line, Loaded
+from shared_core.recovery.lines import Collect, Line, Loaded
 from shared_core.recovery.plain import dumps
 from shared_core.recovery.pricing import Pricing
 from shared_core.recovery.state import Replicated
@@ -62,6 +62,8 @@ class Restored:
         added: this rank had no predecessor; ``parts`` are another's.
         main: what rank 0 had published last, where another takes its place.
         tier: where a checkpoint lay.
+        workers: of the job that made it.
+        collect: see :class:`~shared_core.recovery.lines.Loaded`.
     """
 
     top: Top
@@ -74,6 +76,8 @@ class Restored:
     added: bool = False
     main: dict[str, Any] = field(default_factory=dict)
     tier: str = ""
+    workers: int = 0
+    collect: Collect | None = None
 
 
 class Checkpoints:
@@ -84,6 +88,7 @@ class Checkpoints:
         newest_top: batch top of the newest checkpoint that this rank knows to be committed; 0 for none.
         due_top: the newest batch top at which a checkpoint was due, whether or not it came to be.
         waited_s: seconds that updates have waited for copies, in all.
+        fixed: why what is written now serves no other number of workers; empty if it does.
     """
 
     def __init__(self, env: WorkerEnv, recovery: Recovery, updates: Updates) -> None:
@@ -93,6 +98,7 @@ class Checkpoints:
         self._every = config.checkpoint_every_steps if config.policy == "fixed" else 0
         self.newest_top = self.due_top = 0
         self.waited_s = 0.0
+        self.fixed = ""
         self._spool = Spool(env.job_dir / FOLDER, env.restart)
         self._snapshots: Snapshots | None = None
         self._decisions: Decisions | None = None
@@ -205,9 +211,8 @@ class Checkpoints:
         assert self._dir is not None
         inject.point("checkpoint.write")
         started = time.perf_counter()
-        for _, state in loader_states(parts):
-            if state["live"] and state["iterations"][-1]["dealt"] and "indices" not in state:
-                state["indices"] = board.read_order(order_name(state))  # the board will be gone
+        if not top.replicas:
+            _note_orders(parts, board)
         rank = self._env.rank
         taken = False
         try:
@@ -216,6 +221,7 @@ class Checkpoints:
                 "parts": parts,
                 "ends": ends_before(board, top.entry),
                 "records": board.records(),
+                renumber.FIXED: self.fixed,
             }
             images = {}
             if rank == min(top.replicas, default=0):
@@ -337,10 +343,18 @@ class Checkpoints:
     def newest(self) -> Restored | None:
         """What this attempt started from: the newest checkpoint of the attempts before, or of a job of the same command
         that did not end well, that all ranks can read; None for none.
+
+        Raises:
+            Unsupported: if there are some, all of other numbers of workers, that this number cannot go on from.
         """
         if self._dir is None:
             return None
-        loaded = lines.agree(self._env, self._store(), [each for each in self._lines() if self._before(each)])
+        env, found = self._env, self._lines()
+        if env.resized is None:  # otherwise what was handed on is at least as new
+            others = lines.in_storage(self._dir)
+            found += [each for each in others if each.world_size != env.world_size]
+        mine = [each for each in found if self._before(each)]
+        loaded = lines.agree(env, self._store(), mine, lambda line: renumber.load(line, env))
         if loaded is None:
             return None
         self._run = str(loaded.line.meta["run"])
@@ -418,8 +432,7 @@ def named(
         tensors: in its order.
     """
     count = int(description["parameters"])
-    names = _unique([name.removeprefix("module.") for name in replicated.names]) if replicated is not None else []
-    names = names[:count]
+    names = lines.parameter_names(replicated)[:count] if replicated is not None else []
     for number, place, entries in description["states"]:
         names += [f"optimizer.{number}.{key}.{names[place]}" for key, kind, _ in entries if kind == "tensor"]
     if len(names) != len(tensors):
@@ -428,20 +441,6 @@ def named(
         lines.DESCRIPTION: json.dumps(dict(description) | {"images": []}),
         lines.NAMES: json.dumps(names),
     }
-
-
-def _unique(names: list[str]) -> list[str]:
-    """Names of several modules, of which a later one's may be an earlier one's too."""
-    found: list[str] = []
-    taken: set[str] = set()
-    for name in names:
-        number, own = 1, name
-        while own in taken:
-            number += 1
-            own = f"{name}#{number}"
-        taken.add(own)
-        found.append(own)
-    return found
 
 
 def _restored(loaded: Loaded) -> Restored:
@@ -453,8 +452,27 @@ def _restored(loaded: Loaded) -> Restored:
         local["records"],
         loaded.description,
         loaded.tensors,
+        resized=loaded.resized,
+        added=loaded.added,
         tier=loaded.line.tier,
+        workers=loaded.line.world_size,
+        collect=loaded.collect,
     )
+
+
+def _note_orders(parts: dict[str, Any], board: Board) -> None:
+    """Add to the states of loaders what of the board they need, which will be gone."""
+    for _, state in loader_states(parts):
+        if not state["live"] or REST in state:  # it has not gone on since it was restored
+            continue
+        last = state["iterations"][-1]
+        if last["dealt"]:
+            order = state["indices"] = state.get("indices") or board.read_order(order_name(state))
+        elif last["order"] and used(state):
+            order = board.read_order(order_name(state))
+        else:
+            continue
+        renumber.note_rest(state, order)
 
 
 def ends_before(board: Board, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:

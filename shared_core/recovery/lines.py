@@ -20,15 +20,18 @@ from shared_core.checkpoint.spool import Spool
 from shared_core.cluster.worker import WorkerEnv
 from shared_core.comm.gloo import wait_for
 from shared_core.consistency import Top
-from shared_core.errors import CorruptFile, SwiftError
+from shared_core.errors import CorruptFile, SwiftError, Unsupported
 from shared_core.events import console
 from shared_core.recovery.plain import loads
+from shared_core.recovery.state import Replicated
 
 #: Tiers in the order in which they are preferred.
 MEMORY, STORAGE = "memory", "storage"
 _FINE, _NOTHING, _CHOSEN = "read", "nothing", "line/chosen"
 #: Metadata of an image of the replicated state.
 DESCRIPTION, NAMES = "swift.description", "swift.names"
+#: Gives description and tensors of the replicated state of this rank, once it is known what it trains.
+Collect = Callable[[Replicated], tuple[dict[str, Any], list[torch.Tensor]]]
 
 
 def local_part(rank: int) -> str:
@@ -39,6 +42,25 @@ def local_part(rank: int) -> str:
 def replicated_part(top: Top) -> str:
     """Name of the part that holds the parameters and optimizer state of a rank."""
     return f"replicated{min(top.replicas, default=0)}.safetensors"
+
+
+def parameter_names(replicated: Replicated) -> list[str]:
+    """Names of the parameters in an image: fully qualified, without the ``module.`` of ``DistributedDataParallel``."""
+    return _unique([name.removeprefix("module.") for name in replicated.names])
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Names of several modules, of which a later one's may be an earlier one's too."""
+    found: list[str] = []
+    taken: set[str] = set()
+    for name in names:
+        number, own = 1, name
+        while own in taken:
+            number += 1
+            own = f"{name}#{number}"
+        taken.add(own)
+        found.append(own)
+    return found
 
 
 @dataclass(frozen=True)
@@ -59,6 +81,11 @@ class Line:
     meta: Mapping[str, Any]
     open: Callable[[str], bytes | Path]
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job that made it."""
+        return int(self.meta["world_size"])
+
 
 @dataclass
 class Loaded:
@@ -70,6 +97,10 @@ class Loaded:
         description: of the replicated state.
         tensors: of the replicated state, in its order.
         line: where it comes from.
+        resized: it is of another number of workers.
+        added: this rank had no predecessor; ``local`` is another's.
+        collect: gives description and tensors instead, where this rank trains another part of the model than any old
+            one.
     """
 
     top: Top
@@ -77,6 +108,9 @@ class Loaded:
     description: dict[str, Any]
     tensors: list[torch.Tensor]
     line: Line
+    resized: bool = False
+    added: bool = False
+    collect: Collect | None = None
 
 
 def in_memory(spool: Spool, rank: int, world_size: int) -> list[Line]:
@@ -105,8 +139,10 @@ def _reader(found: store.Checkpoint) -> Callable[[str], bytes | Path]:
     return lambda name: store.read_part(found, name)
 
 
-def in_storage(where: str, world_size: int) -> list[Line]:
-    """Committed checkpoints of jobs of so many ranks, oldest first; nothing where the storage cannot be read."""
+def in_storage(where: str, world_size: int | None = None) -> list[Line]:
+    """Committed checkpoints of jobs of so many ranks (None: any), oldest first; nothing where the storage cannot be
+    read.
+    """
     try:
         found = store.committed(where, world_size)
     except (OSError, SwiftError) as error:
@@ -121,18 +157,61 @@ def load(line: Line, rank: int) -> Loaded:
     Raises:
         CorruptFile: if it cannot be read as it was written.
     """
+    local = load_local(line, rank)
+    top = top_of(local)
+    return Loaded(top, local, *load_replicated(line, top), line)
+
+
+def top_of(local: Mapping[str, Any]) -> Top:
+    """The batch top that a rank's part is of."""
+    return Top(**local["top"])
+
+
+def load_local(line: Line, rank: int) -> dict[str, Any]:
+    """Read what a rank keeps for itself.
+
+    Raises:
+        CorruptFile: if it cannot be read as it was written.
+    """
     try:
         source = line.open(local_part(rank))
-        local = loads(source.read_bytes() if isinstance(source, Path) else source)
-        top = Top(**local["top"])
-        by_name, metadata = image.load(line.open(replicated_part(top)))
-        names = json.loads(metadata[NAMES])
-        return Loaded(top, local, json.loads(metadata[DESCRIPTION]), [by_name[name] for name in names], line)
+        local: dict[str, Any] = loads(source.read_bytes() if isinstance(source, Path) else source)
+        top_of(local)
+        return local
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CorruptFile(f"the checkpoint at batch top {line.step} ({line.tier}) cannot be read: {error}") from error
+        raise _unreadable(line, error) from error
 
 
-def agree(env: WorkerEnv, client: Store, mine: list[Line]) -> Loaded | None:
+def load_replicated(line: Line, top: Top) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Read the replicated state of a rank: its description, and the tensors in its order.
+
+    Raises:
+        CorruptFile: if it cannot be read as it was written.
+    """
+    description, by_name = load_named(line, top)
+    return description, list(by_name.values())
+
+
+def load_named(line: Line, top: Top) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """As :func:`load_replicated`, the tensors by name.
+
+    Raises:
+        CorruptFile: if it cannot be read as it was written.
+    """
+    try:
+        by_name, metadata = image.load(line.open(replicated_part(top)))
+        return json.loads(metadata[DESCRIPTION]), {name: by_name[name] for name in json.loads(metadata[NAMES])}
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise _unreadable(line, error) from error
+
+
+def _unreadable(line: Line, error: Exception) -> CorruptFile:
+    return CorruptFile(f"the checkpoint at batch top {line.step} ({line.tier}) cannot be read: {error}")
+
+
+def agree(
+    env: WorkerEnv, client: Store, mine: list[Line], read: Callable[[Line], Loaded] | None = None
+) -> Loaded | None:
     """The newest checkpoint that all ranks have and can read; None if there is none.
 
     All ranks of the attempt call this; a newcomer that comes later gets the same answer.
@@ -141,29 +220,35 @@ def agree(env: WorkerEnv, client: Store, mine: list[Line]) -> Loaded | None:
         env: of this worker.
         client: of the agents' store, below the attempt's prefix.
         mine: what this rank may go on from.
+        read: reads this rank's part of one; :func:`load` unless given.
 
     Raises:
         CorruptFile: if the others have begun with one that this rank, which came later, cannot read.
+        Unsupported: if there is one, but none that so many workers can go on from.
         WaitTimeout: if a rank does not come.
     """
+    read = read or (lambda line: load(line, env.rank))
     offers = {_key(line): line for line in mine}
     if client.check([_CHOSEN]):  # this worker came later
         chosen = client.get(_CHOSEN).decode()
         if chosen != _NOTHING and chosen not in offers:
             raise CorruptFile(f"rank {env.rank}: the checkpoint {chosen} from which this attempt began is gone")
-        return load(offers[chosen], env.rank) if chosen != _NOTHING else None
+        return read(offers[chosen]) if chosen != _NOTHING else None
     ranks = range(env.world_size)
     client.set(f"line/has/{env.rank}", json.dumps(list(offers)))
     has = [f"line/has/{rank}" for rank in ranks]
     _wait(env, client, has, "all ranks to say which checkpoints they have")
     common = set(offers).intersection(*(json.loads(client.get(key)) for key in has))
     order = sorted(common, key=lambda key: (offers[key].step, offers[key].tier == MEMORY, key), reverse=True)
+    refusal: Unsupported | None = None
     for number, key in enumerate(order):
         loaded, why = None, _FINE
         try:
-            loaded = load(offers[key], env.rank)
+            loaded = read(offers[key])
         except CorruptFile as error:
             why = str(error)
+        except Unsupported as error:  # on all ranks
+            refusal, why = refusal or error, str(error)
         client.set(f"line/try{number}/{env.rank}", why)
         tries = [f"line/try{number}/{rank}" for rank in ranks]
         _wait(env, client, tries, "all ranks to read their part of a checkpoint")
@@ -174,6 +259,8 @@ def agree(env: WorkerEnv, client: Store, mine: list[Line]) -> Loaded | None:
         rank, why = next(iter(failed.items()))
         if rank == env.rank:
             console(f"rank {rank}: the checkpoint at batch top {offers[key].step} is passed over: {why}")
+    if refusal is not None:
+        raise refusal
     client.set(_CHOSEN, _NOTHING)
     return None
 

@@ -8,9 +8,7 @@ top they take the state over and deal out what is left of the pass over the data
 
 from __future__ import annotations
 
-import random
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +20,11 @@ from shared_core.cluster.mirror import REPLICATED
 from shared_core.cluster.worker import Resized, WorkerEnv
 from shared_core.consistency import Top
 from shared_core.errors import RecoveryFailed
-from shared_core.loaders.reshard import advance, at_path, divide, loader_states, order_name, used
-from shared_core.loaders.seeded import place_seed
+from shared_core.loaders.reshard import advance, at_path, divide, loader_states, order_name, taken_up, used
 from shared_core.recovery.board import TALLY, Board, read_file, write_file
 from shared_core.recovery.checkpoints import Restored, ends_before
 from shared_core.recovery.plain import loads, pieces
-
-RANDOM = "swift.random"
+from shared_core.recovery.renumber import RANDOM, random_state, sources
 
 
 def hand_on(folder: Path, description: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
@@ -84,27 +80,14 @@ def local_state(env: WorkerEnv, resized: Resized) -> tuple[_Old, bool]:
     """
     old = {rank: found for rank in range(resized.world_size) if (found := _read(env, resized, rank)) is not None}
     there = {rank for rank, each in old.items() if each.top.index == resized.top}
-    source = sources(resized, there, env.world_size)[env.rank]
+    source = sources(resized.stay, there, env.world_size)[env.rank]
     mine = old[max(resized.stay) if source is None else source]
     for path, state in loader_states(mine.parts):
         owned = {"scalars": state["moved"], "generators": state["owned"]["generators"]}
         state |= _deal(env, resized, old, mine, path, state) | {"owned": owned}
     if source is None:
-        mine.parts[RANDOM] = _random_state(place_seed(resized.attempt, resized.top, env.rank))
+        mine.parts[RANDOM] = random_state(resized.attempt, resized.top, env.rank)
     return mine, source is None
-
-
-def sources(resized: Resized, published: set[int], world_size: int) -> list[int | None]:
-    """For each new rank the old one whose rank-local state it takes over; None for one that is added.
-
-    Rank 0 goes on as rank 0, even if its worker is lost, as long as it published the batch top: loggers and
-    files are its own.
-    """
-    stay = sorted(resized.stay)
-    found: list[int | None] = [*stay]
-    if 0 not in stay and 0 in published:
-        found[0] = 0
-    return [*found, *[None] * world_size][:world_size]
 
 
 def _read(env: WorkerEnv, resized: Resized, rank: int) -> _Old | None:
@@ -140,19 +123,7 @@ def _deal(
             # It was lost between its last contribution to a batch and the next top: that batch is used.
             done = advance(theirs, *_between(resized, old, path, each.top.index))
         rests.append(_order(each.board, theirs)[done:])
-    dealt = divide(rests, env.world_size)[env.rank]
-    record = dict(last) | {
-        "delivered": min(state["ahead"], len(dealt)),
-        "first": last["first"] + used(state),
-        "dealt": True,
-        "length": len(dealt),
-        "owned": {"scalars": {}, "generators": {}},
-        "order": "",
-        "fetches": {},
-        "draws": {},
-        "owned_first": {},
-    }
-    return {"iterations": [record], "recent": [], "indices": dealt}
+    return taken_up(state, divide(rests, env.world_size)[env.rank])
 
 
 def _order(board: Board, state: Mapping[str, Any]) -> list[Any]:
@@ -171,16 +142,3 @@ def _between(
             if before is not None and after is not None:
                 return before, after
     raise RecoveryFailed(f"nobody has batch top {top} any more, where a lost worker was seen last")
-
-
-def _random_state(seed: int) -> dict[str, Any]:
-    """Generators of a worker that is added: unlike those of all others."""
-    state: dict[str, Any] = {
-        "torch": torch.Generator().manual_seed(seed % 2**63).get_state(),
-        "python": random.Random(seed).getstate(),
-    }
-    if "numpy" in sys.modules:
-        import numpy
-
-        state["numpy"] = numpy.random.RandomState(seed % 2**32).get_state()
-    return state

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shared_core.cluster.worker import Resized
 from shared_core.errors import RecoveryFailed
 from shared_core.loaders.reshard import MARK, advance, at_path, divide, loader_states, order_name, used
-from shared_core.recovery.resize import sources
+from shared_core.recovery.renumber import sources
 
 #: The same examples in each run.
 FIXED = settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -185,7 +185,7 @@ def changes(draw: st.DrawFn) -> tuple[Resized, set[int], int]:
 @given(changes())
 def test_ranks_go_on_in_their_order(change: tuple[Resized, set[int], int]) -> None:
     resized, published, workers = change
-    found = sources(resized, published, workers)
+    found = sources(resized.stay, published, workers)
     kept = len(resized.stay)
     assert len(found) == workers and found[kept:] == [None] * (workers - kept)
     old = [rank for rank in found[:kept] if rank is not None]

@@ -6,7 +6,7 @@ import argparse
 
 import torch
 from accelerate import Accelerator
-from resize import Net, Numbered
+from resize import FIRST, Net, Numbered
 from torch.utils.data import DataLoader
 
 from accelerate_swift import SwiftPlugin
@@ -34,10 +34,13 @@ def main() -> None:
         net, optimizer, DataLoader(Numbered(), batch_size=4, shuffle=True), scheduler
     )
     seen = plugin.register(losses=[], exact=[], worlds=[], total=0.0, batches=0)
+    number = plugin.register(batches=0)
     world = accelerator.num_processes
     for epoch in plugin.epochs(200):
         model.train()
         for indices, x in loader:
+            FIRST.batch(number.batches, net)
+            number.batches += 1
             with accelerator.accumulate(model):
                 guess, uses = model(indices, x)
                 loss = (guess - x.sin().sum(1)).square().mean()
@@ -54,7 +57,7 @@ def main() -> None:
         seen.total, seen.batches = 0.0, 0
         if epoch + 1 >= args.epochs and (not args.until or world == args.until):
             break
-    report.finish(training_digest(net, [optimizer.optimizer], [], {}), **vars(seen))
+    report.finish(training_digest(net, [optimizer.optimizer], [], {}), **vars(seen), first=FIRST.parameters)
     accelerator.end_training()
 
 

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
-from resize import SAMPLES, Net, Numbered
+from resize import FIRST, SAMPLES, Net, Numbered
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -35,6 +35,7 @@ class Module(pl.LightningModule):
         self.batches = 0
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        FIRST.batch(self.trainer.global_step, self.model)
         indices, x = batch
         guess, uses = self.model(indices, x)
         loss = (guess - x.sin().sum(1)).square().mean()
@@ -69,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--until", type=int, default=0)
-    parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--devices", type=int, default=int(os.environ["WORLD_SIZE"]))
     parser.add_argument("--lost-after", type=int, default=-1, help="a rank that is lost when the fit is over")
     args = parser.parse_args()
     report = Report()
@@ -97,6 +98,7 @@ def main() -> None:
         training_digest(module.model, trainer.optimizers, [], {}),
         **seen,
         steps=trainer.global_step,
+        first=FIRST.parameters,
         rows=rows.read_text() if dist.get_rank() == 0 else "",
     )
 

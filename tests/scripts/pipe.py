@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator
 
@@ -64,7 +65,7 @@ def micro_batches(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=2, help="0: as many as there are workers")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--checkpointing", type=int, default=0)
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--zero", type=int, default=0, help="stage")
     args = parser.parse_args()
+    args.stages = args.stages or int(os.environ["WORLD_SIZE"])
     report = Block.report = Report()
     baseline = bool(os.environ.get("SWIFT_BASELINE"))
     from shared_core.pipeline import import_deepspeed, initialize, install
@@ -129,6 +131,8 @@ def main() -> None:
     for step in range(args.steps):
         if step == 3:  # the script itself draws a random number
             data = micro_batches(int(torch.randint(1000, (1,))), args.rows, dtype)
+        if os.environ.get("HOLD_AT") == str(step):
+            threading.Event().wait()  # to be killed
         Block.step = step
         Block.takes_s = args.uneven if dist.get_rank() == (step + 1) // 4 % 2 * 2 else 0.0
         for rank, at, kind in args.damage:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import shared_core
 from shared_core.cluster import worker
-from shared_core.testing.digest import training_digest
+from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import Report
 
 SAMPLES = 240
@@ -57,6 +58,26 @@ class Net(nn.Module):
         return self.net(x).squeeze(1), self.uses[indices]
 
 
+class First:
+    """Parameters as the first batch of this process finds them; known to nobody who could put it back.
+
+    With ``HOLD_AT`` in the environment a process waits in that batch to be killed.
+    """
+
+    def __init__(self) -> None:
+        self.parameters = ""
+
+    def batch(self, number: int, model: nn.Module) -> None:
+        """A batch begins; batches are counted over all epochs, from 0."""
+        if not self.parameters:
+            self.parameters = digest([parameter.detach() for parameter in model.parameters()])
+        if os.environ.get("HOLD_AT") == str(number):
+            threading.Event().wait()
+
+
+FIRST = First()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3, help="at least so many")
@@ -89,6 +110,7 @@ def main() -> None:
         sampler.set_epoch(epoch)
         for step, (indices, x) in job.steps(loader):
             report.count(f"batch {step}")
+            FIRST.batch(step, model)
             guess, uses = ddp(indices, x)
             loss = (guess - x.sin().sum(1)).square().mean()
             for optimizer in optimizers:
@@ -107,7 +129,7 @@ def main() -> None:
         seen.total, seen.batches = 0.0, 0
         if epoch + 1 >= args.epochs and (not args.until or world == args.until):
             break
-    report.finish(training_digest(model, optimizers, [], {}), **vars(seen))
+    report.finish(training_digest(model, optimizers, [], {}), **vars(seen), first=FIRST.parameters)
     group = dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()

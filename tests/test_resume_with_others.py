@@ -1,0 +1,140 @@
+"""A job goes on from a checkpoint of another number of workers: every sample once, the same parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpointed import committed, finished, options, running, went_on_from
+from harness import Jobs, most
+
+from shared_core.checkpoint import image
+from shared_core.checkpoint.store import folder_name
+from shared_core.recovery.lines import NAMES
+from shared_core.testing.digest import digest
+from shared_core.testing.runner import JobResult
+
+RESTART = ["--on-failure=restart"]
+#: Batches of an epoch with four, three and two workers: 240 samples in batches of four.
+BATCHES = {4: 15, 3: 20, 2: 30}
+
+
+def stop_and_go_on(
+    jobs: Jobs, folder: Path, script: str, workers: tuple[int, int], at: int, args: tuple[str, ...] = ()
+) -> JobResult:
+    """Kill a job that has a checkpoint at batch top ``at``, and let it end with another number of workers.
+
+    Each sample is to be used once an epoch, over both runs, and the second to begin with the parameters of the first.
+    """
+    env, (before, after) = options(folder, every=at), workers
+    args = ("--epochs", "2", *args)
+    with running(jobs, script, args, env=env | {"HOLD_AT": str(at + 1)}, launcher_args=RESTART, nproc=before) as job:
+        job.until(lambda: at in committed(folder, before))
+        job.kill()
+        job.end()
+    saved = parameters(folder, at)
+    with running(jobs, script, args, env=env, launcher_args=RESTART, nproc=after) as job:
+        result = finished(job)
+    assert went_on_from(result) == {at}, result.tail()
+    assert f"which {before} workers have made" in result.stderr
+    assert sorted(result.reports) == list(range(after)), result.tail()
+    assert len({report["digests"]["all"] for report in result.reports.values()}) == 1, result.tail()
+    for report in result.reports.values():
+        extra = report["extra"]
+        assert extra["first"] == saved, result.tail()
+        assert extra["exact"] == [True, True] and extra["losses"][-1] < extra["losses"][0], (extra, result.tail())
+    return result
+
+
+def parameters(folder: Path, step: int) -> str:
+    """Digest of the parameters in a checkpoint."""
+    tensors, metadata = image.load(folder / folder_name(step) / "replicated0.safetensors")
+    names = json.loads(metadata[NAMES])
+    return digest([tensors[name] for name in names if not name.startswith("optimizer.")])
+
+
+WAYS = {
+    "plain": "resize.py",
+    "lightning": "lit_resize.py",
+    "accelerate": "acc_resize.py",
+}
+#: Workers before and after, and the batch top of the checkpoint.
+CHANGES = {
+    "4 to 2": ((4, 2), 9),
+    "4 to 3": ((4, 3), 9),
+    "2 to 4": ((2, 4), 9),
+    "4 to 2 in the second epoch": ((4, 2), 22),
+    "4 to 2 at the end of an epoch": ((4, 2), 0),
+    "2 to 3 at the end of an epoch": ((2, 3), 0),
+}
+#: What is not left to the night.
+OFTEN = {("plain", "4 to 3"), ("plain", "4 to 2 at the end of an epoch"), ("lightning", "4 to 2")}
+
+
+@pytest.mark.parametrize(
+    ("way", "change"),
+    [
+        pytest.param(way, change, marks=() if (way, change) in OFTEN else pytest.mark.nightly)
+        for way in WAYS
+        for change in CHANGES
+    ],
+)
+def test_another_number_of_workers_goes_on(way: str, change: str, jobs: Jobs, tmp_path: Path) -> None:
+    workers, at = CHANGES[change]
+    # A plain loop has a batch top after its last batch.
+    at = at or BATCHES[workers[0]] + 1
+    stop_and_go_on(jobs, tmp_path, WAYS[way], workers, at)
+
+
+SEEDED = {"SWIFT_RECOVERY_RANDOMNESS": "seeded"}
+#: Stages before and after, and more arguments.
+CUTS = {
+    "4 to 2": ((4, 2), ()),
+    "4 to 3": ((4, 3), ()),
+    "2 to 4": ((2, 4), ()),
+    "4 to 2 with tied layers": ((4, 2), ("--tied",)),
+}
+
+
+@pytest.mark.parametrize("cut", most(CUTS, *(name for name in CUTS if name != "4 to 2")))
+def test_a_pipeline_is_cut_anew(cut: str, jobs: Jobs, tmp_path: Path) -> None:
+    """With random numbers that belong to layers, what follows has the bits of the run that was not interrupted."""
+    (before, after), more = CUTS[cut]
+    args, at = ["--stages", "0", "--steps", "8", *more], 4
+    env = options(tmp_path, every=at) | SEEDED
+    with running(jobs, "pipe.py", args, env=env | {"HOLD_AT": str(at)}, launcher_args=RESTART, nproc=before) as job:
+        job.until(lambda: at in committed(tmp_path, before))
+        job.kill()
+        job.end()
+    with running(jobs, "pipe.py", args, env=env, launcher_args=RESTART, nproc=after) as job:
+        result = finished(job)
+    assert went_on_from(result) == {at}, result.tail()
+    whole = jobs.run("pipe.py", nproc=before, args=args, env=SEEDED)
+    losses = whole.reports[0]["extra"]["losses"]
+    assert len(losses) == 8 and len(set(losses)) == 8
+    for report in result.reports.values():
+        assert report["extra"]["losses"] == losses, result.tail()
+        assert min(int(key.split()[1]) for key in report["counts"]) == at - 1
+
+
+REFUSED = {
+    "a stream": ("resize.py", ("--stream",), "a stream of items"),
+    "dispatch_batches": ("acc_resize.py", ("--dispatch",), "rank 0 held batches for all"),
+    "bf16": ("pipe.py", ("--stages", "0", "--bf16"), "in one piece"),
+}
+
+
+@pytest.mark.parametrize("name", most(REFUSED, *(name for name in REFUSED if name != "a stream")))
+def test_what_cannot_be_exact_is_refused(name: str, jobs: Jobs, tmp_path: Path) -> None:
+    """Nothing begins anew unasked, and what is there stays."""
+    script, args, words = REFUSED[name]
+    env = options(tmp_path, every=4)
+    with running(jobs, script, args, env=env | {"HOLD_AT": "4"}, launcher_args=RESTART) as job:
+        job.until(lambda: 4 in committed(tmp_path))
+        job.kill()
+        job.end()
+    with running(jobs, script, args, env=env, launcher_args=RESTART, nproc=3) as job:
+        result = job.end()
+    assert result.status == 1 and words in result.stderr and "Start 2 workers" in result.stderr, result.tail()
+    assert committed(tmp_path) == [4]
