@@ -27,7 +27,7 @@ from shared_core.cluster.worker import WorkerEnv
 from shared_core.consistency import Top
 from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError
 from shared_core.events import console
-from shared_core.loaders.reshard import REST, loader_states, order_name, used
+from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.recovery import lines, renumber
 from shared_core.recovery.board import Board
 from shared_core.recovery.decisions import Decisions, FileEntries, StoreEntries
@@ -461,12 +461,11 @@ def _note_orders(parts: dict[str, Any], board: Board) -> None:
             continue
         last = state["iterations"][-1]
         if last["dealt"]:
-            order = state["indices"] = state.get("indices") or board.read_order(order_name(state))
+            if "indices" not in state:
+                state["indices"] = board.read_order(order_name(state))
+            state[REST] = rest_of(pack_indices(state["indices"]), used(state))
         elif last["order"] and used(state):
-            order = board.read_order(order_name(state))
-        else:
-            continue
-        renumber.note_rest(state, order)
+            state[REST] = rest_of(board.packed_order(order_name(state)), used(state))
 
 
 def ends_before(board: Board, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:
