@@ -346,7 +346,7 @@ class Checkpoints:
         env, found = self._env, self._lines()
         if env.resized is None:  # otherwise what was handed on is at least as new
             others = lines.in_storage(self._dir)
-            found += [each for each in others if each.world_size != env.world_size]
+            found += [each for each in others if each.world_size not in (0, env.world_size)]
         mine = [each for each in found if self._before(each)]
         loaded = lines.agree(env, self._store(), mine, lambda line: renumber.load(line, env))
         if loaded is None:
