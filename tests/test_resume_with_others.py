@@ -93,7 +93,7 @@ CUTS = {
     "4 to 2": ((4, 2), ()),
     "4 to 3": ((4, 3), ()),
     "2 to 4": ((2, 4), ()),
-    "4 to 2 with tied layers": ((4, 2), ("--tied",)),
+    "4 to 2 with tied layers and clipping": ((4, 2), ("--tied", "--clip", "0.1")),
 }
 
 

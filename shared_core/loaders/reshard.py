@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 import numpy as np
@@ -126,12 +126,25 @@ def taken_up(state: Mapping[str, Any], indices: list[Any]) -> dict[str, Any]:
 
 def pack_indices(indices: Sequence[Any]) -> Any:
     """Indices, or batches of them, as arrays where they are integers; see :func:`unpack_indices`."""
-    batched = bool(indices) and all(type(each) is list for each in indices)
-    flat = [index for batch in indices for index in batch] if batched else list(indices)
-    if not all(type(index) is int for index in flat):
+    batched = set(map(type, indices)) == {list}
+    flat = list(chain.from_iterable(indices)) if batched else indices
+    if not set(map(type, flat)) <= {int}:
         return {"items": list(indices)}
-    lengths = np.array([len(batch) for batch in indices], np.int64) if batched else None
-    return {"flat": np.array(flat, np.int64), "lengths": lengths}
+    try:
+        numbers = np.array(flat, np.int64)
+    except OverflowError:
+        return {"items": list(indices)}
+    return {"flat": numbers, "lengths": np.array(list(map(len, indices)), np.int64) if batched else None}
+
+
+def rest_of(packed: Mapping[str, Any], done: int) -> Any:
+    """What is left of packed indices without the first ``done``; takes no time in proportion to their number."""
+    if "items" in packed:
+        return {"items": packed["items"][done:]}
+    lengths = packed["lengths"]
+    if lengths is None:
+        return {"flat": packed["flat"][done:], "lengths": None}
+    return {"flat": packed["flat"][int(lengths[:done].sum()) :], "lengths": lengths[done:]}
 
 
 def unpack_indices(packed: Mapping[str, Any]) -> list[Any]:

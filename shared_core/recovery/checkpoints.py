@@ -27,7 +27,7 @@ from shared_core.cluster.worker import WorkerEnv
 from shared_core.consistency import Top
 from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError
 from shared_core.events import console
-from shared_core.loaders.reshard import REST, loader_states, order_name, used
+from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.recovery import lines, renumber
 from shared_core.recovery.board import Board
 from shared_core.recovery.decisions import Decisions, FileEntries, StoreEntries
@@ -352,7 +352,7 @@ class Checkpoints:
         env, found = self._env, self._lines()
         if env.resized is None:  # otherwise what was handed on is at least as new
             others = lines.in_storage(self._dir)
-            found += [each for each in others if each.world_size != env.world_size]
+            found += [each for each in others if each.world_size not in (0, env.world_size)]
         mine = [each for each in found if self._before(each)]
         loaded = lines.agree(env, self._store(), mine, lambda line: renumber.load(line, env))
         if loaded is None:
@@ -467,12 +467,11 @@ def _note_orders(parts: dict[str, Any], board: Board) -> None:
             continue
         last = state["iterations"][-1]
         if last["dealt"]:
-            order = state["indices"] = state.get("indices") or board.read_order(order_name(state))
+            if "indices" not in state:
+                state["indices"] = board.read_order(order_name(state))
+            state[REST] = rest_of(pack_indices(state["indices"]), used(state))
         elif last["order"] and used(state):
-            order = board.read_order(order_name(state))
-        else:
-            continue
-        renumber.note_rest(state, order)
+            state[REST] = rest_of(board.packed_order(order_name(state)), used(state))
 
 
 def ends_before(board: Board, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:

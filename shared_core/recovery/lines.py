@@ -83,8 +83,8 @@ class Line:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job that made it."""
-        return int(self.meta["world_size"])
+        """Ranks of the job that made it; 0 if it does not say."""
+        return int(self.meta.get("world_size", 0))
 
 
 @dataclass

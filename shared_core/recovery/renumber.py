@@ -23,7 +23,6 @@ from shared_core.loaders.reshard import (
     at_path,
     divide,
     loader_states,
-    pack_indices,
     taken_up,
     unpack_indices,
     used,
@@ -167,16 +166,6 @@ def random_state(*place: int) -> dict[str, Any]:
 
         state["numpy"] = numpy.random.RandomState(seed % 2**32).get_state()
     return state
-
-
-def note_rest(state: dict[str, Any], order: Sequence[Any]) -> None:
-    """Add to a loader's state, for a checkpoint, what its worker has left of the pass.
-
-    Args:
-        state: of the loader.
-        order: indices of the whole pass.
-    """
-    state[REST] = pack_indices(order[used(state) :])
 
 
 def deal_out(mine: dict[str, Any], old: Sequence[Mapping[str, Any]], env: WorkerEnv) -> None:

@@ -12,8 +12,20 @@ from hypothesis import strategies as st
 
 from shared_core.cluster.worker import Resized
 from shared_core.errors import RecoveryFailed
-from shared_core.loaders.reshard import MARK, advance, at_path, divide, loader_states, order_name, used
-from shared_core.recovery.renumber import sources
+from shared_core.loaders.reshard import (
+    MARK,
+    advance,
+    at_path,
+    divide,
+    loader_states,
+    order_name,
+    pack_indices,
+    rest_of,
+    unpack_indices,
+    used,
+)
+from shared_core.recovery.plain import dumps, loads
+from shared_core.recovery.renumber import sources, stage_source
 
 #: The same examples in each run.
 FIXED = settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -200,3 +212,31 @@ def test_what_is_dealt_out_does_not_depend_on_who_asks() -> None:
     """Each new worker computes the whole division and takes its own part."""
     sizes = [[random.Random(3).randint(1, 4) for _ in range(9)] for _ in range(5)]
     assert divide(batches(sizes), 3) == divide(batches(sizes), 3)
+
+
+@FIXED
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_the_first_and_the_last_stage_remain_what_they_are(old: int, new: int) -> None:
+    found = [stage_source(stage, old, new) for stage in range(new)]
+    assert found[0] == 0 and (new == 1 or found[-1] == old - 1)
+    between = [stage for stage in found[1:-1] if stage is not None]
+    assert between == sorted(set(between)) and not {0, old - 1} & set(between)
+
+
+# -- indices in checkpoints -------------------------------------------------------------------------------------------
+
+INDEX = st.one_of(
+    st.integers(), st.booleans(), st.text(max_size=3), st.floats(allow_nan=False), st.tuples(st.integers())
+)
+
+
+@FIXED
+@given(
+    st.one_of(
+        st.lists(st.lists(st.integers(0, 10**6), min_size=1)), st.lists(st.integers()), st.lists(st.lists(INDEX))
+    ),
+    st.integers(0, 12),
+)
+def test_what_is_left_of_an_order_comes_back_as_it_was(order: list[Any], done: int) -> None:
+    found = unpack_indices(loads(dumps(rest_of(pack_indices(order), done))))
+    assert repr(found) == repr(order[done:])
