@@ -33,7 +33,12 @@ def pipeline(
 ) -> Iterator[Cluster]:
     """A pipeline on so many machines, the spare ones among them; ``more`` as for :class:`Cluster`."""
     config = folder / "swift.json"
-    named = {"checkpoint_dir": str(folder / "checkpoints"), "checkpoint_every_steps": EVERY, "log_dir": str(folder)}
+    named: dict[str, Any] = {
+        "checkpoint_dir": str(folder / "checkpoints"),
+        "checkpoint_every_steps": EVERY,
+        "log_dir": str(folder),
+    }
+    named["checkpoint_async"] = False  # so that it is certain which ones there are
     config.write_text(json.dumps(named | options))
     with machines(count) as made:
         out = jobs.folder("machines")
