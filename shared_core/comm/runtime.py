@@ -104,7 +104,7 @@ class Runtime:
         self.changed = threading.Condition(self.lock)
         self.pool = BufferPool()
         self.turn = Turn()
-        self._sides: list[InnerGroup] = []
+        self._sides: list[tuple[int, InnerGroup]] = []
         self.groups: dict[str, GroupState] = {}
         self.world: GroupState | None = None
         self.generation = -1
@@ -242,14 +242,15 @@ class Runtime:
             if self.latest > generation:
                 inner.discard()
                 raise GenerationAbandoned(name)
-            self._sides.append(inner)
+            self._sides.append((generation, inner))
         return inner
 
     def drop_side(self, inner: InnerGroup) -> None:
         """Cut a side group and forget it."""
         with self.lock:
-            if inner in self._sides:
-                self._sides.remove(inner)
+            kept = [(generation, each) for generation, each in self._sides if each is not inner]
+            if len(kept) < len(self._sides):
+                self._sides = kept
                 inner.discard()
 
     def inner_backend(self, group: GroupState) -> Any:
@@ -500,8 +501,11 @@ class Runtime:
         """
         with self.lock:
             self.broken = True
-            while self._sides:
-                self._sides.pop().discard()
+            # The program may have met the others in a side group of the newest generation before we came here.
+            for generation, inner in self._sides:
+                if generation < self.latest:
+                    inner.discard()
+            self._sides = [side for side in self._sides if side[0] >= self.latest]
             cut = [group for group in self.groups.values() if not self.absent or group.size > 1]
             inners = [group.inner for group in cut if group.inner is not None]
             for group in cut:

@@ -44,6 +44,9 @@ class LocalJob:
     resized = added = reroutes = False
     orders = None
 
+    def use_checkpoints(self, options: Any) -> None:
+        """None are asked for."""
+
     def register(
         self, name: str, capture: Any, restore: Any, *, forward_mutated: bool = False, main: bool = False
     ) -> None:
