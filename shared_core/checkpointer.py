@@ -172,11 +172,11 @@ class Alone:
         self.reachable = self.complete = self.joining = False
         self.loss: torch.Tensor | float | None = None
         self.tops = self.version = 0
-        self._saved_version = -1
+        self._top_version = -1
+        self._owed = False
         self._waited_s = 0.0
         self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self._found: dict[str, Any] | None = None
-        self._optimizers = optimizers
         self._replicated = Replicated(models, optimizers)
         if any(hasattr(parameter, "device_mesh") for parameter in self._replicated.parameters):
             raise Unsupported("parameters are spread over ranks (DTensor); a Checkpointer saves those of rank 0 only")
@@ -225,9 +225,11 @@ class Alone:
             self._decide()
         due, last = self._decisions.due(self.version)
         every = self.config.checkpoint_every_steps if self.config.policy == "fixed" else 0
-        due = due or (every > 0 and self.tops % every == 0)
-        # Between two updates gradients are pending, which belong to no checkpoint.
-        if due and self.version != self._saved_version:
+        self._owed = self._owed or due or (every > 0 and self.tops % every == 0)
+        # Between two updates gradients are pending, which belong to no checkpoint: it is made after the next one.
+        updated, self._top_version = self.version != self._top_version, self.version
+        if self._owed and updated:
+            self._owed = False
             self._take()
         if last:
             self._part()
@@ -250,9 +252,8 @@ class Alone:
                 self._store().set(f"folder/{first}", str(path))
         else:
             path = Path(self._said(f"folder/{first}", "the job's folder on this machine"))
-        self._path = path
-        self._several = len(self._local) < self.world_size
-        self._decisions = Decisions(StoreEntries(self._store) if self._several else FileEntries(path / "due"))
+        several = len(self._local) < self.world_size
+        self._decisions = Decisions(StoreEntries(self._store) if several else FileEntries(path / "due"))
         self._spool = Spool(path / FOLDER)
         target = Target(self._where, self.config.checkpoint_keep, self.config.checkpoint_quota_bytes)
         self._snapshots = Snapshots(self._spool, self.rank, self.world_size, self._local, target, console)
@@ -320,7 +321,7 @@ class Alone:
             if name in self._parts:
                 self._parts[name][1](value)
         set_random_state(found["random"])
-        self._saved_version = self.version
+        self._top_version = self.version
         self._decisions.joined(self.version)
         if self._pricing is not None and found["pricing"] is not None:
             self._pricing.restore(found["pricing"])
@@ -375,7 +376,6 @@ class Alone:
             "version": self.version,
         }
         taken = self._snapshots.take(self.tops, {f"rank{self.rank}": dumps(local)}, images, meta)
-        self._saved_version = self.version
         if self._pricing is not None:
             self._pricing.name = self._run
             self._pricing.begun(self.tops, time.perf_counter() - started, taken)

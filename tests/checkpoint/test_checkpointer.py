@@ -67,6 +67,15 @@ def test_killed_under_each_policy(policy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_pending_gradients_belong_to_no_checkpoint(tmp_path: Path) -> None:
+    """Every fourth batch one is due, every sixth is followed by an update."""
+    _, plain = run(tmp_path / "checkpoints", "none", ACCUMULATE="6")
+    run(tmp_path / "checkpoints", "fixed", DIE="30", ACCUMULATE="6")
+    status, resumed = run(tmp_path / "checkpoints", "fixed", ACCUMULATE="6")
+    assert status == 0 and ends(resumed) == ends(plain) and resumed[0][0] > 0
+
+
+@pytest.mark.nightly
 def test_data_parallel_under_torchrun(tmp_path: Path) -> None:
     check(tmp_path / "checkpoints", *TORCHRUN)
 

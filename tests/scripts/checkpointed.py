@@ -1,7 +1,8 @@
 """Plain PyTorch with a Checkpointer, or without: one process, or DDP under torchrun. Prints a digest of the end.
 
 What happens to it is in the environment, so that its arguments are those of the next start:
-``DIE``: step at which it is killed, ``END``: step at which it is told to end, by itself.
+``DIE``: step at which it is killed, ``END``: step at which it is told to end, by itself; ``ACCUMULATE``: batches between
+two updates.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import shared_core
 from shared_core.testing.digest import digest
 
 FOLDER, POLICY, EPOCHS = sys.argv[1], sys.argv[2], 3
+ACCUMULATE = int(os.environ.get("ACCUMULATE", "1"))
 
 
 def main() -> None:
@@ -55,9 +57,10 @@ def main() -> None:
             loss = nn.functional.cross_entropy(model(inputs), labels)
             loss.backward()
             strike(step)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
+            if step % ACCUMULATE == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
             seen.loss += loss.item()
             if isinstance(loop, shared_core.Checkpointer):
                 loop.loss = loss
