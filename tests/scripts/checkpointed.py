@@ -1,8 +1,8 @@
 """Plain PyTorch with a Checkpointer, or without: one process, or DDP under torchrun. Prints a digest of the end.
 
 What happens to it is in the environment, so that its arguments are those of the next start:
-``DIE``: step at which it is killed, ``END``: step at which it is told to end, by itself; ``ACCUMULATE``: batches between
-two updates.
+``DIE``: step at which it is killed, ``END``: step at which it is told to end, by itself; ``ACCUMULATE``: batches
+between two updates.
 """
 
 from __future__ import annotations
