@@ -96,11 +96,11 @@ class Rerouting:
         knock = result.let_in if result is not None else -1
         if executor.connected and (not trains or knock >= 0):
             self._settle()
-            if executor.lane.generation == knock:  # else somebody was lost since, whose newcomer is not waited for
-                job.let_in(sorted(job.absent))
-                executor.leave()
         if not trains:
             self.wait_for_all()
+        elif executor.connected and executor.lane.generation == knock:
+            job.let_in(sorted(job.absent))  # else somebody was lost since, whose newcomer is not waited for
+            executor.leave()
 
     def wait_for_all(self) -> None:
         """Let newcomers in until nobody is away. Called by all workers at the same place, at a batch top or after the
@@ -118,7 +118,7 @@ class Rerouting:
             if ranks:
                 if (gradients := executor.gradients) is not None and self._newest is not None:
                     norm = self._engine._global_grad_norm
-                    job.remember(_RESULT, "", [self._newest.to_tensor(), gradients, norm])
+                    job.remember(_RESULT, "", [job.tops, self._newest.to_tensor(), gradients, norm])
                 job.let_in(ranks)
             executor.leave()
 
@@ -151,7 +151,8 @@ class Rerouting:
         engine = self._engine
         if engine.is_first_stage() or engine.is_last_stage():
             self._layers.items()
-        result, gradients, engine._global_grad_norm = self._job.remembered(_RESULT)[""]
+        top, result, gradients, engine._global_grad_norm = self._job.remembered(_RESULT)[""]
+        assert top == self._job.tops
         for parameter, gradient in zip(
             self._layers.parameters, unflatten(gradients, self._layers.parameters), strict=True
         ):

@@ -82,7 +82,8 @@ def lower_bound(problem: Problem) -> float:
     topology, times = problem.topology, problem.times
     counts = {worker: topology.micro_batches for worker in topology.workers() if worker not in problem.lost}
     for worker in problem.route.values():
-        counts[worker] += 1
+        if worker in counts:  # else it was lost later, after its stage had stepped
+            counts[worker] += 1
     heads, tails = _ways(problem)
     best = 0.0
     for worker, count in counts.items():

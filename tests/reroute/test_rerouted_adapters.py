@@ -21,6 +21,11 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
         [],
         [Fault(1, 2, "reroute.action", "SIGKILL", nth=3), Fault(3, 6, "reroute.action", "SIGKILL", nth=4)],
     ),
+    # The step before a validation hears that the newcomer waits; the validation lets it in, after that step.
+    "waits_at_the_validation": (
+        ["--wait"],
+        [Fault(1, 2, "reroute.action", "SIGKILL", nth=3), Fault(3, 5, "reroute.action", "SIGKILL", nth=4)],
+    ),
     "rank_0_in_the_last_step": ([], [Fault(0, 6, "reroute.action", "SIGKILL", nth=5)]),
     "at_the_step": ([], [Fault(2, 3, "reroute.step", "SIGKILL"), Fault(1, 4, "reroute.reduce", "SIGKILL")]),
     "not_validated": (["--no-validation"], [Fault(3, 3, "reroute.action", "SIGKILL", nth=4)]),
@@ -41,7 +46,7 @@ def run(
     return result
 
 
-@pytest.mark.parametrize("name", most(CASES, *(CASES.keys() - {"first_and_last_stage"})))
+@pytest.mark.parametrize("name", most(CASES, *(CASES.keys() - {"waits_at_the_validation"})))
 def test_a_stage_is_lost_under_lightning(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     run(jobs, LIGHTNING, faults, ["--plain", *args])

@@ -20,6 +20,7 @@ from standstill import stand_still
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+import shared_core
 from lightning_swift import SwiftCheckpoint, SwiftPipelineStrategy
 from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.jobs.common import Counting, final_digests, without_folder, without_ours
@@ -91,13 +92,21 @@ class Layers(pl.LightningModule):
 
 
 class Losses(pl.Callback):
-    """Keeps the loss of each step, and sees it on every rank."""
+    """Keeps the loss of each step, and sees it on every rank.
 
-    def __init__(self) -> None:
+    Args:
+        waits: before an epoch's last step, stand still until those who are away wait to be let in.
+    """
+
+    def __init__(self, waits: bool = False) -> None:
         self.losses: list[float] = []
+        self.waits = waits
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         stand_still(trainer.global_step)
+        job = shared_core.current_job()
+        if self.waits and trainer.is_last_batch and job is not None and job.absent:
+            job.knocking(wait=True)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not outputs["loss"].isnan():
@@ -154,6 +163,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="no tied layers, no dropout")
     parser.add_argument("--change-gradients", action="store_true", help="in a hook")
     parser.add_argument("--reroute", action="store_true", help="said by the script alone")
+    parser.add_argument("--wait", action="store_true", help="for newcomers, before an epoch's last step")
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--refuse", choices=sorted(REFUSED))
     parser.add_argument("--by-hand", action="store_true")
@@ -174,7 +184,7 @@ def main() -> None:
     pieces = None if args.accumulate > 1 else MICRO_BATCHES
     options = {"on_failure": "reroute"} if args.reroute else {}
     one = SwiftPipelineStrategy(stages=STAGES, micro_batches=pieces, config=config, options=options)
-    module, losses = Layers(), Losses()
+    module, losses = Layers(), Losses(args.wait)
     ours = [SwiftCheckpoint(args.checkpoints, every_n_steps=4)] if args.checkpoints else []
     trainer = fitting(report, args, one, losses, *ours)
     extra: dict[str, Any] = {}
