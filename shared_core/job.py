@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,43 +27,27 @@ from shared_core.cluster.last_checkpoint import CHECKPOINTS
 from shared_core.cluster.mirror import Mirror
 from shared_core.comm import Runtime
 from shared_core.comm import install as install_backend
-from shared_core.comm.gloo import InnerGroup
 from shared_core.comm.op import Op
-from shared_core.comm.turn import Turn
 from shared_core.config import CHECKPOINT_OPTIONS, SwiftConfig
-from shared_core.consistency import Cut, Offer, Top
-from shared_core.errors import (
-    ConfigError,
-    CorruptFile,
-    RecoveryFailed,
-    SwiftError,
-    Unsupported,
-)
+from shared_core.consistency import Top
+from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import EventLog, console
+from shared_core.recovery.beginning import Beginning
 from shared_core.recovery.board import Board, Orders, Tally
 from shared_core.recovery.buckets import BUCKETS, Buckets
-from shared_core.recovery.checkpoints import Checkpoints, Restored, ends_before
-from shared_core.recovery.exchange import Received, Recovery, Replaying
+from shared_core.recovery.checkpoints import Checkpoints, Restored
+from shared_core.recovery.donor import Donor
+from shared_core.recovery.exchange import Recovery
 from shared_core.recovery.lane import Lane, Lanes
-from shared_core.recovery.lines import Collect
 from shared_core.recovery.logs import Logs
+from shared_core.recovery.news import Listener, News
+from shared_core.recovery.parts import Capture, Parts, Restore
 from shared_core.recovery.passes import Passes
-from shared_core.recovery.plain import dumps, loads
+from shared_core.recovery.replays import Replays
 from shared_core.recovery.replicas import Replicas
-from shared_core.recovery.resize import hand_on, take_over
-from shared_core.recovery.state import (
-    Replicated,
-    hyperparameters,
-    random_state,
-    restore_buffers,
-    set_hyperparameters,
-    set_random_state,
-)
+from shared_core.recovery.state import Replicated, hyperparameters, restore_buffers, set_hyperparameters
 from shared_core.recovery.updates import Updates
 from shared_core.testing import inject
-
-Capture = Callable[[], Any]
-Restore = Callable[[Any], None]
 
 #: Tops without a recovery point until pending gradients are published along with the top.
 _MAX_DEFERRED = 16
@@ -84,14 +66,6 @@ class EntryDecision:
     result: Any = None
 
 
-@dataclass
-class _Part:
-    capture: Capture
-    restore: Restore
-    forward_mutated: bool
-    main: bool
-
-
 class Job:
     """The fault-tolerant job as one worker sees it. One per process, made by :func:`current_job`.
 
@@ -100,7 +74,6 @@ class Job:
         world_size: number of logical ranks.
         incarnation: this is the n-th worker that holds the rank, from 0.
         config: the options of the job.
-        joining: a newcomer (or a worker restarted from a checkpoint) that has not joined yet.
         tops: batch tops passed by the logical rank.
         attempt: number of times that all workers have been started again.
         resized: what is being restored is that of another number of workers.
@@ -110,6 +83,7 @@ class Job:
         alike: all ranks train the same, although it is not wrapped in ``DistributedDataParallel``: they are compared
             after recoveries.
         reachable: a fresh worker that runs the script gets to the present place; elsewhere no checkpoint is written.
+        replays: for pipelines whose newcomers run on from a checkpoint.
     """
 
     def __init__(self, env: worker.WorkerEnv) -> None:
@@ -140,11 +114,11 @@ class Job:
             checksums=env.config.verify_checksums,
             log_spill_bytes=env.config.log_spill_bytes,
         )
-        self._recovery = Recovery(env, self._runtime, self._board, self._events, self)
+        self._donor = Donor(env, self._board, self._updates, lambda: self.joining)
+        self._recovery = Recovery(env, self._runtime, self._board, self._events, self._donor)
         self._lanes = Lanes(self._recovery)
         self._replicas = Replicas(env, self._recovery, self._updates)
-        self._parts: dict[str, _Part] = {}
-        self._unclaimed: dict[str, Any] = {}
+        self._parts = Parts()
         self._buckets = Buckets(self._runtime, self._record_buckets)
         self._deferred = 0
         self._handles: list[Any] = []
@@ -152,21 +126,15 @@ class Job:
             self._runtime,
             self._board,
             self._updates,
-            lambda: self._capture(lambda part: part.forward_mutated),
-            lambda parts: self._restore(parts),
+            lambda: self._parts.capture(forward_mutated=True),
+            self._parts.restore,
             lambda: self.joining,
             lambda: self.tops,
         )
-        self._recovered: deque[dict[str, Any]] = deque()
-        self._listeners: list[Callable[[dict[str, Any]], None]] = []
-        self._stalled_since: float | None = None
-        self._served_before = 0
+        self._news = News(self._events, self._runtime, self._updates, lambda: self._checkpoints.rolled_back())
         self._begin()
-        self._tops_lock = threading.Lock()
         self._logs = Logs(env, self._runtime, lambda: self._checkpoints.newest_top, self._recovery.fall_back)
-        self._leaving = ExitStack()
-        self._saved: Restored | None = None
-        self._peeked: dict[str, Any] | None = None
+        self.replays = Replays(self._recovery, self._logs)
         runtime = self._runtime
         runtime.record = self._board.record
         runtime.publish_checksum = self._board.checksum
@@ -174,47 +142,24 @@ class Job:
         runtime.first_group = self._first_group
         runtime.adopt = self._recovery.adopt
         runtime.exact = lambda: self._updates.exact
-        runtime.failed = self._failed
+        runtime.failed = self._recovery.fail
         self._recovery.saved_tops = lambda: self._checkpoints.tops()
-        self._recovery.on_reroute = self._note_reroute
-        self._recovery.copy_local = self._copy_local
         self._recovery.together = lambda: self._logs.together
-        #: Set in a newcomer that runs on from a checkpoint, or from the beginning.
-        self.replaying: Replaying | None = None
-        self._recovery.on_recovered = self._note_recovery
-        self._updates.after = self._after_update
+        self._recovery.on_reroute = self._news.rerouted
+        self._recovery.on_recovered = self._news.recovered
 
     def _begin(self) -> None:
         """Say where checkpoints are made, and find the one from which this worker starts."""
         env = self._env
         self._checkpoints = Checkpoints(env, self._recovery, self._updates)
-        if env.rank == 0 and (pricing := self._checkpoints.pricing) is not None:
+        if (pricing := self._checkpoints.pricing) is not None:
             self.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
-        # A newcomer whose predecessor has passed a batch top mostly starts there.
-        self._restored = None if env.incarnation and self._board.tops() else self._line()
-        self.joining = env.incarnation > 0 or self._restored is not None
+        self._beginning = Beginning(env, self._recovery, self._lanes, self._checkpoints, self._updates)
         asked = env.config.resizes
         keeps = env.config.checkpoint_dir is not None and not self.reroutes
         self.orders = Orders(self._board, env.config.data_policy == "drop", asked) if asked or keeps else None
         if self.reroutes:
             self.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
-
-    def _line(self) -> Restored | None:
-        """What the workers of this attempt start from, if it is not the beginning."""
-        begins_anew = not self._env.restart and not self.config.continues
-        try:
-            checkpoint = None if begins_anew else self._checkpoints.newest()
-        except CorruptFile as error:
-            self._recovery.fall_back(str(error))
-        except Unsupported as error:
-            self._recovery.fail(error)
-            raise
-        if self._env.resized is None or (checkpoint is not None and checkpoint.top.index >= self._env.resized.top):
-            return checkpoint
-        try:
-            return take_over(self._env, self._env.resized)
-        except (RecoveryFailed, CorruptFile) as error:
-            self._recovery.fall_back(str(error))
 
     # -- what adapters call ------------------------------------------------------------------------
 
@@ -222,6 +167,11 @@ class Job:
     def version(self) -> int:
         """Optimizer steps applied."""
         return self._updates.state_version
+
+    @property
+    def joining(self) -> bool:
+        """Whether this is a newcomer (or a worker restarted from a checkpoint) that has not joined yet."""
+        return self._beginning.joining
 
     def use_checkpoints(self, options: Mapping[str, Any]) -> None:
         """Have checkpoints made although the launcher was not told. All ranks call this, with the same, before there is
@@ -332,29 +282,14 @@ class Job:
             self._logs.open()
 
     def register(
-        self,
-        name: str,
-        capture: Capture,
-        restore: Restore,
-        *,
-        forward_mutated: bool = False,
-        main: bool = False,
+        self, name: str, capture: Capture, restore: Restore, *, forward_mutated: bool = False, main: bool = False
     ) -> None:
-        """Register rank-local state.
-
-        Args:
-            name: unique; registering it again replaces it.
-            capture: returns plain data (numbers, text, containers, tensors, numpy arrays); it is serialised at
-                once, so live objects may be returned.
-            restore: puts it back in a newcomer, on the main thread, in the order of registration.
-            forward_mutated: changed by forward; captured again before the first gradient bucket of each backward.
-            main: it is rank 0's alone, also where another worker becomes rank 0.
-        """
-        self._parts[name] = _Part(capture, restore, forward_mutated, main)
+        """Register rank-local state; see :meth:`Parts.register`."""
+        self._parts.register(name, capture, restore, forward_mutated=forward_mutated, main=main)
 
     def unregister(self, name: str) -> None:
         """Forget a registered part."""
-        self._parts.pop(name, None)
+        self._parts.unregister(name)
 
     def batch_top(self, *, accumulating: bool = False) -> bool:
         """Call at the very top of each batch, before anything random and any collective of it.
@@ -367,8 +302,8 @@ class Job:
             top.
         """
         inject.point("batch_top")
-        self._deliver()
-        if self.joining and self._may_join("batch"):
+        self._news.deliver()
+        if self._beginning.is_here("batch", self._entry):
             self._join()
             return True
         self.tops += 1
@@ -386,7 +321,7 @@ class Job:
         if self._buckets.unsettled():  # counts the tops that could be recovery points, so it is asked last
             return False
         self._deferred = 0
-        with self._tops_lock:
+        with self._donor.publishing:
             self._publish("batch", grads)
         return False
 
@@ -409,23 +344,15 @@ class Job:
         if not self.reroutes:  # steps make no log
             self._logs.mark()
 
-    def regroup(self, together: Sequence[int]) -> None:
-        """From now on these ranks, this one among them, start again together: messages between them are not logged."""
-        self._logs.regroup(together)
-
-    def note_messages(self, note: dict[str, Any]) -> None:
-        """What the log on disk says of the messages sent from now on; plain data."""
-        self._runtime.note = note
-
     def eval_top(self) -> bool:
         """As :meth:`batch_top`, at the start of a stand-alone evaluation."""
-        self._deliver()
-        if self.joining and self._may_join("eval"):
+        self._news.deliver()
+        if self._beginning.is_here("eval", self._entry):
             self._join()
             return True
         self.tops += 1
         self._progress.top(self.tops)
-        with self._tops_lock:
+        with self._donor.publishing:
             self._publish("eval")
         return False
 
@@ -437,41 +364,23 @@ class Job:
             they were at its end, except those of what is attached, which may be from another call.
         """
         inject.point("entry")
-        self._prepare()
+        self._beginning.prepare()
         self._entry += 1
         with self._runtime.lock:
             self._runtime.entry = self._entry
             self._runtime.in_startup = True
-        if self._restored is not None and self.joining:
-            if self._entry in self._restored.ends:
-                result, parts = self._restored.ends[self._entry]
-                self._board.publish_end(self._entry, result, parts)  # for newcomers of this attempt
-                self._restore(parts, attached=False)
-                return EntryDecision(True, result)
+        finished = self._beginning.finished(self._entry)
+        if finished is None:
             return EntryDecision(False)
-        if self.joining and self._recovery.knocks:
-            ends = ends_before(self._board, self._entry + 1)
-            if self._entry not in ends:
-                return EntryDecision(False)
-            result, parts = ends[self._entry]
-            self._restore(parts, attached=False)
-            return EntryDecision(True, result)
-        target = self._recovery.target
-        if (
-            self.joining
-            and target is not None
-            and (target.entry > self._entry or (target.entry == self._entry and target.kind == "end"))
-        ):
-            result, parts = self._board.read_end(self._entry)
-            self._restore(parts, attached=False)
-            return EntryDecision(True, result)
-        return EntryDecision(False)
+        result, parts = finished
+        self._parts.restore(parts, attached=False)
+        return EntryDecision(True, result)
 
     def end_top(self) -> None:
         """Call after a skipped entry call, when all that it makes has been made: a newcomer joins here whose
         predecessor was between this call and the next.
         """
-        if self.joining and self._may_join("end"):
+        if self._beginning.is_here("end", self._entry):
             self._join()
         self._leave_entry()
 
@@ -497,11 +406,11 @@ class Job:
         """
         if self.joining:
             return
-        self._deliver()
+        self._news.deliver()
         self.tops += 1
-        parts = self._capture(lambda part: True)
+        parts = self._parts.capture()
         self._board.publish_end(self._entry, result, parts)
-        with self._tops_lock:
+        with self._donor.publishing:
             self._publish("end")
         self._leave_entry()
 
@@ -509,23 +418,7 @@ class Job:
         """The predecessor's newest published value of a registered name, or None; for what must be known before the
         join (log file names).
         """
-        if not self.joining:
-            return None
-        if self._peeked is None:
-            self._prepare()
-            if self._restored is not None:
-                self._peeked = self._restored.parts
-            else:
-                target = self._recovery.target
-                if self._recovery.knocks and (tops := self._board.tops()):
-                    target = tops[-1]
-                if target is None:
-                    self._peeked = {}
-                elif self._saved is not None:
-                    self._peeked = self._saved.parts
-                else:
-                    self._peeked = self._board.read_top(target.index)
-        return self._peeked.get(name)
+        return self._beginning.peek(name)
 
     def remember(self, kind: str, name: str, value: Any) -> None:
         """Keep plain data for newcomers of this rank, for the whole job; see :meth:`remembered`."""
@@ -533,8 +426,7 @@ class Job:
 
     def remembered(self, kind: str) -> dict[str, Any]:
         """What predecessors have kept under ``kind``, by name; the newest of each."""
-        records = self._restored.records if self._restored is not None else self._board.records()
-        return {name: value for (_, stored, name, _), value in records if stored == kind}
+        return self._beginning.remembered(kind)
 
     def tally(self, name: str) -> Tally:
         """A number that a newcomer finds as its predecessor left it: how often something was done that must not be
@@ -578,12 +470,12 @@ class Job:
         """The training loss of this batch, from which a policy learns what progress is worth. Rank 0's counts; a tensor
         is not read at once.
         """
-        if self.rank == 0 and (pricing := self._checkpoints.pricing) is not None:
+        if (pricing := self._checkpoints.pricing) is not None:
             pricing.loss(self.tops, loss)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append an event to the job's log."""
-        self._events.emit(kind, rank=self.rank, generation=self._runtime.generation, **fields)
+        self._news.emit(kind, **fields)
 
     @contextmanager
     def unchecked(self) -> Iterator[None]:
@@ -595,17 +487,11 @@ class Job:
         finally:
             runtime.checksums = before
 
-    def on_recovered(self, listener: Callable[[dict[str, Any]], None]) -> None:
+    def on_recovered(self, listener: Listener) -> None:
         """Have ``listener`` called with the fields of each recovery, on the main thread, at the next batch top
         after it.
         """
-        self._listeners.append(listener)
-
-    @contextmanager
-    def frozen(self, min_version: int) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """The replicated state while no update runs; see :class:`~shared_core.recovery.updates.Updates`."""
-        with self._updates.frozen(min_version, self.config.wait_timeout_s) as exported:
-            yield exported
+        self._news.listen(listener)
 
     # -- going on without a lost rank --------------------------------------------------------------
 
@@ -679,51 +565,10 @@ class Job:
         """
         return self._lanes.let_in(ranks)
 
-    def _copy_local(self, top: int) -> bytes:
-        """Rank-local state at a batch top, and what was kept with :meth:`remember`, for a copy of this rank."""
-        newest = {
-            (kind, name): (key, value)
-            for key, value in self._board.records()
-            for _, kind, name, _ in [key]
-            if kind != BUCKETS and kind not in self._runtime.groups
-        }
-        return dumps((self._board.read_top(top), list(newest.values())))
-
-    # -- leaving: the number of workers changes ---------------------------------------------------------------------
-
-    def offer(self) -> Offer:
-        """Say what this worker has, and pass no batch top and no update any more; see :meth:`withdraw`."""
-        self._leaving.close()
-        self._leaving.enter_context(self._tops_lock)
-        self._leaving.enter_context(self._updates.held())
-        self._board.sync()
-        tops = tuple((top.index, top.version, top.kind) for top in self._board.tops())
-        # A newcomer that is still behind has parameters that no batch top knows.
-        has_state = not self.joining and self._updates.exact
-        return Offer(self.rank, self._env.slot, tops, self._updates.state_version if has_state else None)
-
-    def withdraw(self) -> None:
-        """Go on: nobody leaves."""
-        self._leaving.close()
-
-    def hand_on(self, cut: Cut) -> None:
-        """Write the replicated state at the cut for the workers that follow.
-
-        Raises:
-            RecoveryFailed: if it cannot be had.
-        """
-        with self._updates.at_version(cut.version) as (description, tensors):
-            hand_on(self._board.folder, description, tensors)
-
     # -- publishing --------------------------------------------------------------------------------
 
-    def _capture(self, wanted: Callable[[_Part], bool]) -> dict[str, Any]:
-        parts = {name: part.capture() for name, part in self._parts.items() if wanted(part)}
-        parts["swift.random"] = random_state()
-        return parts
-
     def _publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None, *, save: bool = True) -> None:
-        parts = self._capture(lambda part: True)
+        parts = self._parts.capture()
         parts["swift.eligible"] = self._buckets.eligible
         parts["swift.images"] = self._updates.keeps_images
         if grads is not None:
@@ -769,26 +614,9 @@ class Job:
 
     # -- joining -----------------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
-        self._recovery.prepare()
-        target = self._recovery.target
-        if self._recovery.knocks:
-            self._restored = None  # the others have got further
-        elif target is not None:
-            self._restored = None  # a predecessor has got further than the checkpoint of this attempt
-            if target.saved and self.joining and self._saved is None:
-                try:
-                    self._saved = self._checkpoints.at(target.index)
-                except CorruptFile as error:  # since it was looked at
-                    self._recovery.fall_back(str(error))
-                self._board.complete(self._saved.records, self._saved.ends)
-                self._runtime.records = dict(self._board.records())
-        elif self._recovery.newcomer and self._restored is None and self.joining:
-            self._restored = self._line()
-
     def _first_group(self) -> None:
         recovery = self._recovery
-        self._prepare()
+        self._beginning.prepare()
         if self._runtime.starting:
             return
         if recovery.newcomer:
@@ -798,101 +626,36 @@ class Job:
         inject.point("startup")
         received = recovery.join()
         if recovery.newcomer:
-            self.replaying = received.replaying
-            self.joining = self._restored is not None
-            self._announce(None)
-
-    def _may_join(self, kind: str) -> bool:
-        if self._recovery.knocks:
-            return kind != "end"
-        if self._restored is not None:
-            return self._restored.top.entry == self._entry
-        target = self._recovery.target
-        return target is not None and target.kind == kind and target.entry == self._entry
+            self.replays.own = received.replaying
+            self._beginning.from_scratch()
+            self._news.joined(None)
 
     def _join(self) -> None:
         inject.point("join")
-        if self._restored is not None:
-            self._join_from_checkpoint()
-            return
         started = time.time()
-        self._updates.begin_install()
-        if self._recovery.knocks:
-            self._be_let_in()
-            return
-        received = self._recovery.join()
-        top, self.replaying = received.top, received.replaying
-        assert top is not None
-        if self._saved is not None:
-            self._updates.load(top.version, self._saved.description, self._saved.tensors)
-            parts, self._saved = self._saved.parts, None
-        else:
-            self._updates.load(top.version, received.description, received.tensors)
-            parts = self._board.read_top(top.index)
-        self._buckets.settle(self._board.records(), top)
-        self._take_place(top, parts, saved=top.saved)
-        if top.saved:
-            self._board.forget_tops()  # of places that are now ahead
-        self._announce(received, joined_s=time.time() - started)
-
-    def _be_let_in(self) -> None:
-        """The others have gone on: take this rank's place as a copy of a replica."""
-        received = self._lanes.knock(self._entry)
-        top = received.top
-        assert top is not None and received.local is not None
-        self._updates.load(top.version, received.description, received.tensors)
-        parts, kept = loads(received.local.numpy().tobytes())
-        for key, value in kept:
-            self._board.record(key, value)
-        self._board.forget_tops()
-        self.added = True
-        self._take_place(top, parts)
-        self.added = False
-        self.rejoined = True
-        self._recovery.knocks = False
-        self._publish(top.kind, save=False)
-        self._announce(received)
-
-    def _join_from_checkpoint(self) -> None:
-        restored = self._restored
-        assert restored is not None
-        if restored.collect is not None:
-            self._collect(restored, restored.collect)
-        self._updates.load(restored.top.version, restored.description, restored.tensors)
-        self._buckets.settle(restored.records, restored.top)
-        for key, results in restored.records:
-            self._board.record(key, results)
-        self.resized, self.added = restored.resized, restored.added
-        main = {name: restored.main[name] for name, part in self._parts.items() if part.main and name in restored.main}
-        self._take_place(restored.top, restored.parts | main, saved=bool(restored.tier))
+        place, received = self._beginning.reach(self._entry, self._replica_ranks)
+        let_in = received is not None and place.added
+        if received is not None:
+            self.replays.own = received.replaying
+        self._updates.load(place.top.version, place.description, place.tensors)
+        self._buckets.settle(place.records, place.top)
+        self.resized, self.added = place.resized, place.added
+        self._take_place(place)
         self.resized = self.added = False
-        self._restored = None
-        if restored.tier:
-            of = f", which {restored.workers} workers have made" if restored.resized else ""
-            console(
-                f"rank {self.rank}: continues from the checkpoint at batch top {restored.top.index} "
-                f"({restored.tier}){of}"
-            )
-        self._publish(restored.top.kind, save=not restored.tier)  # a checkpoint is there already
+        self.rejoined = let_in
+        self._beginning.reached(place)
+        if let_in or received is None:
+            # Where a checkpoint is there already, or others make none, none is made.
+            self._publish(place.top.kind, save=not (let_in or place.tier))
+        if received is not None:
+            self._news.joined(received, **({} if let_in else {"joined_s": time.time() - started}))
 
-    def _collect(self, restored: Restored, collect: Collect) -> None:
-        """Now it is known which layers this stage has."""
-        try:
-            if self._updates.replicated is None or self._replica_ranks != [self.rank]:
-                raise Unsupported(
-                    f"the checkpoint at batch top {restored.top.index} is of a pipeline whose stages had no replicas, "
-                    f"and this one is another: start {restored.workers} workers, or begin anew with resume='never'"
-                )
-            restored.description, restored.tensors = collect(self._updates.replicated)
-        except SwiftError as error:
-            self._recovery.fail(error)
-            raise
-
-    def _take_place(self, top: Top, parts: dict[str, Any], *, saved: bool = False) -> None:
-        self.tops = top.index
-        self._checkpoints.joined(top, saved=saved)
-        self.joining = False
-        self._restore(parts)
+    def _take_place(self, place: Restored) -> None:
+        parts = place.parts | self._parts.of_main(place.main)
+        self.tops = place.top.index
+        self._checkpoints.joined(place.top, saved=bool(place.tier))
+        self._beginning.joining = False
+        self._parts.restore(parts)
         for index, grad in parts.get("swift.gradients", {}).items():
             assert self._updates.replicated is not None
             self._updates.replicated.parameters[index].grad = grad
@@ -900,102 +663,6 @@ class Job:
         self._updates.resume_images(parts.get("swift.images", False))
         inject.set_step(self.tops)
         self._progress.top(self.tops)
-
-    def _restore(self, parts: dict[str, Any], attached: bool = True) -> None:
-        for name, part in self._parts.items():
-            if name in parts and (attached or not name.startswith("swift.")):
-                part.restore(parts[name])
-        if "swift.random" in parts:
-            set_random_state(parts["swift.random"])
-
-    def _announce(self, received: Received | None, **fields: Any) -> None:
-        generation = self._runtime.generation
-        self._events.emit(
-            "newcomer_ready",
-            rank=self.rank,
-            generation=generation,
-            bytes_moved=received.nbytes if received else 0,
-            served_operations=received.replayed if received else 0,
-            top=received.top.index if received and received.top else 0,
-            recomputed_steps=self._updates.recomputed,
-            **fields,
-        )
-
-    # -- after a recovery --------------------------------------------------------------------------
-
-    def _note_recovery(self, fields: dict[str, Any]) -> None:
-        """Recovery thread of a survivor."""
-        if fields.get("resolution") == "replay" and self.rank == 0 and self._checkpoints.pricing is not None:
-            self._checkpoints.pricing.rolled_back()
-        self._events.emit(
-            "recovered",
-            rank=self.rank,
-            stall_s=time.time() - fields["detected"],
-            recomputed_steps=self._updates.recomputed,
-            log_bytes=self._runtime.log_bytes(),
-            spilled_bytes=self._runtime.spilled_bytes,
-            **fields,
-        )
-        self._recovered.append(fields)
-        self._stalled_since = fields["detected"]
-
-    def _note_reroute(self, detected: float) -> None:
-        """Recovery thread of a survivor that goes on without a lost rank."""
-        self._stalled_since = detected
-
-    def _after_update(self) -> None:
-        if self._stalled_since is not None:
-            since, self._stalled_since = self._stalled_since, None
-            self._events.emit(
-                "resumed",
-                rank=self.rank,
-                generation=self._runtime.generation,
-                stall_s=time.time() - since,
-                recomputed_steps=self._updates.recomputed,
-            )
-
-    # -- replays that others help with -------------------------------------------------------------
-
-    def help_replays(self, helper: Callable[[Replaying], None]) -> None:
-        """Have ``helper`` called, on a thread, when others replay while this worker waits for them."""
-        self._runtime.turn.begin()
-
-        def start(replaying: Replaying) -> None:
-            threading.Thread(target=helper, args=(replaying,), name="swift-help", daemon=True).start()
-
-        self._recovery.on_replay = start
-
-    @property
-    def turn(self) -> Turn:
-        """Held by who computes in this process."""
-        return self._runtime.turn
-
-    def side_group(self, replaying: Replaying, name: str, ranks: Sequence[int]) -> InnerGroup:
-        """A group of some ranks for the time of a replay; see :meth:`Runtime.side_group`."""
-        return self._runtime.side_group(name, ranks, replaying.generation)
-
-    def drop_side(self, inner: InnerGroup) -> None:
-        """Cut such a group."""
-        self._runtime.drop_side(inner)
-
-    def _deliver(self) -> None:
-        while self._recovered:
-            fields = self._recovered.popleft()
-            for listener in self._listeners:
-                listener(fields)
-
-    def report_memory(self) -> None:
-        """Log how much memory the logs took at most; called when the process ends."""
-        replicated = self._updates.replicated
-        self.event(
-            "log_memory",
-            peak_bytes=self._runtime.peak_log_bytes,
-            spilled_bytes=self._runtime.spilled_bytes,
-            parameter_bytes=replicated.nbytes if replicated is not None else 0,
-        )
-
-    def _failed(self, error: SwiftError) -> None:
-        self._recovery.fail(error)
 
 
 def _mirror(env: worker.WorkerEnv) -> Mirror | None:
@@ -1013,7 +680,7 @@ def current_job() -> Job | None:
     global _job
     if _job is None and worker.launched():
         _job = Job(worker.env())
-        atexit.register(_job.report_memory)
+        atexit.register(_job._news.memory)
     return _job
 
 

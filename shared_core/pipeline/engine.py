@@ -205,7 +205,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         if self._job is not None:
             micro_batch = self._sent[direction] = self._sent.get(direction, -1) + 1
             what = {"version": self.global_steps, "micro_batch": micro_batch, "direction": direction}
-            self._job.note_messages(what | ({} if self.module.training else {"evaluation": True}))
+            self._job.replays.note_messages(what | ({} if self.module.training else {"evaluation": True}))
 
     _INSTRUCTION_MAP = {
         kind: _with_faults(_POINTS[kind], execute)

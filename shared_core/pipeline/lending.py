@@ -18,12 +18,12 @@ import torch
 
 from shared_core.comm.gloo import InnerGroup
 from shared_core.errors import SwiftError
-from shared_core.job import Job
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline.cost import Replay, shares
 from shared_core.pipeline.stage import Computed, Stage, Work
 from shared_core.recovery.exchange import Replaying
 from shared_core.recovery.messages import receive, send
+from shared_core.recovery.replays import Replays
 
 _PROBE_BYTES = 1 << 20
 
@@ -50,11 +50,11 @@ def _shaped(layout: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
     ]
 
 
-def help_newcomers(job: Job, replaying: Replaying, stage_of: Callable[[int], Stage], threads: int) -> None:
+def help_newcomers(replays: Replays, replaying: Replaying, stage_of: Callable[[int], Stage], threads: int) -> None:
     """In a survivor: compute for each newcomer what it hands out, until it says that it is level. Returns at once.
 
     Args:
-        job: of this worker.
+        replays: of this worker.
         replaying: who replays.
         stage_of: builds the stage of a rank.
         threads: torch's threads in the program, which bits may depend on.
@@ -64,24 +64,24 @@ def help_newcomers(job: Job, replaying: Replaying, stage_of: Callable[[int], Sta
         torch.set_num_threads(threads)
         inner: InnerGroup | None = None
         try:
-            inner = meet(job, replaying, newcomer)
-            _serve(job, inner, lambda: stage_of(newcomer))
+            inner = meet(replays, replaying, newcomer)
+            _serve(replays, inner, lambda: stage_of(newcomer))
         except (RuntimeError, SwiftError):
             return  # another loss, or the newcomer needs no help any more
         finally:
             if inner is not None:
-                job.drop_side(inner)
+                replays.drop_side(inner)
 
     for newcomer in replaying.newcomers:  # each on a thread of its own: one may wait for another
         threading.Thread(target=serve, args=(newcomer,), name=f"swift-help-{newcomer}", daemon=True).start()
 
 
-def meet(job: Job, replaying: Replaying, newcomer: int) -> InnerGroup:
+def meet(replays: Replays, replaying: Replaying, newcomer: int) -> InnerGroup:
     """The group in which a newcomer (0) and the survivors share its replay."""
-    return job.side_group(replaying, f"help{newcomer}", [newcomer, *replaying.survivors])
+    return replays.side_group(replaying, f"help{newcomer}", [newcomer, *replaying.survivors])
 
 
-def _serve(job: Job, inner: InnerGroup, make: Callable[[], Stage]) -> None:
+def _serve(replays: Replays, inner: InnerGroup, make: Callable[[], Stage]) -> None:
     stage: Stage | None = None
     while True:
         head, tensors = receive(inner, 0)
@@ -90,7 +90,7 @@ def _serve(job: Job, inner: InnerGroup, make: Callable[[], Stage]) -> None:
         if head["do"] == "probe":
             send(inner, 0, {}, [])
             continue
-        with job.turn.taken():
+        with replays.turn.taken():
             before = RawRandom()
             try:
                 if stage is None:
@@ -129,7 +129,7 @@ class Helpers:
     """The survivors, as a newcomer sees them.
 
     Attributes:
-        job: of this worker.
+        replays: of this worker.
         inner: a group of the newcomer (0) and the survivors.
         count: number of survivors.
         use: how many of them compute.
@@ -137,7 +137,7 @@ class Helpers:
         ordered: gradients come back by micro-batch.
     """
 
-    job: Job
+    replays: Replays
     inner: InnerGroup
     count: int
     use: int = 0
@@ -186,7 +186,7 @@ class Helpers:
         except RuntimeError:
             return  # whoever is lost needs no word
         finally:
-            self.job.drop_side(self.inner)
+            self.replays.drop_side(self.inner)
 
 
 def _computed(layout: list[Any], results: list[torch.Tensor]) -> list[Any]:

@@ -64,7 +64,7 @@ class PlannedGroups:
     def _restore(self, values: Any) -> None:
         self._planned, self._together, self._last_top = values
         if self._together is not None:
-            self._job.regroup(self._together)
+            self._job.replays.regroup(self._together)
 
     def at_top(self) -> None:
         """Call after each batch top, on all ranks."""
@@ -99,7 +99,7 @@ class PlannedGroups:
             for machine in mine
             for stage in range(self._stages)
         ]
-        self._job.regroup(self._together)
+        self._job.replays.regroup(self._together)
         if self._job.rank == 0:
             groups = [list(group) for group in plan.groups]
             self._job.event("groups", groups=groups, storage_bytes=plan.storage_bytes, replay_s=plan.replay_s)

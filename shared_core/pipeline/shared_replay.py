@@ -64,7 +64,7 @@ class SharedReplay:
             coordinates = engine.grid._topo.get_coord(rank)
             return stage.clone(engine.module, coordinates.pipe, engine.micro_batches, job.config.seed)
 
-        job.help_replays(lambda replaying: lending.help_newcomers(job, replaying, stage_of, threads))
+        job.replays.help(lambda replaying: lending.help_newcomers(job.replays, replaying, stage_of, threads))
 
     # -- in the newcomer ---------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class SharedReplay:
         Args:
             micro_s: measured seconds of a micro-batch's forward and backward; 0 before the first.
         """
-        replaying = self._job.replaying
+        replaying = self._job.replays.own
         if replaying is None:
             return False
         if self._engine.global_steps >= replaying.complete:
@@ -92,14 +92,14 @@ class SharedReplay:
 
     def _ask(self, micro_s: float) -> None:
         """Decide who computes; whoever is not needed may go."""
-        replaying = self._job.replaying
+        replaying = self._job.replays.own
         assert replaying is not None
         if not self._messages_in_logs(replaying):
             self._dismiss(replaying)
             return
         try:
-            inner = lending.meet(self._job, replaying, self._job.rank)
-            helpers = Helpers(self._job, inner, len(replaying.survivors), ordered=self._ordered)
+            inner = lending.meet(self._job.replays, replaying, self._job.rank)
+            helpers = Helpers(self._job.replays, inner, len(replaying.survivors), ordered=self._ordered)
             replay = self._replay(micro_s, helpers.bytes_per_s())
             helpers.use = lending.workers_to_use(replay, helpers.count, self._job.config.parallel_replay)
             if micro_s:
@@ -125,8 +125,8 @@ class SharedReplay:
     def _dismiss(self, replaying: Replaying) -> None:
         def dismiss() -> None:
             try:
-                inner = lending.meet(self._job, replaying, self._job.rank)
-                Helpers(self._job, inner, len(replaying.survivors)).end()
+                inner = lending.meet(self._job.replays, replaying, self._job.rank)
+                Helpers(self._job.replays, inner, len(replaying.survivors)).end()
             except (RuntimeError, SwiftError):
                 return
 
@@ -144,7 +144,7 @@ class SharedReplay:
         return Replay(engine.micro_batches, micro_s, stage_bytes, message_bytes, bytes_per_s, self._ordered)
 
     def _end(self) -> None:
-        job, helpers, replaying = self._job, self._helpers, self._job.replaying
+        job, helpers, replaying = self._job, self._helpers, self._job.replays.own
         assert replaying is not None
         if helpers is not None:
             took, planned, alone = self._took / max(self._steps, 1), helpers.planned_s, helpers.alone_s
@@ -153,7 +153,7 @@ class SharedReplay:
             helpers.end()
         elif not self._decided:
             self._dismiss(replaying)
-        self._helpers, self._decided, job.replaying = None, False, None
+        self._helpers, self._decided, job.replays.own = None, False, None
 
     def run(self) -> None:
         """One step, as the schedule would have made it."""
@@ -167,7 +167,7 @@ class SharedReplay:
         try:
             done = self._helpers.compute(own, works)
         except (RuntimeError, SwiftError):
-            self._job.drop_side(self._helpers.inner)  # a helper was lost
+            self._job.replays.drop_side(self._helpers.inner)  # a helper was lost
             self._helpers = None
             done = lending.compute_here(own, works)
         self._steps += 1

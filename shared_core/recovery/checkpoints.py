@@ -56,7 +56,7 @@ class Restored:
         parts: rank-local state there.
         ends: results and state of finished entry calls.
         records: results of start-up operations, and of DDP's agreement on buckets.
-        description: of the replicated state.
+        description: of the replicated state; None for the one that this worker begins with.
         tensors: of the replicated state.
         resized: it was another number of workers.
         added: this rank had no predecessor; ``parts`` are another's.
@@ -70,7 +70,7 @@ class Restored:
     parts: dict[str, Any]
     ends: dict[int, tuple[Any, dict[str, Any]]]
     records: list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
-    description: dict[str, Any]
+    description: dict[str, Any] | None
     tensors: list[torch.Tensor] = field(default_factory=list)
     resized: bool = False
     added: bool = False
@@ -89,6 +89,7 @@ class Checkpoints:
         due_top: the newest batch top at which a checkpoint was due, whether or not it came to be.
         waited_s: seconds that updates have waited for copies, in all.
         fixed: why what is written now serves no other number of workers; empty if it does.
+        pricing: what rank 0 has measured and decides by; None elsewhere, and where nothing is decided.
     """
 
     def __init__(self, env: WorkerEnv, recovery: Recovery, updates: Updates) -> None:
@@ -102,7 +103,7 @@ class Checkpoints:
         self._spool = Spool(env.job_dir / FOLDER, env.restart)
         self._snapshots: Snapshots | None = None
         self._decisions: Decisions | None = None
-        self._pricing: Pricing | None = None
+        self.pricing: Pricing | None = None
         self._session = ""
         self._run = ""
         self._known: set[int] | None = None
@@ -120,6 +121,8 @@ class Checkpoints:
             several = len(env.machines) > 1
             path = env.job_dir / f"attempt{env.restart}" / "due"
             self._decisions = Decisions(StoreEntries(self._store) if several else FileEntries(path))
+            if env.rank == 0 and config.policy != "fixed":
+                self.pricing = Pricing(config, env.world_size, env.command)
         if env.rank == 0:
             worker.at_end(self._mark_ended)
 
@@ -176,12 +179,10 @@ class Checkpoints:
         if self._decisions is not None:
             self._decisions.joined(top.version)
 
-    @property
-    def pricing(self) -> Pricing | None:
-        """What rank 0 has measured and decides by; None where nothing is decided."""
-        if self._pricing is None and self._decisions is not None and self._env.config.policy != "fixed":
-            self._pricing = Pricing(self._env.config, self._env.world_size, self._env.command)
-        return self._pricing
+    def rolled_back(self) -> None:
+        """A loss has sent workers back to a checkpoint."""
+        if self.pricing is not None:
+            self.pricing.rolled_back()
 
     def _decide(self, top: Top) -> None:
         """Rank 0: say whether one is due soon."""
@@ -236,8 +237,8 @@ class Checkpoints:
             generation = self._recovery.runtime.generation
             console(f"rank {rank}: no checkpoint at batch top {top.index}: {error}")
             self._recovery.events.emit("warning", rank=rank, generation=generation, message=str(error))
-        if self._pricing is not None:
-            self._pricing.begun(top.index, time.perf_counter() - started, taken)
+        if self.pricing is not None:
+            self.pricing.begun(top.index, time.perf_counter() - started, taken)
         return taken
 
     def _make_snapshots(self) -> Snapshots:
@@ -292,8 +293,8 @@ class Checkpoints:
         committed = status.committed
         if committed.get("session") == self.session:
             self.newest_top = max(self.newest_top, int(committed["step"]))
-        if self._pricing is not None:
-            self._pricing.heed(self.newest_top, status.failed)
+        if self.pricing is not None:
+            self.pricing.heed(self.newest_top, status.failed)
 
     def _await(self, top: Top, taken: bool) -> bool:
         """Wait until the checkpoint of a batch top is committed; whether it is.
@@ -317,8 +318,8 @@ class Checkpoints:
         """The last checkpoint is made, or cannot be. On several machines the others may go on."""
         if self._env.rank == 0:
             done = self.newest_top >= top.index
-            if done and self._pricing is not None:
-                self._pricing.ended("stopped")
+            if done and self.pricing is not None:
+                self.pricing.ended("stopped")
             self._recovery.tell(SAVED, {"top": top.index, "done": done})
         if len(self._env.machines) < 2:
             while True:
@@ -326,8 +327,8 @@ class Checkpoints:
 
     def _mark_ended(self) -> None:
         """The program has ended well: a later start of it begins anew."""
-        if self._pricing is not None:
-            self._pricing.ended("completed")
+        if self.pricing is not None:
+            self.pricing.ended("completed")
         if not self.due_top and not self._run:
             return
         try:
@@ -358,7 +359,7 @@ class Checkpoints:
         if loaded is None:
             return None
         self._run = str(loaded.line.meta["run"])
-        if self._env.rank == 0 and self.pricing is not None:
+        if self.pricing is not None:
             self.pricing.went_back = True
         return _restored(loaded)
 

@@ -15,10 +15,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,10 +29,12 @@ from shared_core.comm.archive import Archive
 from shared_core.comm.gloo import InnerGroup, finish, wait_for
 from shared_core.comm.log import Signature, read_signature
 from shared_core.comm.runtime import MAX_ATTEMPTS, GroupState, Runtime
-from shared_core.consistency import Cut, Frontier, GroupFrontier, Offer, Plan, Top, choose_cut, decide, let_in
+from shared_core.consistency import Frontier, GroupFrontier, Offer, Plan, Top, choose_cut, decide, let_in
 from shared_core.errors import CorruptFile, GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError
 from shared_core.events import EventLog, console
 from shared_core.recovery.board import Board
+from shared_core.recovery.copies import pack
+from shared_core.recovery.donor import Donor
 from shared_core.recovery.messages import receive, send
 from shared_core.recovery.resize import local_state
 from shared_core.testing import inject
@@ -64,28 +65,6 @@ class Replaying:
     complete: int
 
 
-class StateProvider(Protocol):
-    """The job's replicated state, as the exchange needs it."""
-
-    @property
-    def version(self) -> int:
-        """Optimizer steps the state contains."""
-
-    def offer(self) -> Offer:
-        """What this worker has, which goes on no further until :meth:`withdraw`."""
-
-    def withdraw(self) -> None:
-        """Go on."""
-
-    def hand_on(self, cut: Cut) -> None:
-        """Write the state at the cut for the workers that follow."""
-
-    def frozen(self, min_version: int) -> AbstractContextManager[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """The state at a moment when no update runs and at least ``min_version`` steps are in it; no update begins
-        inside.
-        """
-
-
 @dataclass
 class Received:
     """What a newcomer got, staged until the generation is agreed."""
@@ -111,15 +90,13 @@ class Recovery:
         state: the job's replicated state.
     """
 
-    def __init__(self, env: WorkerEnv, runtime: Runtime, board: Board, events: EventLog, state: StateProvider) -> None:
+    def __init__(self, env: WorkerEnv, runtime: Runtime, board: Board, events: EventLog, state: Donor) -> None:
         self.env, self.runtime, self.board, self.events, self.state = env, runtime, board, events, state
         self.newcomer = env.incarnation > 0
         self.target: Top | None = None
         self.prepared = False
         #: A newcomer that the others do not wait for: it asks to be let in.
         self.knocks = False
-        #: For a newcomer that becomes a copy of this rank: what this rank published at a batch top, and remembers.
-        self.copy_local: Callable[[int], bytes] = lambda top: b""
         self.on_recovered: Callable[[dict[str, Any]], None] = lambda fields: None
         self.on_reroute: Callable[[float], None] = lambda detected: None
         self.on_replay: Callable[[Replaying], None] = lambda replaying: None
@@ -691,7 +668,8 @@ class Recovery:
                     send(inner, newcomer, description, tensors)
                     received.nbytes += _nbytes(tensors)
                 if plan.copies:
-                    local = torch.frombuffer(bytearray(self.copy_local(top.index)), dtype=torch.uint8)
+                    packed = pack(self.board, top.index, self.runtime.groups)
+                    local = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
                     send(inner, newcomer, {}, [local])
             elif rank == newcomer:
                 received.description, received.tensors = receive(inner, donor)
