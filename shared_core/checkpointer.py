@@ -40,7 +40,7 @@ from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import console
 from shared_core.job import Job, current_job
 from shared_core.loop import TrainingLoop
-from shared_core.recovery.checkpoints import ENDED, named
+from shared_core.recovery.checkpoints import ENDED, meta_of, named
 from shared_core.recovery.decisions import Decisions, FileEntries, StoreEntries
 from shared_core.recovery.lines import DESCRIPTION, NAMES
 from shared_core.recovery.plain import dumps, loads
@@ -81,11 +81,11 @@ class Checkpointer(TrainingLoop):
 
     With several processes create the process group first, and put ``DistributedDataParallel`` around the models: all
     ranks must have the same parameters. SIGTERM, which clouds and schedulers send before they take a machine away,
-    makes a last checkpoint and ends the process with status 143.
+    makes a last checkpoint and ends the process with status 143. It is enough that one rank gets it: all end.
 
     Args:
         folder: for checkpoints: a path, or a URL that fsspec knows. Shared by all machines.
-        objects: models, optimizers, loaders, and whatever else has ``state_dict`` (schedulers, scalers, averages).
+        objects: models, optimizers (at least one), loaders, and whatever else has ``state_dict`` (schedulers, scalers, averages).
         options: of :class:`SwiftConfig`, such as ``checkpoint_policy`` or ``checkpoint_keep``; ``resume="never"``
             begins anew.
 
@@ -93,7 +93,7 @@ class Checkpointer(TrainingLoop):
         loss: of the newest batch; set it to have it looked at. It is not read at once, so it costs no wait.
 
     Raises:
-        ConfigError: for a wrong option, or under ``swiftrun``, which makes checkpoints itself.
+        ConfigError: for a wrong option, without an optimizer, or under ``swiftrun``, which makes checkpoints itself.
         Unsupported: for models whose parameters are spread over ranks.
     """
 
@@ -108,6 +108,11 @@ class Checkpointer(TrainingLoop):
         config = SwiftConfig.from_dict({"resume": "always", "checkpoint_dir": where} | options)
         models = [each for each in objects if isinstance(each, nn.Module)]
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        if not optimizers:
+            raise ConfigError(
+                "a Checkpointer needs the optimizer: a checkpoint is made between two of its steps; pass it the "
+                "torch.optim.Optimizer itself, not a wrapper"
+            )
         self._modules = models
         self._alone = Alone(config, models, optimizers)
         # It has all of a job that a loop asks for.
@@ -153,7 +158,7 @@ class Alone:
     Args:
         config: the options.
         models: what is trained.
-        optimizers: by what.
+        optimizers: by what; at least one, and steps of the first are counted.
 
     Attributes:
         joining: this process begins with a checkpoint whose place it has not reached yet.
@@ -174,7 +179,6 @@ class Alone:
         self.tops = self.version = 0
         self._top_version = -1
         self._owed = False
-        self._waited_s = 0.0
         self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self._found: dict[str, Any] | None = None
         self._replicated = Replicated(models, optimizers)
@@ -188,9 +192,8 @@ class Alone:
             lambda values: set_hyperparameters(optimizers, values),
         )
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self._fence())
-        if optimizers:
-            optimizers[0].register_step_post_hook(lambda *_: self._updated())
+            optimizer.register_step_pre_hook(lambda *_: self._snapshots.fence())
+        optimizers[0].register_step_post_hook(lambda *_: self._updated())
         self._command = _command()
         self._open()
         self._resume()
@@ -221,8 +224,7 @@ class Alone:
             return True
         self.tops += 1
         self._look()
-        if self.rank == 0:
-            self._decide()
+        self._decide()
         due, last = self._decisions.due(self.version)
         every = self.config.checkpoint_every_steps if self.config.policy == "fixed" else 0
         self._owed = self._owed or due or (every > 0 and self.tops % every == 0)
@@ -329,11 +331,6 @@ class Alone:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def _fence(self) -> None:
-        started = time.perf_counter()
-        self._snapshots.fence()
-        self._waited_s += time.perf_counter() - started
-
     def _updated(self) -> None:
         self.version += 1
 
@@ -343,13 +340,13 @@ class Alone:
             self._persisting.look(self.rank)
 
     def _decide(self) -> None:
-        if self._told_to_end():
+        if self._told_to_end():  # at any rank: no other makes the next update without it
             self._decisions.add(self.version, last=True)
         elif self._pricing is not None:
             if self.loss is not None:
                 self._pricing.loss(self.tops, self.loss)
                 self.loss = None
-            self._pricing.step(self.tops, self._waited_s)
+            self._pricing.step(self.tops, self._snapshots.waited_s)
             if self._decisions.pending <= self.version and self._pricing.due(self.tops):
                 self._decisions.add(self.version)
 
@@ -365,16 +362,14 @@ class Alone:
         images = {}
         if self.rank == 0:
             images[_REPLICATED] = named(self._replicated, *self._replicated.export())
-        meta = {
-            "attempt": 0,
-            "session": self._session,
-            "job": "",
-            "run": self._run,
-            "command": self._command,
-            "world_size": self.world_size,
-            "top": self.tops,
-            "version": self.version,
-        }
+        meta = meta_of(
+            self.tops,
+            self.version,
+            session=self._session,
+            run=self._run,
+            command=self._command,
+            world_size=self.world_size,
+        )
         taken = self._snapshots.take(self.tops, {f"rank{self.rank}": dumps(local)}, images, meta)
         if self._pricing is not None:
             self._pricing.name = self._run
@@ -383,8 +378,7 @@ class Alone:
             self._flush()
 
     def _look(self) -> None:
-        if self._pricing is not None:
-            status = self._spool.status()
+        if self._pricing is not None and (status := self._spool.news()) is not None:
             mine = status.committed.get("session") == self._session
             self._pricing.heed(int(status.committed["step"]) if mine else 0, status.failed)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +23,9 @@ MOST = 3
 
 class Snapshots:
     """Takes the snapshots of one rank and hands them to the machine's writer. Any thread may wait at the fence.
+
+    Attributes:
+        waited_s: seconds that were waited at the fence, in all.
 
     Args:
         spool: of the job on this machine.
@@ -43,6 +48,8 @@ class Snapshots:
         self._spool, self._rank, self._world_size, self._local = spool, rank, world_size, tuple(local)
         self._target, self._say = target, say
         self._stager = Stager()
+        self._fence_lock = threading.Lock()
+        self.waited_s = 0.0
         self._newest = -1
         self._said: set[str] = set()
 
@@ -69,7 +76,7 @@ class Snapshots:
         Raises:
             Unsupported: a tensor has no place in an image.
         """
-        self.fence()
+        self._stager.fence()
         spool, made = self._spool, []
         held = spool.steps()
         if step not in held and len(held) >= MOST:
@@ -100,11 +107,14 @@ class Snapshots:
 
     def fence(self) -> None:
         """Wait until all is copied: call it before anything changes the tensors. Costs nothing without a snapshot."""
-        self._stager.fence()
+        with self._fence_lock:
+            started = time.perf_counter()
+            self._stager.fence()
+            self.waited_s += time.perf_counter() - started
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the newest snapshot is committed; False if it failed, was never taken, or time ran out."""
-        self.fence()
+        self._stager.fence()
         return self._newest >= 0 and self._spool.wait_committed(self._newest, timeout_s)
 
     def _finish(self, part: Sealed, images: list[Image]) -> None:

@@ -120,6 +120,7 @@ class Spool:
 
     def __init__(self, folder: Path, attempt: int = 0) -> None:
         self.folder, self.attempt = folder, attempt
+        self._status, self._seen = folder / _STATUS, (0, 0)
 
     def folder_of(self, step: int) -> Path:
         """The folder of a snapshot, made if it is not there."""
@@ -239,13 +240,25 @@ class Spool:
     def status(self) -> Status:
         """What the writer said last; an empty one before it has said anything."""
         with contextlib.suppress(FileNotFoundError):
-            return Status(**json.loads((self.folder / _STATUS).read_bytes()))
+            return Status(**json.loads(self._status.read_bytes()))
         return Status()
+
+    def news(self) -> Status | None:
+        """What the writer says, if it has said something since the last call; costs microseconds where it has not."""
+        try:
+            stat = os.stat(self._status)
+        except OSError:
+            return None
+        stamp = stat.st_mtime_ns, stat.st_ino  # clocks of file systems are coarse: two may be of one time
+        if stamp == self._seen:
+            return None
+        self._seen = stamp
+        return self.status()
 
     def set_status(self, status: Status) -> None:
         """Used by the writer."""
         with contextlib.suppress(OSError):  # it lies in memory, which may be full
-            _replace(self.folder / _STATUS, json.dumps(asdict(status)))
+            _replace(self._status, json.dumps(asdict(status)))
 
     def wait_committed(self, step: int, timeout_s: float) -> bool:
         """Wait until a checkpoint of ``step`` or a later one of this attempt is committed; False if that failed or time

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shared_core.checkpoint.snapshots import Snapshots
-from shared_core.checkpoint.spool import FOLDER, Spool, Status, Target
+from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import open_storage
 from shared_core.cluster import worker
 from shared_core.cluster.last_checkpoint import ENDING, SAVED, leave_signals_to_the_agent
@@ -87,7 +87,6 @@ class Checkpoints:
     Attributes:
         newest_top: batch top of the newest checkpoint that this rank knows to be committed; 0 for none.
         due_top: the newest batch top at which a checkpoint was due, whether or not it came to be.
-        waited_s: seconds that updates have waited for copies, in all.
         fixed: why what is written now serves no other number of workers; empty if it does.
         pricing: what rank 0 has measured and decides by; None elsewhere, and where nothing is decided.
     """
@@ -98,7 +97,6 @@ class Checkpoints:
         self._dir = config.checkpoint_dir
         self._every = config.checkpoint_every_steps if config.policy == "fixed" else 0
         self.newest_top = self.due_top = 0
-        self.waited_s = 0.0
         self.fixed = ""
         self._spool = Spool(env.job_dir / FOLDER, env.restart)
         self._snapshots: Snapshots | None = None
@@ -107,20 +105,18 @@ class Checkpoints:
         self._session = ""
         self._run = ""
         self._known: set[int] | None = None
-        self._seen = 0
-        self._fence_lock = threading.Lock()
-        self._status = env.job_dir / FOLDER / "status.json"
         # A newcomer passes batch tops again: only beyond its predecessor's it may decide anew.
         progress = worker.read_progress(env.rank_dir / "progress") if env.incarnation else None
         self._level = progress[0] if progress is not None else 0
         if self._dir is None:
             return
-        updates.fence = self.fence
         leave_signals_to_the_agent()
         if config.policy != "none":
             several = len(env.machines) > 1
             path = env.job_dir / f"attempt{env.restart}" / "due"
             self._decisions = Decisions(StoreEntries(self._store) if several else FileEntries(path))
+            self._snapshots = self._make_snapshots(self._dir)
+            updates.fence = self._snapshots.fence
             if env.rank == 0 and config.policy != "fixed":
                 self.pricing = Pricing(config, env.world_size, env.command)
         if env.rank == 0:
@@ -153,15 +149,6 @@ class Checkpoints:
         if last:
             self._part_with(top)
 
-    def fence(self) -> None:
-        """Wait until what was snapshot is copied: something is about to change it. Any thread may call."""
-        if self._snapshots is None:
-            return
-        with self._fence_lock:
-            started = time.perf_counter()
-            self._snapshots.fence()
-            self.waited_s += time.perf_counter() - started
-
     def near(self, index: int) -> bool:
         """In rank 0: whether a checkpoint may be made at this batch top, which is the next one, or soon after it."""
         if self._decisions is None:
@@ -186,14 +173,14 @@ class Checkpoints:
 
     def _decide(self, top: Top) -> None:
         """Rank 0: say whether one is due soon."""
-        assert self._decisions is not None
+        assert self._decisions is not None and self._snapshots is not None
         if top.index <= self._level:
             return
         if self._is_ending():
             self._decisions.add(top.version, last=True)
         elif self.pricing is not None:
             self.pricing.name = self.run
-            self.pricing.step(top.index, self.waited_s)
+            self.pricing.step(top.index, self._snapshots.waited_s)
             if self._decisions.pending <= top.version and self.pricing.due(top.index):
                 self._decisions.add(top.version)
 
@@ -209,7 +196,7 @@ class Checkpoints:
         return told
 
     def _take(self, top: Top, parts: dict[str, Any], board: Board) -> bool:
-        assert self._dir is not None
+        assert self._snapshots is not None
         inject.point("checkpoint.write")
         started = time.perf_counter()
         if not top.replicas:
@@ -230,8 +217,6 @@ class Checkpoints:
                     if not self._updates.exact or description.get("version", top.version) != top.version:
                         return False  # a newcomer that is still behind: the parameters of this top are gone
                 images[lines.replicated_part(top)] = named(self._updates.replicated, description, tensors)
-            if self._snapshots is None:
-                self._snapshots = self._make_snapshots()
             taken = self._snapshots.take(top.index, {lines.local_part(rank): dumps(local)}, images, self._meta(top))
         except (SwiftError, OSError) as error:
             generation = self._recovery.runtime.generation
@@ -241,27 +226,26 @@ class Checkpoints:
             self.pricing.begun(top.index, time.perf_counter() - started, taken)
         return taken
 
-    def _make_snapshots(self) -> Snapshots:
+    def _make_snapshots(self, where: str) -> Snapshots:
         env, config = self._env, self._env.config
-        assert self._dir is not None
         nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         first = env.rank - env.rank % nproc
-        target = Target(self._dir, config.checkpoint_keep, config.checkpoint_quota_bytes)
+        target = Target(where, config.checkpoint_keep, config.checkpoint_quota_bytes)
         local = range(first, min(first + nproc, env.world_size))
         return Snapshots(self._spool, env.rank, env.world_size, local, target, console)
 
     def _meta(self, top: Top) -> dict[str, Any]:
-        """Equal on all ranks."""
-        return {
-            "attempt": self._env.restart,
-            "session": self.session,
-            "job": self._env.job,
-            "run": self.run,
-            "command": self._env.command,
-            "world_size": self._env.world_size,
-            "top": top.index,
-            "version": top.version,
-        }
+        env = self._env
+        return meta_of(
+            top.index,
+            top.version,
+            session=self.session,
+            run=self.run,
+            command=env.command,
+            world_size=env.world_size,
+            attempt=env.restart,
+            job=env.job,
+        )
 
     @property
     def run(self) -> str:
@@ -279,17 +263,10 @@ class Checkpoints:
     # -- what the writer says ----------------------------------------------------------------------
 
     def _look(self) -> None:
-        """See whether the writer has got further; costs a microsecond where it has not."""
-        try:
-            stamp = os.stat(self._status).st_mtime_ns
-        except OSError:
+        """See whether the writer has got further."""
+        status = self._spool.news()
+        if status is None:
             return
-        if stamp == self._seen:
-            return
-        self._seen = stamp
-        self._heed(self._spool.status())
-
-    def _heed(self, status: Status) -> None:
         committed = status.committed
         if committed.get("session") == self.session:
             self.newest_top = max(self.newest_top, int(committed["step"]))
@@ -301,9 +278,9 @@ class Checkpoints:
 
         A loss ends the wait: the lost rank's part may never come.
         """
-        if not taken:
+        if not taken or self._snapshots is None:
             return False
-        self.fence()
+        self._snapshots.fence()
         runtime = self._recovery.runtime
         generation, deadline = runtime.generation, time.monotonic() + min(self._env.config.wait_timeout_s, _AWAIT_S)
         done = False
@@ -417,6 +394,25 @@ class Checkpoints:
         if self._known is None:
             self._known = {each.step for each in self._mine()}
         return step in self._known
+
+
+def meta_of(
+    top: int, version: int, *, session: str, run: str, command: str, world_size: int, attempt: int = 0, job: str = ""
+) -> dict[str, Any]:
+    """What a checkpoint says of itself; equal on all ranks.
+
+    Args:
+        top: batch tops passed.
+        version: updates made.
+        session: a name that no other attempt has.
+        run: a name that a run keeps over all restarts.
+        command: stands for the program and its arguments.
+        world_size: ranks of the job.
+        attempt: number of the session in its job.
+        job: name of the launcher's job; none without one.
+    """
+    who = {"attempt": attempt, "session": session, "job": job, "run": run, "command": command}
+    return who | {"world_size": world_size, "top": top, "version": version}
 
 
 def named(

@@ -3,6 +3,7 @@
 At a batch top with ``v`` updates rank 0 writes down "at the first batch top with at least ``v + 2`` updates", before it
 contributes to any collective of that batch. Nobody gets there without an update that needed rank 0 after that, so
 whoever looks at such a top finds the entry. No collective is added, nobody waits, and no clock but rank 0's decides.
+Where every update needs every rank (data parallel), any rank may so say that the next checkpoint is the last.
 Entries are kept, so that a newcomer that passes tops again finds the same ones due.
 """
 
@@ -65,11 +66,9 @@ class StoreEntries:
 
     def append(self, number: int) -> None:
         """See :class:`Entries`."""
-        store = self._store()
-        while store.check([self._key(self._count)]):  # a predecessor's
-            self._count += 1
-        store.set(self._key(self._count), str(number))
-        store.get(self._key(self._count))  # `set` does not wait for the store; once this answers, it has been done
+        store, said = self._store(), str(number)
+        while bytes(store.compare_set(self._key(self._count), "", said)).decode() != said:
+            self._count += 1  # a predecessor's, or another rank's
 
     def after(self, count: int) -> list[int]:
         """See :class:`Entries`."""
@@ -104,7 +103,7 @@ class Decisions:
         self._version = version
 
     def add(self, version: int, *, last: bool = False) -> None:
-        """Rank 0, at a batch top with ``version`` updates: a checkpoint is due soon.
+        """At a batch top with ``version`` updates, before any collective of that batch: a checkpoint is due soon.
 
         Args:
             version: updates at this top.
