@@ -52,6 +52,28 @@ def test_killed_at_many_random_moments(jobs: Jobs, tmp_path: Path, seed: int) ->
     kill_and_go_on(jobs, tmp_path / "checkpoints", seed)
 
 
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
+def test_a_newcomer_makes_checkpoints_of_the_run_that_the_others_went_on_with(
+    jobs: Jobs, tmp_path: Path, rank: int
+) -> None:
+    """It has not read the checkpoint from which they began."""
+    env = options(tmp_path, every=5, resume="always")
+    with running(jobs, SCRIPT, ARGS, env=env) as job:
+        job.until(lambda: bool(committed(tmp_path)))
+        job.kill()
+        job.end()
+    begins = committed(tmp_path)[-1]
+    with running(jobs, SCRIPT, ARGS, env=env) as job:
+        job.until(lambda: job.tops(rank) > begins + 10)
+        os.kill(next(worker["pid"] for worker in job.workers() if worker["rank"] == rank), signal.SIGKILL)
+        result = finished(job)
+    compare(result, jobs.reference(SCRIPT, args=ARGS))
+    assert [event.rank for event in result.kinds("lost")] == [rank], result.tail()
+    assert went_on_from(result) == {begins} and committed(tmp_path)[-1] >= 235, result.tail()
+    with running(jobs, SCRIPT, ARGS, env=env) as job:
+        assert not went_on_from(finished(job)), "the run had ended"
+
+
 def test_a_run_that_has_ended_well_is_not_gone_on_with(jobs: Jobs, tmp_path: Path) -> None:
     env, args = options(tmp_path, every=5), ["--norm", "--steps", "20"]
     for _ in range(2):

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 #: Folder of marks in the storage: runs that have ended well, which nobody goes on with.
 ENDED = "ended"
+#: Key in the store: the run that this attempt goes on with, for newcomers that do not read its checkpoint.
+_RUN = "run"
 #: Longest wait for a checkpoint where each is waited for, in seconds.
 _AWAIT_S = 60.0
 
@@ -163,6 +165,8 @@ class Checkpoints:
             saved: there is a checkpoint of it.
         """
         self.due_top = top.index if saved else 0
+        if self._dir is not None and self._env.incarnation and not self._run and self._store().check([_RUN]):
+            self._run = self._store().get(_RUN).decode()
         if self._decisions is not None:
             self._decisions.joined(top.version)
 
@@ -336,6 +340,7 @@ class Checkpoints:
         if loaded is None:
             return None
         self._run = str(loaded.line.meta["run"])
+        self._store().set(_RUN, self._run)
         if self.pricing is not None:
             self.pricing.went_back = True
         return _restored(loaded)

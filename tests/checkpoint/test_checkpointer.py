@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import shared_core
 from shared_core.errors import ConfigError, Unsupported
@@ -37,12 +38,12 @@ def ends(found: dict[int, tuple[int, str]]) -> dict[int, str]:
     return {rank: end for rank, (_, end) in found.items()}
 
 
-def check(folder: Path, *launcher: str) -> None:
+def check(folder: Path, *launcher: str, **end: str) -> None:
     status, plain = run(folder, "none", *launcher)
     assert status == 0 and not folder.exists()
     status, _ = run(folder, "young", *launcher, DIE="30")
     assert status != 0
-    status, _ = run(folder, "young", *launcher, END="40")
+    status, _ = run(folder, "young", *launcher, END="40", **end)
     assert status == (1 if launcher else 128 + signal.SIGTERM)
     status, resumed = run(folder, "young", *launcher)
     assert status == 0 and ends(resumed) == ends(plain)
@@ -80,10 +81,19 @@ def test_data_parallel_under_torchrun(tmp_path: Path) -> None:
     check(tmp_path / "checkpoints", *TORCHRUN)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_it_is_enough_that_one_rank_is_told_to_end(rank: str, tmp_path: Path) -> None:
+    check(tmp_path / "checkpoints", *TORCHRUN, END_RANK=rank)
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="checkpoint_keep"):
         shared_core.Checkpointer(tmp_path, checkpoint_keep=1)
-    checkpointer = shared_core.Checkpointer(tmp_path)
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match=r"torch\.optim\.Optimizer"):
+        shared_core.Checkpointer(tmp_path, model)
+    checkpointer = shared_core.Checkpointer(tmp_path, model, torch.optim.SGD(model.parameters(), 0.1))
     try:
         with pytest.raises(Unsupported, match="swiftrun"):
             checkpointer.shared_steps()

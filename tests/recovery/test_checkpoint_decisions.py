@@ -69,6 +69,16 @@ def test_the_last_one_is_sooner_and_known_as_such(entries: Any) -> None:
     assert [other.due(version) for version in (6, 7, 8)] == [(False, False), (True, True), (True, False)]
 
 
+def test_another_rank_may_say_that_it_is_the_last(entries: Any) -> None:
+    """At the batch top at which rank 0 decides, too: neither takes the other's place in the list."""
+    first, other = begun(entries()), begun(entries())
+    first.add(3)
+    other.add(3, last=True)
+    first.add(3, last=True)
+    assert [first.due(version) for version in (3, 4, 5)] == [(False, False), (True, True), (True, False)]
+    assert [other.due(version) for version in (3, 4, 5)] == [(False, False), (True, True), (True, False)]
+
+
 def test_a_newcomer_finds_those_due_again_that_it_passes(entries: Any) -> None:
     first = begun(entries())
     for version in (2, 6, 9):

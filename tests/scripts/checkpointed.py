@@ -1,8 +1,8 @@
 """Plain PyTorch with a Checkpointer, or without: one process, or DDP under torchrun. Prints a digest of the end.
 
 What happens to it is in the environment, so that its arguments are those of the next start:
-``DIE``: step at which it is killed, ``END``: step at which it is told to end, by itself; ``ACCUMULATE``: batches
-between two updates.
+``DIE``: step at which it is killed, ``END``: step at which it is told to end, by itself; ``END_RANK``: the rank that is
+told so, all if not given; ``ACCUMULATE``: batches between two updates.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
             began = step if began is None else began
             loss = nn.functional.cross_entropy(model(inputs), labels)
             loss.backward()
-            strike(step)
+            strike(step, rank)
             if step % ACCUMULATE == 0:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -71,10 +71,12 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def strike(step: int) -> None:
+def strike(step: int, rank: int) -> None:
     """A checkpoint is committed before what happens, so that there is something to go on from."""
     for name, number in (("DIE", signal.SIGKILL), ("END", signal.SIGTERM)):
         if step == int(os.environ.get(name, -1)):
+            if number == signal.SIGTERM and rank != int(os.environ.get("END_RANK", rank)):
+                continue
             while number == signal.SIGKILL and not list(Path(FOLDER).glob("step-*/manifest.json")):
                 os.sched_yield()
             os.kill(os.getpid(), number)
