@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -43,16 +43,10 @@ from shared_core.loop import TrainingLoop
 from shared_core.recovery.checkpoints import ENDED, meta_of, named
 from shared_core.recovery.decisions import Decisions, FileEntries, StoreEntries
 from shared_core.recovery.lines import DESCRIPTION, NAMES
+from shared_core.recovery.parts import Capture, Parts, Restore
 from shared_core.recovery.plain import dumps, loads
 from shared_core.recovery.pricing import Pricing
-from shared_core.recovery.state import (
-    Replicated,
-    hyperparameters,
-    random_state,
-    restore_buffers,
-    set_hyperparameters,
-    set_random_state,
-)
+from shared_core.recovery.state import Replicated, hyperparameters, restore_buffers, set_hyperparameters
 from shared_core.sharing import SharedStep
 
 #: Name of the part that holds parameters and optimizer state; all ranks have the same.
@@ -179,7 +173,7 @@ class Alone:
         self.tops = self.version = 0
         self._top_version = -1
         self._owed = False
-        self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        self._parts = Parts()
         self._found: dict[str, Any] | None = None
         self._replicated = Replicated(models, optimizers)
         if any(hasattr(parameter, "device_mesh") for parameter in self._replicated.parameters):
@@ -200,9 +194,9 @@ class Alone:
 
     # -- what the loop calls -------------------------------------------------------------------------------------------
 
-    def register(self, name: str, capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+    def register(self, name: str, capture: Capture, restore: Restore) -> None:
         """Have state follow."""
-        self._parts[name] = capture, restore
+        self._parts.register(name, capture, restore)
 
     def peek(self, name: str) -> Any:
         """What the checkpoint has of a part."""
@@ -319,10 +313,7 @@ class Alone:
         assert self._found is not None
         found, self._found, self.joining = self._found, None, False
         self.tops, self.version = found["top"], found["version"]
-        for name, value in found["parts"].items():
-            if name in self._parts:
-                self._parts[name][1](value)
-        set_random_state(found["random"])
+        self._parts.restore(found["parts"])
         self._top_version = self.version
         self._decisions.joined(self.version)
         if self._pricing is not None and found["pricing"] is not None:
@@ -355,8 +346,7 @@ class Alone:
         local = {
             "top": self.tops,
             "version": self.version,
-            "parts": {name: capture() for name, (capture, _) in self._parts.items()},
-            "random": random_state(),
+            "parts": self._parts.capture(),
             "pricing": self._pricing.capture() if self._pricing is not None else None,
         }
         images = {}
