@@ -84,7 +84,7 @@ class Beginning:
     # -- before the place is reached ---------------------------------------------------------------
 
     def from_scratch(self) -> None:
-        """The first generation is formed, and this newcomer in it: nobody has got further than what it restores."""
+        """This newcomer is in, and its predecessor had passed no batch top: it begins as the first workers did."""
         self.joining = self._restored is not None
 
     def finished(self, entry: int) -> tuple[Any, dict[str, Any]] | None:
