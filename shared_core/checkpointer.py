@@ -79,7 +79,8 @@ class Checkpointer(TrainingLoop):
 
     Args:
         folder: for checkpoints: a path, or a URL that fsspec knows. Shared by all machines.
-        objects: models, optimizers (at least one), loaders, and whatever else has ``state_dict`` (schedulers, scalers, averages).
+        objects: models, optimizers (at least one), loaders, and whatever else has ``state_dict`` (schedulers, scalers,
+            averages).
         options: of :class:`SwiftConfig`, such as ``checkpoint_policy`` or ``checkpoint_keep``; ``resume="never"``
             begins anew.
 

@@ -25,9 +25,7 @@ class News:
         rolled_back: called when newcomers have gone back to a checkpoint.
     """
 
-    def __init__(
-        self, events: EventLog, runtime: Runtime, updates: Updates, rolled_back: Callable[[], None]
-    ) -> None:
+    def __init__(self, events: EventLog, runtime: Runtime, updates: Updates, rolled_back: Callable[[], None]) -> None:
         self._events, self._runtime, self._updates, self._rolled_back = events, runtime, updates, rolled_back
         self._recovered: deque[dict[str, Any]] = deque()
         self._listeners: list[Listener] = []
