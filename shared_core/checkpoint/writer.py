@@ -463,7 +463,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.suppress(OSError):
         os.nice(10)
     spool = Spool(options.folder)
-    bell = _open_bell(spool.folder / BELL)
+    try:
+        bell = _open_bell(spool.folder / BELL)
+    except FileNotFoundError:
+        return 0  # the job's folder has been removed meanwhile: nobody would ever remove another
     ends = threading.Event()
     threading.Thread(target=_watch, args=(options.grace, ends, spool), name="swift-lifeline", daemon=True).start()
     writer = Writer(spool, EventLog(options.events))
@@ -481,7 +484,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_bell(path: Path) -> int:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         os.mkfifo(path, 0o600)
     return os.open(path, os.O_RDWR | os.O_NONBLOCK)  # for writing too: it never ends

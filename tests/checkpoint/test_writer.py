@@ -47,6 +47,12 @@ def test_what_workers_leave_is_committed(spool: Spool, where: Path, tmp_path: Pa
     assert not list(where.rglob(".tmp-*"))
 
 
+def test_it_makes_no_folder_for_a_job_that_is_gone(tmp_path: Path) -> None:
+    """Its agent was killed, and the next one has swept the folder: one made now would stay for ever."""
+    assert run_writer(Spool(tmp_path / "gone" / "checkpoints")) == (0, [])
+    assert not (tmp_path / "gone").exists()
+
+
 def test_it_works_when_the_bell_rings(spool: Spool, where: Path) -> None:
     with writing(spool) as writer:
         wait_until((spool.folder / BELL).exists, "the writer")
