@@ -163,7 +163,7 @@ def test_all_start_again_from_a_lost_machine_s_copy(site: Site, tmp_path: Path) 
     """Storage takes nothing before. The spare machine gets its ranks' parts from the neighbour that kept them."""
     storage = tmp_path / "storage"
     storage.touch()  # a file: nothing can be written below it
-    each = {"checkpoint_every_steps": 10, "checkpoint_dir": str(storage)}
+    each = {"checkpoint_every_steps": 20, "checkpoint_dir": str(storage)}
     (tmp_path / "swift.json").write_text(json.dumps(each))
     options = [f"--swift-config={tmp_path / 'swift.json'}", "--on-failure=restart"]
     cluster = site.start(site.machines, LONG, options=options)
