@@ -159,6 +159,7 @@ def _kept_by(cluster: Cluster, rank: int) -> int:
     return (Spool(folders[-1] / FOLDER / "kept").newest_complete() or 0) if folders else 0
 
 
+@pytest.mark.nightly
 def test_all_start_again_from_a_lost_machine_s_copy(site: Site, tmp_path: Path) -> None:
     """Storage takes nothing before. The spare machine gets its ranks' parts from the neighbour that kept them."""
     storage = tmp_path / "storage"
