@@ -217,13 +217,13 @@ class Writer:
         self._done.add((newest.spool.attempt, step))
 
     def _let_go_before(self, spool: Spool, step: int) -> None:
-        busy = self._open.key if self._open is not None else None
+        busy = self._spool.held() | ({self._open.key} if self._open is not None else set())
         for each in spool.all_attempts():
             if each.attempt > spool.attempt:
                 continue
             left = [old for old in each.steps() if (each.attempt, old) < (spool.attempt, step)]
             for old in left:
-                if (each.attempt, old) != busy:
+                if (each.attempt, old) not in busy:
                     each.drop(old)
             if each.attempt < spool.attempt and not each.steps():
                 each.drop_attempt()
@@ -311,6 +311,8 @@ class Writer:
             job.marks, job.durable = marks, time.monotonic()
         missed = any(name.endswith(store.MISSED) for name in names)
         late = time.monotonic() - job.durable > PATIENCE_S
+        # All workers have started again since, and the machine whose part is missing may be lost.
+        late = late or (newest is not None and newest.spool.attempt > job.spool.attempt)
         if 0 not in job.one.local and not missed:
             missed = self._chosen_newer(job)
         if missed or late:
