@@ -46,7 +46,7 @@ class Crew:
         self._meeting, self._job_dir = meeting, job_dir
         self._wake, self._stop_workers = wake, stop_workers
         self._gone: set[str] = set()
-        copies = Copies(job_dir / CHECKPOINTS)
+        copies = self._copies = Copies(job_dir / CHECKPOINTS)
         self._server = MirrorServer(job_dir / MIRROR, copies.serve)
         self._sender = Sender(copies, lambda: meeting.name)
         meeting.mirror_port = self._server.port
@@ -188,7 +188,12 @@ class Crew:
         """Go, and say so; see :meth:`Meeting.leave`."""
         self._meeting.leave(over=over)
 
+    def send_no_more(self) -> None:
+        """The job ends on this machine: its snapshots are not copied any more. Others may still ask for what is here."""
+        self._sender.close()
+
     def close(self) -> None:
         """Send and keep no more copies."""
         self._sender.close()
         self._server.close()
+        self._copies.close()

@@ -9,7 +9,7 @@ import json
 import socket
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ PUT, LIST, GET = b"P", b"L", b"G"
 SIZE = struct.Struct("<q")
 _CHUNK, _DIGEST_BYTES = 1 << 20, 32
 #: Longest wait for another machine, in seconds.
-_CONNECT_S, WAIT_S = 3.0, 30.0
+_CONNECT_S, _LIST_S, WAIT_S = 3.0, 10.0, 30.0
+#: Machines that are asked at once.
+_AT_ONCE = 16
 
 #: Attempt and step of a snapshot.
 Key = tuple[int, int]
@@ -110,12 +112,11 @@ def find(
     Returns:
         For each its step, its meta, and what reads a file of it from whoever has it, which raises CorruptFile.
     """
-    held: list[_Source] = []
-    for machine in filter(None, machines):
-        with suppress(OSError, StopIteration), connect(machine) as sock:
-            ask(sock, LIST, {})
-            for one in json.loads(next(frames(sock))[4]):
-                held.append(_Source(machine, **(one | {"key": tuple(one["key"])})))
+    names = [machine for machine in machines if machine is not None]
+    if not names:
+        return []
+    with ThreadPoolExecutor(min(len(names), _AT_ONCE), "swift-near") as pool:
+        held = [source for found in pool.map(_held_by, names) for source in found]
     mine = {
         json.dumps([each.key, each.meta]): each for each in held if (each.rank, each.world_size) == (rank, world_size)
     }
@@ -124,6 +125,18 @@ def find(
         sources = [other for other in held if other.key == each.key and other.meta == each.meta]
         found.append((each.key[1], each.meta, _reader(sources)))
     return found
+
+
+def _held_by(machine: str) -> list[_Source]:
+    """All that a machine's memory holds; nothing if it cannot be asked, which takes a few seconds at most."""
+    try:
+        with connect(machine) as sock:
+            sock.settimeout(_LIST_S)
+            ask(sock, LIST, {})
+            answer = json.loads(next(frames(sock))[4])
+            return [_Source(machine, **(one | {"key": tuple(one["key"])})) for one in answer]
+    except (OSError, KeyError, TypeError, ValueError):
+        return []
 
 
 def _reader(sources: list[_Source]) -> Callable[[str], bytes]:

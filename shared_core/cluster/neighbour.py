@@ -7,6 +7,9 @@ what they hold, and reads what it needs from there (:mod:`~shared_core.cluster.n
 It goes over the connections of :mod:`~shared_core.cluster.mirror`. A copy: one frame with the names and sizes of the
 files and the notes that seal them; one byte of answer; each file and its SHA-256; one byte once all of it was still
 there at the end (else its memory was used again meanwhile); one byte of answer. Nothing that is not whole is offered.
+
+A copy is of use only together with the other machines' own snapshots of the same step. So nobody gives a copy up for a
+newer one before it has a snapshot of that newer step itself.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import re
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,14 +29,18 @@ from typing import Any
 from shared_core.checkpoint.spool import SEALED, Spool
 from shared_core.cluster.mirror import keeper, receive
 from shared_core.cluster.near import GET, LIST, PUT, SIZE, WAIT_S, Key, ask, connect, receive_file, send_file
-from shared_core.errors import StorageFull
+from shared_core.errors import StorageFull, SwiftError
 from shared_core.events import console
 
-_GO, _HAVE, _FULL, _WHOLE = b"g", b"h", b"f", b"."
+_GO, _HAVE, _FULL, _NOT_YET, _WHOLE = b"g", b"h", b"f", b"n", b"."
 _OWN, _KEPT, _COMING, _DIGESTS = "own", "kept", "coming", "digests.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 #: How often a machine looks for a snapshot to send, and tries again after a failure, in seconds.
 LOOK_S, RETRY_S = 0.1, 1.0
+#: A copy that is offered waits so long for this machine's own snapshot of the same step, and is offered again then.
+_OWN_S, _LOOK_OWN_S = 1.0, 0.01
+#: Longest wait for a thread at the end, in seconds.
+_END_S = 1.0
 _NICE = 10
 
 
@@ -56,11 +64,38 @@ class Copies:
         self.folder = folder
         self.begun: Key | None = None
         self.kept: Key | None = None
-        self._lock = threading.Lock()
+        self._lock, self._holding = threading.Lock(), threading.Lock()
+        self._holds: dict[str, set[Key]] = {}
+        self._held: set[Key] = set()
         self._busy: socket.socket | None = None
+        self._over = threading.Event()
+
+    def close(self) -> None:
+        """Take no more copies: nothing is written to the folder from now on."""
+        self._over.set()
+        if (sock := self._busy) is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for lock in (self._lock, self._holding):
+            if lock.acquire(timeout=_END_S):
+                lock.release()
+
+    def hold(self, why: str, *keys: Key | None) -> None:
+        """Have these snapshots of this machine stay, beside those that stay for another reason.
+
+        Raises:
+            OSError: no room to say so.
+        """
+        with self._holding:
+            self._holds[why] = {key for key in keys if key is not None}
+            held: set[Key] = set().union(*self._holds.values())
+            if held != self._held and not self._over.is_set():
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                Spool(self.folder).hold(held)
+                self._held = held
 
     def serve(self, sock: socket.socket, kind: bytes, data: bytes) -> None:
-        """Answer a frame; called on a thread for each connection."""
+        """Answer a frame; called on a thread for each connection, which is closed when nothing more comes."""
         sock.settimeout(WAIT_S)
         try:
             if kind == LIST:
@@ -69,40 +104,71 @@ class Copies:
                 (self._take if kind == PUT else self._give)(sock, json.loads(data))
         except (KeyError, TypeError, ValueError) as error:
             raise ConnectionError(f"no request of ours: {error}") from error
-        sock.settimeout(None)
 
     def _take(self, sock: socket.socket, header: Mapping[str, Any]) -> None:
         _low_priority()
-        key = self.begun = (int(header["attempt"]), int(header["step"]))
+        key = (int(header["attempt"]), int(header["step"]))
+        files = {str(name): int(size) for name, size in header["files"].items()}
+        notes = {str(name): str(text) for name, text in header["notes"].items()}
+        if not all(_NAME.fullmatch(name) for name in (*files, *notes)) or min(files.values(), default=0) < 0:
+            raise ConnectionError("no names of a snapshot")
         before, self._busy = self._busy, sock
         if before is not None:  # its sender has been lost, or has given up
             with suppress(OSError):
                 before.shutdown(socket.SHUT_RDWR)
         with self._lock:
-            files, notes = dict(header["files"]), dict(header["notes"])
-            if not all(_NAME.fullmatch(name) for name in (*files, *notes)):
-                raise ConnectionError("no names of a snapshot")
-            spool = Spool(self.folder / _KEPT, key[0])
-            if key == self.kept and _notes(spool, key[1]) == notes:
-                return sock.sendall(_HAVE)
+            answer = b""
             try:
-                spool.check_room(sum(files.values()))
-            except StorageFull:
-                return sock.sendall(_FULL)
-            sock.sendall(_GO)
-            coming = spool.folder / _COMING
-            shutil.rmtree(coming, ignore_errors=True)
-            coming.mkdir(mode=0o700)
-            try:
-                digests = {name: receive_file(sock, coming / name, size) for name, size in files.items()}
-                if receive(sock, 1) != _WHOLE:
-                    raise ConnectionError("no end of a snapshot")
-                for name, text in (*notes.items(), (_DIGESTS, json.dumps(digests))):
-                    (coming / name).write_text(text)
-                self._keep(spool, key, coming)
+                answer = self._answer(key, files, notes)
+                sock.sendall(answer)
+                if answer == _GO:
+                    self._receive(sock, key, files, notes)
+                    sock.sendall(_WHOLE)
             finally:
-                shutil.rmtree(coming, ignore_errors=True)
-            sock.sendall(_WHOLE)
+                self.hold(_KEPT, self.kept, key if answer == _NOT_YET else None)
+
+    def _answer(self, key: Key, files: Mapping[str, int], notes: Mapping[str, str]) -> bytes:
+        if self._over.is_set():
+            raise ConnectionError("the job ends on this machine")
+        if self.kept is not None and key < self.kept:
+            return _NOT_YET  # from a machine that the others have gone on without
+        self.begun = key
+        self.hold(_KEPT, self.kept, key)
+        if self.kept is not None and self._has_own(self.kept) and not self._awaits_own(key):
+            return _NOT_YET
+        spool = Spool(self.folder / _KEPT, key[0])
+        if key == self.kept and _notes(spool, key[1]) == notes:
+            return _HAVE
+        try:
+            spool.check_room(sum(files.values()))
+        except StorageFull:
+            return _FULL
+        return _GO
+
+    def _has_own(self, key: Key) -> bool:
+        return Spool(self.folder, key[0]).complete(key[1])
+
+    def _awaits_own(self, key: Key) -> bool:
+        deadline = time.monotonic() + _OWN_S
+        while not (has := self._has_own(key)) and time.monotonic() < deadline:
+            if self._over.wait(_LOOK_OWN_S):
+                break
+        return has
+
+    def _receive(self, sock: socket.socket, key: Key, files: Mapping[str, int], notes: Mapping[str, str]) -> None:
+        spool = Spool(self.folder / _KEPT, key[0])
+        coming = spool.folder / _COMING
+        shutil.rmtree(coming, ignore_errors=True)
+        coming.mkdir(mode=0o700)
+        try:
+            digests = {name: receive_file(sock, coming / name, size) for name, size in files.items()}
+            if receive(sock, 1) != _WHOLE:
+                raise ConnectionError("no end of a snapshot")
+            for name, text in (*notes.items(), (_DIGESTS, json.dumps(digests))):
+                (coming / name).write_text(text)
+            self._keep(spool, key, coming)
+        finally:
+            shutil.rmtree(coming, ignore_errors=True)
 
     def _keep(self, spool: Spool, key: Key, coming: Path) -> None:
         """In one step, so that there is always one that is whole; those before go then."""
@@ -132,9 +198,10 @@ class Copies:
         return Spool(self.folder if where == _OWN else self.folder / _KEPT, attempt)
 
     def _give(self, sock: socket.socket, header: Mapping[str, Any]) -> None:
-        (attempt, step), name = header["key"], header["name"]
+        (attempt, step), name = map(int, header["key"]), str(header["name"])
         spool = self._spool(header["where"], attempt)
-        part = next((each for each in spool.parts(step).values() if name in each.files), None)
+        parts = spool.parts(step).values() if _NAME.fullmatch(name) else ()  # what another sent says which files it has
+        part = next((each for each in parts if name in each.files), None)
         if part is None:
             return sock.sendall(SIZE.pack(-1))
         path = spool.path_of(part, name)
@@ -159,7 +226,7 @@ class Sender:
 
     The machine in the first place sends its newest, all others the one that comes to them, so that all copies are of
     one step. A snapshot stays here while it is sent, until the next one is kept there, and while the neighbour's copy
-    of the same step is the one that is kept here: a copy is of use only together with the others' own of that step.
+    of the same step is the one that is kept here.
 
     Attributes:
         machines: who holds which place.
@@ -173,18 +240,20 @@ class Sender:
         self.machines: tuple[str | None, ...] = ()
         self._copies, self._name = copies, name
         self._sent: tuple[str, Key] | None = None
-        self._held: set[Key] = set()
         self._said = ""
+        self._failures = 0
         self._sock: socket.socket | None = None
         self._over = threading.Event()
-        threading.Thread(target=self._run, name="swift-neighbour", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="swift-neighbour", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Send no more."""
+        """Send no more. A second call does nothing."""
         self._over.set()
         if (sock := self._sock) is not None:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_END_S)  # it may be connecting
 
     def _run(self) -> None:
         _low_priority()
@@ -193,18 +262,24 @@ class Sender:
             wait = LOOK_S
             try:
                 self._look()
-            except OSError as error:
-                # Mostly the other machine is being lost, or the snapshot gave way to a newer one.
-                self._tell(f"no copy of its newest snapshot on another machine for now: {error}")
+                self._failures = 0
+            except (OSError, SwiftError) as error:
+                # Once is nothing: the other machine is being lost or has ended, or the snapshot gave way to a newer one.
+                self._failures += 1
+                if self._failures > 1:
+                    self._tell(f"no copy of its newest snapshot on another machine for now: {error}")
                 wait = RETRY_S
 
     def _look(self) -> None:
         machines, name = self.machines, self._name()
         to = keeper(machines, machines.index(name)) if name in machines else None
-        key = self._choose(first=name == next(filter(None, machines), None)) if to is not None else None
-        if to is None or key is None or self._sent == (to, key):
-            return self._hold(*filter(None, [self._copies.kept, self._sent and self._sent[1]]) if to else ())
-        self._hold(key, *filter(None, [self._copies.kept, self._sent and self._sent[1]]))
+        if to is None:
+            return self._copies.hold(_OWN)
+        key = self._choose(first=name == next(filter(None, machines), None))
+        sent = self._sent[1] if self._sent is not None else None
+        if key is None or self._sent == (to, key):
+            return self._copies.hold(_OWN, sent)
+        self._copies.hold(_OWN, key, sent)
         spool = Spool(self._copies.folder, key[0])
         if spool.complete(key[1]):  # it may have been let go just before it was to be held
             self._send(to, spool, key)
@@ -233,16 +308,13 @@ class Sender:
                     raise ConnectionError(f"the snapshot of step {key[1]} was let go meanwhile")
                 sock.sendall(_WHOLE)
                 receive(sock, 1)
+        if answer == _NOT_YET:
+            return
         if answer == _FULL:
             self._tell(f"{to} has no room in its memory for a copy of snapshots: what survives a machine is in storage")
         else:
             self._said = ""
         self._sent = to, key
-
-    def _hold(self, *keys: Key) -> None:
-        if set(keys) != self._held:
-            self._held = set(keys)
-            Spool(self._copies.folder).hold(self._held)
 
     def _tell(self, message: str) -> None:
         """Once, until it works again."""

@@ -27,7 +27,7 @@ from shared_core.recovery.plain import loads
 from shared_core.recovery.state import Replicated
 
 #: Tiers in the order in which they are preferred.
-MEMORY, NEIGHBOUR, STORAGE = "memory", "neighbour", "storage"
+MEMORY, NEIGHBOUR, STORAGE = TIERS = "memory", "neighbour", "storage"
 _FINE, _NOTHING, _CHOSEN = "read", "nothing", "line/chosen"
 #: Metadata of an image of the replicated state.
 DESCRIPTION, NAMES = "swift.description", "swift.names"
@@ -248,7 +248,7 @@ def agree(
     has = [f"line/has/{rank}" for rank in ranks]
     _wait(env, client, has, "all ranks to say which checkpoints they have")
     common = set(offers).intersection(*(json.loads(client.get(key)) for key in has))
-    order = sorted(common, key=lambda key: (offers[key].step, offers[key].tier == MEMORY, key), reverse=True)
+    order = sorted(common, key=lambda key: (offers[key].step, -TIERS.index(offers[key].tier), key), reverse=True)
     refusal: Unsupported | None = None
     for number, key in enumerate(order):
         loaded, why = None, _FINE

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +19,7 @@ import pytest
 from shared_core.checkpoint import Sealed, Spool
 from shared_core.checkpoint.image import write_file
 from shared_core.checkpoint.writer import Writer
+from shared_core.cluster import near
 from shared_core.cluster.mirror import MirrorServer, send_frame
 from shared_core.cluster.near import find
 from shared_core.cluster.neighbour import Copies, Sender
@@ -58,6 +62,7 @@ class OneMachine:
     def close(self) -> None:
         self.sender.close()
         self.server.close()
+        self.copies.close()
 
 
 @pytest.fixture
@@ -93,23 +98,50 @@ def test_each_has_the_other_s_newest(pair: list[OneMachine]) -> None:
 
 
 def test_an_older_one_stays_until_the_newer_one_is_there(pair: list[OneMachine]) -> None:
-    """The machine in the second place has the newer snapshot late: until then both have the older one."""
+    """The machine in the second place has the newer snapshot late: until then whichever is lost, there is the older
+    one."""
     first, second = pair
     for each in pair:
         each.snapshot(10)
     until(lambda: all(each.copies.kept == (0, 10) for each in pair))
     first.snapshot(20)
-    until(lambda: second.copies.kept == (0, 20))
+    until(lambda: second.copies.begun == (0, 20))
     let_go(first)
     assert first.spool.steps() == [10, 20], "the other's copy is of step 10"
     assert steps(first, 2) == [10], "what the second's ranks could go on from, were it lost"
+    assert steps(second, 0) == [10], "and the first's: the second has no step 20 of its own"
     second.snapshot(20)
-    until(lambda: first.copies.kept == (0, 20))
+    until(lambda: all(each.copies.kept == (0, 20) for each in pair))
     for each in pair:
         until(lambda each=each: each.spool.held() == {(0, 20)})
         let_go(each)
         assert each.spool.steps() == [20] and Spool(each.spool.folder / "kept").steps() == [20]
     assert steps(first, 2) == steps(second, 0) == [20]
+
+
+def test_the_last_machine_keeps_what_belongs_to_its_copy(pair: list[OneMachine]) -> None:
+    """The other one is lost, and nobody has its place yet: the copy is of use with this machine's own snapshot only."""
+    first, second = pair
+    for each in pair:
+        each.snapshot(10)
+    until(lambda: all(each.copies.kept == (0, 10) for each in pair))
+    first.sender.machines = (first.name, None)
+    second.close()
+    first.snapshot(20)
+    until(lambda: first.copies._holds["own"] == set())
+    let_go(first)
+    assert first.spool.steps() == [10, 20] and steps(first, 2) == [10]
+
+
+def test_a_copy_that_is_older_than_the_kept_one_is_refused(pair: list[OneMachine]) -> None:
+    """It is of a machine that the others have gone on without."""
+    pair[0].snapshot(20)
+    until(lambda: pair[1].copies.kept == (0, 20))
+    header = b'{"attempt": 0, "step": 10, "files": {}, "notes": {}}'
+    with socket.create_connection(("127.0.0.1", pair[1].server.port), 5.0) as sock:
+        send_frame(sock, b"P", 0, 0, "", [header])
+        assert sock.recv(1) == b"n"
+    assert pair[1].copies.kept == pair[1].copies.begun == (0, 20)
 
 
 def test_one_of_a_later_attempt_takes_its_place(pair: list[OneMachine]) -> None:
@@ -219,3 +251,59 @@ def test_names_lead_nowhere_else(pair: list[OneMachine], tmp_path: Path) -> None
         send_frame(sock, b"P", 0, 0, "", [header])
         assert sock.recv(1) == b""
     assert not list(tmp_path.rglob("escaped*"))
+
+
+def test_notes_of_others_lead_nowhere_else(pair: list[OneMachine], tmp_path: Path) -> None:
+    """What a copy's notes call its files is not read from anywhere but the copy."""
+    (tmp_path / "secret").write_text("secret")
+    away = os.path.relpath(tmp_path / "secret", pair[0].spool.folder / "kept/attempt0/step-0000000001")
+    Spool(tmp_path / "notes").folder_of(1)
+    Spool(tmp_path / "notes").seal(Sealed(1, 0, 4, (0,), (away,)))
+    note = (tmp_path / "notes/attempt0/step-0000000001/rank0.sealed").read_text()
+    header = json.dumps({"attempt": 0, "step": 1, "files": {}, "notes": {"rank0.sealed": note}}).encode()
+    with socket.create_connection(("127.0.0.1", pair[0].server.port), 5.0) as sock:
+        send_frame(sock, b"P", 0, 0, "", [header])
+        assert sock.recv(1) == b"g"
+        sock.sendall(b".")
+        assert sock.recv(1) == b"."
+    [(_, _, read)] = find([pair[0].name], 0, 4)
+    with pytest.raises(CorruptFile, match="it is gone"):
+        read(away)
+
+
+def test_machines_that_do_not_answer_are_passed_over(
+    pair: list[OneMachine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has gone, another is frozen: its kernel takes connections."""
+    monkeypatch.setattr(near, "_LIST_S", 0.2)
+    pair[0].snapshot(10)
+    with socket.create_server(("127.0.0.1", 0)) as frozen, socket.create_server(("127.0.0.1", 0)) as gone:
+        places = [each.getsockname()[1] for each in (frozen, gone)]
+        gone.close()
+        machines = [*(f"127.0.0.1:{port}#x" for port in places), None, pair[0].name]
+        assert [step for step, _, _ in find(machines, 1, 4)] == [10]
+        assert find(machines[:3], 1, 4) == []
+
+
+def test_nothing_is_left_at_the_end(pair: list[OneMachine]) -> None:
+    """Also where a copy was just coming: the folder is about to be removed."""
+    first, second = pair
+    port = second.server.port
+    header = b'{"attempt": 0, "step": 10, "files": {"rank0": 1000000}, "notes": {}}'
+    with socket.create_connection(("127.0.0.1", port), 5.0) as coming:
+        send_frame(coming, b"P", 0, 0, "", [header])
+        assert coming.recv(1) == b"g"
+        for each in pair:
+            each.close()
+            assert not each.sender._thread.is_alive()
+        shutil.rmtree(second.spool.folder)
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", port), 5.0)
+        with contextlib.suppress(OSError):
+            assert coming.recv(1) == b""
+    assert not second.spool.folder.exists()
+    late, ours = socket.socketpair()
+    with late, ours:
+        with pytest.raises(ConnectionError, match="the job ends"):
+            second.copies.serve(late, b"P", header)
+    assert not second.spool.folder.exists()
