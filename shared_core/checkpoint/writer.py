@@ -7,7 +7,7 @@ It works on one step at a time; while it does, the newest complete snapshot wait
 before. When its ranks' parts are durable it says so in the checkpoint's folder, and whoever finds the marks of all
 ranks there commits. Writers of several machines must work on the same steps although they let different ones go: that
 of rank 0's machine chooses, by a note in the checkpoint's folder, and a machine that has no such snapshot any more says
-so there.
+so there. At the end each says which of its snapshots was the last: nobody waits for a newer part from there.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ class Writer:
             self._follows = True
             with self._reports(job):
                 self._open = self._chosen_elsewhere(job)
-            if self._open is None and self._hurry and time.monotonic() > self._hurries_since + PATIENCE_S:
+            late = self._hurry and time.monotonic() > self._hurries_since + PATIENCE_S
+            if self._open is None and (late or self._ended_without(job)):
                 self._leave(job)  # the other machines have ended without it
         return self._open
 
@@ -206,6 +207,35 @@ class Writer:
                 self._report_missed(newest, step)
             return None
         return None
+
+    def _ended_without(self, job: _Job) -> bool:
+        """At the end: whether no machine comes to this step any more, or one does not whose part of it is missing."""
+        if not self._hurry:
+            return False
+        with self._reports(job):
+            if 0 not in job.one.local and self._chosen_newer(job):
+                return True
+            there = {*job.storage.names(store.folder_name(job.step)), *(f"rank{rank}{store.DONE}" for rank in job.parts)}
+            missing = [rank for rank in range(job.one.world_size) if f"rank{rank}{store.DONE}" not in there]
+            for step in store.steps(job.storage):
+                names = job.storage.names(store.folder_name(step)) if step < job.step else []
+                lasts = [name for rank in missing if (name := f"rank{rank}{store.LAST}") in names]
+                if any(job.same_start(_read_note(job.storage, step, name) or {}) for name in lasts):
+                    return True
+        return False
+
+    def say_last(self) -> None:
+        """The end: tell the writers of other machines which snapshot of this one was the last."""
+        for spool in self._spool.all_attempts():
+            if (step := spool.newest_complete()) is None:
+                continue
+            parts = spool.parts(step)
+            one = next(iter(parts.values()))
+            if one.target is not None and len(parts) < one.world_size:
+                with contextlib.suppress(OSError, SwiftError):
+                    name = f"rank{min(parts)}{store.LAST}"
+                    _write_note(open_storage(one.target.where), step, name, one.meta)
+            return
 
     def _report_missed(self, newest: _Job, step: int) -> None:
         if (newest.spool.attempt, step) in self._done:
@@ -254,7 +284,7 @@ class Writer:
         mark = store.read_mark(storage, job.step, rank)
         if mark is not None and mark.meta == part.meta and mark.parts.keys() == set(part.files) <= names:
             return  # a writer before this one got as far; what it has written is never touched again
-        for name in (f"rank{rank}{store.DONE}", f"rank{rank}{store.MISSED}"):
+        for name in (f"rank{rank}{end}" for end in (store.DONE, store.MISSED, store.LAST)):
             if name in names:
                 storage.remove(f"{folder}/{name}")
         for name in names:
@@ -316,7 +346,7 @@ class Writer:
         late = late or (newest is not None and newest.spool.attempt > job.spool.attempt)
         if 0 not in job.one.local and not missed:
             missed = self._chosen_newer(job)
-        if missed or late:
+        if missed or late or self._ended_without(job):
             self._leave(job)
             return True
         return False
@@ -476,6 +506,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             last = ends.is_set()
             timeout = writer.work(hurry=last)
             if last and (writer.idle or timeout is None):
+                writer.say_last()
                 return 0
             selector.select(min(LOOK_S, timeout or LOOK_S) if last else timeout)
             with contextlib.suppress(BlockingIOError):

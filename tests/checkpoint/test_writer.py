@@ -285,6 +285,31 @@ def test_what_is_not_waited_for_any_more_is_committed_by_a_slower_machine(tmp_pa
     check(newest(where), 20)
 
 
+@pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_machine_that_has_skipped_the_last_step_is_not_waited_for(
+    short: int, begun: bool, tmp_path: Path, where: Path
+) -> None:
+    """One machine had no room for the last snapshot. It may have ended before the other comes to that step."""
+    spools = [Spool(tmp_path / name) for name in "ab"]
+    with writing(spools[0]) as first, writing(spools[1]) as second:
+        for rank, spool in enumerate(spools):
+            snapshot(spool, 10, where, ranks=[rank])
+        for spool in spools:
+            assert spool.wait_committed(10, 20.0)
+        writers, long = [first, second], 1 - short
+        if begun:
+            snapshot(spools[long], 20, where, ranks=[long])
+            if long == 0:
+                wait_until((where / "step-0000000020/rank0.done").exists, "the first machine's part of step 20")
+        assert finish(writers[short]) == (0, [])
+        if not begun:
+            snapshot(spools[long], 20, where, ranks=[long])
+        assert finish(writers[long], grace_s=20.0) == (0, [])
+    assert spools[long].status().failed == 20 and spools[long].status().cause == "incomplete"
+    check(newest(where), 10)
+
+
 def test_the_end_is_not_waited_for_in_vain(tmp_path: Path, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other machine ends without ever choosing the step, or without its part of it."""
     monkeypatch.setattr(writer_module, "PATIENCE_S", 0.2)
