@@ -215,7 +215,10 @@ class Writer:
         with self._reports(job):
             if 0 not in job.one.local and self._chosen_newer(job):
                 return True
-            there = {*job.storage.names(store.folder_name(job.step)), *(f"rank{rank}{store.DONE}" for rank in job.parts)}
+            there = {
+                *job.storage.names(store.folder_name(job.step)),
+                *(f"rank{rank}{store.DONE}" for rank in job.parts),
+            }
             missing = [rank for rank in range(job.one.world_size) if f"rank{rank}{store.DONE}" not in there]
             for step in store.steps(job.storage):
                 names = job.storage.names(store.folder_name(step)) if step < job.step else []

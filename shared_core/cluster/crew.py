@@ -189,7 +189,7 @@ class Crew:
         self._meeting.leave(over=over)
 
     def send_no_more(self) -> None:
-        """The job ends on this machine: its snapshots are not copied any more. Others may still ask for what is here."""
+        """The job ends on this machine: its snapshots are not copied any more. Others may ask for what is here."""
         self._sender.close()
 
     def close(self) -> None:

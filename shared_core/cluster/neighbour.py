@@ -264,7 +264,7 @@ class Sender:
                 self._look()
                 self._failures = 0
             except (OSError, SwiftError) as error:
-                # Once is nothing: the other machine is being lost or has ended, or the snapshot gave way to a newer one.
+                # Once is nothing: the other machine is being lost or has ended, or a newer snapshot took the place.
                 self._failures += 1
                 if self._failures > 1:
                     self._tell(f"no copy of its newest snapshot on another machine for now: {error}")

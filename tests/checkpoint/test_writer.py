@@ -268,7 +268,10 @@ def test_an_attempt_that_another_has_followed_is_not_waited_for(tmp_path: Path, 
 def test_what_is_not_waited_for_any_more_is_committed_by_a_slower_machine(tmp_path: Path, where: Path) -> None:
     spools = [Spool(tmp_path / name) for name in "ab"]
     again = [Spool(each.folder, 1) for each in spools]
-    with writing(spools[0]) as first, writing(spools[1], faults=[Fault(0, 10, "checkpoint.file", "SIGSTOP", 2)]) as slow:
+    with (
+        writing(spools[0]) as first,
+        writing(spools[1], faults=[Fault(0, 10, "checkpoint.file", "SIGSTOP", 2)]) as slow,
+    ):
         for rank, spool in enumerate(spools):
             snapshot(spool, 10, where, ranks=[rank])
         wait_until(lambda: _state(slow.pid) == "T", "the second writer to stop")

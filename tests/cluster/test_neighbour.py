@@ -271,9 +271,7 @@ def test_notes_of_others_lead_nowhere_else(pair: list[OneMachine], tmp_path: Pat
         read(away)
 
 
-def test_machines_that_do_not_answer_are_passed_over(
-    pair: list[OneMachine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_that_do_not_answer_are_passed_over(pair: list[OneMachine], monkeypatch: pytest.MonkeyPatch) -> None:
     """One has gone, another is frozen: its kernel takes connections."""
     monkeypatch.setattr(near, "_LIST_S", 0.2)
     pair[0].snapshot(10)
