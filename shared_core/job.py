@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shared_core.cluster import worker
+from shared_core.cluster.handover import NOT_TOLD
 from shared_core.cluster.last_checkpoint import CHECKPOINTS
 from shared_core.cluster.mirror import Mirror
 from shared_core.comm import Runtime
@@ -32,7 +33,7 @@ from shared_core.comm import install as install_backend
 from shared_core.comm.gloo import InnerGroup
 from shared_core.comm.op import Op
 from shared_core.comm.turn import Turn
-from shared_core.config import CHECKPOINT_OPTIONS, SwiftConfig
+from shared_core.config import CHECKPOINT_OPTIONS, SCRIPT_OPTIONS, SwiftConfig
 from shared_core.consistency import Cut, Offer, Top
 from shared_core.errors import (
     ConfigError,
@@ -222,6 +223,22 @@ class Job:
     def version(self) -> int:
         """Optimizer steps applied."""
         return self._updates.state_version
+
+    def check_told(self, options: Mapping[str, Any]) -> None:
+        """See that options of the script which the whole job goes by were told to the launcher. Where it was told
+        another value, that one wins.
+
+        Args:
+            options: of the script, by name.
+
+        Raises:
+            ConfigError: names one that was not.
+        """
+        wanted = SwiftConfig.from_dict(options)
+        for name in options.keys() - SCRIPT_OPTIONS - self._said.keys():
+            value = getattr(wanted, name)
+            if value != getattr(self.config, name):
+                raise ConfigError(f"rank {self.rank}: {name}={value!r}{NOT_TOLD.format(name.upper(), value)}")
 
     def use_checkpoints(self, options: Mapping[str, Any]) -> None:
         """Have checkpoints made although the launcher was not told. All ranks call this, with the same, before there is
