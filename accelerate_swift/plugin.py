@@ -19,7 +19,6 @@ from accelerate_swift.launch import hand_over_if_needed
 from accelerate_swift.state import RunState
 from shared_core import SharedStep, SwiftConfig, TrainingLoop, install, launched_by_swiftrun
 from shared_core.checkpoint.storage import absolute
-from shared_core.config import CHECKPOINT_OPTIONS
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import console
 
@@ -60,9 +59,9 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             given["checkpoint_dir"] = absolute(given["checkpoint_dir"])
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(given))
         # Here, because transformers makes the process group before there is an Accelerator.
-        needed = not CHECKPOINT_OPTIONS.isdisjoint(given) and launched_by_swiftrun() and enabled()
-        job = install() if needed else None
+        job = install() if given and launched_by_swiftrun() and enabled() else None
         if job is not None:
+            job.check_told(given)
             job.use_checkpoints(given)
         self._num_processes = num_processes
         self._standbys = standbys

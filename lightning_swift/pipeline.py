@@ -39,7 +39,6 @@ from lightning_swift.pipeline_parts import (
 )
 from lightning_swift.strategy import SwiftDDPStrategy
 from lightning_swift.support import check_trainer
-from shared_core.cluster.handover import NOT_TOLD
 from shared_core.errors import ConfigError, MissingExtra, Unsupported
 from shared_core.testing import inject
 
@@ -140,8 +139,6 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
                 "a pipeline cannot go on with another number of workers: use on_failure='replace' or 'restart', and "
                 "leave replace_timeout_s out"
             )
-        if self.config.on_failure == "reroute" and self.job is not None and not self.job.reroutes:
-            raise ConfigError(f"SwiftPipelineStrategy(on_failure='reroute'){NOT_TOLD}")
         self.stages = stages
         self._given = (micro_batches, read_config(config))
         self._layer_options = {

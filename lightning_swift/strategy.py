@@ -169,6 +169,8 @@ class SwiftDDPStrategy(DDPStrategy):
         #: The training steps of the last fit, where survivors compute a lost worker's share.
         self.sharing: Sharing | None = None
         self.job: Job | None = install() if launched_by_swiftrun() else None
+        if self.job is not None:
+            self.job.check_told(options)
 
     # -- launch -------------------------------------------------------------------------------------------------------
 

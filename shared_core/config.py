@@ -41,6 +41,8 @@ CHECKPOINT_OPTIONS = frozenset(
         "resume",
     }
 )
+#: Options that a script may say alone: a launcher and workers that run already need not know them before.
+SCRIPT_OPTIONS = CHECKPOINT_OPTIONS | {"data", "seed"}
 #: Variables with the prefix that the agent sets for its workers; they are no options.
 _RESERVED = frozenset(
     {
@@ -264,8 +266,10 @@ class SwiftConfig:
         return cls.from_dict(values)
 
     def to_json(self) -> str:
-        """Inverse of ``from_dict(json.loads(...))``."""
-        return json.dumps(asdict(self))
+        """Inverse of ``from_dict(json.loads(...))``: the options that are not as they are by default, so that what the
+        launcher was not told can be said in code.
+        """
+        return json.dumps(self.changed)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -23,12 +23,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shared_core.cluster import worker
+from shared_core.cluster.handover import NOT_TOLD
 from shared_core.cluster.last_checkpoint import CHECKPOINTS
 from shared_core.cluster.mirror import Mirror
 from shared_core.comm import Runtime
 from shared_core.comm import install as install_backend
 from shared_core.comm.op import Op
-from shared_core.config import CHECKPOINT_OPTIONS, SwiftConfig
+from shared_core.config import CHECKPOINT_OPTIONS, SCRIPT_OPTIONS, SwiftConfig
 from shared_core.consistency import Top
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import EventLog, console
@@ -172,6 +173,22 @@ class Job:
     def joining(self) -> bool:
         """Whether this is a newcomer (or a worker restarted from a checkpoint) that has not joined yet."""
         return self._beginning.joining
+
+    def check_told(self, options: Mapping[str, Any]) -> None:
+        """See that options of the script which the whole job goes by were told to the launcher. Where it was told
+        another value, that one wins.
+
+        Args:
+            options: of the script, by name.
+
+        Raises:
+            ConfigError: names one that was not.
+        """
+        wanted = SwiftConfig.from_dict(options)
+        for name in options.keys() - SCRIPT_OPTIONS - self._said.keys():
+            value = getattr(wanted, name)
+            if value != getattr(self.config, name):
+                raise ConfigError(f"rank {self.rank}: {name}={value!r}{NOT_TOLD.format(name.upper(), value)}")
 
     def use_checkpoints(self, options: Mapping[str, Any]) -> None:
         """Have checkpoints made although the launcher was not told. All ranks call this, with the same, before there is

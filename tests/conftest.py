@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 SHM = Path("/dev/shm")
 #: Seconds that what a test started has to be gone in.
-GRACE_S = 3.0
+GRACE_S = 10.0
 #: Threads that libraries start once and keep for the life of the process.
 LASTING_THREADS = ("pytest_timeout", "asyncio", "tqdm", "IPythonHistory", "ThreadPoolExecutor")
 

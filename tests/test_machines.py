@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 from harness import SCRIPTS, Jobs
 from machines import Cluster, alive, etcd
 
+from shared_core.checkpoint.spool import FOLDER, Spool
 from shared_core.testing import Fault
 from shared_core.testing.namespaces import Machine, machines, unavailable
 from shared_core.testing.runner import JobResult, check_clean, check_survivors, compare, unconfirmed
@@ -149,6 +151,33 @@ def test_on_failure_restart_goes_on_from_the_checkpoint(site: Site, tmp_path: Pa
     result, _ = site.check(cluster, LONG)
     assert len(result.kinds("restart")) == 1
     assert "continues from the checkpoint at batch top" in result.stderr
+
+
+def _kept_by(cluster: Cluster, rank: int) -> int:
+    """The newest step of which the machine of a rank has another machine's copy; 0 for none."""
+    folders = [Path(one["job_dir"]) for one in cluster.workers(rank)]
+    return (Spool(folders[-1] / FOLDER / "kept").newest_complete() or 0) if folders else 0
+
+
+@pytest.mark.nightly
+def test_all_start_again_from_a_lost_machine_s_copy(site: Site, tmp_path: Path) -> None:
+    """Storage takes nothing before. The spare machine gets its ranks' parts from the neighbour that kept them."""
+    storage = tmp_path / "storage"
+    storage.touch()  # a file: nothing can be written below it
+    each = {"checkpoint_every_steps": 20, "checkpoint_dir": str(storage)}
+    (tmp_path / "swift.json").write_text(json.dumps(each))
+    options = [f"--swift-config={tmp_path / 'swift.json'}", "--on-failure=restart"]
+    cluster = site.start(site.machines, LONG, options=options)
+    cluster.until(lambda: _kept_by(cluster, 0) >= 40 and _kept_by(cluster, 2) >= 40)
+    lost = 3 - site.spare(cluster)
+    site.machines[lost].kill()
+    cluster.until(lambda: "continues from the checkpoint" in cluster.said(0))
+    assert storage.is_file()
+    storage.unlink()  # whatever is left to be written at the end is
+    result, statuses = site.check(cluster, LONG)
+    assert statuses[lost] == -9 and len(result.kinds("restart")) == 1
+    [top] = set(re.findall(r"continues from the checkpoint at batch top (\d+) \(neighbour\)", result.stderr))
+    assert int(top) >= 40
 
 
 @pytest.mark.nightly

@@ -50,6 +50,7 @@ def test_under_lightning(stages: int, jobs: Jobs, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("framework", ["lightning", "accelerate"])
 @pytest.mark.parametrize("rank", range(4))
 def test_any_stage_at_any_instruction(framework: str, rank: int, jobs: Jobs, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from shared_core.errors import StorageFull, SwiftError
 if TYPE_CHECKING:
     import torch
 
-#: Snapshots of a rank that may lie in memory: the newest whole one, one that is being written, one that is being taken.
+#: Snapshots of a rank that may lie in memory: the newest whole one, one that is being written, one that is being taken;
+#: and one more where another machine has a copy of it.
 MOST = 3
 
 
@@ -79,7 +80,7 @@ class Snapshots:
         self._stager.fence()
         spool, made = self._spool, []
         held = spool.steps()
-        if step not in held and len(held) >= MOST:
+        if step not in held and len(held) >= MOST + bool(spool.held()):
             self._tell("slow", f"{len(held)} snapshots wait in memory for the writer: that of step {step} is skipped")
             return False
         try:

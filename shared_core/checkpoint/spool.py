@@ -7,6 +7,8 @@
     spare/                                  files whose memory may be used again
     bell                                    a named pipe: a byte in it makes the writer look
     status.json                             what the writer has done; replaced by it
+    held.json                               snapshots that the writer does not let go: another machine has a copy
+    kept/                                   the copy of another machine's snapshot, a folder like this one
 
 Everything the writer has to know lies here, so its death loses nothing but the copy that was under way: the next one
 looks again. Does not import torch.
@@ -20,7 +22,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,8 @@ from shared_core.testing import inject
 #: Its name in the job's folder.
 FOLDER = "checkpoints"
 BELL = "bell"
-_STATUS, _SPARE, _SEALED = "status.json", "spare", ".sealed"
+SEALED = ".sealed"
+_STATUS, _SPARE, _HELD = "status.json", "spare", "held.json"
 _STEP = re.compile(r"step-(\d{10,})")
 #: Share of the machine's memory that snapshots leave free.
 _RESERVE = 0.05
@@ -163,7 +166,7 @@ class Spool:
         """
         meta = {**part.meta, "attempt": self.attempt, "world_size": part.world_size}
         body = json.dumps(asdict(part) | {"meta": meta})
-        _replace(self._path(part.step) / f"rank{part.rank}{_SEALED}", body)
+        _replace(self._path(part.step) / f"rank{part.rank}{SEALED}", body)
         self.ring()
 
     def ring(self) -> None:
@@ -185,7 +188,7 @@ class Spool:
     def parts(self, step: int) -> dict[int, Sealed]:
         """Sealed parts of a step, by rank."""
         found = {}
-        for path in self._path(step).glob(f"*{_SEALED}"):
+        for path in self._path(step).glob(f"*{SEALED}"):
             with contextlib.suppress(FileNotFoundError):  # dropped meanwhile
                 body = json.loads(path.read_bytes())
                 raw = body.pop("target")
@@ -216,7 +219,7 @@ class Spool:
         path, spare = self._path(step), self.folder / _SPARE
         _operation()
         spare.mkdir(mode=0o700, exist_ok=True)
-        for note in path.glob(f"*{_SEALED}"):  # first: what is no longer whole must not look so
+        for note in path.glob(f"*{SEALED}"):  # first: what is no longer whole must not look so
             note.unlink(missing_ok=True)
         for file in sorted(path.glob("*")):
             if file.name.startswith(".") or any(spare.glob(f"{file.name}~*")):
@@ -225,6 +228,17 @@ class Spool:
                 _operation()
                 os.rename(file, spare / f"{file.name}~{self.attempt}-{step}")
         shutil.rmtree(path, ignore_errors=True)
+
+    def hold(self, keys: Collection[tuple[int, int]]) -> None:
+        """Have these snapshots (attempt and step) stay until other ones are named; used by the agent."""
+        _replace(self.folder / _HELD, json.dumps(sorted(keys)))
+        self.ring()
+
+    def held(self) -> set[tuple[int, int]]:
+        """What is to stay."""
+        with contextlib.suppress(FileNotFoundError):
+            return {(attempt, step) for attempt, step in json.loads((self.folder / _HELD).read_bytes())}
+        return set()
 
     def all_attempts(self) -> Iterator[Spool]:
         """The folder as each attempt sees it, the newest first."""

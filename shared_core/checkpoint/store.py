@@ -28,11 +28,12 @@ from shared_core.testing import inject
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-#: Endings of files that are no parts: a rank's parts are durable; it has none of this step; the step was chosen.
-DONE, MISSED, BEGUN = ".done", ".missed", "begun.json"
+#: Endings of files that are no parts: a rank's parts are durable; it has none of this step; none of a newer one comes;
+#: the step was chosen.
+DONE, MISSED, LAST, BEGUN = ".done", ".missed", ".last", "begun.json"
 _FOLDER = re.compile(r"step-(\d{10,})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_MARK = re.compile(r"rank(\d+)\.(?:done|missed)")
+_MARK = re.compile(r"rank(\d+)\.(?:done|missed|last)")
 
 #: A folder, a URL, or storage that is open.
 Where = str | os.PathLike[str] | Storage

@@ -7,7 +7,7 @@ It works on one step at a time; while it does, the newest complete snapshot wait
 before. When its ranks' parts are durable it says so in the checkpoint's folder, and whoever finds the marks of all
 ranks there commits. Writers of several machines must work on the same steps although they let different ones go: that
 of rank 0's machine chooses, by a note in the checkpoint's folder, and a machine that has no such snapshot any more says
-so there.
+so there. At the end each says which of its snapshots was the last: nobody waits for a newer part from there.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ class Writer:
             self._follows = True
             with self._reports(job):
                 self._open = self._chosen_elsewhere(job)
-            if self._open is None and self._hurry and time.monotonic() > self._hurries_since + PATIENCE_S:
+            late = self._hurry and time.monotonic() > self._hurries_since + PATIENCE_S
+            if self._open is None and (late or self._ended_without(job)):
                 self._leave(job)  # the other machines have ended without it
         return self._open
 
@@ -207,6 +208,38 @@ class Writer:
             return None
         return None
 
+    def _ended_without(self, job: _Job) -> bool:
+        """At the end: whether no machine comes to this step any more, or one does not whose part of it is missing."""
+        if not self._hurry:
+            return False
+        with self._reports(job):
+            if 0 not in job.one.local and self._chosen_newer(job):
+                return True
+            there = {
+                *job.storage.names(store.folder_name(job.step)),
+                *(f"rank{rank}{store.DONE}" for rank in job.parts),
+            }
+            missing = [rank for rank in range(job.one.world_size) if f"rank{rank}{store.DONE}" not in there]
+            for step in store.steps(job.storage):
+                names = job.storage.names(store.folder_name(step)) if step < job.step else []
+                lasts = [name for rank in missing if (name := f"rank{rank}{store.LAST}") in names]
+                if any(job.same_start(_read_note(job.storage, step, name) or {}) for name in lasts):
+                    return True
+        return False
+
+    def say_last(self) -> None:
+        """The end: tell the writers of other machines which snapshot of this one was the last."""
+        for spool in self._spool.all_attempts():
+            if (step := spool.newest_complete()) is None:
+                continue
+            parts = spool.parts(step)
+            one = next(iter(parts.values()))
+            if one.target is not None and len(parts) < one.world_size:
+                with contextlib.suppress(OSError, SwiftError):
+                    name = f"rank{min(parts)}{store.LAST}"
+                    _write_note(open_storage(one.target.where), step, name, one.meta)
+            return
+
     def _report_missed(self, newest: _Job, step: int) -> None:
         if (newest.spool.attempt, step) in self._done:
             return
@@ -217,13 +250,13 @@ class Writer:
         self._done.add((newest.spool.attempt, step))
 
     def _let_go_before(self, spool: Spool, step: int) -> None:
-        busy = self._open.key if self._open is not None else None
+        busy = self._spool.held() | ({self._open.key} if self._open is not None else set())
         for each in spool.all_attempts():
             if each.attempt > spool.attempt:
                 continue
             left = [old for old in each.steps() if (each.attempt, old) < (spool.attempt, step)]
             for old in left:
-                if (each.attempt, old) != busy:
+                if (each.attempt, old) not in busy:
                     each.drop(old)
             if each.attempt < spool.attempt and not each.steps():
                 each.drop_attempt()
@@ -254,7 +287,7 @@ class Writer:
         mark = store.read_mark(storage, job.step, rank)
         if mark is not None and mark.meta == part.meta and mark.parts.keys() == set(part.files) <= names:
             return  # a writer before this one got as far; what it has written is never touched again
-        for name in (f"rank{rank}{store.DONE}", f"rank{rank}{store.MISSED}"):
+        for name in (f"rank{rank}{end}" for end in (store.DONE, store.MISSED, store.LAST)):
             if name in names:
                 storage.remove(f"{folder}/{name}")
         for name in names:
@@ -311,9 +344,12 @@ class Writer:
             job.marks, job.durable = marks, time.monotonic()
         missed = any(name.endswith(store.MISSED) for name in names)
         late = time.monotonic() - job.durable > PATIENCE_S
+        # All workers have started again since, and the machine whose part is missing may be lost. If its writer is only
+        # slower it commits the step itself: the parts and marks of this machine stay.
+        late = late or (newest is not None and newest.spool.attempt > job.spool.attempt)
         if 0 not in job.one.local and not missed:
             missed = self._chosen_newer(job)
-        if missed or late:
+        if missed or late or self._ended_without(job):
             self._leave(job)
             return True
         return False
@@ -463,7 +499,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.suppress(OSError):
         os.nice(10)
     spool = Spool(options.folder)
-    bell = _open_bell(spool.folder / BELL)
+    try:
+        bell = _open_bell(spool.folder / BELL)
+    except FileNotFoundError:
+        return 0  # the job's folder has been removed meanwhile: nobody would ever remove another
     ends = threading.Event()
     threading.Thread(target=_watch, args=(options.grace, ends, spool), name="swift-lifeline", daemon=True).start()
     writer = Writer(spool, EventLog(options.events))
@@ -473,6 +512,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             last = ends.is_set()
             timeout = writer.work(hurry=last)
             if last and (writer.idle or timeout is None):
+                writer.say_last()
                 return 0
             selector.select(min(LOOK_S, timeout or LOOK_S) if last else timeout)
             with contextlib.suppress(BlockingIOError):
@@ -481,7 +521,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_bell(path: Path) -> int:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         os.mkfifo(path, 0o600)
     return os.open(path, os.O_RDWR | os.O_NONBLOCK)  # for writing too: it never ends

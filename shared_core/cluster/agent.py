@@ -232,6 +232,8 @@ class SwiftAgent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End everything: ``death_sig`` to the workers, SIGKILL after the grace or at a second signal."""
+        if self._crew is not None:
+            self._crew.send_no_more()
         try:
             self._fleet.cancel_starts()
             self._fleet.started()

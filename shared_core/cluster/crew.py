@@ -10,11 +10,12 @@ from typing import Any
 from shared_core.cluster import mirror
 from shared_core.cluster.attempt import Attempt, Team
 from shared_core.cluster.fencing import Fenced, sever
-from shared_core.cluster.jobdir import MIRROR
+from shared_core.cluster.jobdir import CHECKPOINTS, MIRROR
 from shared_core.cluster.ledger import RESTART, Ledger
 from shared_core.cluster.machines import reassign
 from shared_core.cluster.meeting import Meeting
 from shared_core.cluster.mirror import MirrorServer
+from shared_core.cluster.neighbour import Copies, Sender
 from shared_core.cluster.resizing import Resizing
 from shared_core.cluster.worker import Resized
 from shared_core.events import console
@@ -45,7 +46,9 @@ class Crew:
         self._meeting, self._job_dir = meeting, job_dir
         self._wake, self._stop_workers = wake, stop_workers
         self._gone: set[str] = set()
-        self._server = MirrorServer(job_dir / MIRROR)
+        copies = self._copies = Copies(job_dir / CHECKPOINTS)
+        self._server = MirrorServer(job_dir / MIRROR, copies.serve)
+        self._sender = Sender(copies, lambda: meeting.name)
         meeting.mirror_port = self._server.port
         meeting.pause, meeting.changed, meeting.attempt = pause, wake, number
         meeting.fence = self._on_fence
@@ -74,6 +77,7 @@ class Crew:
             Fenced: if not.
         """
         lease, team = self._meeting.lease, self._meeting.team
+        self._sender.machines = tuple(ledger.machines)
         if lease is None or team is None:
             return
         if lease.fenced:
@@ -184,6 +188,12 @@ class Crew:
         """Go, and say so; see :meth:`Meeting.leave`."""
         self._meeting.leave(over=over)
 
+    def send_no_more(self) -> None:
+        """The job ends on this machine: its snapshots are not copied any more. Others may ask for what is here."""
+        self._sender.close()
+
     def close(self) -> None:
-        """Keep no more copies."""
+        """Send and keep no more copies."""
+        self._sender.close()
         self._server.close()
+        self._copies.close()

@@ -13,10 +13,11 @@ from shared_core.errors import SwiftError
 from shared_core.events import console
 
 _warned = False
-#: End of a message about an option that the script has and its launcher has not.
+#: End of a message about an option that the script has and its launcher has not; with the option's name in capital
+#: letters, and its value.
 NOT_TOLD = (
-    " was not told to the launcher, which must know it: start the script with 'swiftrun --on-failure=reroute', or with "
-    "'python', which starts swiftrun with the script's options"
+    " was not told to the launcher, which must know it: set SWIFT_RECOVERY_{}={}, give swiftrun a --swift-config FILE "
+    "with it (or --on-failure), or start the script with 'python', which starts swiftrun with the script's options"
 )
 
 

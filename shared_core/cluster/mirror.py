@@ -15,7 +15,7 @@ import shutil
 import socket
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,9 +49,10 @@ def keeper(machines: Sequence[str | None], slot: int) -> str | None:
     return None
 
 
-def _send(
+def send_frame(
     sock: socket.socket, kind: bytes, rank: int, attempt: int, name: str = "", data: Sequence[bytes | memoryview] = ()
 ) -> None:
+    """Send one frame."""
     raw = name.encode()
     length = sum(map(len, data))
     head = _HEAD.pack(kind, rank, attempt, len(raw), length) + raw
@@ -62,7 +63,12 @@ def _send(
             sock.sendall(each)
 
 
-def _receive(sock: socket.socket, count: int) -> bytes:
+def receive(sock: socket.socket, count: int) -> bytes:
+    """Exactly ``count`` bytes.
+
+    Raises:
+        OSError: the other side has gone.
+    """
     buffer = bytearray(count)
     view, at = memoryview(buffer), 0
     while at < count:
@@ -73,11 +79,12 @@ def _receive(sock: socket.socket, count: int) -> bytes:
     return bytes(buffer)
 
 
-def _frames(sock: socket.socket) -> Iterator[tuple[bytes, int, int, str, bytes]]:
+def frames(sock: socket.socket) -> Iterator[tuple[bytes, int, int, str, bytes]]:
+    """What comes: kind, rank, attempt, name and data of each frame."""
     while True:
-        kind, rank, attempt, name_length, length = _HEAD.unpack(_receive(sock, _HEAD.size))
-        name = _receive(sock, name_length).decode()
-        yield kind, rank, attempt, name, _receive(sock, length)
+        kind, rank, attempt, name_length, length = _HEAD.unpack(receive(sock, _HEAD.size))
+        name = receive(sock, name_length).decode()
+        yield kind, rank, attempt, name, receive(sock, length)
 
 
 def _write(folder: Path, name: str, data: bytes) -> None:
@@ -96,10 +103,11 @@ class MirrorServer:
 
     Args:
         folder: where copies are kept, private to the user.
+        more: answers frames of other kinds, given the connection, the kind and the data.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, more: Callable[[socket.socket, bytes, bytes], None] | None = None) -> None:
+        self._folder, self._more = folder, more
         self._listener = socket.create_server(("", 0), backlog=128)
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="swift-mirror", daemon=True).start()
@@ -119,7 +127,7 @@ class MirrorServer:
     def _serve(self, sock: socket.socket) -> None:
         with suppress(OSError), sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for kind, rank, attempt, name, data in _frames(sock):
+            for kind, rank, attempt, name, data in frames(sock):
                 self._do(sock, kind, rank, attempt, name, data)
 
     def _do(self, sock: socket.socket, kind: bytes, rank: int, attempt: int, name: str, data: bytes) -> None:
@@ -148,8 +156,10 @@ class MirrorServer:
             here = self._folder.parent / f"rank{rank}" / f"attempt{attempt}"  # the rank's own, on its machine
             for path in sorted((here if here.exists() else folder).glob("*")):
                 if path.suffix != ".tmp" and (path.name == name if name else path.name != REPLICATED):
-                    _send(sock, _WRITE, rank, attempt, path.name, [path.read_bytes()])
-            _send(sock, _END, rank, attempt)
+                    send_frame(sock, _WRITE, rank, attempt, path.name, [path.read_bytes()])
+            send_frame(sock, _END, rank, attempt)
+        elif self._more is not None:
+            self._more(sock, kind, data)
 
 
 class Mirror:
@@ -221,13 +231,13 @@ class Mirror:
                 return
             try:
                 self._send(_SYNC)
-                _receive(self._sock, 1)
+                receive(self._sock, 1)
             except OSError as error:
                 self._give_up(error)
 
     def _send(self, kind: bytes, name: str = "", data: Sequence[bytes | memoryview] = ()) -> None:
         assert self._sock is not None
-        _send(self._sock, kind, self._rank, self._attempt, name, data)
+        send_frame(self._sock, kind, self._rank, self._attempt, name, data)
 
     def _try(self, kind: bytes, name: str, data: Sequence[bytes | memoryview]) -> None:
         with self._lock:
@@ -281,8 +291,8 @@ def _ask(place: tuple[str, int], rank: int, attempt: int, name: str = "") -> dic
     found: dict[str, bytes] = {}
     with suppress(OSError), socket.create_connection(place, _CONNECT_S) as sock:
         sock.settimeout(_WAIT_S)
-        _send(sock, _GET, rank, attempt, name)
-        for kind, _, _, file, data in _frames(sock):
+        send_frame(sock, _GET, rank, attempt, name)
+        for kind, _, _, file, data in frames(sock):
             if kind == _END:
                 return found
             found[file] = data

@@ -368,16 +368,18 @@ class Checkpoints:
                 return _restored(lines.load(line, self._env.rank))
         raise CorruptFile(f"rank {self._env.rank}: the checkpoint at batch top {index} is gone from {self._dir}")
 
-    def _lines(self) -> list[Line]:
+    def _lines(self, *, near: bool = True) -> list[Line]:
         assert self._dir is not None
         env = self._env
-        return [*lines.in_memory(self._spool, env.rank, env.world_size), *lines.in_storage(self._dir, env.world_size)]
+        found = lines.at_neighbours(env.machines, env.rank, env.world_size) if near else []
+        found += lines.in_memory(self._spool, env.rank, env.world_size)
+        return found + lines.in_storage(self._dir, env.world_size)
 
     def _mine(self) -> list[Line]:
         """Of this attempt. Operations are counted from its start: logs go with its checkpoints."""
         if self._dir is None:
             return []
-        return [each for each in self._lines() if each.session == self.session]
+        return [each for each in self._lines(near=False) if each.session == self.session]
 
     def _before(self, line: Line) -> bool:
         """Whether this attempt may begin with it."""

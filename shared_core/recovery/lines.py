@@ -7,7 +7,7 @@ loaded its part of it. All of it goes through the agents' store, before the firs
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from shared_core.checkpoint import image, store
 from shared_core.checkpoint.spool import Spool
+from shared_core.cluster import near
 from shared_core.cluster.worker import WorkerEnv
 from shared_core.comm.gloo import wait_for
 from shared_core.consistency import Top
@@ -26,7 +27,7 @@ from shared_core.recovery.plain import loads
 from shared_core.recovery.state import Replicated
 
 #: Tiers in the order in which they are preferred.
-MEMORY, STORAGE = "memory", "storage"
+MEMORY, NEIGHBOUR, STORAGE = TIERS = "memory", "neighbour", "storage"
 _FINE, _NOTHING, _CHOSEN = "read", "nothing", "line/chosen"
 #: Metadata of an image of the replicated state.
 DESCRIPTION, NAMES = "swift.description", "swift.names"
@@ -124,6 +125,14 @@ def in_memory(spool: Spool, rank: int, world_size: int) -> list[Line]:
                 paths = {name: of.path_of(part, name) for part in parts.values() for name in part.files}
                 found.append(Line(step, str(mine.meta.get("session")), MEMORY, mine.meta, _opener(paths)))
     return found
+
+
+def at_neighbours(machines: Iterable[str | None], rank: int, world_size: int) -> list[Line]:
+    """Snapshots that hold this rank's part, with all that belongs to it in the memory of any machine; the oldest first.
+    Ranks whose own machine has theirs list them too: all must go on from the same.
+    """
+    found = near.find(machines, rank, world_size) if any(machines) else []
+    return [Line(step, str(meta.get("session")), NEIGHBOUR, meta, read) for step, meta, read in found]
 
 
 def _opener(paths: Mapping[str, Path]) -> Callable[[str], bytes | Path]:
@@ -239,7 +248,7 @@ def agree(
     has = [f"line/has/{rank}" for rank in ranks]
     _wait(env, client, has, "all ranks to say which checkpoints they have")
     common = set(offers).intersection(*(json.loads(client.get(key)) for key in has))
-    order = sorted(common, key=lambda key: (offers[key].step, offers[key].tier == MEMORY, key), reverse=True)
+    order = sorted(common, key=lambda key: (offers[key].step, -TIERS.index(offers[key].tier), key), reverse=True)
     refusal: Unsupported | None = None
     for number, key in enumerate(order):
         loaded, why = None, _FINE

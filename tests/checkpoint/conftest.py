@@ -22,7 +22,9 @@ def in_memory() -> Iterator[Path]:
 
 @pytest.fixture
 def spool(tmp_path: Path) -> Spool:
-    return Spool(tmp_path / "job" / "checkpoints")
+    job = tmp_path / "job"
+    job.mkdir()
+    return Spool(job / "checkpoints")
 
 
 @pytest.fixture

@@ -47,6 +47,12 @@ def test_what_workers_leave_is_committed(spool: Spool, where: Path, tmp_path: Pa
     assert not list(where.rglob(".tmp-*"))
 
 
+def test_it_makes_no_folder_for_a_job_that_is_gone(tmp_path: Path) -> None:
+    """Its agent was killed, and the next one has swept the folder: one made now would stay for ever."""
+    assert run_writer(Spool(tmp_path / "gone" / "checkpoints")) == (0, [])
+    assert not (tmp_path / "gone").exists()
+
+
 def test_it_works_when_the_bell_rings(spool: Spool, where: Path) -> None:
     with writing(spool) as writer:
         wait_until((spool.folder / BELL).exists, "the writer")
@@ -249,6 +255,68 @@ def test_machines_that_let_different_steps_go_agree_on_the_next(tmp_path: Path, 
         check(newest(where), 20)
         assert finish(first) == (0, []) and finish(second) == (0, [])
     assert not (where / "step-0000000010").exists()
+
+
+def test_an_attempt_that_another_has_followed_is_not_waited_for(tmp_path: Path, where: Path) -> None:
+    """The second machine is lost with its part of step 10; all start again, and another one has its place."""
+    first, other = Spool(tmp_path / "a"), Spool(tmp_path / "c", 1)
+    again = Spool(first.folder, 1)
+    with writing(first) as one, writing(other) as two:
+        snapshot(first, 10, where, ranks=[0])
+        wait_until((where / "step-0000000010/rank0.done").exists, "the first machine's part of step 10")
+        snapshot(again, 20, where, ranks=[0])
+        snapshot(other, 20, where, ranks=[1])
+        assert again.wait_committed(20, 20.0) and other.wait_committed(20, 20.0)
+        assert finish(one) == (0, []) and finish(two) == (0, [])
+    check(newest(where), 20)
+
+
+def test_what_is_not_waited_for_any_more_is_committed_by_a_slower_machine(tmp_path: Path, where: Path) -> None:
+    spools = [Spool(tmp_path / name) for name in "ab"]
+    again = [Spool(each.folder, 1) for each in spools]
+    with (
+        writing(spools[0]) as first,
+        writing(spools[1], faults=[Fault(0, 10, "checkpoint.file", "SIGSTOP", 2)]) as slow,
+    ):
+        for rank, spool in enumerate(spools):
+            snapshot(spool, 10, where, ranks=[rank])
+        wait_until(lambda: _state(slow.pid) == "T", "the second writer to stop")
+        wait_until((where / "step-0000000010/rank0.done").exists, "the first machine's part of step 10")
+        snapshot(again[0], 20, where, ranks=[0])
+        wait_until((where / "step-0000000020/rank0.done").exists, "the first machine's part of step 20")
+        assert newest(where) is None
+        os.kill(slow.pid, signal.SIGCONT)
+        assert spools[1].wait_committed(10, 20.0)
+        check(newest(where), 10)
+        snapshot(again[1], 20, where, ranks=[1])
+        assert all(spool.wait_committed(20, 20.0) for spool in again)
+        assert finish(first) == (0, []) and finish(slow) == (0, [])
+    check(newest(where), 20)
+
+
+@pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_machine_that_has_skipped_the_last_step_is_not_waited_for(
+    short: int, begun: bool, tmp_path: Path, where: Path
+) -> None:
+    """One machine had no room for the last snapshot. It may have ended before the other comes to that step."""
+    spools = [Spool(tmp_path / name) for name in "ab"]
+    with writing(spools[0]) as first, writing(spools[1]) as second:
+        for rank, spool in enumerate(spools):
+            snapshot(spool, 10, where, ranks=[rank])
+        for spool in spools:
+            assert spool.wait_committed(10, 20.0)
+        writers, long = [first, second], 1 - short
+        if begun:
+            snapshot(spools[long], 20, where, ranks=[long])
+            if long == 0:
+                wait_until((where / "step-0000000020/rank0.done").exists, "the first machine's part of step 20")
+        assert finish(writers[short]) == (0, [])
+        if not begun:
+            snapshot(spools[long], 20, where, ranks=[long])
+        assert finish(writers[long], grace_s=20.0) == (0, [])
+    assert spools[long].status().failed == 20 and spools[long].status().cause == "incomplete"
+    check(newest(where), 10)
 
 
 def test_the_end_is_not_waited_for_in_vain(tmp_path: Path, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:

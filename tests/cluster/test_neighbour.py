@@ -1,0 +1,308 @@
+"""Copies of snapshots on a neighbour machine: what is whole is offered, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shared_core.checkpoint import Sealed, Spool
+from shared_core.checkpoint.image import write_file
+from shared_core.checkpoint.writer import Writer
+from shared_core.cluster import near
+from shared_core.cluster.mirror import MirrorServer, send_frame
+from shared_core.cluster.near import find
+from shared_core.cluster.neighbour import Copies, Sender
+from shared_core.errors import CorruptFile, StorageFull
+from shared_core.events import EventLog
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZE = 3 << 20
+
+
+def until(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not what():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.005)
+
+
+def payload(step: int, rank: int) -> bytes:
+    return bytes((step * 7 + rank * 13 + i) % 251 for i in range(251)) * (SIZE // 251)
+
+
+class OneMachine:
+    """An agent's part: what takes copies, and what sends them."""
+
+    def __init__(self, folder: Path, place: int) -> None:
+        self.copies = Copies(folder / "checkpoints")
+        self.server = MirrorServer(folder / "mirror", self.copies.serve)
+        self.name = f"127.0.0.1:{self.server.port}#{place}"
+        self.sender = Sender(self.copies, lambda: self.name)
+        self.place, self.spool = place, Spool(folder / "checkpoints")
+
+    def snapshot(self, step: int, attempt: int = 0) -> None:
+        """This machine has two of four ranks."""
+        spool = Spool(self.spool.folder, attempt)
+        ranks = (2 * self.place, 2 * self.place + 1)
+        for rank in ranks:
+            write_file(spool.folder_of(step) / f"rank{rank}", payload(step, rank))
+            spool.seal(Sealed(step, rank, 4, ranks, (f"rank{rank}",), {"run": "r", "session": f"s{attempt}"}))
+
+    def close(self) -> None:
+        self.sender.close()
+        self.server.close()
+        self.copies.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[list[OneMachine]]:
+    made = [OneMachine(tmp_path / str(place), place) for place in range(2)]
+    for each in made:
+        each.sender.machines = tuple(other.name for other in made)
+    yield made
+    for each in made:
+        each.close()
+
+
+def steps(machine: OneMachine, rank: int) -> list[int]:
+    return [step for step, _, _ in find([machine.name], rank, 4)]
+
+
+def let_go(machine: OneMachine) -> None:
+    """The writer lets old snapshots go."""
+    Writer(machine.spool, EventLog(None)).work()
+
+
+def test_each_has_the_other_s_newest(pair: list[OneMachine]) -> None:
+    for each in pair:
+        each.snapshot(10)
+    until(lambda: all(each.copies.kept == (0, 10) for each in pair))
+    pair[0].close()
+    [(step, meta, read)] = find([None, pair[1].name], 0, 4)
+    assert step == 10 and meta["session"] == "s0"
+    assert read("rank0") == payload(10, 0) and read("rank1") == payload(10, 1) and read("rank3") == payload(10, 3)
+    with pytest.raises(CorruptFile, match="no machine has it"):
+        read("replicated0.safetensors")
+    assert not find([pair[1].name], 0, 2), "of another number of workers"
+
+
+def test_an_older_one_stays_until_the_newer_one_is_there(pair: list[OneMachine]) -> None:
+    """The machine in the second place has the newer snapshot late: until then whichever is lost, there is the older
+    one."""
+    first, second = pair
+    for each in pair:
+        each.snapshot(10)
+    until(lambda: all(each.copies.kept == (0, 10) for each in pair))
+    first.snapshot(20)
+    until(lambda: second.copies.begun == (0, 20))
+    let_go(first)
+    assert first.spool.steps() == [10, 20], "the other's copy is of step 10"
+    assert steps(first, 2) == [10], "what the second's ranks could go on from, were it lost"
+    assert steps(second, 0) == [10], "and the first's: the second has no step 20 of its own"
+    second.snapshot(20)
+    until(lambda: all(each.copies.kept == (0, 20) for each in pair))
+    for each in pair:
+        until(lambda each=each: each.spool.held() == {(0, 20)})
+        let_go(each)
+        assert each.spool.steps() == [20] and Spool(each.spool.folder / "kept").steps() == [20]
+    assert steps(first, 2) == steps(second, 0) == [20]
+
+
+def test_the_last_machine_keeps_what_belongs_to_its_copy(pair: list[OneMachine]) -> None:
+    """The other one is lost, and nobody has its place yet: the copy is of use with this machine's own snapshot only."""
+    first, second = pair
+    for each in pair:
+        each.snapshot(10)
+    until(lambda: all(each.copies.kept == (0, 10) for each in pair))
+    first.sender.machines = (first.name, None)
+    second.close()
+    first.snapshot(20)
+    until(lambda: first.copies._holds["own"] == set())
+    let_go(first)
+    assert first.spool.steps() == [10, 20] and steps(first, 2) == [10]
+
+
+def test_a_copy_that_is_older_than_the_kept_one_is_refused(pair: list[OneMachine]) -> None:
+    """It is of a machine that the others have gone on without."""
+    pair[0].snapshot(20)
+    until(lambda: pair[1].copies.kept == (0, 20))
+    header = b'{"attempt": 0, "step": 10, "files": {}, "notes": {}}'
+    with socket.create_connection(("127.0.0.1", pair[1].server.port), 5.0) as sock:
+        send_frame(sock, b"P", 0, 0, "", [header])
+        assert sock.recv(1) == b"n"
+    assert pair[1].copies.kept == pair[1].copies.begun == (0, 20)
+
+
+def test_one_of_a_later_attempt_takes_its_place(pair: list[OneMachine]) -> None:
+    for attempt, step in ((0, 30), (1, 20)):
+        for each in pair:
+            each.snapshot(step, attempt)
+        until(lambda key=(attempt, step): all(each.copies.kept == key for each in pair))
+    kept = Spool(pair[0].spool.folder / "kept")
+    until(lambda: [one.attempt for one in kept.all_attempts() if one.steps()] == [1])  # the older one goes after it
+
+
+def test_a_sender_killed_in_the_middle_leaves_nothing(pair: list[OneMachine], tmp_path: Path) -> None:
+    """Its first file has arrived whole; what was there before stays."""
+    first, second = pair
+    first.snapshot(10)
+    until(lambda: second.copies.kept == (0, 10))
+    first.close()
+    other = tmp_path / "other"
+    program = f"""
+import os, signal, sys
+sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
+from pathlib import Path
+from test_neighbour import OneMachine
+from shared_core.cluster import neighbour
+one = OneMachine(Path({str(other)!r}), 0)
+one.snapshot(20)
+send, sent = neighbour.send_file, []
+def until_half(sock, path, size):
+    if sent:
+        sock.sendall(path.read_bytes()[: size // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    sent.append(path)
+    return send(sock, path, size)
+neighbour.send_file = until_half
+one.sender.machines = (one.name, {second.name!r})
+signal.pause()
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=30, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == -signal.SIGKILL and second.copies.begun == (0, 20)
+    kept = Spool(second.spool.folder / "kept")
+    until(lambda: not (kept.folder / "coming").exists())
+    assert steps(second, 0) == [10] and kept.steps() == [10] and second.copies.kept == (0, 10)
+
+
+def test_without_room_it_is_skipped(
+    pair: list[OneMachine], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The machine's memory is as full as it says: training goes on, the other's copy is kept."""
+
+    check_room = Spool.check_room
+
+    def full(spool: Spool, nbytes: int) -> None:
+        if spool.folder.parent == pair[1].spool.folder:
+            raise StorageFull(f"{nbytes} bytes do not fit")
+        check_room(spool, nbytes)
+
+    monkeypatch.setattr(Spool, "check_room", full)
+    for each in pair:
+        each.snapshot(10)
+    until(lambda: pair[0].copies.kept == (0, 10))
+    until(lambda: pair[0].sender._sent is not None)
+    assert pair[1].copies.kept is None and steps(pair[1], 0) == [] and steps(pair[0], 2) == [10]
+    assert "no room in its memory" in capfd.readouterr().err
+    monkeypatch.undo()
+    for each in pair:
+        each.snapshot(20)
+    until(lambda: all(each.copies.kept == (0, 20) for each in pair))
+
+
+def test_a_damaged_copy_is_refused(pair: list[OneMachine]) -> None:
+    pair[0].snapshot(10)
+    until(lambda: pair[1].copies.kept == (0, 10))
+    pair[0].close()
+    with open(Spool(pair[1].spool.folder / "kept").folder_of(10) / "rank0", "r+b") as file:
+        file.seek(1000)
+        file.write(b"damage")
+    [(_, _, read)] = find([pair[1].name], 0, 4)
+    with pytest.raises(CorruptFile, match="its checksum is wrong"):
+        read("rank0")
+    assert read("rank1") == payload(10, 1)
+
+
+def test_what_was_let_go_while_it_was_sent_is_not_kept(pair: list[OneMachine], tmp_path: Path) -> None:
+    """Its memory is used again at once, so what arrived may be of two steps; its checksums are right."""
+    other = OneMachine(tmp_path / "other", 0)
+    other.snapshot(10)
+    rank0 = other.spool.folder_of(10) / "rank0"
+    with open(rank0, "r+b") as file:
+        file.truncate(64 << 20)  # more than sockets hold
+    listener = socket.create_server(("127.0.0.1", 0))
+    other.sender.machines = (other.name, f"127.0.0.1:{listener.getsockname()[1]}#x")
+    with listener, listener.accept()[0] as sock:
+        until(lambda: sock.recv(1 << 16, socket.MSG_PEEK))
+        sock.sendall(b"g")
+        while len(got := sock.recv(1 << 20)) and not got.endswith(b"\0" * 1000):
+            pass
+        other.spool.drop(10)
+        last = b""
+        while more := sock.recv(1 << 20):
+            last = more
+    assert last[-1:] != b"."
+    other.close()
+
+
+def test_names_lead_nowhere_else(pair: list[OneMachine], tmp_path: Path) -> None:
+    header = b'{"attempt": 0, "step": 1, "files": {"../../escaped": 1}, "notes": {}}'
+    with socket.create_connection(("127.0.0.1", pair[0].server.port), 5.0) as sock:
+        send_frame(sock, b"P", 0, 0, "", [header])
+        assert sock.recv(1) == b""
+    assert not list(tmp_path.rglob("escaped*"))
+
+
+def test_notes_of_others_lead_nowhere_else(pair: list[OneMachine], tmp_path: Path) -> None:
+    """What a copy's notes call its files is not read from anywhere but the copy."""
+    (tmp_path / "secret").write_text("secret")
+    away = os.path.relpath(tmp_path / "secret", pair[0].spool.folder / "kept/attempt0/step-0000000001")
+    Spool(tmp_path / "notes").folder_of(1)
+    Spool(tmp_path / "notes").seal(Sealed(1, 0, 4, (0,), (away,)))
+    note = (tmp_path / "notes/attempt0/step-0000000001/rank0.sealed").read_text()
+    header = json.dumps({"attempt": 0, "step": 1, "files": {}, "notes": {"rank0.sealed": note}}).encode()
+    with socket.create_connection(("127.0.0.1", pair[0].server.port), 5.0) as sock:
+        send_frame(sock, b"P", 0, 0, "", [header])
+        assert sock.recv(1) == b"g"
+        sock.sendall(b".")
+        assert sock.recv(1) == b"."
+    [(_, _, read)] = find([pair[0].name], 0, 4)
+    with pytest.raises(CorruptFile, match="it is gone"):
+        read(away)
+
+
+def test_machines_that_do_not_answer_are_passed_over(pair: list[OneMachine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has gone, another is frozen: its kernel takes connections."""
+    monkeypatch.setattr(near, "_LIST_S", 0.2)
+    pair[0].snapshot(10)
+    with socket.create_server(("127.0.0.1", 0)) as frozen, socket.create_server(("127.0.0.1", 0)) as gone:
+        places = [each.getsockname()[1] for each in (frozen, gone)]
+        gone.close()
+        machines = [*(f"127.0.0.1:{port}#x" for port in places), None, pair[0].name]
+        assert [step for step, _, _ in find(machines, 1, 4)] == [10]
+        assert find(machines[:3], 1, 4) == []
+
+
+def test_nothing_is_left_at_the_end(pair: list[OneMachine]) -> None:
+    """Also where a copy was just coming: the folder is about to be removed."""
+    first, second = pair
+    port = second.server.port
+    header = b'{"attempt": 0, "step": 10, "files": {"rank0": 1000000}, "notes": {}}'
+    with socket.create_connection(("127.0.0.1", port), 5.0) as coming:
+        send_frame(coming, b"P", 0, 0, "", [header])
+        assert coming.recv(1) == b"g"
+        for each in pair:
+            each.close()
+            assert not each.sender._thread.is_alive()
+        shutil.rmtree(second.spool.folder)
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", port), 5.0)
+        with contextlib.suppress(OSError):
+            assert coming.recv(1) == b""
+    assert not second.spool.folder.exists()
+    late, ours = socket.socketpair()
+    with late, ours:
+        with pytest.raises(ConnectionError, match="the job ends"):
+            second.copies.serve(late, b"P", header)
+    assert not second.spool.folder.exists()
