@@ -199,6 +199,7 @@ def _ours(trace: types.TracebackType) -> bool:
 
 def main() -> None:
     """A fresh interpreter: the request comes on the descriptor named on the command line."""
+    atexit.register(worker.leave)
     fd = int(sys.argv[1])
     with open(fd, "rb") as pipe:
         request = StartRequest.from_json(pipe.read())

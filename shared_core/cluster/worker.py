@@ -6,6 +6,7 @@ Importing this module is cheap: torch is imported when a store is connected.
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import struct
@@ -49,6 +50,7 @@ WORDS = "words"
 _failed = False
 _done = False
 _at_end: list[Callable[[], None]] = []
+_leaves = False
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,7 @@ def say_done_and_wait() -> None:
 
     Registered with ``atexit``; later calls, and calls after an error or outside ``swiftrun``, do nothing.
     """
-    global _done
+    global _done, _leaves
     if _done or _failed or not launched() or hasattr(sys, "last_type"):
         return
     _done = True
@@ -294,3 +296,19 @@ def say_done_and_wait() -> None:
         store.wait([here.prefix + "release"], timedelta(seconds=FOREVER_S))
         if store.check([here.prefix + "stop"]):
             os._exit(1)
+        _leaves = True
+
+
+def leave() -> None:
+    """The last of all exit handlers: end a worker whose goodbye was heard, before the interpreter takes itself apart.
+
+    Threads that wait for a peer inside of gloo would be ended then with C++ on their stacks, and abort the process
+    ("terminate called without an active exception").
+    """
+    if not _leaves:
+        return
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+    os._exit(0)

@@ -8,6 +8,7 @@ subreaper) becomes its parent and can wait for it. At the end of the stream the 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -21,7 +22,7 @@ import warnings
 from contextlib import suppress
 from typing import Any
 
-from shared_core.cluster import entry, preload, process
+from shared_core.cluster import entry, preload, process, worker
 from shared_core.cluster.request import StartRequest
 
 #: Read when a library is loaded: with more than one thread, it starts them there and then, and a fork would lose them.
@@ -109,9 +110,9 @@ def _fork_worker(channel: socket.socket, request: StartRequest) -> bool:
     pid_read, pid_write = os.pipe()
     middle = os.fork()
     if middle == 0:
-        worker = os.fork()
-        if worker != 0:
-            os.write(pid_write, str(worker).encode())
+        forked = os.fork()
+        if forked != 0:
+            os.write(pid_write, str(forked).encode())
             os._exit(0)
         os.close(go_write)
         os.close(pid_read)
@@ -136,6 +137,7 @@ def _fork_worker(channel: socket.socket, request: StartRequest) -> bool:
 
 def main() -> None:
     """Serve, or become a worker; the worker leaves through the interpreter's normal end."""
+    atexit.register(worker.leave)  # before anything is imported that registers handlers: it is the last to run
     channel = socket.socket(fileno=int(sys.argv[1]))
     agent = int(sys.argv[2])
     _Orphan.pid, _Orphan.channel = os.getpid(), channel

@@ -74,6 +74,27 @@ print("to stderr", me.rank, file=sys.stderr)
     assert [event.kind for event in job.events] == ["start", "end"]
 
 
+def test_threads_that_wait_for_a_peer_at_the_end_abort_nobody(tmp_path: Path) -> None:
+    """The interpreter would end them with C++ on their stacks, which mostly aborts one worker of three."""
+    script = """
+import os, threading
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+def wait():
+    with open(f"waits{rank}", "w"):
+        dist.recv(torch.ones(1), src=(rank + 1) % 3)
+for _ in range(3):
+    threading.Thread(target=wait, daemon=True).start()
+dist.barrier()
+print("ends", rank, end="")
+"""
+    job = run(tmp_path, script, nproc=3)
+    assert job.code == 0 and "after its goodbye" not in job.stderr, job.stderr
+    assert all(f"ends {rank}" in job.stdout for rank in range(3)), "what is printed last is not lost"
+
+
 def test_a_lost_worker_is_replaced_and_its_siblings_stay(tmp_path: Path) -> None:
     """Three kinds of loss in one job; rank 0 lives through all of them."""
     script = (
