@@ -88,7 +88,7 @@ def wait():
 for _ in range(3):
     threading.Thread(target=wait, daemon=True).start()
 dist.barrier()
-print("ends", rank, end="")
+print(f"ends {rank}", end="")
 """
     job = run(tmp_path, script, nproc=3)
     assert job.code == 0 and "after its goodbye" not in job.stderr, job.stderr
