@@ -74,6 +74,23 @@ print("to stderr", me.rank, file=sys.stderr)
     assert [event.kind for event in job.events] == ["start", "end"]
 
 
+def test_options_that_only_the_script_says(tmp_path: Path) -> None:
+    """Those that the job goes by from its start must have been told to the launcher, whose word wins."""
+    (tmp_path / "swift.json").write_text('{"connect_timeout_s": 6}')
+    script = """
+import shared_core
+from shared_core.config import SwiftConfig
+job = shared_core.install()
+said = {"data": "seeded", "seed": 3, "connect_timeout_s": 7, "on_failure": "replace"}
+job.check_told(said)
+config = SwiftConfig.from_env(base=SwiftConfig.from_dict(said))
+assert (config.data, config.seed, config.connect_timeout_s) == ("seeded", 3, 6.0), config
+job.check_told({"wait_timeout_s": 7})
+"""
+    job = run(tmp_path, script, nproc=1, options=[f"--swift-config={tmp_path / 'swift.json'}", "--crash-loop=1"])
+    assert job.code != 0 and "wait_timeout_s=7.0 was not told to the launcher" in job.stderr, job.stderr
+
+
 def test_threads_that_wait_for_a_peer_at_the_end_abort_nobody(tmp_path: Path) -> None:
     """The interpreter would end them with C++ on their stacks, which mostly aborts one worker of three."""
     script = """
