@@ -68,6 +68,9 @@ class History:
 def append(path: str | os.PathLike[str], run: Run) -> None:
     """Add a line, in one write, so that lines of several jobs never mix. What was torn before it is ended first.
 
+    While another job writes, the file may seem to end in the middle of that job's line (its size grows page by page):
+    then an empty line follows it, which says nothing and is no damage.
+
     Raises:
         OSError: the file cannot be written.
     """

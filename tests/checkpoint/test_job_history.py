@@ -82,7 +82,9 @@ def test_several_jobs_write_at_once(tmp_path: Path) -> None:
         assert job.exitcode == 0
     found = read(path, now=2.0)
     assert found.skipped == 0 and all(run.useful_s == 199 for run in found.runs) and len(found.runs) == 3
-    assert sum(1 for line in path.read_text().splitlines() if json.loads(line)) == 600
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line]
+    assert [sum(line["name"] == f"job{number}" for line in lines) for number in range(3)] == [200] * 3
+    assert [line["useful_s"] for line in lines if line["name"] == "job1"] == list(range(200)), "in order, none mixed"
 
 
 def test_a_wrong_end_is_refused() -> None:
