@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
@@ -19,10 +20,10 @@ from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.reroute.ahead import Plans
 from shared_core.reroute.executor import Executor
-from shared_core.reroute.mail import Parts
+from shared_core.reroute.mail import Parts, What
 from shared_core.reroute.problem import Variant
 from shared_core.reroute.schedule import Topology, Worker
-from shared_core.reroute.step import Options, Result
+from shared_core.reroute.step import Options, Result, Tied
 from shared_core.reroute.summing import unflatten
 
 if TYPE_CHECKING:
@@ -188,10 +189,15 @@ class _Layers:
         self._undo: Undo | None = None
         self._shapes: list[list[tuple[int, ...]]] | None = None
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad and p.numel()]
+        self._tied = _tied(engine, self._parameters)
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         return self._parameters
+
+    @property
+    def tied(self) -> Sequence[Tied]:
+        return self._tied
 
     def items(self) -> list[tuple[Parts, Parts]]:
         engine = self._engine
@@ -283,9 +289,27 @@ def _parts(value: Any) -> Parts:
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
+def _tied(engine: SwiftPipelineEngine, parameters: Sequence[nn.Parameter]) -> list[Tied]:
+    """Parameters of tied layers of this stage that other stages have, too; those of the same stages are one."""
+    module, stages = engine.module, dict[str, set[int]]()
+    for index, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            stages.setdefault(spec.key, set()).add(int(module.stage_owner(index)))
+    sets = sorted({tuple(sorted(each)) for each in stages.values() if len(each) > 1})
+    if len(sets) >= len(What):
+        raise Unsupported(f"on_failure='reroute' takes layers tied between at most {len(What) - 1} sets of stages")
+    places = {id(parameter): index for index, parameter in enumerate(parameters)}
+    found: dict[tuple[int, ...], list[int]] = {}
+    for key in sorted(module.tied_comms):
+        for name in module.tied_comms[key]["weight_attr"]:
+            place = places.get(id(module._recursive_getattr(module.tied_modules[key], name)))
+            if place is not None and len(stages[key]) > 1:  # it is trained
+                found.setdefault(tuple(sorted(stages[key])), []).append(place)
+    return [Tied(sets.index(each) + 1, each, tuple(found[each])) for each in sets if each in found]
+
+
 def _refuse(engine: SwiftPipelineEngine) -> None:
     reasons: list[tuple[bool, str]] = [
-        (bool(engine.module.tied_comms), "tied layers"),
         (engine._shard is not None, "bf16 and ZeRO-1, which divide the optimizer's state over the replicas"),
         (engine.grid.data_parallel_size < 2, "pipelines without data-parallel replicas"),
         (not engine.postscale_gradients() or engine.gradient_predivide_factor() != 1.0, "prescaled gradients"),

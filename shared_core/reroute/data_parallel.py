@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shared_core.errors import LaneBroken, Unsupported
 from shared_core.reroute.mail import Key, Lane, Mail, What
-from shared_core.reroute.schedule import Topology
+from shared_core.reroute.schedule import Topology, Worker
 from shared_core.reroute.summing import reduce_in_order, unflatten
 from shared_core.testing import inject
 
@@ -238,12 +238,12 @@ class DataParallelSteps:
             if rank != self._me:
                 mail.send(Key(step, What.LOSSES, 0, self._me), [table], rank)
                 mail.post_like(Key(step, What.LOSSES, 0, rank), [table], rank)
-        mine = {rank: shares[rank] for rank in homes}
-        holders = hosted
+        mine = {Worker(rank, 0): shares[rank] for rank in homes}
+        peers, me = {Worker(rank, 0): rank for rank in lane.ranks}, Worker(self._me, 0)
+        holders = {Worker(rank, 0): Worker(host, 0) for rank, host in hosted.items()}
         if not self._ordered:
-            mine, holders = {self._me: _added(mine.values())}, {rank: rank for rank in lane.ranks}
-        peers = {rank: rank for rank in lane.ranks}
-        flat = reduce_in_order(mail, step, 0, self._me, holders, mine, peers, 1.0)
+            mine, holders = {me: _added(mine.values())}, {peer: peer for peer in peers}
+        flat = reduce_in_order(mail, step, 0, me, holders, mine, peers, 1.0)
         for rank in lane.ranks:
             if rank != self._me:
                 (more,) = mail.fetch_like(Key(step, What.LOSSES, 0, rank), [table], rank)

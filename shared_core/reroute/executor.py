@@ -290,23 +290,9 @@ class Executor:
                 self._deliver(plan, key, parts)
             self._send_items(step, plan)
             facts = {rank: view["steps"].get(str(number), {}) for rank, view in views.items()}
-            peers = list(self._finishing.peers().values())
-            having = sorted(rank for rank in peers if facts[rank].get("reduced"))
-            if step.reduced is not None and having and having[0] == self._rank(self._me):
-                for rank in peers:
-                    waiting = views[rank]["at"][0] <= number
-                    if waiting and not facts[rank].get("reduced"):
-                        self._mail.send(Key(number, What.SUM, self._me.stage, 0, 1), [step.reduced], rank)
-            if step.reduced is None and having:
-                (step.reduced,) = self._mail.fetch_like(
-                    Key(number, What.SUM, self._me.stage, 0, 1),
-                    [torch.empty(sum(p.numel() for p in self._model.parameters), dtype=self._dtype)],
-                    having[0],
-                )
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(iter(self._model.parameters)).dtype if self._model.parameters else torch.float32
+            having = {rank for rank, fact in facts.items() if fact.get("reduced")}
+            waiting = {rank for rank, view in views.items() if rank not in having and view["at"][0] <= number}
+            self._finishing.pass_on_sums(step, having, waiting)
 
     # -- a row -------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from shared_core.reroute.history import History, StepPlan
 from shared_core.reroute.mail import Key, Mail, What
 from shared_core.reroute.schedule import Action, Kind, Topology, Worker
-from shared_core.reroute.step import Options, Result, StageModel, Step, merge, table_of
+from shared_core.reroute.step import Options, Result, StageModel, Step, Tied, merge, table_of
 from shared_core.reroute.summing import flatten, reduce_in_order, unflatten
 from shared_core.testing import inject
 
@@ -69,11 +69,10 @@ class Finishing:
         """All have a stage's norm of a step: it need not be told."""
         self._told.add((number, f"norm {stage}"))
 
-    def peers(self) -> dict[int, int]:
-        """Workers of this stage that are there: pipeline to rank."""
-        stage = self._me.stage
-        workers = [Worker(d, stage) for d in range(self._topology.pipelines)]
-        return {worker.pipeline: self._rank(worker) for worker in workers if worker not in self._history.lost}
+    def _peers(self, stages: Collection[int]) -> dict[Worker, int]:
+        """Workers of these stages that are there, and their ranks."""
+        workers = [worker for worker in self._topology.workers() if worker.stage in stages]
+        return {worker: self._rank(worker) for worker in workers if worker not in self._history.lost}
 
     def tell_read(self, step: Step, plan: StepPlan) -> None:
         """With the last gradient of the step: tell the stage that has sent it. See :meth:`_await_read`."""
@@ -104,21 +103,85 @@ class Finishing:
         self._await_read(step, plan)
         if step.reduced is not None:
             return
-        began, peers, stage = time.perf_counter(), self.peers(), self._me.stage
-        if self._options.ordered:
-            holders = {d: plan.plan.host(d, stage, 0).pipeline for d in range(self._topology.pipelines)}
-        else:
-            holders = {d: d for d in peers}
-        homes = [home for home, holder in holders.items() if holder == self._me.pipeline]
-        parameters = self._model.parameters
-        none: list[Tensor | None] = [None] * len(parameters)
-        mine = {home: flatten(step.sums.get(home if self._options.ordered else -1, none), parameters) for home in homes}
-        scale = 1.0 / self._topology.pipelines if self._options.average else 1.0
-        reduced = reduce_in_order(self.mail, step.number, stage, self._me.pipeline, holders, mine, peers, scale)
+        began, tied = time.perf_counter(), self._model.tied
+        common = {index for each in tied for index in each.parameters}
+        own = [index for index in range(len(self._model.parameters)) if index not in common]
+        reduced = self._add_up(step, plan, (self._me.stage,), own, 0)
         # Who has the sum can do without the others, so it has their losses, too.
         for worker in self._tails() if self._last else ():
             self._hear(step, worker)
-        step.reduced, step.reduce_s = reduced, time.perf_counter() - began
+        reduce_s = time.perf_counter() - began
+        if tied:
+            parts = dict(zip(own, self._cut(reduced, own), strict=True))
+            for each in tied:
+                if each.number in step.tied:
+                    flat = step.tied[each.number]
+                else:
+                    flat = self._add_up(step, plan, each.stages, each.parameters, each.number)
+                parts.update(zip(each.parameters, self._cut(flat, each.parameters), strict=True))
+            reduced = torch.cat([parts[index] for index in sorted(parts)])
+        step.reduced, step.reduce_s = reduced, reduce_s
+
+    def _add_up(self, step: Step, plan: StepPlan, stages: Sequence[int], indices: Sequence[int], group: int) -> Tensor:
+        """Sum of the gradients of some parameters over the pipelines, and over the stages that have them."""
+        peers, pipelines = self._peers(stages), self._topology.pipelines
+        if self._options.ordered:
+            holders = {Worker(d, s): plan.plan.host(d, s, 0) for s in stages for d in range(pipelines)}
+        else:
+            holders = {peer: peer for peer in peers}
+        parameters = [self._model.parameters[index] for index in indices]
+        none: list[Tensor | None] = [None] * len(self._model.parameters)
+        mine = {}
+        for home in [home for home, holder in holders.items() if holder == self._me]:
+            gradients = step.sums.get(home.pipeline if self._options.ordered else -1, none)
+            mine[home] = flatten([gradients[index] for index in indices], parameters)
+        scale = 1.0 / pipelines if self._options.average else 1.0
+        return reduce_in_order(self.mail, step.number, group, self._me, holders, mine, peers, scale)
+
+    def _cut(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
+        return list(flat.split([self._model.parameters[index].numel() for index in indices]))
+
+    def pass_on_sums(self, step: Step, having: Collection[int], waiting: Collection[int]) -> None:
+        """After a loss: who has the sum of its stage gives it to peers that lack it, and to other stages what they have
+        in common with it. Sums that are made again need not have the same bits, and an update may have been made.
+
+        Args:
+            step: which.
+            having: ranks that have the sum of their stage.
+            waiting: ranks that have it not, and are in this step.
+
+        Raises:
+            LaneBroken: somebody else was lost meanwhile.
+        """
+        parameters, everything = self._model.parameters, tuple(range(len(self._model.parameters)))
+        step.tied.clear()
+        for each in (Tied(0, (self._me.stage,), everything), *self._model.tied):
+            givers = [rank for rank in self._peers(each.stages).values() if rank in having]
+            takers = {
+                rank
+                for stage in each.stages
+                for peers in [self._peers((stage,)).values()]
+                if each.number == 0 or not any(rank in having for rank in peers)
+                for rank in peers
+                if rank in waiting
+            }
+            if not givers or not takers:
+                continue
+            key, me = Key(step.number, What.AGAIN, 0, 0, each.number), self._rank(self._me)
+            if me == min(givers):
+                assert step.reduced is not None
+                parts = self._cut(step.reduced, everything)
+                flat = torch.cat([parts[index] for index in each.parameters]) if each.number else step.reduced
+                for rank in takers:
+                    self.mail.send(key, [flat], rank)
+            elif me in takers:
+                size = sum(parameters[index].numel() for index in each.parameters)
+                dtype = parameters[0].dtype if parameters else torch.float32
+                (flat,) = self.mail.fetch_like(key, [torch.empty(size, dtype=dtype)], min(givers))
+                if each.number:
+                    step.tied[each.number] = flat
+                else:
+                    step.reduced = flat
 
     def finish(self, step: Step) -> None:
         """From summed gradients to the next step: update, and gather what all are told.
@@ -177,7 +240,7 @@ class Finishing:
         """Tell the other stages this stage's norm, where updates must not be made, or not stay, without them."""
         stage = self._me.stage
         told = (step.number, f"norm {stage}") in self._told
-        if told or self._me.pipeline != min(self.peers()) or not self._needs_norms(step):
+        if told or self._me != min(self._peers((stage,))) or not self._needs_norms(step):
             return
         self._told.add((step.number, f"norm {stage}"))
         value = torch.tensor([_number(step.norms[stage])], dtype=torch.float64)

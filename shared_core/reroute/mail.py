@@ -74,7 +74,7 @@ class What(IntEnum):
     PING = 7  # to measure what a message takes
     NORM = 8
     HEADER = 9  # of the first message of one of the kinds above, by kind in place of the micro-batch
-    TIED = 10
+    AGAIN = 10  # a sum, for who lacks it after a loss
     READ = 11  # all gradients of a step have come
     NOTES = 12  # of a share, for all
 

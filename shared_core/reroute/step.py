@@ -15,12 +15,31 @@ from shared_core.reroute.schedule import Topology
 from shared_core.reroute.split import StageBackward
 
 
+@dataclass(frozen=True)
+class Tied:
+    """Parameters that several stages have, and that must stay equal: their gradients are summed over the stages, too.
+
+    Attributes:
+        number: from 1, the same at all workers of these stages.
+        stages: ascending.
+        parameters: indices into :attr:`StageModel.parameters`, in an order that the stages share.
+    """
+
+    number: int
+    stages: tuple[int, ...]
+    parameters: tuple[int, ...]
+
+
 class StageModel(Protocol):
     """The layers of this worker's stage."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """Those that are trained, in the order in which gradients are summed."""
+
+    @property
+    def tied(self) -> Sequence[Tied]:
+        """Which of them other stages have, too, by ascending number."""
 
     def items(self) -> list[tuple[Parts, Parts]]:
         """Inputs and labels of this pipeline's micro-batches of the next step; called at first and last stages."""
@@ -67,8 +86,9 @@ class Step:
         records: forwards whose backward is still to be done.
         losses: of the micro-batches that this worker has computed at the last stage.
         sums: accumulated gradients, by home pipeline (all in one where the plan is not ordered).
-        reduced: sum over all pipelines, once it is there.
-        reduce_s: what the sum took, with waiting for peers.
+        reduced: sum over all pipelines, once it is there; of tied layers, over their stages, too.
+        tied: sums of what stages have in common that others had before a loss, by number of :class:`Tied`.
+        reduce_s: what the sum took, with waiting for peers of the stage.
         norms: of the stages, as far as they are known.
         updated: the update is made.
         tentative: it was made before the norms of all stages were known.
@@ -85,6 +105,7 @@ class Step:
     losses: dict[tuple[int, int], float] = field(default_factory=dict)
     sums: dict[int, list[Tensor | None]] = field(default_factory=dict)
     reduced: Tensor | None = None
+    tied: dict[int, Tensor] = field(default_factory=dict)
     reduce_s: float = 0.0
     norms: dict[int, float | None] = field(default_factory=dict)
     updated: bool = False

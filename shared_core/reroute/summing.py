@@ -8,31 +8,33 @@ import torch
 from torch import Tensor
 
 from shared_core.reroute.mail import Key, Mail, What
+from shared_core.reroute.schedule import Worker
 
 
 def reduce_in_order(
     mail: Mail,
     step: int,
-    stage: int,
-    me: int,
-    holders: Mapping[int, int],
-    mine: Mapping[int, Tensor],
-    ranks: Mapping[int, int],
+    group: int,
+    me: Worker,
+    holders: Mapping[Worker, Worker],
+    mine: Mapping[Worker, Tensor],
+    ranks: Mapping[Worker, int],
     scale: float,
 ) -> Tensor:
-    """Sum of what the workers of a stage hold, the same bits at each of them.
+    """Sum of what the workers of a stage hold, or those of several stages with tied layers; the same bits at each.
 
-    Each worker sums a part and sends it to the others, as a ring does, with as many bytes; but the addends are added
-    by ascending home pipeline.
+    Each worker sums a part and sends it to the others, as a ring does, with as many bytes; but the addends of each
+    home pipeline are added by ascending stage, and what comes out by ascending pipeline: the order of DeepSpeed.
 
     Args:
         mail: the lane.
         step: number of the step.
-        stage: this stage.
-        me: pipeline of this worker.
-        holders: for every addend, by home pipeline, the pipeline of the worker that holds it.
-        mine: addends held here, by home pipeline; one-dimensional, all of one length.
-        ranks: the workers of the stage that are there: pipeline to rank.
+        group: 0 for what belongs to one stage, else the number of what several have in common; less than the kinds of
+            messages.
+        me: this worker.
+        holders: for every addend, by home pipeline and stage, the worker that holds it.
+        mine: addends held here; one-dimensional, all of one length.
+        ranks: ranks of the workers that take part, which are all that are there.
         scale: the sum is multiplied by this, unless it is 1.
 
     Raises:
@@ -44,22 +46,26 @@ def reduce_in_order(
     parts = {peer: slice(bounds[i], bounds[i + 1]) for i, peer in enumerate(peers)}
     for peer in peers:
         if peer != me:
-            for home, addend in mine.items():
-                mail.send(Key(step, What.SHARE, stage, home), [addend[parts[peer]]], ranks[peer])
+            for home, held in mine.items():
+                mail.send(_key(step, What.SHARE, home, group), [held[parts[peer]]], ranks[peer])
     own = parts[me]
     for home, holder in holders.items():
         if holder != me:
-            mail.post_like(Key(step, What.SHARE, stage, home), [like[own]], ranks[holder])
+            mail.post_like(_key(step, What.SHARE, home, group), [like[own]], ranks[holder])
     for peer in peers:
         if peer != me:
-            mail.post_like(Key(step, What.SUM, stage, peer), [like[parts[peer]]], ranks[peer])
+            mail.post_like(_key(step, What.SUM, peer, group), [like[parts[peer]]], ranks[peer])
     result = torch.empty_like(like)
     total = None
-    for home in sorted(holders):
-        if home in mine:
-            addend = mine[home][own]
-        else:
-            (addend,) = mail.fetch_like(Key(step, What.SHARE, stage, home), [like[own]], ranks[holders[home]])
+    for pipeline in sorted({home.pipeline for home in holders}):
+        addend: Tensor | None = None
+        for home in sorted(home for home in holders if home.pipeline == pipeline):
+            if home in mine:
+                part = mine[home][own]
+            else:
+                (part,) = mail.fetch_like(_key(step, What.SHARE, home, group), [like[own]], ranks[holders[home]])
+            addend = part if addend is None else addend + part
+        assert addend is not None
         total = addend.clone() if total is None else total.add_(addend)
     assert total is not None, "nobody holds a gradient"
     if scale != 1.0:
@@ -67,11 +73,16 @@ def reduce_in_order(
     result[own] = total
     for peer in peers:
         if peer != me:
-            mail.send(Key(step, What.SUM, stage, me), [total], ranks[peer])
+            mail.send(_key(step, What.SUM, me, group), [total], ranks[peer])
     for peer in peers:
         if peer != me:
-            (result[parts[peer]],) = mail.fetch_like(Key(step, What.SUM, stage, peer), [like[parts[peer]]], ranks[peer])
+            key = _key(step, What.SUM, peer, group)
+            (result[parts[peer]],) = mail.fetch_like(key, [like[parts[peer]]], ranks[peer])
     return result
+
+
+def _key(step: int, what: What, place: Worker, group: int) -> Key:
+    return Key(step, what, place.stage, place.pipeline, group)
 
 
 def flatten(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from harness import Jobs
+from harness import Jobs, most
 from rerouted import SCRIPT, go
 
 from shared_core.testing import ANY_STEP, Fault
@@ -87,6 +87,46 @@ def test_both_ends_of_a_pipeline_are_lost(jobs: Jobs, pair: tuple[int, int]) -> 
         assert any("the data of pipeline" in str(event.fields) for event in result.kinds("restart")), result.tail()
 
 
+#: A layer that the first and the last stage have.
+TIED = ("--tied", "two")
+TIED_CASES = {
+    "first_stage": [kill(0, 3, 4)],
+    "last_stage": [kill(3, 3, 6)],
+    "sum": [kill(2, 3, 1, "reroute.reduce")],
+    "one_has_the_sum": [kill(1, 3, 1, "reroute.step")],
+    "both_stages": [kill(0, 3, 3), kill(3, 4, 5)],
+}
+
+
+@pytest.mark.parametrize("name", most(TIED_CASES, "first_stage", "last_stage", "sum"))
+def test_tied_layers(jobs: Jobs, name: str) -> None:
+    check(jobs, TIED_CASES[name], TIED)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("plan", VARIANTS)
+@pytest.mark.parametrize("rank", range(4))
+def test_every_action_with_tied_layers(jobs: Jobs, rank: int, plan: str) -> None:
+    for nth in range(1, ROW + 1):
+        check(jobs, [kill(rank, 3, nth)], (*TIED, "--steps", "5"), env=variant(plan))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", range(4))
+def test_every_place_with_tied_layers(jobs: Jobs, rank: int) -> None:
+    for point, nth in (*PLACES, *(("lane.wait", nth) for nth in range(14, 30))):
+        check(jobs, [kill(rank, 3, nth, point)], (*TIED, "--clip", "1.0", "--steps", "5"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", range(8))
+def test_layers_tied_between_three_stages(jobs: Jobs, rank: int) -> None:
+    draw = random.Random(rank)
+    other = draw.choice([each for each in range(8) if each not in (rank, rank ^ 1, (rank + 6) % 12)])
+    faults = [kill(rank, 3, draw.randint(1, ROW)), kill(other, 4, draw.randint(1, ROW))]
+    check(jobs, faults, ("--tied", "three", "--stages", "4"), 8)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("plan", VARIANTS)
 @pytest.mark.parametrize("nth", range(1, ROW + 1))
@@ -148,12 +188,13 @@ def test_a_survivor_is_lost_while_a_newcomer_is_let_in(jobs: Jobs, point: str) -
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("args", [(), TIED], ids=("plain", "tied"))
 @pytest.mark.parametrize("plan", VARIANTS)
 @pytest.mark.parametrize("rank", range(4))
-def test_sums_in_any_order_are_equal_to_rounding(jobs: Jobs, rank: int, plan: str) -> None:
+def test_sums_in_any_order_are_equal_to_rounding(jobs: Jobs, rank: int, plan: str, args: Sequence[str]) -> None:
     env = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "sum"} | variant(plan)
-    reference = jobs.reference(SCRIPT, nproc=4, env=env, launcher="swiftrun")
-    result = jobs.run(SCRIPT, nproc=4, env=env, faults=[kill(rank, 3, 4)])
+    reference = jobs.reference(SCRIPT, nproc=4, args=args, env=env, launcher="swiftrun")
+    result = jobs.run(SCRIPT, nproc=4, args=args, env=env, faults=[kill(rank, 3, 4)])
     assert result.status == 0 and result.kinds("rerouted") and not result.kinds("restart"), result.tail()
     for each, report in result.reports.items():
         for part in ("losses", "parameters"):

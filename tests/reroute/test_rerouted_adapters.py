@@ -49,14 +49,14 @@ def run(
 @pytest.mark.parametrize("name", most(CASES, *(CASES.keys() - {"waits_at_the_validation"})))
 def test_a_stage_is_lost_under_lightning(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
-    run(jobs, LIGHTNING, faults, ["--plain", *args])
+    run(jobs, LIGHTNING, faults, ["--no-dropout", *args])
 
 
 ACCELERATE = "acc_pipe.py"
 #: Three steps an epoch.
 LOOPS: dict[str, tuple[list[str], list[Fault]]] = {
     "first_and_last_stage": (
-        ["--shuffled", "--clip", "0.5", "--evaluate", "--save", "--gather"],
+        ["--tied", "--shuffled", "--clip", "0.5", "--evaluate", "--save", "--gather"],
         [Fault(0, 2, "reroute.action", "SIGKILL", nth=3), Fault(3, 6, "reroute.action", "SIGKILL", nth=4)],
     ),
     "last_step": (["--plain-data"], [Fault(1, 6, "reroute.step", "SIGKILL")]),
@@ -78,11 +78,10 @@ def test_a_stage_is_lost_under_accelerate(name: str, jobs: Jobs) -> None:
 
 #: What is refused: script, its arguments, what is said.
 REFUSED: dict[str, tuple[str, list[str], str]] = {
-    "tied": (LIGHTNING, [], "on_failure='reroute' cannot be used with tied layers"),
-    "bf16": (LIGHTNING, ["--plain", "--precision", "bf16-true"], "cannot be used with bf16 and ZeRO-1"),
-    "changed": (LIGHTNING, ["--plain", "--change-gradients"], "so hooks may only look at them"),
+    "bf16": (LIGHTNING, ["--no-dropout", "--precision", "bf16-true"], "cannot be used with bf16 and ZeRO-1"),
+    "changed": (LIGHTNING, ["--no-dropout", "--change-gradients"], "so hooks may only look at them"),
     "zero": (ACCELERATE, ["--zero"], "cannot be used with bf16 and ZeRO-1"),
-    "shapes": (LIGHTNING, ["--plain", "--rows", "40"], "With on_failure='reroute' they must stay the same"),
+    "shapes": (LIGHTNING, ["--no-dropout", "--rows", "40"], "With on_failure='reroute' they must stay the same"),
 }
 
 
@@ -95,5 +94,5 @@ def test_what_cannot_be_rerouted_is_refused(name: str, jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 def test_the_launcher_must_know(jobs: Jobs) -> None:
-    result = jobs.run(LIGHTNING, nproc=4, args=["--plain", "--reroute"])
+    result = jobs.run(LIGHTNING, nproc=4, args=["--no-dropout", "--reroute"])
     assert result.status != 0 and "on_failure='reroute' was not told to the launcher" in result.stderr, result.tail()

@@ -23,8 +23,13 @@ def run(
     return result
 
 
-def test_without_a_loss_it_is_deepspeed(jobs: Jobs) -> None:
-    args = ("--dropout", "0")
+#: A layer that the first and the last stage have, and clipping.
+TIED = ("--tied", "two", "--clip", "0.5")
+
+
+@pytest.mark.parametrize("more", most([(), TIED], ()), ids=lambda more: "tied" if more else "plain")
+def test_without_a_loss_it_is_deepspeed(jobs: Jobs, more: Sequence[str]) -> None:
+    args = ("--dropout", "0", *more)
     theirs = jobs.reference(SCRIPT, nproc=4, args=args)
     compare(jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED), theirs)
 

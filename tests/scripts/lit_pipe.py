@@ -48,18 +48,20 @@ class Waves(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 class Block(nn.Module):
     """A layer with dropout."""
 
+    dropout = 0.1
+
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(self.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.relu(self.drop(self.linear(x)))
 
 
 class Layers(pl.LightningModule):
-    """Blocks between two tied layers; or, if ``plain``, nothing that is tied or random."""
+    """Blocks between two tied layers."""
 
-    plain = changes = False
+    changes = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,9 +69,6 @@ class Layers(pl.LightningModule):
 
     def pipeline_layers(self) -> list[Any]:
         from deepspeed.pipe import LayerSpec, TiedLayerSpec
-
-        if self.plain:
-            return [LayerSpec(nn.Linear, WIDTH, WIDTH) if n % 2 else torch.tanh for n in range(8)]
 
         def tied() -> Any:
             return TiedLayerSpec("ends", nn.Linear, WIDTH, WIDTH)
@@ -160,7 +159,7 @@ def main() -> None:
     parser.add_argument("--calls", action="store_true", help="validate, fit, test, and fit on")
     parser.add_argument("--precision")
     parser.add_argument("--zero", action="store_true", help="ZeRO stage 1")
-    parser.add_argument("--plain", action="store_true", help="no tied layers, no dropout")
+    parser.add_argument("--no-dropout", action="store_true")
     parser.add_argument("--change-gradients", action="store_true", help="in a hook")
     parser.add_argument("--reroute", action="store_true", help="said by the script alone")
     parser.add_argument("--wait", action="store_true", help="for newcomers, before an epoch's last step")
@@ -169,7 +168,8 @@ def main() -> None:
     parser.add_argument("--by-hand", action="store_true")
     parser.add_argument("--checkpoints")
     args = parser.parse_args()
-    Layers.plain, Layers.changes = args.plain, args.change_gradients
+    Layers.changes = args.change_gradients
+    Block.dropout = 0.0 if args.no_dropout else 0.1
     report = Report()
     pl.seed_everything(7, verbose=False)
     if args.by_hand:

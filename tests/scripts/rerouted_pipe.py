@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--tied", choices=["two", "three"], help="a layer that so many stages have")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--evaluate-after", type=int, default=0, help="steps; evaluation needs all workers")
     parser.add_argument("--sum-after", type=int, nargs="*", default=(), help="steps; a sum over all workers")
@@ -88,12 +89,16 @@ def main() -> None:
     deepspeed = import_deepspeed()
     if not baseline:
         install()
-    from deepspeed.pipe import LayerSpec, PipelineModule
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(0)
     layers = [LayerSpec(Block, args.dropout) for _ in range(max(LAYERS, args.stages))]
+    if args.tied:  # all stages but those in the middle have it, or all
+        spec = TiedLayerSpec("head", Block, 0.0, tied_weight_attr=["linear.weight", "linear.bias"])
+        middle = [spec] if args.tied == "three" else []
+        layers = [spec, *layers[: args.stages], *middle, *layers[args.stages :], spec]
     net = PipelineModule(layers, num_stages=args.stages, loss_fn=nn.MSELoss(), partition_method="uniform")
     config = {
         "train_batch_size": args.rows * args.micro_batches * (dist.get_world_size() // args.stages),
