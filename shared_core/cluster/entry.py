@@ -132,13 +132,13 @@ def _run(request: StartRequest) -> None:
         worker.program_ended()
     except SystemExit as end:
         if end.code not in (None, 0):
-            worker.mark_failed()
+            worker.mark_failed(end.code & 0xFF if isinstance(end.code, int) else 1)
         raise
     except KeyboardInterrupt:
         worker.mark_failed()
         raise
     except Exception as error:
-        worker.mark_failed()
+        worker.mark_failed(1)
         error.__traceback__ = _user_frames(error.__traceback__)
         # as torchelastic's @record does
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler

@@ -50,7 +50,7 @@ WORDS = "words"
 _failed = False
 _done = False
 _at_end: list[Callable[[], None]] = []
-_leaves = False
+_leaves_with: int | None = None
 
 
 @dataclass(frozen=True)
@@ -254,10 +254,14 @@ def read_progress(path: str | os.PathLike[str]) -> tuple[int, bool, float] | Non
     return (tops, bool(flag), changed) if changed else None
 
 
-def mark_failed() -> None:
-    """The user's program ended with an error: no goodbye will be said for it."""
-    global _failed
-    _failed = True
+def mark_failed(code: int | None = None) -> None:
+    """The user's program ended with an error: no goodbye will be said for it.
+
+    Args:
+        code: of the process' end; None to leave it to the interpreter.
+    """
+    global _failed, _leaves_with
+    _failed, _leaves_with = True, code
 
 
 def at_end(call: Callable[[], None]) -> None:
@@ -281,7 +285,7 @@ def say_done_and_wait() -> None:
 
     Registered with ``atexit``; later calls, and calls after an error or outside ``swiftrun``, do nothing.
     """
-    global _done, _leaves
+    global _done, _leaves_with
     if _done or _failed or not launched() or hasattr(sys, "last_type"):
         return
     _done = True
@@ -296,19 +300,20 @@ def say_done_and_wait() -> None:
         store.wait([here.prefix + "release"], timedelta(seconds=FOREVER_S))
         if store.check([here.prefix + "stop"]):
             os._exit(1)
-        _leaves = True
+        _leaves_with = 0
 
 
 def leave() -> None:
-    """The last of all exit handlers: end a worker whose goodbye was heard, before the interpreter takes itself apart.
+    """The last of all exit handlers: end a worker whose goodbye was heard, or whose program has failed, before the
+    interpreter takes itself apart.
 
     Threads that wait for a peer inside of gloo would be ended then with C++ on their stacks, and abort the process
-    ("terminate called without an active exception").
+    ("terminate called without an active exception"): an exception would look like an accident.
     """
-    if not _leaves:
+    if _leaves_with is None:
         return
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, or none
             stream.flush()
-    os._exit(0)
+    os._exit(_leaves_with)

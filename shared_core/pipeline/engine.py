@@ -140,7 +140,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
     def _refuse(self) -> None:
         if self.is_model_parallel:
             raise Unsupported("pipelines with a model-parallel axis cannot be recovered: use pipe and data axes only")
-        if self.fp16_enabled():
+        if self.fp16_enabled() or self.torch_autocast_z0_gradscaler is not None:
             raise Unsupported("fp16 with its loss scale cannot be recovered in this version: train in bf16 or fp32")
         known = evaluates(self.optimizer) or isinstance(self.optimizer, torch.optim.Optimizer)
         if not known and not is_sharded(self.optimizer):

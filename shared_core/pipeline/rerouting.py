@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
@@ -218,7 +219,8 @@ class _Layers:
         module = engine.module
         module.micro_offset = engine.offset_of(micro_batch, pipeline)
         copies = tuple(t.clone() for t in inputs)
-        outputs = module(copies if len(copies) > 1 else copies[0])
+        with autocast_if_enabled(engine):
+            outputs = module(copies if len(copies) > 1 else copies[0])
         restore_raw(before)
         if labels is None:
             return _parts(outputs)
@@ -310,7 +312,13 @@ def _tied(engine: SwiftPipelineEngine, parameters: Sequence[nn.Parameter]) -> li
 
 def _refuse(engine: SwiftPipelineEngine) -> None:
     reasons: list[tuple[bool, str]] = [
-        (engine._shard is not None, "bf16 and ZeRO-1, which divide the optimizer's state over the replicas"),
+        (
+            engine._shard is not None,
+            "bf16 and ZeRO-1, which divide the optimizer's state over the replicas (but with bf16 by 'torch_autocast' "
+            "in the DeepSpeed configuration)",
+        ),
+        (engine.communication_data_type != torch.float32, "a communication_data_type"),
+        (engine.has_moe_layers, "mixtures of experts"),
         (engine.grid.data_parallel_size < 2, "pipelines without data-parallel replicas"),
         (not engine.postscale_gradients() or engine.gradient_predivide_factor() != 1.0, "prescaled gradients"),
         (engine.module.get_additional_losses() is not None, "additional losses"),

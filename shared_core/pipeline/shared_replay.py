@@ -47,12 +47,13 @@ class SharedReplay:
         engine, config = self._engine, self._job.config
         module = engine.module
         keys = [spec.key for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)]
-        # Recomputing segments adds to a parameter that two of them use in another order.
-        twice = module.activation_checkpoint_interval > 0 and len(set(keys)) < len(keys)
+        # Recomputing segments adds to a parameter that two of them use in another order, and does so without autocast.
+        alters = len(set(keys)) < len(keys) or engine.torch_autocast_enabled()
         return (
             config.randomness == "seeded"
             and config.parallel_replay != "never"
-            and not (engine.dynamic_shape or twice)
+            and not engine.dynamic_shape
+            and not (alters and module.activation_checkpoint_interval > 0)
             and module.get_additional_losses() is None
         )
 
@@ -62,7 +63,7 @@ class SharedReplay:
 
         def stage_of(rank: int) -> stage.Stage:
             coordinates = engine.grid._topo.get_coord(rank)
-            return stage.clone(engine.module, coordinates.pipe, engine.micro_batches, job.config.seed)
+            return stage.clone(engine, coordinates.pipe, job.config.seed)
 
         job.replays.help(lambda replaying: lending.help_newcomers(job.replays, replaying, stage_of, threads))
 
@@ -158,7 +159,7 @@ class SharedReplay:
     def run(self) -> None:
         """One step, as the schedule would have made it."""
         engine = self._engine
-        own = stage.own(engine.module, engine.stage_id, engine.micro_batches, self._job.config.seed)
+        own = stage.own(engine, self._job.config.seed)
         engine._reserve_pipe_buffers(1)
         engine.fwd_outputs = []
         works = [self._work(place) for place in range(engine.micro_batches)]

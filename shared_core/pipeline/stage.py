@@ -9,12 +9,15 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import nn
 
 from shared_core.loaders import seed_random
@@ -84,6 +87,7 @@ class Stage:
         last: it is the last stage.
         micro_batches: of a step; gradients are divided by it.
         seed: of the job.
+        autocast: entered while the layers compute, as DeepSpeed's engine does.
     """
 
     layers: Sequence[Callable[[Tensors], Tensors]]
@@ -93,14 +97,16 @@ class Stage:
     last: bool
     micro_batches: int
     seed: int
+    autocast: Callable[[], AbstractContextManager[None]]
 
     def compute(self, work: Work) -> Computed:
         """Forward and backward of one micro-batch. Sets the global generators; the caller puts them back."""
         leaves = [self._leaf(each) for each in _listed(work.inputs)]
         x: Tensors = tuple(t.clone() for t in leaves) if isinstance(work.inputs, tuple) else leaves[0].clone()
-        for layer, call in enumerate(self.layers, self.first):
-            seed_random(layer_seed(self.seed, work.number, layer))
-            x = call(x)
+        with self.autocast():
+            for layer, call in enumerate(self.layers, self.first):
+                seed_random(layer_seed(self.seed, work.number, layer))
+                x = call(x)
         loss = None
         if self.last:
             loss = self.loss_fn(x, work.labels) if self.loss_fn is not None else x
@@ -120,15 +126,15 @@ class Stage:
         return tensor.detach().requires_grad_(self.first > 0 and tensor.is_floating_point())
 
 
-def clone(module: Any, stage: int, micro_batches: int, seed: int) -> Stage:
+def clone(engine: PipelineEngine, stage: int, seed: int) -> Stage:
     """Build the layers of another stage, as DeepSpeed's ``PipelineModule`` builds its own; parameters are to be loaded.
 
     Args:
-        module: this rank's ``PipelineModule``.
+        engine: this rank's.
         stage: which.
-        micro_batches: of a step.
         seed: of the job.
     """
+    module = engine.module
     first, stop = module.parts[stage], module.parts[stage + 1]
     made = nn.Module()
     made.tied_modules = nn.ModuleDict()
@@ -146,19 +152,21 @@ def clone(module: Any, stage: int, micro_batches: int, seed: int) -> Stage:
         else:
             layers.append(spec)
     made.train()
-    return _stage(made, layers, module, stage, micro_batches, seed)
+    return _stage(engine, made, layers, stage, seed)
 
 
-def own(module: Any, stage: int, micro_batches: int, seed: int) -> Stage:
+def own(engine: PipelineEngine, seed: int) -> Stage:
     """This rank's stage."""
-    return _stage(module, module.forward_funcs, module, stage, micro_batches, seed)
+    return _stage(engine, engine.module, engine.module.forward_funcs, int(engine.stage_id), seed)
 
 
-def _stage(holder: nn.Module, layers: Sequence[Any], module: Any, stage: int, micro_batches: int, seed: int) -> Stage:
+def _stage(engine: PipelineEngine, holder: nn.Module, layers: Sequence[Any], stage: int, seed: int) -> Stage:
+    module, micro_batches = engine.module, int(engine.micro_batches)
     last = stage == module.num_stages - 1
     parameters = [p for p in holder.parameters() if p.requires_grad]
     loss_fn = module.loss_fn if last else None
-    return Stage(layers, module.parts[stage], parameters, loss_fn, last, micro_batches, seed)
+    autocast = partial(autocast_if_enabled, engine)
+    return Stage(layers, module.parts[stage], parameters, loss_fn, last, micro_batches, seed, autocast)
 
 
 def _listed(value: Tensors) -> list[torch.Tensor]:

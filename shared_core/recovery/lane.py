@@ -111,6 +111,7 @@ class Lane:
         Raises:
             LaneBroken: if a worker was lost meanwhile.
         """
+        inject.point("lane.send")
         tensor = tensor.detach()
         self._sent.put((self._issue(lambda pg: pg.send([tensor], self.ranks.index(rank), tag)), tensor))
 

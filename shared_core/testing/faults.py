@@ -52,6 +52,7 @@ POINTS: tuple[str, ...] = (
     # on_failure="reroute": before a lane is connected, before a wait in it, before survivors and newcomers meet, after
     # they have agreed that newcomers are in, and a newcomer that asks to be let in.
     "lane.connect",
+    "lane.send",
     "lane.wait",
     "lane.let_in",
     "lane.agreed",

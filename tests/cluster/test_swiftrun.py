@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -91,10 +92,13 @@ job.check_told({"wait_timeout_s": 7})
     assert job.code != 0 and "wait_timeout_s=7.0 was not told to the launcher" in job.stderr, job.stderr
 
 
-def test_threads_that_wait_for_a_peer_at_the_end_abort_nobody(tmp_path: Path) -> None:
-    """The interpreter would end them with C++ on their stacks, which mostly aborts one worker of three."""
+@pytest.mark.parametrize("mistake", [False, True])
+def test_threads_that_wait_for_a_peer_at_the_end_abort_nobody(tmp_path: Path, mistake: bool) -> None:
+    """The interpreter would end them with C++ on their stacks, which mostly aborts one worker of three, and now and
+    then hides the mistake that a worker has ended with.
+    """
     script = """
-import os, threading
+import os, select, threading
 import torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
@@ -106,9 +110,27 @@ for _ in range(3):
     threading.Thread(target=wait, daemon=True).start()
 dist.barrier()
 print(f"ends {rank}", end="")
+class Late:
+    def __init__(self, peer):
+        self.peer, self.select = os.pidfd_open(peer), select.select
+    def __del__(self):
+        self.select([self.peer], [], [], 20)
 """
-    job = run(tmp_path, script, nproc=3)
-    assert job.code == 0 and "after its goodbye" not in job.stderr, job.stderr
+    if mistake:
+        mistakes = """
+pids = [None] * 3
+dist.all_gather_object(pids, os.getpid())
+late = Late(pids[1]) if rank == 0 else None
+if rank == 2:
+    dist.barrier()
+raise ValueError("a mistake")
+"""
+        job = run(tmp_path, script + mistakes, nproc=3, options=["--max-restarts=1"])
+        causes = re.findall(r"lost \(pid \d+\): (.*?) \(at", job.stderr)
+        assert job.code != 0 and causes == ["ValueError: a mistake"] * 2, job.stderr
+    else:
+        job = run(tmp_path, script, nproc=3)
+        assert job.code == 0 and "after its goodbye" not in job.stderr, job.stderr
     assert all(f"ends {rank}" in job.stdout for rank in range(3)), "what is printed last is not lost"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness import Jobs, most
-from pipelines import FULL, instructions, logging, resolutions, run, starts
+from pipelines import FULL, SCRIPT, instructions, logging, resolutions, run, starts
 
 from shared_core.testing import Fault
 from shared_core.testing.faults import KINDS
@@ -49,6 +49,11 @@ PLACES = {
 def test_a_lost_stage_is_taken_over_from_its_replica(jobs: Jobs, place: str) -> None:
     result = run(jobs, [PLACES[place]], FULL)
     assert resolutions(result) == {"replica"}
+
+
+def test_fp16_by_autocast_is_refused(jobs: Jobs) -> None:
+    result = jobs.run(SCRIPT, nproc=2, args=["--autocast", "float16"])
+    assert result.status != 0 and "fp16 with its loss scale cannot be recovered" in result.stderr, result.tail()
 
 
 def test_a_plain_pipeline(jobs: Jobs) -> None:

@@ -37,7 +37,7 @@ def helped(result: JobResult) -> list[int]:
 @pytest.mark.parametrize("rank", most(["0", "1", "3"], "0", "3"))
 def test_a_replay_is_shared_and_bitwise_the_same(jobs: Jobs, tmp_path: Path, rank: str) -> None:
     fault = Fault(int(rank), 8, "pipe.forward", "SIGKILL", 2 if rank != "3" else 1)
-    result = run(jobs, tmp_path, [fault], "--tied", "--clip", "0.1", "--schedule")
+    result = run(jobs, tmp_path, [fault], "--tied", "--clip", "0.1", "--schedule", "--autocast", "bfloat16")
     assert helped(result) == [2]  # from the checkpoint at batch top 6 to batch top 8, and no further
 
 

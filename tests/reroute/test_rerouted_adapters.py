@@ -30,6 +30,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "at_the_step": ([], [Fault(2, 3, "reroute.step", "SIGKILL"), Fault(1, 4, "reroute.reduce", "SIGKILL")]),
     "not_validated": (["--no-validation"], [Fault(3, 3, "reroute.action", "SIGKILL", nth=4)]),
     "accumulate": (["--accumulate", "3"], [Fault(3, 6, "reroute.action", "SIGKILL", nth=2)]),
+    "autocast": (["--autocast"], [Fault(2, 3, "reroute.action", "SIGKILL", nth=4)]),
     "calls": (["--calls"], [Fault(1, 3, "reroute.action", "SIGKILL", nth=2)]),
 }
 

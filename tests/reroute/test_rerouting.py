@@ -27,16 +27,19 @@ def run(
 TIED = ("--tied", "two", "--clip", "0.5")
 
 
-@pytest.mark.parametrize("more", most([(), TIED], ()), ids=lambda more: "tied" if more else "plain")
-def test_without_a_loss_it_is_deepspeed(jobs: Jobs, more: Sequence[str]) -> None:
-    args = ("--dropout", "0", *more)
+MODELS = {"plain": (), "tied": TIED, "autocast": ("--autocast",), "both": (*TIED, "--autocast")}
+
+
+@pytest.mark.parametrize("model", most(MODELS, "plain", "tied", "autocast"))
+def test_without_a_loss_it_is_deepspeed(jobs: Jobs, model: str) -> None:
+    args = ("--dropout", "0", *MODELS[model])
     theirs = jobs.reference(SCRIPT, nproc=4, args=args)
     compare(jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED), theirs)
 
 
 @pytest.mark.parametrize("rank", most("0123", "0", "2", "3"))
 def test_a_worker_is_lost_inside_a_step(jobs: Jobs, rank: str) -> None:
-    result = run(jobs, [Fault(int(rank), 3, "reroute.action", "SIGKILL", nth=5)])
+    result = run(jobs, [Fault(int(rank), 3, "reroute.action", "SIGKILL", nth=5)], ["--autocast"])
     assert result.kinds("rerouted"), result.tail()
 
 

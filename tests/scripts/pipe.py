@@ -80,6 +80,7 @@ def main() -> None:
     )
     parser.add_argument("--damage", nargs=3, action="append", default=[], metavar=("RANK", "STEP", "KIND"))
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--autocast", choices=["bfloat16", "float16"], help="DeepSpeed's torch_autocast, to this type")
     parser.add_argument("--zero", type=int, default=0, help="stage")
     args = parser.parse_args()
     args.stages = args.stages or int(os.environ["WORLD_SIZE"])
@@ -116,6 +117,8 @@ def main() -> None:
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
     if args.bf16:
         config["bf16"] = {"enabled": True}
+    if args.autocast:
+        config["torch_autocast"] = {"enabled": True, "dtype": args.autocast}
     if args.zero:
         config["zero_optimization"] = {"stage": args.zero, "reduce_bucket_size": 1 << 20}
     make = deepspeed.initialize if baseline else initialize

@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--tied", choices=["two", "three"], help="a layer that so many stages have")
+    parser.add_argument("--autocast", action="store_true", help="DeepSpeed's torch_autocast, to bf16")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--evaluate-after", type=int, default=0, help="steps; evaluation needs all workers")
     parser.add_argument("--sum-after", type=int, nargs="*", default=(), help="steps; a sum over all workers")
@@ -105,6 +106,7 @@ def main() -> None:
         "train_micro_batch_size_per_gpu": args.rows,
         "gradient_clipping": args.clip,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        "torch_autocast": {"enabled": args.autocast, "dtype": "bfloat16"},
         "steps_per_print": None,
     }
 
