@@ -15,6 +15,7 @@ from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from shared_core.consistency.undo import Undo
 from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
@@ -191,6 +192,7 @@ class _Layers:
         self._shapes: list[list[tuple[int, ...]]] | None = None
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad and p.numel()]
         self._tied = _tied(engine, self._parameters)
+        self._buffers = dict(engine.module.named_buffers())
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -219,9 +221,19 @@ class _Layers:
         module = engine.module
         module.micro_offset = engine.offset_of(micro_batch, pipeline)
         copies = tuple(t.clone() for t in inputs)
+        if engine._reentrant_activation_checkpointing():  # else the first stage's parameters would get no gradients
+            copies = tuple(t if t.requires_grad else t.requires_grad_(t.is_floating_point()) for t in copies)
+        versions = [buffer._version for buffer in self._buffers.values()]
         with autocast_if_enabled(engine):
             outputs = module(copies if len(copies) > 1 else copies[0])
         restore_raw(before)
+        for (name, buffer), version in zip(self._buffers.items(), versions, strict=True):
+            if buffer._version != version:
+                raise Unsupported(
+                    f"rank {self._job.rank}: the forward pass changes the buffer {name}, which would be another one at "
+                    "each worker that computes for others. With on_failure='reroute' layers must not: choose "
+                    "on_failure='replace'"
+                )
         if labels is None:
             return _parts(outputs)
         loss = outputs
@@ -323,8 +335,8 @@ def _refuse(engine: SwiftPipelineEngine) -> None:
         (not engine.postscale_gradients() or engine.gradient_predivide_factor() != 1.0, "prescaled gradients"),
         (engine.module.get_additional_losses() is not None, "additional losses"),
         (
-            any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in engine.module.modules()),
-            "batch normalisation, whose running statistics belong to one worker",
+            any(isinstance(m, _NormBase) and m.track_running_stats for m in engine.module.modules()),
+            "batch or instance normalisation with running statistics, which belong to one worker",
         ),
     ]
     for holds, what in reasons:

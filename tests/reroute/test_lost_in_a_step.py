@@ -108,8 +108,9 @@ def test_tied_layers(jobs: Jobs, name: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("nth", range(1, ROW + 1))
 @pytest.mark.parametrize("rank", range(4))
-def test_autocast(jobs: Jobs, rank: int, nth: int) -> None:
+def test_autocast_and_activation_checkpointing(jobs: Jobs, rank: int, nth: int) -> None:
     check(jobs, [kill(rank, 3, nth)], (*TIED, "--autocast"))
+    go(jobs, [kill(rank, 3, nth)], (*TIED, "--autocast", "--checkpointing", "2"))  # which computes forwards again
 
 
 @pytest.mark.nightly

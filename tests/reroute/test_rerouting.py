@@ -27,10 +27,17 @@ def run(
 TIED = ("--tied", "two", "--clip", "0.5")
 
 
-MODELS = {"plain": (), "tied": TIED, "autocast": ("--autocast",), "both": (*TIED, "--autocast")}
+MODELS = {
+    "plain": (),
+    "tied": TIED,
+    "autocast": ("--autocast",),
+    "both": (*TIED, "--autocast"),
+    "checkpointing": ("--tied", "two", "--checkpointing", "1"),
+    "all": (*TIED, "--autocast", "--checkpointing", "2"),
+}
 
 
-@pytest.mark.parametrize("model", most(MODELS, "plain", "tied", "autocast"))
+@pytest.mark.parametrize("model", most(MODELS, *(MODELS.keys() - {"both", "checkpointing"})))
 def test_without_a_loss_it_is_deepspeed(jobs: Jobs, model: str) -> None:
     args = ("--dropout", "0", *MODELS[model])
     theirs = jobs.reference(SCRIPT, nproc=4, args=args)
@@ -58,6 +65,11 @@ def test_a_collective_waits_for_all(jobs: Jobs, rank: str) -> None:
     ]
     result = run(jobs, faults, ["--sum-after", "2", "4"])
     assert [event.rank for event in result.kinds("let_in")] == [int(rank), int(rank) ^ 2], result.tail()
+
+
+def test_a_buffer_that_forward_changes_is_refused(jobs: Jobs) -> None:
+    result = jobs.run(SCRIPT, nproc=4, args=["--counts"], env=ORDERED)
+    assert result.status != 0 and "the forward pass changes the buffer" in result.stderr, result.tail()
 
 
 def test_plans_go_by_measured_times(jobs: Jobs) -> None:

@@ -29,20 +29,24 @@ class Block(nn.Module):
         seen: for each step, inputs that this process has computed with, by digest.
         step: the present one.
         slow_s: what a backward takes at least, slept too.
+        counts: a buffer counts the forwards.
         work_s: what a forward takes at least; slept, because the test machines have few cores.
     """
 
-    step, work_s, slow_s = 0, 0.0, 0.0
+    step, work_s, slow_s, counts = 0, 0.0, 0.0, False
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
         self.seen: Counter[tuple[int, str]] = Counter()
+        self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.seen[Block.step, digest(x.detach())] += 1
             time.sleep(Block.work_s)
+            if Block.counts:
+                self.count += 1
         y = torch.relu(self.drop(self.linear(x))) + x
         if Block.slow_s and y.requires_grad:
             y.register_hook(lambda _: time.sleep(Block.slow_s))
@@ -71,6 +75,8 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--tied", choices=["two", "three"], help="a layer that so many stages have")
     parser.add_argument("--autocast", action="store_true", help="DeepSpeed's torch_autocast, to bf16")
+    parser.add_argument("--checkpointing", type=int, default=0, help="of activations: layers of a segment")
+    parser.add_argument("--counts", action="store_true", help="a buffer that forward changes")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--evaluate-after", type=int, default=0, help="steps; evaluation needs all workers")
     parser.add_argument("--sum-after", type=int, nargs="*", default=(), help="steps; a sum over all workers")
@@ -82,6 +88,7 @@ def main() -> None:
     args = parser.parse_args()
     if os.environ["RANK"] == "1":
         Block.slow_s = args.slow_ms / 1000
+    Block.counts = args.counts
     Block.work_s = args.work_ms / 1000
     report = Report()
     baseline = bool(os.environ.get("SWIFT_BASELINE"))
@@ -100,7 +107,13 @@ def main() -> None:
         spec = TiedLayerSpec("head", Block, 0.0, tied_weight_attr=["linear.weight", "linear.bias"])
         middle = [spec] if args.tied == "three" else []
         layers = [spec, *layers[: args.stages], *middle, *layers[args.stages :], spec]
-    net = PipelineModule(layers, num_stages=args.stages, loss_fn=nn.MSELoss(), partition_method="uniform")
+    net = PipelineModule(
+        layers,
+        num_stages=args.stages,
+        loss_fn=nn.MSELoss(),
+        partition_method="uniform",
+        activation_checkpoint_interval=args.checkpointing,
+    )
     config = {
         "train_batch_size": args.rows * args.micro_batches * (dist.get_world_size() // args.stages),
         "train_micro_batch_size_per_gpu": args.rows,
