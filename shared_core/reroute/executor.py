@@ -332,7 +332,8 @@ class Executor:
             began = time.perf_counter()
             leaves = tuple(t.detach().requires_grad_(action.stage > 0 and t.is_floating_point()) for t in inputs)
             outputs = self._model.forward(leaves, labels, *place)
-            step.records[place] = StageBackward(differentiable(outputs, self._last), leaves), outputs
+            ends = differentiable(outputs, self._last)
+            step.records[place] = StageBackward(ends, leaves, apart=self._options.ordered), outputs
             self._measure(step, Kind.F, began)
             if self._last:
                 step.losses[place] = float(outputs[1].detach())

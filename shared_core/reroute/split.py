@@ -61,12 +61,15 @@ class StageBackward:
     Args:
         outputs: what the forward returned: tensors, also within tuples, lists and dicts. Others are passed over.
         inputs: tensors that the forward was given; those that require a gradient must be leaves.
+        apart: outputs have a backward each, one after the other, as in DeepSpeed's pipelines, and not one for all. It
+            rounds differently; where there are several that require a gradient, the backward is not split then.
 
     Raises:
         ValueError: an input that requires a gradient is not a leaf: its own graph would be run too.
     """
 
-    def __init__(self, outputs: Any, inputs: Iterable[Tensor]) -> None:
+    def __init__(self, outputs: Any, inputs: Iterable[Tensor], apart: bool = False) -> None:
+        self._apart = apart
         self._outputs = tuple(_tensors(outputs))
         self._inputs = tuple(inputs)
         if any(x.requires_grad and not x.is_leaf for x in self._inputs):
@@ -155,8 +158,7 @@ class StageBackward:
         if self._postponed is not None:
             outputs, given = self._postponed
             self._postponed = None
-            if outputs:
-                torch.autograd.backward(outputs, given)
+            self._run_all(outputs, given)
         while self._early:
             parameter, gradient = self._early.pop()
             torch.autograd.backward([parameter], [gradient])
@@ -226,15 +228,23 @@ class StageBackward:
         before = [x.grad for x in inputs]
         for x in inputs:
             x.grad = None
-        if outputs:
-            torch.autograd.backward(outputs, grads)
+        self._run_all(outputs, grads)
         result = tuple(x.grad for x in inputs)
         for x, grad in zip(inputs, before, strict=True):
             x.grad = grad
         return result
 
+    def _run_all(self, outputs: list[Tensor], grads: list[Tensor]) -> None:
+        """The backward in one piece, or one for each output; the lists are emptied."""
+        while outputs:
+            some = slice(1 if self._apart else len(outputs))
+            torch.autograd.backward(outputs[some], grads[some], retain_graph=self._apart and len(outputs) > 1)
+            del outputs[some], grads[some]
+
     def _survey(self, outputs: Iterable[Tensor]) -> Survey:
         roots = [get_gradient_edge(y).node for y in outputs if y.requires_grad]
+        if self._apart and len(roots) > 1:
+            return Survey(whole="several outputs have a backward each")
         return survey(roots, [get_gradient_edge(x).node for x in self._inputs if x.requires_grad])
 
 

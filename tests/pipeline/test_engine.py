@@ -8,7 +8,7 @@ import pytest
 from harness import Jobs, most
 from pipelines import FULL, SCRIPT, instructions, logging, resolutions, run, starts
 
-from shared_core.testing import Fault
+from shared_core.testing import ANY_STEP, Fault
 from shared_core.testing.faults import KINDS
 
 #: Ranks 0 and 1 are the first stage, ranks 2 and 3 the second.
@@ -91,11 +91,19 @@ def test_the_newcomer_is_lost_too(jobs: Jobs, again: str) -> None:
     run(jobs, faults, FULL)
 
 
+def both_of_a_stage(stage: str, step: int) -> list[Fault]:
+    """One replica of a stage is lost, and the other before it can give its state to a newcomer."""
+    one, other = (0, 1) if stage == "first" else (2, 3)
+    return [
+        Fault(one, step, "pipe.backward", "SIGKILL", nth=2),
+        Fault(other, ANY_STEP, "recovery.severed", "SIGKILL"),
+    ]
+
+
 @pytest.mark.parametrize("stage", most(["first", "last"], "first"))
 @pytest.mark.nightly
 def test_all_replicas_of_a_stage_are_lost_with_messages_logged(jobs: Jobs, tmp_path: Path, stage: str) -> None:
-    ranks = (0, 1) if stage == "first" else (2, 3)
-    faults = [Fault(rank, 7, "pipe.backward", "SIGKILL", nth=2) for rank in ranks]
+    faults = both_of_a_stage(stage, 7)
     result = run(jobs, faults, FULL, env=logging(tmp_path, log_messages="always"))
     assert resolutions(result) == {"replay"}
     assert {top for _, top in starts(result)} == {6}
@@ -104,8 +112,7 @@ def test_all_replicas_of_a_stage_are_lost_with_messages_logged(jobs: Jobs, tmp_p
 @pytest.mark.parametrize("stage", most(["first", "last"], "last"))
 def test_all_replicas_of_a_stage_are_lost_without_a_log(jobs: Jobs, tmp_path: Path, stage: str) -> None:
     """Two steps after the checkpoint: of one step, the others mostly have all messages in memory still."""
-    ranks = (0, 1) if stage == "first" else (2, 3)
-    faults = [Fault(rank, 8, "pipe.backward", "SIGKILL", nth=2) for rank in ranks]
+    faults = both_of_a_stage(stage, 8)
     result = run(jobs, faults, FULL, env=logging(tmp_path), restarts=1)
     assert "continues from the checkpoint at batch top 6" in result.stderr, result.tail()
 

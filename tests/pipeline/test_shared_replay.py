@@ -8,7 +8,7 @@ import pytest
 from harness import Jobs, most
 
 from shared_core.pipeline.cost import Replay, shares
-from shared_core.testing import Fault
+from shared_core.testing import ANY_STEP, Fault
 from shared_core.testing.runner import JobResult, compare, unconfirmed
 
 STEPS = 12
@@ -49,7 +49,7 @@ def test_a_helper_that_is_lost_costs_only_its_share(jobs: Jobs, tmp_path: Path) 
 
 @pytest.mark.nightly
 def test_neighbours_lost_together_replay_alone(jobs: Jobs, tmp_path: Path) -> None:
-    faults = [Fault(1, 8, "pipe.forward", "SIGKILL", 2), Fault(2, 8, "pipe.forward", "SIGKILL", 1)]
+    faults = [Fault(1, 8, "pipe.forward", "SIGKILL", 2), Fault(2, ANY_STEP, "recovery.severed", "SIGKILL")]
     assert sum(helped(run(jobs, tmp_path, faults))) == 0
 
 

@@ -106,6 +106,13 @@ def test_tied_layers(jobs: Jobs, name: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("rank", range(4))
+def test_several_tensors_between_stages(jobs: Jobs, rank: int) -> None:
+    for nth in (2, 5, 8):
+        check(jobs, [kill(rank, 3, nth)], ("--several", "--clip", "0.5", "--steps", "5"))
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("nth", range(1, ROW + 1))
 @pytest.mark.parametrize("rank", range(4))
 def test_autocast_and_activation_checkpointing(jobs: Jobs, rank: int, nth: int) -> None:
@@ -114,6 +121,7 @@ def test_autocast_and_activation_checkpointing(jobs: Jobs, rank: int, nth: int) 
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("plan", VARIANTS)
 @pytest.mark.parametrize("rank", range(4))
 def test_every_action_with_tied_layers(jobs: Jobs, rank: int, plan: str) -> None:
@@ -122,6 +130,7 @@ def test_every_action_with_tied_layers(jobs: Jobs, rank: int, plan: str) -> None
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("rank", range(4))
 def test_every_place_with_tied_layers(jobs: Jobs, rank: int) -> None:
     for point, nth in (*PLACES, *(("lane.send", nth) for nth in range(1, 18))):

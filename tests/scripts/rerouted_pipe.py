@@ -53,6 +53,38 @@ class Block(nn.Module):
         return y
 
 
+class First(nn.Module):
+    """A table, of which most rows are looked up seldom. From here on several tensors pass from layer to layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.unused = nn.Embedding(64, WIDTH), nn.Linear(3, 3)
+        self.frozen = nn.Parameter(torch.full((WIDTH,), 0.5), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.table((x[:, :2] * 32).long() % 64)[:, 0] * self.frozen
+        return y, y > -1.0, y.mean(dim=1, keepdim=True)
+
+
+class Several(Block):
+    """The same, for one of several tensors; another is passed on, and one more is needed at the end."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, several: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x, mask, rest = several
+        return super().forward(x) * mask, mask, rest * 1.5 + self.scale
+
+
+class Last(Block):
+    """One tensor again."""
+
+    def forward(self, several: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return super().forward(several[0]) + several[2]
+
+
 def micro_batches(
     pipeline: int, rows: int, odd: Sequence[int] = (), value: float = 0.0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -77,6 +109,7 @@ def main() -> None:
     parser.add_argument("--autocast", action="store_true", help="DeepSpeed's torch_autocast, to bf16")
     parser.add_argument("--checkpointing", type=int, default=0, help="of activations: layers of a segment")
     parser.add_argument("--counts", action="store_true", help="a buffer that forward changes")
+    parser.add_argument("--several", action="store_true", help="tensors between layers")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--evaluate-after", type=int, default=0, help="steps; evaluation needs all workers")
     parser.add_argument("--sum-after", type=int, nargs="*", default=(), help="steps; a sum over all workers")
@@ -103,6 +136,9 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(0)
     layers = [LayerSpec(Block, args.dropout) for _ in range(max(LAYERS, args.stages))]
+    if args.several:
+        middle = [LayerSpec(Several, args.dropout) for _ in range(args.stages)]
+        layers = [LayerSpec(First), *middle, LayerSpec(Last, args.dropout)]
     if args.tied:  # all stages but those in the middle have it, or all
         spec = TiedLayerSpec("head", Block, 0.0, tied_weight_attr=["linear.weight", "linear.bias"])
         middle = [spec] if args.tied == "three" else []
