@@ -124,7 +124,8 @@ def test_the_reference_is_deepspeeds_own_engine(jobs: Jobs) -> None:
     ours = jobs.reference(SCRIPT, nproc=4, args=["--no-validation"])
     by_hand = jobs.reference(SCRIPT, nproc=4, args=["--by-hand"])
     for rank in range(4):
-        assert ours.reports[rank]["extra"] == by_hand.reports[rank]["extra"]
+        mine, theirs = (each.reports[rank]["extra"] for each in (ours, by_hand))
+        assert {name: mine[name] for name in theirs} == theirs and {"losses", "same"} <= theirs.keys()
 
 
 @pytest.mark.parametrize(
