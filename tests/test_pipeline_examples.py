@@ -61,3 +61,19 @@ def test_any_stage_at_any_instruction(framework: str, rank: int, jobs: Jobs, tmp
             fault = Fault(rank, 2 if number % 2 else 4, f"pipe.{point}", "SIGKILL")
             folder = tmp_path / f"{stages}-{point}"
             check(jobs, framework, stages, [fault], folder)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("framework", ["lightning", "accelerate"])
+def test_re_routed(framework: str, jobs: Jobs) -> None:
+    """Tied embeddings, dropout: the peers compute for a lost stage, and all end with the parameters of the same run
+    without a loss.
+    """
+    script = str(ROOT / "examples" / f"{framework}_gpt2_pipeline.py")
+    args = ["--steps", "8" if framework == "lightning" else "4", "--stages", "2", "--blocks", "2"]
+    env = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "ordered"}
+    reference = jobs.reference(script, nproc=4, args=args, env=env, launcher="swiftrun", timeout_s=100)
+    faults = [Fault(3, 2, "reroute.action", "SIGKILL", nth=3), Fault(0, 4, "reroute.action", "SIGKILL", nth=3)]
+    result = jobs.run(script, nproc=4, args=args, faults=faults, env=env, timeout_s=100)
+    assert not unconfirmed(result) and result.kinds("rerouted") and not result.kinds("restart"), result.tail()
+    assert fingerprints(result) == fingerprints(reference)
