@@ -22,11 +22,11 @@ from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.reroute.ahead import Plans
 from shared_core.reroute.executor import Executor
-from shared_core.reroute.mail import Parts, What
+from shared_core.reroute.mail import Parts
 from shared_core.reroute.problem import Variant
 from shared_core.reroute.schedule import Topology, Worker
 from shared_core.reroute.step import Options, Result, Tied
-from shared_core.reroute.summing import unflatten
+from shared_core.reroute.summing import GROUPS, unflatten
 
 if TYPE_CHECKING:
     from shared_core.job import Job
@@ -310,8 +310,8 @@ def _tied(engine: SwiftPipelineEngine, parameters: Sequence[nn.Parameter]) -> li
         if isinstance(spec, TiedLayerSpec):
             stages.setdefault(spec.key, set()).add(int(module.stage_owner(index)))
     sets = sorted({tuple(sorted(each)) for each in stages.values() if len(each) > 1})
-    if len(sets) >= len(What):
-        raise Unsupported(f"on_failure='reroute' takes layers tied between at most {len(What) - 1} sets of stages")
+    if len(sets) >= GROUPS:
+        raise Unsupported(f"on_failure='reroute' takes layers tied between at most {GROUPS - 1} sets of stages")
     places = {id(parameter): index for index, parameter in enumerate(parameters)}
     found: dict[tuple[int, ...], list[int]] = {}
     for key in sorted(module.tied_comms):

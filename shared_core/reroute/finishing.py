@@ -141,7 +141,7 @@ class Finishing:
     def _cut(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
         return list(flat.split([self._model.parameters[index].numel() for index in indices]))
 
-    def pass_on_sums(self, step: Step, having: Collection[int], waiting: Collection[int]) -> None:
+    def pass_on_sums(self, step: Step, having: set[int], waiting: set[int]) -> None:
         """After a loss: who has the sum of its stage gives it to peers that lack it, and to other stages what they have
         in common with it. Sums that are made again need not have the same bits, and an update may have been made.
 
@@ -156,15 +156,10 @@ class Finishing:
         parameters, everything = self._model.parameters, tuple(range(len(self._model.parameters)))
         step.tied.clear()
         for each in (Tied(0, (self._me.stage,), everything), *self._model.tied):
-            givers = [rank for rank in self._peers(each.stages).values() if rank in having]
-            takers = {
-                rank
-                for stage in each.stages
-                for peers in [self._peers((stage,)).values()]
-                if each.number == 0 or not any(rank in having for rank in peers)
-                for rank in peers
-                if rank in waiting
-            }
+            stages = [set(self._peers((stage,)).values()) for stage in each.stages]
+            givers = having & set().union(*stages)
+            lacking = [ranks for ranks in stages if each.number == 0 or having.isdisjoint(ranks)]
+            takers = waiting & set().union(*lacking)
             if not givers or not takers:
                 continue
             key, me = Key(step.number, What.AGAIN, 0, 0, each.number), self._rank(self._me)

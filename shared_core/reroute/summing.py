@@ -10,6 +10,9 @@ from torch import Tensor
 from shared_core.reroute.mail import Key, Mail, What
 from shared_core.reroute.schedule import Worker
 
+#: Sums that can be under way together: tags of messages have room for as many.
+GROUPS = len(What)
+
 
 def reduce_in_order(
     mail: Mail,
@@ -29,8 +32,8 @@ def reduce_in_order(
     Args:
         mail: the lane.
         step: number of the step.
-        group: 0 for what belongs to one stage, else the number of what several have in common; less than the kinds of
-            messages.
+        group: 0 for what belongs to one stage, else the number of what several have in common; less than
+            :data:`GROUPS`.
         me: this worker.
         holders: for every addend, by home pipeline and stage, the worker that holds it.
         mine: addends held here; one-dimensional, all of one length.

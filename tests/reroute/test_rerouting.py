@@ -25,13 +25,11 @@ def run(
 
 #: A layer that the first and the last stage have, and clipping.
 TIED = ("--tied", "two", "--clip", "0.5")
-
-
 MODELS = {
     "plain": (),
     "autocast": ("--autocast",),
     "tied": (*TIED, "--autocast"),
-    "checkpointing": ("--tied", "two", "--checkpointing", "1"),
+    "checkpointing": (*TIED, "--checkpointing", "1"),
     "all": (*TIED, "--autocast", "--checkpointing", "2"),
     "several": ("--several", "--autocast", "--clip", "0.5", "--micro-batches", "3"),
 }

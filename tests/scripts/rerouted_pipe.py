@@ -139,7 +139,7 @@ def main() -> None:
     if args.several:
         middle = [LayerSpec(Several, args.dropout) for _ in range(args.stages)]
         layers = [LayerSpec(First), *middle, LayerSpec(Last, args.dropout)]
-    if args.tied:  # all stages but those in the middle have it, or all
+    if args.tied:  # first and last stage have it, and with "three" one between them
         spec = TiedLayerSpec("head", Block, 0.0, tied_weight_attr=["linear.weight", "linear.bias"])
         middle = [spec] if args.tied == "three" else []
         layers = [spec, *layers[: args.stages], *middle, *layers[args.stages :], spec]
