@@ -40,13 +40,16 @@ from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import console
 from shared_core.job import Job, current_job
 from shared_core.loop import TrainingLoop
+from shared_core.recovery.attached import Attached
 from shared_core.recovery.checkpoints import ENDED, meta_of, named
 from shared_core.recovery.decisions import Decisions, FileEntries, StoreEntries
 from shared_core.recovery.lines import DESCRIPTION, NAMES
+from shared_core.recovery.loose import Loose
+from shared_core.recovery.outside import Watch
 from shared_core.recovery.parts import Capture, Parts, Restore
 from shared_core.recovery.plain import dumps, loads
 from shared_core.recovery.pricing import Pricing
-from shared_core.recovery.state import Replicated, hyperparameters, restore_buffers, set_hyperparameters
+from shared_core.recovery.state import Replicated
 from shared_core.sharing import SharedStep
 
 #: Name of the part that holds parameters and optimizer state; all ranks have the same.
@@ -179,15 +182,18 @@ class Alone:
         self._replicated = Replicated(models, optimizers)
         if any(hasattr(parameter, "device_mesh") for parameter in self._replicated.parameters):
             raise Unsupported("parameters are spread over ranks (DTensor); a Checkpointer saves those of rank 0 only")
-        buffers = [buffer for model in models for buffer in model.buffers()]
-        self.register("buffers", lambda: list(buffers), lambda values: restore_buffers(buffers, values))
-        self.register(
-            "hyperparameters",
-            lambda: hyperparameters(optimizers),
-            lambda values: set_hyperparameters(optimizers, values),
-        )
+        attached = Attached(models, self._replicated)
+        self.register("buffers", attached.buffers, attached.restore_buffers)
+        self.register("modes", attached.modes, attached.restore_modes)
+        self.register("hyperparameters", attached.groups, attached.restore_groups)
+        wrapped = [each for each in models if isinstance(each, nn.parallel.DistributedDataParallel)]
+        self._loose = Loose(self._replicated, {id(p) for ddp in wrapped for p in ddp.parameters()})
+        #: The script changes something outside updates: a snapshot cannot be copied while it goes on.
+        self._outside, self._watch = self._loose.own, Watch(self._replicated)
+        self.register("loose", lambda: self._loose.capture() if self._outside else {}, self._loose.restore)
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self._snapshots.fence())
+            optimizer.register_step_pre_hook(lambda *_: self._before_update())
+            optimizer.register_step_post_hook(lambda *_: self._watch.note())
         optimizers[0].register_step_post_hook(lambda *_: self._updated())
         self._command = _command()
         self._open()
@@ -218,6 +224,7 @@ class Alone:
             self._restore()
             return True
         self.tops += 1
+        self._see()
         self._look()
         self._decide()
         due, last = self._decisions.due(self.version)
@@ -323,6 +330,13 @@ class Alone:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
+    def _before_update(self) -> None:
+        self._see()
+        self._snapshots.fence()
+
+    def _see(self) -> None:
+        self._outside = self._outside or self._watch.changed() is not None
+
     def _updated(self) -> None:
         self.version += 1
 
@@ -362,6 +376,8 @@ class Alone:
             world_size=self.world_size,
         )
         taken = self._snapshots.take(self.tops, {f"rank{self.rank}": dumps(local)}, images, meta)
+        if self._outside:
+            self._snapshots.fence()
         if self._pricing is not None:
             self._pricing.name = self._run
             self._pricing.begun(self.tops, time.perf_counter() - started, taken)

@@ -33,20 +33,22 @@ from shared_core.config import CHECKPOINT_OPTIONS, SCRIPT_OPTIONS, SwiftConfig
 from shared_core.consistency import Top
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import EventLog, console
+from shared_core.recovery.attached import Attached
 from shared_core.recovery.beginning import Beginning
-from shared_core.recovery.board import Board, Orders, Tally
+from shared_core.recovery.board import LOOSE, Board, Orders, Tally
 from shared_core.recovery.buckets import BUCKETS, Buckets
 from shared_core.recovery.checkpoints import Checkpoints, Restored
 from shared_core.recovery.donor import Donor
 from shared_core.recovery.exchange import Recovery
 from shared_core.recovery.lane import Lane, Lanes
 from shared_core.recovery.logs import Logs
+from shared_core.recovery.loose import Loose
 from shared_core.recovery.news import Listener, News
 from shared_core.recovery.parts import Capture, Parts, Restore
 from shared_core.recovery.passes import Passes
 from shared_core.recovery.replays import Replays
 from shared_core.recovery.replicas import Replicas
-from shared_core.recovery.state import Replicated, hyperparameters, restore_buffers, set_hyperparameters
+from shared_core.recovery.state import Replicated
 from shared_core.recovery.updates import Updates
 from shared_core.testing import inject
 
@@ -260,30 +262,37 @@ class Job:
             handle.remove()
         self._handles = [ddp.register_forward_hook(self._passes.after_forward) for ddp in self._buckets.modules]
         replicated = Replicated(modules, optimizers)
-        self._updates.attach(replicated, undo=self.config.resizes, sharded=sharded)
+        alike = replicas is None and not sharded
+        self._loose = Loose(replicated, {id(p) for ddp in self._buckets.modules for p in ddp.parameters()})
+        # What a re-routed step changes outside updates is in a newcomer's copy; pipelines keep images of their own.
+        loose = self._loose if alike and not self.reroutes else None
+        self._updates.attach(replicated, undo=self.config.resizes, sharded=sharded, loose=loose)
         if replicas is not None:
             self._attach_stage(sorted(replicas))
         if not self.config.log_spill_bytes:
             # Of two steps: gradients (in fp32 at most) and, of a sharded stage, gathered parameters.
             extra = 4 * sum(p.numel() for p in replicated.parameters) if sharded else 0
             self._runtime.max_log_bytes = max(2 * (replicated.nbytes + extra), 4 << 20)
-        buffers = [b for module in modules for b in module.buffers()]
-        self._passes.buffers = buffers
+        attached = Attached(modules, replicated, alike=alike)
+        self._passes.buffers = attached.buffers
         self.register("swift.ddp", self._buckets.flags, self._buckets.set_flags)
         self._runtime.bucket_checksums = self.config.verify_checksums and not self._buckets.may_be_unused
-        self.register(
-            "swift.buffers",
-            lambda: list(buffers),
-            lambda values: restore_buffers(buffers, values),
-            forward_mutated=True,
-        )
-        self.register(
-            "swift.hyperparameters",
-            lambda: hyperparameters(optimizers),
-            lambda values: set_hyperparameters(optimizers, values),
-        )
+        self.register("swift.buffers", attached.buffers, attached.restore_buffers, forward_mutated=True)
+        self.register("swift.modes", attached.modes, attached.restore_modes)
+        self.register("swift.hyperparameters", attached.groups, attached.restore_groups)
+        self.register(LOOSE, self._capture_loose, self._loose.restore)
         if (optimizers or sharded) and os.environ.get("SWIFT_FAULTS") and modules:
             self._handles.append(modules[0].register_forward_hook(lambda *_: inject.point("forward")))
+
+    def keep_tops(self) -> None:
+        """The script will change parameters or optimizer state outside updates. That is seen anyway, but only when it
+        has been done for the first time; a worker that is lost in that very batch cannot be replaced then. Call it
+        after :meth:`attach`.
+        """
+        self._updates.keep_tops()
+
+    def _capture_loose(self) -> dict[int, torch.Tensor]:
+        return self._loose.capture() if self._updates.outside or self.reroutes else {}
 
     def _attach_stage(self, replicas: list[int]) -> None:
         if self.config.resizes:
@@ -585,7 +594,9 @@ class Job:
     # -- publishing --------------------------------------------------------------------------------
 
     def _publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None, *, save: bool = True) -> None:
+        self._updates.see()
         parts = self._parts.capture()
+        parts["swift.outside"] = self._updates.outside
         parts["swift.eligible"] = self._buckets.eligible
         parts["swift.images"] = self._updates.keeps_images
         if grads is not None:
@@ -605,7 +616,9 @@ class Job:
             members={name: list(group.ranks) for name, group in runtime.groups.items()},
             replicas=self._replica_ranks,
         )
-        self._board.publish_top(top, parts)
+        values = parts.get(LOOSE)
+        refers = {LOOSE: self._loose.publish(self._board, top.index, values)} if values else {}
+        self._board.publish_top(top, parts | refers)
         with runtime.lock:
             runtime.top = top.index
             runtime.in_startup = False
@@ -614,7 +627,7 @@ class Job:
             stable = top.index  # a newcomer is a copy of a replica as it is at its newest top
             runtime.settle(stable)
         self._board.drop_before(stable)
-        self._updates.at_top()
+        self._updates.at_top(top.index, stable)
         self._passes.at_top()
         alike = self._buckets.modules or self.alike
         self._replicas.compare(self._replica_ranks or range(self.world_size if alike else 0))
@@ -677,7 +690,8 @@ class Job:
             assert self._updates.replicated is not None
             self._updates.replicated.parameters[index].grad = grad
         self._buckets.eligible = parts.get("swift.eligible", 0)
-        self._updates.resume_images(parts.get("swift.images", False))
+        images, outside = parts.get("swift.images", False), parts.get("swift.outside", False)
+        self._updates.resume(self.tops, images=images, outside=outside)
         inject.set_step(self.tops)
         self._progress.top(self.tops)
 

@@ -126,6 +126,9 @@ class Frontier:
         tops: batch tops it has published (a newcomer: its predecessor's, newest last).
         groups: its groups by name (empty for a newcomer).
         together: ranks that start again together, this one among them: messages between them are not on disk.
+        top: number of the newest batch top that this survivor has published.
+        kept: batch tops whose parameters and optimizer state it can give as they were there.
+        outside: its script changes these outside updates: a newer state serves no older batch top.
     """
 
     rank: int
@@ -135,6 +138,9 @@ class Frontier:
     tops: tuple[Top, ...]
     groups: dict[str, GroupFrontier] = field(default_factory=dict)
     together: list[int] = field(default_factory=list)
+    top: int = 0
+    kept: list[int] = field(default_factory=list)
+    outside: bool = False
 
     def to_json(self) -> str:
         """One JSON object."""

@@ -178,14 +178,12 @@ def _without_donor(
         able = [
             donor
             for donor in sorted(survivors)
-            if top is None or (_replica(donor, top) and _reaches(survivors[donor], top, messages))
+            if top is None or (_replica(donor, top) and _serves(survivors[donor], top, messages))
         ]
         if not able:
             return rank
         # One that is there already is not waited for.
-        donors[rank] = next(
-            (donor for donor in able if top is None or survivors[donor].version >= top.version), able[0]
-        )
+        donors[rank] = next((donor for donor in able if top is None or _is_there(survivors[donor], top)), able[0])
     return None
 
 
@@ -193,12 +191,29 @@ def _replica(donor: int, top: Top) -> bool:
     return not top.replicas or donor in top.replicas
 
 
+def _serves(survivor: Frontier, top: Top, messages: bool) -> bool:
+    """Whether the survivor can give the state for a newcomer that starts at this top."""
+    if top.index in survivor.kept:
+        return True
+    if survivor.outside:  # it keeps the state at a top when it gets there
+        return survivor.top < top.index and not messages and _passes(survivor, top)
+    return _reaches(survivor, top, messages)
+
+
+def _is_there(survivor: Frontier, top: Top) -> bool:
+    return top.index in survivor.kept or (not survivor.outside and survivor.version >= top.version)
+
+
 def _reaches(survivor: Frontier, top: Top, messages: bool) -> bool:
     """Whether the survivor's state gets to the top's version without anybody's help."""
     if survivor.version >= top.version:
         return True
+    return not messages and _passes(survivor, top)
+
+
+def _passes(survivor: Frontier, top: Top) -> bool:
     # In a group that the newcomer is not in, it may have to wait as well.
-    return not messages and all(
+    return all(
         name in top.groups and Done.from_json(group.done).covers(top.groups[name])
         for name, group in survivor.groups.items()
     )

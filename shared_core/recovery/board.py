@@ -5,6 +5,8 @@ half a file:
 
 - ``top.{n}``: a batch top with the rank-local state there; ``mid.{n}.{k}``: forward-mutated state again, before the
   first gradient bucket of the k-th backward;
+- ``loose.{n}``: parameters that no optimizer steps, as far as they had changed at batch top ``n``; later tops refer to
+  it;
 - ``end.{e}``: the state and result at the end of entry call e;
 - ``order.{id}``: the indices of a pass over the data, where its rest may be dealt out to another number of workers;
 - ``records``: results of start-up operations, appended; ``checks``: a ring of input checksums.
@@ -36,6 +38,8 @@ _CHECK = struct.Struct("<IIQ")  # group, checksum, sequence number + 1
 _CHECKS = 8192
 #: (entry call, what it is, name, batch top) and the results.
 Records = list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
+#: The part of parameters that no optimizer steps; start of the names of the files that they are in.
+LOOSE, _LOOSE_FILE = "swift.loose", "loose."
 #: Start of the names of files with numbers.
 TALLY = "tally."
 _TALLY = struct.Struct("<Q")
@@ -132,7 +136,9 @@ class Board:
         self._mirror = mirror
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in folder.glob("top.*") if p.suffix != ".tmp")
-        self._spare = folder / "spare.tmp"
+        self._loose = [int(p.name.split(".")[1]) for p in folder.glob(f"{_LOOSE_FILE}*") if p.suffix != ".tmp"]
+        self._refers: dict[int, frozenset[int]] = {}
+        self._spare, self._spare_loose = folder / "spare.tmp", folder / "spare_loose.tmp"
         self._mids: dict[int, int] = {}
         self._packed: dict[str, Any] = {}
         self._count = 0
@@ -157,13 +163,26 @@ class Board:
     # -- writing -----------------------------------------------------------------------------------
 
     def publish_top(self, top: Top, parts: dict[str, Any]) -> int:
-        """Publish a batch top. Returns its size in bytes."""
+        """Publish a batch top. Returns its size in bytes.
+
+        Args:
+            top: the batch top.
+            parts: rank-local state; :data:`LOOSE` in it says for each of those tensors with which top it was written.
+        """
         head = json.dumps(asdict(top)).encode()
+        self._refers[top.index] = frozenset(parts.get(LOOSE, {}).values())
         size = write_file(self.folder / f"top.{top.index}", head, pieces(parts), self._mirror, self._spare)
         if top.index in self._kept:  # a newcomer publishes its predecessor's top again
             self._kept.remove(top.index)
         self._kept.append(top.index)
         return size
+
+    def write_loose(self, top: int, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Write tensors to which this batch top, that is to be published, and later ones refer."""
+        path = self.folder / f"{_LOOSE_FILE}{top}"
+        write_file(path, b"", pieces(dict(tensors)), self._mirror, self._spare_loose)
+        if top not in self._loose:
+            self._loose.append(top)
 
     def publish_mid(self, top: int, number: int, parts: dict[str, Any]) -> None:
         """Publish forward-mutated state before the first bucket of backward ``number`` of the batch after ``top``."""
@@ -182,12 +201,27 @@ class Board:
             with suppress(FileNotFoundError):
                 os.rename(self.folder / f"top.{index}", self._spare)
             for name in (f"top.{index}", *mids):
-                (self.folder / name).unlink(missing_ok=True)
-                if self._mirror is not None:
-                    self._mirror.remove(name)
+                self._remove(name)
+            self._refers.pop(index, None)
+        if self._loose and self._refers.keys() >= set(self._kept):  # of a predecessor's tops it is not known
+            needed = frozenset().union(*self._refers.values())
+            for number in [each for each in self._loose if each not in needed]:
+                self._loose.remove(number)
+                with suppress(FileNotFoundError):
+                    os.rename(self.folder / f"{_LOOSE_FILE}{number}", self._spare_loose)
+                self._remove(f"{_LOOSE_FILE}{number}")
+
+    def _remove(self, name: str) -> None:
+        (self.folder / name).unlink(missing_ok=True)
+        if self._mirror is not None:
+            self._mirror.remove(name)
 
     def forget_tops(self) -> None:
         """Remove all batch tops."""
+        for number in self._loose:
+            self._remove(f"{_LOOSE_FILE}{number}")
+        self._loose.clear()
+        self._refers.clear()
         for index in self._kept:
             (self.folder / f"top.{index}").unlink(missing_ok=True)
             if self._mirror is not None:
@@ -267,7 +301,13 @@ class Board:
         Raises:
             CorruptFile: if it is damaged.
         """
-        return loads(read_file(self.folder / f"top.{index}")[1])  # type: ignore[no-any-return]
+        parts: dict[str, Any] = loads(read_file(self.folder / f"top.{index}")[1])
+        refers: Mapping[int, int] = parts.get(LOOSE, {})
+        self._refers[index] = frozenset(refers.values())
+        files = {number: loads(read_file(self.folder / f"{_LOOSE_FILE}{number}")[1]) for number in self._refers[index]}
+        if refers:
+            parts[LOOSE] = {place: files[number][place] for place, number in refers.items()}
+        return parts
 
     def read_mid(self, top: int, number: int) -> dict[str, Any] | None:
         """Forward-mutated state of a backward, or None if the predecessor did not get there."""

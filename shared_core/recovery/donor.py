@@ -41,12 +41,18 @@ class Donor:
         """Optimizer steps the state contains."""
         return self._updates.state_version
 
+    @property
+    def keeps(self) -> dict[str, Any]:
+        """What a frontier says of the states that this worker has."""
+        updates = self._updates
+        return {"top": updates.newest_top, "kept": updates.tops.indices, "outside": updates.outside}
+
     @contextmanager
-    def frozen(self, min_version: int) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """The state at a moment when no update runs and at least ``min_version`` steps are in it; no update begins
-        inside. See :meth:`Updates.frozen`.
+    def frozen(self, min_version: int, top: int) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """The state at a batch top, or at a moment when no update runs and at least ``min_version`` steps are in it; no
+        update begins inside. See :meth:`Updates.frozen`.
         """
-        with self._updates.frozen(min_version, self._env.config.wait_timeout_s) as exported:
+        with self._updates.frozen(min_version, self._env.config.wait_timeout_s, top) as exported:
             yield exported
 
     def offer(self) -> Offer:
@@ -70,5 +76,5 @@ class Donor:
         Raises:
             RecoveryFailed: if it cannot be had.
         """
-        with self._updates.at_version(cut.version) as (description, tensors):
+        with self._updates.at_version(cut.version, cut.top) as (description, tensors):
             hand_on(self._board.folder, description, tensors)

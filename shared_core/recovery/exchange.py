@@ -461,6 +461,7 @@ class Recovery:
             tops=(),
             groups=groups,
             together=list(self.together()),
+            **self.state.keeps,
         )
 
     def _form(self, store: Store, generation: int, *, posted: bool = False) -> Received:
@@ -664,7 +665,7 @@ class Recovery:
             if top is None:
                 continue  # starts from the beginning: computes its state itself
             if rank == donor:
-                with self.state.frozen(top.version) as (description, tensors):
+                with self.state.frozen(top.version, top.index) as (description, tensors):
                     send(inner, newcomer, description, tensors)
                     received.nbytes += _nbytes(tensors)
                 if plan.copies:

@@ -7,7 +7,7 @@ saw. Where outputs are larger than the parameters, parameters before each update
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Passes:
         tops: batch tops passed.
 
     Attributes:
-        buffers: what forward may change.
+        buffers: gives what forward may change, by name.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Passes:
         self._runtime, self._board, self._updates = runtime, board, updates
         self._capture, self._restore = capture, restore
         self._joining, self._tops = joining, tops
-        self.buffers: Sequence[torch.Tensor] = ()
+        self.buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
         self._backwards = 0
         self._graph = self._mutations = -1
         self._outputs: list[list[Any]] = []
@@ -64,10 +64,10 @@ class Passes:
     def _before_bucket(self) -> None:
         """DDP hands over a gradient bucket: forward is done."""
         inject.point("bucket")
-        if self._joining() or self._updates.keeps_images:
+        if self._joining() or self._updates.computes_again:
             return
         graph = torch._C._current_graph_task_id()
-        mutations = sum(b._version for b in self.buffers)
+        mutations = hash(tuple((id(b), b._version) for b in self.buffers().values()))
         if graph == self._graph and mutations == self._mutations:
             return
         if graph != self._graph:
@@ -84,7 +84,7 @@ class Passes:
 
     def after_forward(self, ddp: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook of DDP modules."""
-        if not torch.is_grad_enabled() or self._joining() or self._updates.keeps_images:
+        if not torch.is_grad_enabled() or self._joining() or self._updates.computes_again:
             return None
         leaves, layout = tree_flatten(output)
         if self._updates.exact:

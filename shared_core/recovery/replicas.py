@@ -44,7 +44,7 @@ class Replicas:
         if state is None or len(ranks) < 2 or self._updates.state_version != self._updates.version:
             return
         key = f"sums/{generation}/{due}"
-        report = {"version": self._updates.version, "sums": state.checksums()}
+        report = {"version": self._updates.version, "sums": state.checksums(self._updates.local)}
         self._recovery.new_store("").set(f"{key}/{self._env.rank}", json.dumps(report))
         if self._env.rank == min(ranks):
             args = (key, ranks, list(state.names))
@@ -71,8 +71,12 @@ class Replicas:
         self._recovery.fail(
             ReplicaMismatch(
                 f"after the recovery in generation {generation} the replicas differ in parameter {names[place]}, and "
-                "there is no majority to tell which is right. Restart from a checkpoint; if it happens again, memory "
-                "may be faulty."
+                "there is no majority to tell which is right. Likely causes, the likeliest first: the script changes "
+                "parameters or optimizer state outside an optimizer's step and depending on something that "
+                "shared_core.attach() or register() was not given (attach averages and target networks, register "
+                "what the change depends on; preimages='always' helps where such changes begin late in training); it "
+                "is not deterministic (an unseeded generator, a branch on the rank); or memory is faulty. Restart "
+                "from a checkpoint."
             )
         )
 

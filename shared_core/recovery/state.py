@@ -6,14 +6,14 @@ import json
 import random
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shared_core.errors import ReplicaMismatch, UnsupportedOptimizer
+from shared_core.errors import ReplicaMismatch, Unsupported, UnsupportedOptimizer
 
 
 class Replicated:
@@ -52,10 +52,25 @@ class Replicated:
                 self.names.append(name)
 
     def index_of(self, parameter: torch.Tensor) -> int:
-        """Place of a parameter in the shared order."""
+        """Place of a parameter in the shared order.
+
+        Raises:
+            Unsupported: for one that is neither in the modules nor was in a group of the optimizers at first.
+        """
         if not hasattr(self, "_places"):
             self._places = {id(p): i for i, p in enumerate(self.parameters)}
-        return self._places[id(parameter)]
+        place = self._places.get(id(parameter))
+        if place is None:
+            raise Unsupported(
+                f"an optimizer was given a parameter of shape {tuple(parameter.shape)} that is in no attached model, "
+                "so a newcomer could not be given it: make all parameters before attach(), freeze those that are not "
+                "trained yet (requires_grad_(False)), and add_param_group() them later"
+            )
+        return place
+
+    def stepped(self) -> set[int]:
+        """Identities of the parameters that an optimizer has in a group."""
+        return {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
 
     @property
     def nbytes(self) -> int:
@@ -120,20 +135,25 @@ class Replicated:
             for key, kind, value in entries:
                 state[key] = tensors[value].clone() if kind == "tensor" else value
 
-    def checksums(self) -> list[int]:
-        """64-bit checksum of each parameter together with its optimizer state."""
-        sums = [_checksum(p) for p in self.parameters]
+    def checksums(self, leave_out: Collection[int] = ()) -> list[int]:
+        """64-bit checksum of each parameter together with its optimizer state.
+
+        Args:
+            leave_out: places of parameters that may differ; they get 0.
+        """
+        sums = [0 if i in leave_out else checksum(p) for i, p in enumerate(self.parameters)]
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 place = self.index_of(parameter)
                 for key in sorted(state):
                     value = state[key]
-                    part = _checksum(value) if isinstance(value, torch.Tensor) else zlib.crc32(repr(value).encode())
+                    part = checksum(value) if isinstance(value, torch.Tensor) else zlib.crc32(repr(value).encode())
                     sums[place] = (sums[place] * 1_000_003 + part) & 0xFFFF_FFFF_FFFF_FFFF
         return sums
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
+    """64 bits that stand for the values of a tensor."""
     flat = tensor.detach().contiguous().reshape(-1)
     if not flat.numel():
         return 0
@@ -149,24 +169,6 @@ def pack(description: dict[str, Any]) -> torch.Tensor:
 def unpack(data: torch.Tensor) -> Any:
     """Inverse of :func:`pack`."""
     return json.loads(data.numpy().tobytes())
-
-
-def hyperparameters(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:
-    """What the optimizers' groups hold besides parameters: learning rates and the like."""
-    return [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in optimizers]
-
-
-def set_hyperparameters(optimizers: Sequence[Optimizer], values: list[list[dict[str, Any]]]) -> None:
-    """Inverse of :func:`hyperparameters`."""
-    for optimizer, groups in zip(optimizers, values, strict=False):
-        for group, stored in zip(optimizer.param_groups, groups, strict=True):
-            group.update(stored)
-
-
-def restore_buffers(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Put values of modules' buffers in place."""
-    for buffer, value in zip(buffers, values, strict=True):
-        buffer.data.copy_(value)  # .data: a backward may be under way, and this is not part of it
 
 
 def random_state() -> dict[str, Any]:

@@ -19,6 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shared_core.consistency.undo import Arguments, Undo, begin_after_closure
 from shared_core.errors import RecoveryFailed
+from shared_core.recovery.kept import Kept, KeptTops
+from shared_core.recovery.loose import Loose
+from shared_core.recovery.outside import Watch
 from shared_core.recovery.state import Replicated
 from shared_core.testing import inject
 
@@ -31,11 +34,15 @@ class Updates:
 
     Attributes:
         recomputed: updates that this process has gone through more than once; recovery in place makes none.
+        outside: the script changes parameters or optimizer state outside updates, so the state at each batch top is
+            kept, and a newcomer is given that of its own, never a newer one.
+        tops: what is kept.
+        newest_top: number of the newest batch top.
 
     Args:
         preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch
             has had several, so that a newcomer can compute
-            what lies between two updates exactly.
+            what lies between two updates exactly, and state at batch tops once the script changes it outside updates.
     """
 
     def __init__(self, preimages: str = "auto") -> None:
@@ -59,6 +66,13 @@ class Updates:
         self._clean: dict[int, list[tuple[int, int]]] = {}
         self._window: AbstractContextManager[Any] | None = None
         self.replicated: Replicated | None = None
+        self.outside = False
+        self.tops = KeptTops()
+        self.newest_top = 0
+        self._watch: Watch | None = None
+        self._loose: Loose | None = None
+        self._first_top = False
+        self._changed = ""
         self._undo: Undo | None = None
         self.after: Callable[[], None] = lambda: None
         #: Returns when what is being copied may be changed.
@@ -80,6 +94,8 @@ class Updates:
     @property
     def keeps_images(self) -> bool:
         """Whether parameters are kept before each update."""
+        if self.outside:
+            return False  # newcomers are given no newer ones
         # Of a sharded stage a replica has nothing else to give: see attach().
         return self._policy == "always" or (self._several and (self._policy == "auto" or self._sharded))
 
@@ -89,15 +105,24 @@ class Updates:
         self._several = self._several or at_once
 
     @property
+    def computes_again(self) -> bool:
+        """Whether a newcomer has, at each place, the parameters that its predecessor had there."""
+        return self.outside or self.keeps_images
+
+    @property
     def exact(self) -> bool:
         """False while a newcomer computes with parameters that are newer than its place in the program."""
         return self._skip == 0 or bool(self._newest)
 
-    def attach(self, replicated: Replicated, *, undo: bool = False, sharded: bool = False) -> None:
+    def attach(
+        self, replicated: Replicated, *, undo: bool = False, sharded: bool = False, loose: Loose | None = None
+    ) -> None:
         """Watch the optimizers of ``replicated`` from now on.
 
         Args:
             replicated: what is trained.
+            loose: those of its parameters that no optimizer steps. Without it changes outside updates are not looked
+                for.
             undo: keep what updates overwrite until the next batch top, for :meth:`at_version`.
             sharded: the optimizer's state is divided over the replicas, so that each publishes its own. A newcomer
                 then runs every update that its predecessor's batch had, on its own shard, and is given the parameters
@@ -117,29 +142,77 @@ class Updates:
             self._sharded = sharded
             self._several = self._several or len(replicated.optimizers) > 1
             self._clean.clear()
+            self._loose = loose
+            watches = loose is not None and self._policy != "never"
+            self._watch = Watch(replicated) if watches else None
+            self._first_top = watches and bool(replicated.optimizers)
+            self.outside = watches and loose is not None and (self._policy == "always" or loose.own)
             if not self._handles and replicated.optimizers:
                 self._handles = [
                     register_optimizer_step_pre_hook(self._before),
                     register_optimizer_step_post_hook(self._after),
                 ]
 
-    def resume_images(self, keeps: bool) -> None:
-        """Newcomer: keep images if the predecessor did; all ranks must agree."""
-        self._several = keeps
+    def keep_tops(self) -> None:
+        """The script changes something outside updates: keep the state at each batch top from the next one on."""
+        self.outside = self.outside or self._watch is not None
+
+    def resume(self, top: int, *, images: bool, outside: bool) -> None:
+        """Newcomer, at its batch top: keep what the predecessor kept; all ranks must agree."""
+        self._several = images
+        self.newest_top = top
+        self.outside = outside
+        if self._watch is not None:
+            self._first_top = False
+            if outside and not self._skip:
+                self._keep_top(top)
+            self._watch.note()
 
     def next_batch(self) -> None:
         """A batch begins, at a recovery point or not."""
         self._wants_images = self._wants_images or self._in_batch > 1
         self._in_batch = 0
+        self.see()
+        if not self.outside and self.tops.indices and self._applied > self._versions_at_tops[-1]:
+            with self._condition:  # the first one: the script has made an update, and nothing else
+                self.tops.clear()
 
-    def at_top(self) -> None:
-        """A batch top was published: images older than the one before it cannot be asked for any more."""
+    def at_top(self, index: int = 0, stable: int = 0) -> None:
+        """A batch top was published: images older than the one before it cannot be asked for any more.
+
+        Args:
+            index: number of the batch top.
+            stable: batch top from which a newcomer may start at the earliest.
+        """
         self._several = self._several or self._wants_images
+        first = self._first_top and not self.outside and self._loose is not None and self._loose.small
+        if self.outside or first:
+            self._keep_top(index)
+        if self._watch is not None and self._first_top:
+            self._watch.note()
+        self._first_top = False
+        with self._condition:
+            self.newest_top = index
+            if self.tops.indices:
+                self.tops.drop_before(stable, reuse=self._frozen == 0)
+            self._condition.notify_all()
         if self._undo is not None:
             self._undo.commit()
         self._versions_at_tops.append(self._applied)
         del self._versions_at_tops[:-2]
         self._images = [image for image in self._images if image[0] >= self._versions_at_tops[0]]
+
+    def _keep_top(self, index: int) -> None:
+        assert self.replicated is not None and self._loose is not None
+        self.fence()  # memory that is used again may be being copied
+        left_out = self.local  # they are published
+        with self._condition:
+            self.tops.keep(index, self._applied, self.replicated.export(), left_out)
+
+    def see(self) -> None:
+        """See whether the script has changed something since it was noted last."""
+        if self._watch is not None and not self.outside and (name := self._watch.changed()) is not None:
+            self.outside, self._changed = True, name
 
     def pending_gradients(self) -> bool:
         """Whether gradients were accumulated since the last update of their optimizer."""
@@ -151,24 +224,43 @@ class Updates:
                 return True
         return False
 
+    @property
+    def local(self) -> list[int]:
+        """Places of parameters that each rank has for itself."""
+        return self._loose.places if self.outside and self._loose is not None else []
+
     # -- copying -----------------------------------------------------------------------------------
 
     @contextmanager
-    def frozen(self, min_version: int, timeout_s: float) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+    def frozen(
+        self, min_version: int, timeout_s: float, top: int | None = None
+    ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         """State with at least ``min_version`` updates in it, and no update running; see :meth:`Replicated.export`.
 
+        Args:
+            min_version: updates at the batch top for which it is wanted.
+            timeout_s: longest wait for it.
+            top: number of that batch top; where it is kept, the state is the one at it.
+
         Raises:
-            RecoveryFailed: if the state does not get there in time.
+            RecoveryFailed: if the state does not get there in time, or cannot be had because the script has changed it
+                outside updates.
         """
         with self._condition:
-            ready = self._condition.wait_for(lambda: self._has(min_version), timeout=timeout_s)
+            ready = self._condition.wait_for(lambda: self._has(min_version, top), timeout=timeout_s)
             if not ready:
                 raise RecoveryFailed(
                     f"waited {timeout_s:.0f} s for the state to contain {min_version} updates; it has "
                     f"{self.state_version}"
                 )
+            kept = self.tops.get(top)
+            if kept is None and top is not None:
+                self._refuse_changed()
             self._frozen += 1
         try:
+            if kept is not None:
+                yield kept.description, list(kept.tensors)
+                return
             nothing: dict[str, Any] = {"parameters": 0, "states": [], "tensors": []}
             description, tensors = self.replicated.export() if self.replicated is not None else (nothing, [])
             if self._sharded:
@@ -184,15 +276,30 @@ class Updates:
                 for place, value in self._newest.items():
                     tensors[place] = value
             yield description, tensors
+            if top is not None:
+                self._refuse_changed()  # meanwhile
         finally:
             with self._condition:
                 self._frozen -= 1
                 self._condition.notify_all()
 
-    def _has(self, version: int) -> bool:
+    def _refuse_changed(self) -> None:
+        """Raises RecoveryFailed if the state is not what updates have made of an earlier one."""
+        if self.outside or (self._watch is not None and self._watch.counted):
+            raise RecoveryFailed(
+                f"the script has just changed {self._changed or 'a parameter'} outside an optimizer's update for the "
+                "first time, so the state at the lost worker's batch top is gone. From the next batch top on it is "
+                "kept; with preimages='always' it is kept from the start"
+            )
+
+    def _has(self, version: int, top: int | None = None) -> bool:
         """Whether a newcomer that starts at ``version`` can be given the state now."""
         if self._installing:
             return False
+        if top is not None and self.tops.get(top) is not None:
+            return True  # also in the middle of an update
+        if self.outside and top is not None:
+            return self.newest_top >= top  # it will not be kept any more
         if self._sharded and self._image(version) is not None:
             return True  # also in the middle of an update, whose end may need the newcomer
         return not self._updating and self.state_version >= version
@@ -224,14 +331,24 @@ class Updates:
                 self._condition.notify_all()
 
     @contextmanager
-    def at_version(self, version: int) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+    def at_version(self, version: int, top: int | None = None) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         """State with ``version`` updates in it, as it was at the last batch top; updates since then are undone.
 
         Call inside :meth:`held`.
 
+        Args:
+            version: updates at the batch top.
+            top: its number.
+
         Raises:
             RecoveryFailed: if that state cannot be had.
         """
+        kept: Kept | None = self.tops.get(top)
+        if kept is not None:
+            yield kept.description, list(kept.tensors)
+            return
+        if top is not None:
+            self._refuse_changed()
         if self.state_version < version or (self.state_version > version and self._undo is None):
             raise RecoveryFailed(f"the state contains {self.state_version} updates, and {version} are asked for")
         if self.state_version > version:
@@ -318,6 +435,7 @@ class Updates:
 
     def _begin(self) -> None:
         inject.point("update.before")
+        self.see()
         self.fence()
         with self._condition:
             self._condition.wait_for(lambda: self._frozen == 0)
@@ -369,6 +487,8 @@ class Updates:
 
     def _count(self) -> None:
         """Under the lock: an update is complete."""
+        if self._watch is not None and not self.outside:
+            self._watch.note()
         self._applied += 1
         if self._applied <= self._highest:
             self.recomputed += 1  # went through an update it had been through before
