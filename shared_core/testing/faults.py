@@ -30,6 +30,8 @@ POINTS: tuple[str, ...] = (
     "update.before",
     "update.during",
     "update.after",
+    # Places of a test's own script, in what it changes outside updates.
+    "outside",
     "validation",
     "checkpoint.write",
     # Before each file operation of a snapshot in memory (in the worker), and of the folder it lies in.

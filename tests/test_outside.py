@@ -1,0 +1,50 @@
+"""Averages of weights, and all else that a script changes outside an optimizer, survive losses bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import Jobs, most
+
+import shared_core.testing.jobs
+from shared_core.testing import Fault
+from shared_core.testing.runner import compare
+
+JOB = str(Path(shared_core.testing.jobs.__file__).parent / "outside_job.py")
+AVERAGES, BY_HAND = ["--what", "averages"], ["--what", "by-hand"]
+
+#: Faults in a batch; the averages' update after the step of a batch meets "outside" 2 + 12 times and more.
+PLACES: dict[str, tuple[list[str], Fault]] = {
+    "averages_first_batch": (AVERAGES, Fault(1, 1, "outside", "SIGKILL", nth=2)),
+    "averages_before_the_step": (AVERAGES, Fault(1, 3, "update.before", "SIGKILL")),
+    "averages_in_the_step": (AVERAGES, Fault(0, 4, "update.during", "SIGKILL", nth=9)),
+    "averages_before_the_update": (AVERAGES, Fault(1, 4, "outside", "SIGKILL")),
+    "averages_in_the_update": (AVERAGES, Fault(0, 5, "outside", "SIGKILL", nth=7)),
+    "averages_after_the_update": (AVERAGES, Fault(1, 4, "collective.before", "SIGKILL", nth=3)),
+    "averages_at_the_top": (AVERAGES, Fault(0, 5, "batch_top", "SIGKILL")),
+    "averages_in_forward": (AVERAGES, Fault(1, 6, "forward", "SIGKILL", nth=2)),
+    "averages_last": (AVERAGES, Fault(1, 15, "outside", "SIGKILL", nth=3)),
+    "hand_first_batch": (BY_HAND, Fault(1, 1, "outside", "SIGKILL", nth=9)),
+    "hand_second_batch": (BY_HAND, Fault(0, 2, "bucket", "SIGKILL")),
+    "hand_at_the_top": (BY_HAND, Fault(0, 3, "batch_top", "SIGKILL")),
+    "hand_before_forward": (BY_HAND, Fault(1, 7, "outside", "SIGKILL", nth=2)),
+    "hand_new_group": (BY_HAND, Fault(0, 8, "update.after", "SIGKILL")),
+    "hand_between_forward_and_backward": (BY_HAND, Fault(1, 4, "outside", "SIGKILL", nth=4)),
+    "hand_between_backward_and_step": (BY_HAND, Fault(0, 5, "outside", "SIGKILL", nth=7)),
+    "hand_in_the_step": (BY_HAND, Fault(1, 5, "update.during", "SIGKILL", nth=9)),
+    "hand_after_the_step": (BY_HAND, Fault(1, 6, "outside", "SIGKILL", nth=8)),
+    "hand_after_half": (BY_HAND, Fault(0, 11, "outside", "SIGKILL", nth=9)),
+    "hand_after_all": (BY_HAND, Fault(1, 12, "outside", "SIGKILL", nth=10)),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+    args, fault = PLACES[name]
+    jobs.check(JOB, faults=[fault], args=args)
+
+
+@pytest.mark.parametrize("args", [AVERAGES, BY_HAND], ids=["averages", "by_hand"])
+def test_without_a_loss_nothing_differs(args: list[str], jobs: Jobs) -> None:
+    compare(jobs.run(JOB, args=args), jobs.reference(JOB, args=args))
