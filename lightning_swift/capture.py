@@ -16,6 +16,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_swift.attributes import Holder, Holders
+from lightning_swift.averages import Averages
 from lightning_swift.data import Data
 from lightning_swift.loggers import Loggers, Missed
 from lightning_swift.results import Results
@@ -43,6 +44,7 @@ class RunState:
         self.trainer = trainer
         self.data = Data(trainer)
         self.loggers = Loggers(trainer)
+        self.averages = Averages(trainer)
         self._results = Results(trainer)
         self._built: dict[str, Any] = {}
 
@@ -51,6 +53,7 @@ class RunState:
         self._job = job
         for name, capture, restore, forward in (
             ("progress", self._capture_progress, self._restore_progress, False),
+            ("averages", self.averages.capture, self.averages.restore, False),
             ("module", self._capture_module, self._restore_module, True),
             ("flags", self._capture_flags, self._restore_flags, False),
             ("callbacks", self._of("callbacks").capture, self._of("callbacks").restore, False),

@@ -79,6 +79,7 @@ class SwiftLauncher(_Launcher):
         return {
             "module": {name: value for name, value in module.state_dict().items() if hasattr(value, "dtype")},
             "optimizers": [self._strategy.optimizer_state(optimizer) for optimizer in self._strategy.optimizers],
+            "averages": self._strategy.run_state.averages.states(),
         }
 
     def _restore(self, data: Mapping[str, Any] | None) -> None:

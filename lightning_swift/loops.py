@@ -43,7 +43,8 @@ class SwiftTrainingEpochLoop(_TrainingEpochLoop):
         # In the middle of an accumulation window gradients are pending, which are nobody's published state. The last
         # window of an epoch may be short, but then the next batch is the first of its epoch: nothing is pending at
         # `ready == 0`.
-        automatic = self.trainer.lightning_module.automatic_optimization
+        # A pass that only makes statistics of batch normalisation has no gradients.
+        automatic = self.trainer.lightning_module.automatic_optimization and not self.trainer.fit_loop._skip_backward
         pending = automatic and self.batch_progress.current.ready % self.trainer.accumulate_grad_batches != 0
         strategy = _strategy(self.trainer)
         strategy.batch_top(accumulating=pending)

@@ -38,7 +38,6 @@ from lightning_swift.pipeline_parts import (
     split,
 )
 from lightning_swift.strategy import SwiftDDPStrategy
-from lightning_swift.support import check_trainer
 from shared_core.errors import ConfigError, MissingExtra, Unsupported
 from shared_core.testing import inject
 
@@ -229,7 +228,7 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         if fitting or self._engine is None or self._engine.module is not stage:
             self._start_engine(stage, trainer, self.optimizers[0] if fitting else None)
         if self.job is not None:
-            check_trainer(trainer)  # again: the module may have added callbacks
+            self._check(trainer)  # again: the module may have added callbacks
             self.job.keep_number("the stages of a pipeline under Lightning are cut anew by no restart yet")
             self.job.register("lightning.pipeline", lambda: self._shapes, self._set_shapes)
 
@@ -278,6 +277,7 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
             super().setup_optimizers(trainer)
 
     builds_late = True
+    averages = False
 
     def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
         """Make the groups, the layers and the engine that the predecessor made in this call."""

@@ -77,6 +77,8 @@ class SwiftDDPStrategy(DDPStrategy):
     """
 
     strategy_name = "swift_ddp"
+    #: Whether callbacks may average the weights.
+    averages = True
     #: Whether all workers give their metrics the same values.
     metrics_alike = False
 
@@ -241,9 +243,12 @@ class SwiftDDPStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         if self.job is not None:
-            check_trainer(trainer)  # again: the module may have added callbacks
+            self._check(trainer)  # again: the module may have added callbacks
             assert self.model is not None
-            self.attach([self.model], self.optimizers if trainer.state.fn == TrainerFn.FITTING else [])
+            averages = self.run_state.averages.models
+            self.attach([self.model, *averages], self.optimizers if trainer.state.fn == TrainerFn.FITTING else [])
+            if averages:
+                self.job.keep_tops()
 
     def configure_ddp(self) -> None:
         """Where survivors compute a lost worker's share, gradients are summed by :class:`Sharing`."""
@@ -261,12 +266,15 @@ class SwiftDDPStrategy(DDPStrategy):
         assert self.sharing is not None
         self.sharing.settle()
 
+    def _check(self, trainer: pl.Trainer) -> None:
+        check_trainer(trainer, averages=self.averages and not self.reroutes)
+
     def begin_entry(self, trainer: pl.Trainer) -> None:
         """An entry call begins: everything that only this rank has is registered before the job decides whether to
         run it.
         """
         assert self.job is not None
-        check_trainer(trainer)
+        self._check(trainer)
         adopt_loops(trainer)
         self._trainer = trainer
         self._run_state = RunState(trainer)
@@ -289,6 +297,7 @@ class SwiftDDPStrategy(DDPStrategy):
         if self.lightning_module is not None:
             self.lightning_module.load_state_dict(ended["module"], strict=False)
         self.load_optimizer_state_dict({"optimizer_states": ended["optimizers"]})
+        self.run_state.averages.load(ended["averages"])
 
     def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
         """A newcomer has skipped an entry call: make what its predecessor made in it with collectives.

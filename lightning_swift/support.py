@@ -22,21 +22,14 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
     ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_swift.averages import AVERAGING
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, Unsupported
 
-_AVERAGING = (
-    "it exchanges the model's parameters with averaged ones during validation, so a replica may hold either; keep "
-    "the average in buffers of the module (they are published), or average checkpoints after training"
-)
 _CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
-    (StochasticWeightAveraging, _AVERAGING),
-    (WeightAveraging, _AVERAGING),
     (
         BaseFinetuning,
         "fine-tuning callbacks add parameter groups while training runs; freeze layers before fit and train in "
@@ -48,8 +41,12 @@ _CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
 )
 
 
-def check_trainer(trainer: pl.Trainer) -> None:
+def check_trainer(trainer: pl.Trainer, *, averages: bool = True) -> None:
     """Refuse what is asked of this trainer and cannot be recovered.
+
+    Args:
+        trainer: to be checked.
+        averages: callbacks may average the weights.
 
     Raises:
         Unsupported: naming the feature and what to do instead.
@@ -58,6 +55,12 @@ def check_trainer(trainer: pl.Trainer) -> None:
         for kind, reason in _CALLBACKS:
             if isinstance(callback, kind):
                 raise Unsupported(f"swift recovery does not support {type(callback).__name__}: {reason}")
+        if not averages and isinstance(callback, AVERAGING):
+            raise Unsupported(
+                f"swift recovery does not support {type(callback).__name__} in a pipeline or with "
+                "on_failure='reroute': a lost worker's average is then nowhere. Choose strategy='swift_ddp' with "
+                "on_failure='replace', or average checkpoints after training"
+            )
 
 
 def check_device(device: Any) -> None:

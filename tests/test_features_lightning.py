@@ -53,6 +53,20 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "two_losses": ("all", [Fault(0, 3, "update.during", "SIGKILL", nth=7), Fault(1, 8, "forward", "os._exit")]),
     "no_sampler": ("no_sampler", [Fault(1, 5, "forward", "SIGKILL")]),
     "unused": ("unused", [Fault(0, 6, "bucket", "SIGKILL")]),
+    "weight_averaging_update": ("weight_averaging", [Fault(1, 4, "update.after", "SIGKILL")]),
+    "weight_averaging_forward": ("weight_averaging", [Fault(0, 5, "forward", "SIGKILL")]),
+    "weight_averaging_exchanged": ("weight_averaging", [Fault(1, 6, "validation", "SIGKILL")]),
+    "weight_averaging_first": ("weight_averaging", [Fault(0, 1, "update.after", "SIGKILL")]),
+    "weight_averaging_second_call": ("weight_averaging", [Fault(1, 13, "validation", "SIGKILL")]),
+    "ema_update": ("ema", [Fault(1, 4, "update.after", "SIGKILL")]),
+    "ema_bucket": ("ema", [Fault(0, 6, "bucket", "SIGKILL")]),
+    # Epochs have four batches: averaged from the second one on, and the fifth makes statistics only.
+    "swa_before": ("swa", [Fault(1, 4, "update.after", "SIGKILL")]),
+    "swa_begins": ("swa", [Fault(0, 5, "forward", "SIGKILL")]),
+    "swa_averages": ("swa", [Fault(1, 10, "bucket", "SIGKILL")]),
+    "swa_transfers": ("swa", [Fault(0, 16, "update.after", "SIGKILL")]),
+    "swa_statistics": ("swa", [Fault(1, 18, "forward", "SIGKILL")]),
+    "swa_statistics_end": ("swa", [Fault(0, 20, "validation", "SIGKILL")]),
     "resume": ("resume", [Fault(1, 14, "forward", "SIGKILL")]),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Jobs, most
+from harness import Jobs
 
 import shared_core.testing.jobs
 from shared_core.testing import Fault
@@ -29,7 +29,7 @@ PLACES: dict[str, tuple[list[str], Fault]] = {
     "hand_second_batch": (BY_HAND, Fault(0, 2, "bucket", "SIGKILL")),
     "hand_at_the_top": (BY_HAND, Fault(0, 3, "batch_top", "SIGKILL")),
     "hand_before_forward": (BY_HAND, Fault(1, 7, "outside", "SIGKILL", nth=2)),
-    "hand_new_group": (BY_HAND, Fault(0, 8, "update.after", "SIGKILL")),
+    "hand_new_group": (BY_HAND, Fault(0, 7, "update.after", "SIGKILL")),
     "hand_between_forward_and_backward": (BY_HAND, Fault(1, 4, "outside", "SIGKILL", nth=4)),
     "hand_between_backward_and_step": (BY_HAND, Fault(0, 5, "outside", "SIGKILL", nth=7)),
     "hand_in_the_step": (BY_HAND, Fault(1, 5, "update.during", "SIGKILL", nth=9)),
@@ -48,3 +48,24 @@ def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
 @pytest.mark.parametrize("args", [AVERAGES, BY_HAND], ids=["averages", "by_hand"])
 def test_without_a_loss_nothing_differs(args: list[str], jobs: Jobs) -> None:
     compare(jobs.run(JOB, args=args), jobs.reference(JOB, args=args))
+
+
+LATE = ["--what", "weights", "--begin", "4"]
+
+
+def test_changes_that_begin_late_are_followed_from_the_next_batch_on(jobs: Jobs) -> None:
+    jobs.check(JOB, faults=[Fault(1, 6, "outside", "SIGKILL", nth=2)], args=LATE)
+
+
+def test_a_loss_in_the_batch_in_which_they_begin_goes_back_to_the_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+    env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "kept"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "3"}
+    fault = [Fault(1, 5, "collective.before", "SIGKILL", nth=3)]
+    result = jobs.run(JOB, faults=fault, args=LATE, env=env)
+    [restart] = result.kinds("restart")
+    assert "outside an optimizer's update for the first time" in restart.fields["reason"], result.tail()
+    compare(result, jobs.reference(JOB, args=LATE))
+
+
+def test_unless_the_state_is_kept_from_the_start(jobs: Jobs) -> None:
+    env = {"SWIFT_RECOVERY_PREIMAGES": "always"}
+    jobs.check(JOB, faults=[Fault(1, 5, "collective.before", "SIGKILL", nth=3)], args=LATE, env=env)

@@ -10,12 +10,21 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_parts import OUT, DigestOf, Digits, Net, checkpoints, loader
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
+
+from shared_core.testing.digest import digest
 
 
 def _fit(trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]) -> Any:
@@ -212,6 +221,18 @@ def _resume(
     return digests(trainer, module)
 
 
+def _averaged(
+    trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
+) -> dict[str, str]:
+    """Train with an average of the weights, and validate with it."""
+    trainer.fit(module, **data)
+    result = digests(trainer, module)
+    validated = trainer.validate(module, data["val_dataloaders"], verbose=False)
+    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+    average = next(each._average_model for each in callbacks if hasattr(each, "_average_model"))
+    return result | {"validated": repr(validated), "average": digest(list(average.state_dict().items()))}
+
+
 def _loggers() -> dict[str, Any]:
     return {"max_epochs": 3, "logger": [CSVLogger(OUT, "csv"), TensorBoardLogger(OUT, "board")]}
 
@@ -294,5 +315,26 @@ FEATURES: dict[str, Feature] = {
     ),
     "unused": Feature(module=Unused, strategy={"find_unused_parameters": True}),
     "static_graph": Feature(strategy={"static_graph": True}),
+    "weight_averaging": Feature(
+        module=lambda: Net(norm=True, dropout=0.1, scheduler="step"),
+        data=_with_validation(augment=True),
+        trainer=lambda: {"max_epochs": 2, "val_check_interval": 0.5},
+        callbacks=lambda: [WeightAveraging()],
+        run=_averaged,
+    ),
+    "ema": Feature(
+        module=lambda: Net(norm=True, dropout=0.1),
+        data=_with_validation(),
+        trainer=lambda: {"max_epochs": 2, "accumulate_grad_batches": 2},
+        callbacks=lambda: [EMAWeightAveraging(decay=0.9, update_starting_at_step=1)],
+        run=_averaged,
+    ),
+    "swa": Feature(
+        module=lambda: Net(norm=True, dropout=0.1, scheduler="epoch"),
+        data=_with_validation(size=64),
+        trainer=lambda: {"max_epochs": 4},
+        callbacks=lambda: [StochasticWeightAveraging(5e-2, swa_epoch_start=2, annealing_epochs=2)],
+        run=_averaged,
+    ),
     "resume": Feature(module=lambda: Net(scheduler="epoch", dropout=0.1), run=_resume),
 }

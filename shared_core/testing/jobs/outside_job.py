@@ -55,6 +55,7 @@ class Averages:
     """Two averages of the weights: one of each step, with buffers, and an equal one of each third step."""
 
     def __init__(self, net: nn.Module) -> None:
+        self.net = net
         self.ema = AveragedModel(net, avg_fn=average, use_buffers=True)
         self.equal = AveragedModel(net)
         self.modules: list[nn.Module] = [self.ema, self.equal]
@@ -78,8 +79,6 @@ class Averages:
         if step % 3 == 0:
             self.equal.update_parameters(self.net)
             inject.point("outside")
-
-    net: nn.Module
 
 
 class ByHand:
@@ -122,7 +121,7 @@ class ByHand:
         inject.point("outside")
 
     def after(self, step: int) -> None:
-        """After the update: weights are normalised and clipped, moments forgotten, the target network moves a little."""
+        """After the update: weights are normalised and clipped, moments forgotten, the target network moves."""
         inject.point("outside")
         with torch.no_grad():
             self.net.last.weight.div_(self.net.last.weight.norm().clamp(min=1.0))
@@ -138,9 +137,34 @@ class ByHand:
         self.net.first[1].running_mean.mul_(0.99)
 
 
+class Weights:
+    """Nothing but clipping of the trained weights."""
+
+    def __init__(self, net: Net) -> None:
+        self.net = net
+        self.modules: list[nn.Module] = []
+
+    def top(self, step: int) -> None:
+        """Before a batch."""
+
+    def between(self, step: int, x: torch.Tensor) -> None:
+        """Between forward and backward."""
+
+    def before(self, step: int) -> None:
+        """Between backward and the update."""
+
+    def after(self, step: int) -> None:
+        """After the update."""
+        inject.point("outside")
+        for parameter in self.net.first.parameters():
+            with torch.no_grad():
+                parameter.mul_(0.999).clamp_(-0.2, 0.2)
+        inject.point("outside")
+
+
 def main() -> dist.ProcessGroup:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--what", choices=["averages", "by-hand"], required=True)
+    parser.add_argument("--what", choices=["averages", "by-hand", "weights"], required=True)
     parser.add_argument("--begin", type=int, default=0, help="change nothing before this step")
     parser.add_argument("--forget", action="store_true", help="do not say that there are averages")
     args = parser.parse_args()
@@ -156,9 +180,10 @@ def main() -> dist.ProcessGroup:
     trained = [p for name, p in net.named_parameters() if not (by_hand and name.startswith("late."))]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    own: Any = ByHand(net, optimizer) if by_hand else Averages(net)
-    own.net = net
-    data = TensorDataset(torch.randn(BATCH * 2 * STEPS // EPOCHS * world, 16, generator=torch.Generator().manual_seed(5)))
+    own: Any = ByHand(net, optimizer) if by_hand else Weights(net) if args.what == "weights" else Averages(net)
+    data = TensorDataset(
+        torch.randn(BATCH * 2 * STEPS // EPOCHS * world, 16, generator=torch.Generator().manual_seed(5))
+    )
     sampler: DistributedSampler[Any] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=2 * BATCH, sampler=sampler)
     torch.manual_seed(rank)
