@@ -21,6 +21,7 @@ from shared_core import SharedStep, SwiftConfig, TrainingLoop, install, launched
 from shared_core.checkpoint.storage import absolute
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import console
+from shared_core.recovery.values import holds_weights
 
 _ENABLE = "SWIFT_RECOVERY"
 
@@ -205,6 +206,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         if len(trained) != len(self._attached) or any(a is not b for a, b in zip(trained, self._attached, strict=True)):
             self._attached = trained
             job.attach(models, optimizers)
+            if any(holds_weights(each) for each in accelerator._custom_objects):
+                job.keep_tops()
 
     @property
     def training(self) -> bool:

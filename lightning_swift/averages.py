@@ -70,8 +70,8 @@ class Averages:
         for callback, (scheduling, resetting) in zip(self._stochastic(), data, strict=False):
             if scheduling and callback._swa_scheduler is None:
                 progress = trainer.fit_loop.epoch_progress.current
-                epoch, progress.processed = progress.processed, callback.swa_start
+                epoch, progress.completed = progress.completed, callback.swa_start
                 callback.on_train_epoch_start(trainer, module)
-                progress.processed = epoch
+                progress.completed = epoch
             if resetting and not callback.momenta:
                 callback.reset_batch_norm_and_save_state(module)

@@ -205,6 +205,10 @@ class Alone:
         """Have state follow."""
         self._parts.register(name, capture, restore)
 
+    def keep_tops(self) -> None:
+        """See :meth:`Job.keep_tops`."""
+        self._outside = True
+
     def peek(self, name: str) -> Any:
         """What the checkpoint has of a part."""
         return self._found["parts"].get(name) if self._found is not None else None

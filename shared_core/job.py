@@ -124,6 +124,7 @@ class Job:
         self._parts = Parts()
         self._buckets = Buckets(self._runtime, self._record_buckets)
         self._deferred = 0
+        self._keeps_tops = False
         self._handles: list[Any] = []
         self._passes = Passes(
             self._runtime,
@@ -267,6 +268,8 @@ class Job:
         # What a re-routed step changes outside updates is in a newcomer's copy; pipelines keep images of their own.
         loose = self._loose if alike and not self.reroutes else None
         self._updates.attach(replicated, undo=self.config.resizes, sharded=sharded, loose=loose)
+        if self._keeps_tops:
+            self._updates.keep_tops()
         if replicas is not None:
             self._attach_stage(sorted(replicas))
         if not self.config.log_spill_bytes:
@@ -286,9 +289,9 @@ class Job:
 
     def keep_tops(self) -> None:
         """The script will change parameters or optimizer state outside updates. That is seen anyway, but only when it
-        has been done for the first time; a worker that is lost in that very batch cannot be replaced then. Call it
-        after :meth:`attach`.
+        has been done for the first time; a worker that is lost in that very batch cannot be replaced then.
         """
+        self._keeps_tops = True
         self._updates.keep_tops()
 
     def _capture_loose(self) -> dict[int, torch.Tensor]:

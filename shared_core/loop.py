@@ -22,7 +22,7 @@ from shared_core.errors import ConfigError, Unsupported
 from shared_core.job import Job, current_job
 from shared_core.loaders import read_random, wrap_loader, write_random
 from shared_core.loaders.resumable import Position, of_a_peer
-from shared_core.recovery.values import NotPlain, assign, decode, encode
+from shared_core.recovery.values import NotPlain, assign, decode, encode, holds_weights
 from shared_core.sharing import SharedStep, Sharing, shared_steps
 
 _PLACE, _LOADERS, _VALUES = "loop.place", "loop.loaders", "loop.values"
@@ -226,6 +226,8 @@ class TrainingLoop:
                     "name, as in counters = job.register(total=0.0)"
                 )
             self._values[f"{len(self._values)} {type(each).__name__}"] = each
+            if self.job is not None and holds_weights(each):
+                self.job.keep_tops()
         return namespace
 
     # -- what adapters call -------------------------------------------------------------------------------------------

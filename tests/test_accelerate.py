@@ -24,6 +24,8 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "dispatch_batches": (["--dispatch"], [Fault(1, 4, "bucket", "SIGKILL"), Fault(0, 16, "forward", "SIGKILL")]),
     "dispatch_the_rest": (["--dispatch", "--samples", "139"], [Fault(0, 18, "forward", "SIGKILL")]),
     "dispatch_split": (["--dispatch", "--split-batches"], [Fault(0, 22, "bucket", "SIGKILL")]),
+    "average": (["--average"], [Fault(0, 4, "update.after", "SIGKILL"), Fault(1, 14, "forward", "SIGKILL")]),
+    "average_evaluation": (["--average"], [Fault(1, 10, "collective.before", "SIGKILL", nth=7)]),
     "seedable_sampler": (["--seedable"], [Fault(0, 15, "bucket", "SIGKILL")]),
 }
 
@@ -41,6 +43,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
         "workers",
         "seedable_sampler",
         "dispatch_batches",
+        "average_evaluation",
     ),
 )
 def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:

@@ -55,8 +55,8 @@ class Loose:
         return {place: self._replicated.parameters[place].detach() for place in self.places}
 
     def restore(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Put values back."""
-        for place, value in values.items():
+        """Put values back; between two entry calls, when nothing is optimized, there are others."""
+        for place, value in values.items() if self._replicated.optimizers else ():
             self._replicated.parameters[place].data.copy_(value)
         self._known.clear()
 

@@ -60,6 +60,21 @@ def encode(value: Any) -> Any:
     raise NotPlain(kind.__name__)
 
 
+def holds_weights(each: Any) -> bool:
+    """Whether an object with state (``state_dict`` or plain attributes) holds what looks like weights of a model: a
+    matrix of numbers. Averages do; then the script changes weights outside updates, or is going to.
+    """
+    return _matrix_in(each.state_dict() if hasattr(each, "state_dict") else vars(each))
+
+
+def _matrix_in(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim > 1 and value.is_floating_point()
+    if isinstance(value, dict):
+        return any(map(_matrix_in, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_matrix_in, value))
+
+
 def encode_state(state: Any) -> Any:
     """A ``state_dict`` encoded without what is no plain data (functions), which the newcomer has of its own.
 

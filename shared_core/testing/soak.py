@@ -24,7 +24,9 @@ from shared_core.testing.runner import JobResult, Mismatch, check_clean, check_s
 from shared_core.testing.warm import WarmLauncher
 
 JOBS = Path(__file__).parent / "jobs"
-MODELS = ("mlp", "gan", "bn", "plain", "accelerate")
+MODELS = ("mlp", "gan", "bn", "plain", "accelerate", "averages", "by-hand")
+#: Plain loops that change parameters outside updates.
+_OUTSIDE = ("averages", "by-hand")
 #: Pipelines by name, with their stages; stages without replicas are rebuilt from logs.
 PIPELINES = {"pipeline-2x2": 2, "pipeline-1x4": 4}
 STEPS = 14
@@ -56,6 +58,10 @@ _NTH: dict[str, dict[str, int]] = {
     "plain": {"collective.before": 5, "collective.after": 5, "bucket": 2, "update.during": 40},
     "bn": {"collective.before": 5, "collective.after": 5, "bucket": 2, "update.during": 40},
     "accelerate": {"collective.before": 3, "collective.after": 3, "bucket": 2, "update.during": 40},
+    "averages": {"forward": 2, "collective.before": 4, "collective.after": 4, "bucket": 2, "update.during": 40}
+    | {"outside": 17},
+    "by-hand": {"forward": 2, "collective.before": 4, "collective.after": 4, "bucket": 2, "update.during": 40}
+    | {"outside": 10},
     "gan": {
         "collective.before": 6,
         "collective.after": 6,
@@ -162,6 +168,8 @@ def _points(model: str) -> tuple[str, ...]:
     """Points that the job of a model meets."""
     if model == "plain":  # plain loops have neither
         return tuple(name for name in _COMMON if name != "validation")
+    if model in _OUTSIDE:
+        return (*(name for name in _COMMON if name != "validation"), "outside", "outside", "outside")
     return _COMMON if model == "gan" else (*_COMMON, "clip")
 
 
@@ -169,6 +177,8 @@ def _job(model: str, how: str) -> tuple[Path, list[str]]:
     """Script of a model and its arguments."""
     if model == "plain":
         return JOBS / "plain_job.py", []
+    if model in _OUTSIDE:
+        return JOBS / "outside_job.py", ["--what", model]
     if model == "accelerate":
         return JOBS / "accelerate_job.py", []
     if model in PIPELINES:

@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--dispatch", action="store_true")
     parser.add_argument("--seedable", action="store_true")
     parser.add_argument("--no-epochs", action="store_true")
+    parser.add_argument("--average", action="store_true", help="of the weights, with which it evaluates")
     parser.add_argument("--checkpoints")
     parser.add_argument("--every", type=int, default=0)
     args = parser.parse_args()
@@ -93,6 +94,9 @@ def main() -> None:
     else:
         epochs = iter(range(args.epochs)) if args.no_epochs else plugin.epochs(args.epochs)
         state = plugin.register(**counters)
+    average = torch.optim.swa_utils.AveragedModel(net, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new)
+    if args.average:
+        accelerator.register_for_checkpointing(average)
     for epoch in epochs:
         model.train()
         for number, (x, y) in enumerate(train):
@@ -106,17 +110,20 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
+            if args.average and accelerator.sync_gradients:
+                average.update_parameters(net)
             state.loss += accelerator.gather(loss.detach()).sum().item()
         model.eval()
+        average.eval()
         for x, y in evaluate:
             with torch.no_grad():
-                guess = model(x).argmax(-1)
+                guess = (average if args.average else model)(x).argmax(-1)
             guess, y = accelerator.gather_for_metrics((guess, y))
             state.right += int((guess == y).sum())
             state.seen += len(y)
         accelerator.wait_for_everyone()
     inner = accelerator.unwrap_model(model)
-    digests = training_digest(inner, [optimizer.optimizer], [scheduler.scheduler], vars(state))
+    digests = training_digest([inner, average], [optimizer.optimizer], [scheduler.scheduler], vars(state))
     extra = {} if baseline else {"noted": noted(plugin.loop.job), "last": loss.item()}
     report.finish(digests | {"generators": generators_digest()}, **extra, **vars(state))
     accelerator.end_training()

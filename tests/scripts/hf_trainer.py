@@ -47,9 +47,20 @@ class Counting(TrainerCallback):  # type: ignore[misc]
             self.last = float(logs["loss"])
 
 
+class Average(TrainerCallback):  # type: ignore[misc]
+    """Keeps an average of the weights."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.model.update_parameters(model)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--average", action="store_true")
     parser.add_argument("--twice", action="store_true")
     parser.add_argument("--checkpoints")
     parser.add_argument("--files")
@@ -85,7 +96,11 @@ def main() -> None:
     torch.manual_seed(5)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=1, n_head=2))
     counting = Counting(report)
-    trainer = kind(model, arguments, train_dataset=Bytes(72), eval_dataset=Bytes(20), callbacks=[counting])
+    average = Average(model)
+    callbacks = [counting, average] if args.average else [counting]
+    trainer = kind(model, arguments, train_dataset=Bytes(72), eval_dataset=Bytes(20), callbacks=callbacks)
+    if args.average:
+        trainer.accelerator.register_for_checkpointing(average.model)
     trainer.train()
     if args.twice:
         trainer.evaluate()
@@ -95,7 +110,7 @@ def main() -> None:
     ]
     extra = {"history": history, "falls": counting.falls, "step": trainer.state.global_step}
     inner = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    digests = training_digest(inner, [trainer.optimizer.optimizer], [trainer.lr_scheduler], extra)
+    digests = training_digest([inner, average.model], [trainer.optimizer.optimizer], [trainer.lr_scheduler], extra)
     report.finish(digests | {"generators": generators_digest()}, history=history)
 
 

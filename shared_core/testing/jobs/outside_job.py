@@ -37,6 +37,7 @@ class Net(nn.Module):
         self.middle = nn.Linear(32, 32)
         self.late = nn.Linear(32, 32)
         self.last = nn.Linear(32, 4)
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -134,7 +135,9 @@ class ByHand:
             for value in self.optimizer.state[self.net.last.weight].values():
                 value.zero_()
         self.net.seen = self.net.seen * 0.5
-        self.net.first[1].running_mean.mul_(0.99)
+        for name, buffer in self.net.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.mul_(0.99)
 
 
 class Weights:
@@ -162,7 +165,7 @@ class Weights:
         inject.point("outside")
 
 
-def main() -> dist.ProcessGroup:
+def main() -> Any:
     parser = argparse.ArgumentParser()
     parser.add_argument("--what", choices=["averages", "by-hand", "weights"], required=True)
     parser.add_argument("--begin", type=int, default=0, help="change nothing before this step")
