@@ -45,11 +45,11 @@ from shared_core.recovery.checkpoints import ENDED, meta_of, named
 from shared_core.recovery.decisions import Decisions, FileEntries, StoreEntries
 from shared_core.recovery.lines import DESCRIPTION, NAMES
 from shared_core.recovery.loose import Loose
-from shared_core.recovery.outside import Watch
 from shared_core.recovery.parts import Capture, Parts, Restore
 from shared_core.recovery.plain import dumps, loads
 from shared_core.recovery.pricing import Pricing
 from shared_core.recovery.state import Replicated
+from shared_core.recovery.watch import Watch
 from shared_core.sharing import SharedStep
 
 #: Name of the part that holds parameters and optimizer state; all ranks have the same.

@@ -269,7 +269,7 @@ class Job:
         loose = self._loose if alike and not self.reroutes else None
         self._updates.attach(replicated, undo=self.config.resizes, sharded=sharded, loose=loose)
         if self._keeps_tops:
-            self._updates.keep_tops()
+            self._updates.outside.expect()
         if replicas is not None:
             self._attach_stage(sorted(replicas))
         if not self.config.log_spill_bytes:
@@ -292,10 +292,10 @@ class Job:
         has been done for the first time; a worker that is lost in that very batch cannot be replaced then.
         """
         self._keeps_tops = True
-        self._updates.keep_tops()
+        self._updates.outside.expect()
 
     def _capture_loose(self) -> dict[int, torch.Tensor]:
-        return self._loose.capture() if self._updates.outside or self.reroutes else {}
+        return self._loose.capture() if self._updates.outside.active or self.reroutes else {}
 
     def _attach_stage(self, replicas: list[int]) -> None:
         if self.config.resizes:
@@ -597,9 +597,9 @@ class Job:
     # -- publishing --------------------------------------------------------------------------------
 
     def _publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None, *, save: bool = True) -> None:
-        self._updates.see()
+        self._updates.outside.see()
         parts = self._parts.capture()
-        parts["swift.outside"] = self._updates.outside
+        parts["swift.outside"] = self._updates.outside.active
         parts["swift.eligible"] = self._buckets.eligible
         parts["swift.images"] = self._updates.keeps_images
         if grads is not None:

@@ -220,7 +220,7 @@ class Checkpoints:
                 with self._updates.frozen(top.version, 60.0, top.index) as (description, tensors):
                     if not self._updates.exact or description.get("version", top.version) != top.version:
                         return False  # a newcomer that is still behind: the parameters of this top are gone
-                for place in self._updates.local:  # the script may change them while they are being read
+                for place in self._updates.outside.local:  # the script may change them while they are being read
                     tensors[place] = tensors[place].clone()
                 images[lines.replicated_part(top)] = named(self._updates.replicated, description, tensors)
             taken = self._snapshots.take(top.index, {lines.local_part(rank): dumps(local)}, images, self._meta(top))

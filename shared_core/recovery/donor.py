@@ -44,8 +44,8 @@ class Donor:
     @property
     def keeps(self) -> dict[str, Any]:
         """What a frontier says of the states that this worker has."""
-        updates = self._updates
-        return {"top": updates.newest_top, "kept": updates.tops.indices, "outside": updates.outside}
+        outside = self._updates.outside
+        return {"top": outside.top, "kept": outside.tops.indices, "outside": outside.active}
 
     @contextmanager
     def frozen(self, min_version: int, top: int) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:

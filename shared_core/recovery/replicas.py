@@ -44,7 +44,7 @@ class Replicas:
         if state is None or len(ranks) < 2 or self._updates.state_version != self._updates.version:
             return
         key = f"sums/{generation}/{due}"
-        report = {"version": self._updates.version, "sums": state.checksums(self._updates.local)}
+        report = {"version": self._updates.version, "sums": state.checksums(self._updates.outside.local)}
         self._recovery.new_store("").set(f"{key}/{self._env.rank}", json.dumps(report))
         if self._env.rank == min(ranks):
             args = (key, ranks, list(state.names))

@@ -19,9 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shared_core.consistency.undo import Arguments, Undo, begin_after_closure
 from shared_core.errors import RecoveryFailed
-from shared_core.recovery.kept import Kept, KeptTops
 from shared_core.recovery.loose import Loose
-from shared_core.recovery.outside import Watch
+from shared_core.recovery.outside import Outside
 from shared_core.recovery.state import Replicated
 from shared_core.testing import inject
 
@@ -34,10 +33,7 @@ class Updates:
 
     Attributes:
         recomputed: updates that this process has gone through more than once; recovery in place makes none.
-        outside: the script changes parameters or optimizer state outside updates, so the state at each batch top is
-            kept, and a newcomer is given that of its own, never a newer one.
-        tops: what is kept.
-        newest_top: number of the newest batch top.
+        outside: changes that the script makes outside updates.
 
     Args:
         preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch
@@ -66,13 +62,7 @@ class Updates:
         self._clean: dict[int, list[tuple[int, int]]] = {}
         self._window: AbstractContextManager[Any] | None = None
         self.replicated: Replicated | None = None
-        self.outside = False
-        self.tops = KeptTops()
-        self.newest_top = 0
-        self._watch: Watch | None = None
-        self._loose: Loose | None = None
-        self._first_top = False
-        self._changed = ""
+        self.outside = Outside(preimages)
         self._undo: Undo | None = None
         self.after: Callable[[], None] = lambda: None
         #: Returns when what is being copied may be changed.
@@ -94,7 +84,7 @@ class Updates:
     @property
     def keeps_images(self) -> bool:
         """Whether parameters are kept before each update."""
-        if self.outside:
+        if self.outside.active:
             return False  # newcomers are given no newer ones
         # Of a sharded stage a replica has nothing else to give: see attach().
         return self._policy == "always" or (self._several and (self._policy == "auto" or self._sharded))
@@ -107,7 +97,7 @@ class Updates:
     @property
     def computes_again(self) -> bool:
         """Whether a newcomer has, at each place, the parameters that its predecessor had there."""
-        return self.outside or self.keeps_images
+        return self.outside.active or self.keeps_images
 
     @property
     def exact(self) -> bool:
@@ -142,40 +132,24 @@ class Updates:
             self._sharded = sharded
             self._several = self._several or len(replicated.optimizers) > 1
             self._clean.clear()
-            self._loose = loose
-            watches = loose is not None and self._policy != "never"
-            self._watch = Watch(replicated) if watches else None
-            self._first_top = watches and bool(replicated.optimizers)
-            self.outside = watches and loose is not None and (self._policy == "always" or loose.own)
+            self.outside.attach(replicated, loose)
             if not self._handles and replicated.optimizers:
                 self._handles = [
                     register_optimizer_step_pre_hook(self._before),
                     register_optimizer_step_post_hook(self._after),
                 ]
 
-    def keep_tops(self) -> None:
-        """The script changes something outside updates: keep the state at each batch top from the next one on."""
-        self.outside = self.outside or self._watch is not None
-
     def resume(self, top: int, *, images: bool, outside: bool) -> None:
         """Newcomer, at its batch top: keep what the predecessor kept; all ranks must agree."""
         self._several = images
-        self.newest_top = top
-        self.outside = outside
-        if self._watch is not None:
-            self._first_top = False
-            if outside and not self._skip:
-                self._keep_top(top)
-            self._watch.note()
+        self.outside.resume(top, self._applied, outside, exact=not self._skip)
 
     def next_batch(self) -> None:
         """A batch begins, at a recovery point or not."""
         self._wants_images = self._wants_images or self._in_batch > 1
         self._in_batch = 0
-        self.see()
-        if not self.outside and self.tops.indices and self._applied > self._versions_at_tops[-1]:
-            with self._condition:  # the first one: the script has made an update, and nothing else
-                self.tops.clear()
+        with self._condition:
+            self.outside.next_batch(self._applied)
 
     def at_top(self, index: int = 0, stable: int = 0) -> None:
         """A batch top was published: images older than the one before it cannot be asked for any more.
@@ -185,34 +159,17 @@ class Updates:
             stable: batch top from which a newcomer may start at the earliest.
         """
         self._several = self._several or self._wants_images
-        first = self._first_top and not self.outside and self._loose is not None and self._loose.small
-        if self.outside or first:
-            self._keep_top(index)
-        if self._watch is not None and self._first_top:
-            self._watch.note()
-        self._first_top = False
+        if self.outside.active:
+            self.fence()  # memory that is used again may be being copied
         with self._condition:
-            self.newest_top = index
-            if self.tops.indices:
-                self.tops.drop_before(stable, reuse=self._frozen == 0)
+            self.outside.at_top(index, self._applied)
+            self.outside.tops.drop_before(stable, reuse=self._frozen == 0)
             self._condition.notify_all()
         if self._undo is not None:
             self._undo.commit()
         self._versions_at_tops.append(self._applied)
         del self._versions_at_tops[:-2]
         self._images = [image for image in self._images if image[0] >= self._versions_at_tops[0]]
-
-    def _keep_top(self, index: int) -> None:
-        assert self.replicated is not None and self._loose is not None
-        self.fence()  # memory that is used again may be being copied
-        left_out = self.local  # they are published
-        with self._condition:
-            self.tops.keep(index, self._applied, self.replicated.export(), left_out)
-
-    def see(self) -> None:
-        """See whether the script has changed something since it was noted last."""
-        if self._watch is not None and not self.outside and (name := self._watch.changed()) is not None:
-            self.outside, self._changed = True, name
 
     def pending_gradients(self) -> bool:
         """Whether gradients were accumulated since the last update of their optimizer."""
@@ -223,11 +180,6 @@ class Updates:
             ):
                 return True
         return False
-
-    @property
-    def local(self) -> list[int]:
-        """Places of parameters that each rank has for itself."""
-        return self._loose.places if self.outside and self._loose is not None else []
 
     # -- copying -----------------------------------------------------------------------------------
 
@@ -253,13 +205,13 @@ class Updates:
                     f"waited {timeout_s:.0f} s for the state to contain {min_version} updates; it has "
                     f"{self.state_version}"
                 )
-            kept = self.tops.get(top)
+            kept = self.outside.given(top)
             if kept is None and top is not None:
-                self._refuse_changed()
+                self.outside.refuse()
             self._frozen += 1
         try:
             if kept is not None:
-                yield kept.description, list(kept.tensors)
+                yield kept
                 return
             nothing: dict[str, Any] = {"parameters": 0, "states": [], "tensors": []}
             description, tensors = self.replicated.export() if self.replicated is not None else (nothing, [])
@@ -277,29 +229,20 @@ class Updates:
                     tensors[place] = value
             yield description, tensors
             if top is not None:
-                self._refuse_changed()  # meanwhile
+                self.outside.refuse()  # it may have been changed meanwhile
         finally:
             with self._condition:
                 self._frozen -= 1
                 self._condition.notify_all()
 
-    def _refuse_changed(self) -> None:
-        """Raises RecoveryFailed if the state is not what updates have made of an earlier one."""
-        if self.outside or (self._watch is not None and self._watch.counted):
-            raise RecoveryFailed(
-                f"the script has just changed {self._changed or 'a parameter'} outside an optimizer's update for the "
-                "first time, so the state at the lost worker's batch top is gone. From the next batch top on it is "
-                "kept; with preimages='always' it is kept from the start"
-            )
-
     def _has(self, version: int, top: int | None = None) -> bool:
         """Whether a newcomer that starts at ``version`` can be given the state now."""
         if self._installing:
             return False
-        if top is not None and self.tops.get(top) is not None:
+        if self.outside.decided(top):
             return True  # also in the middle of an update
-        if self.outside and top is not None:
-            return self.newest_top >= top  # it will not be kept any more
+        if self.outside.waits(top):
+            return False
         if self._sharded and self._image(version) is not None:
             return True  # also in the middle of an update, whose end may need the newcomer
         return not self._updating and self.state_version >= version
@@ -343,12 +286,12 @@ class Updates:
         Raises:
             RecoveryFailed: if that state cannot be had.
         """
-        kept: Kept | None = self.tops.get(top)
+        kept = self.outside.given(top)
         if kept is not None:
-            yield kept.description, list(kept.tensors)
+            yield kept
             return
         if top is not None:
-            self._refuse_changed()
+            self.outside.refuse()
         if self.state_version < version or (self.state_version > version and self._undo is None):
             raise RecoveryFailed(f"the state contains {self.state_version} updates, and {version} are asked for")
         if self.state_version > version:
@@ -435,7 +378,7 @@ class Updates:
 
     def _begin(self) -> None:
         inject.point("update.before")
-        self.see()
+        self.outside.see()
         self.fence()
         with self._condition:
             self._condition.wait_for(lambda: self._frozen == 0)
@@ -487,8 +430,7 @@ class Updates:
 
     def _count(self) -> None:
         """Under the lock: an update is complete."""
-        if self._watch is not None and not self.outside:
-            self._watch.note()
+        self.outside.updated()
         self._applied += 1
         if self._applied <= self._highest:
             self.recomputed += 1  # went through an update it had been through before
