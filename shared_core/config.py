@@ -80,8 +80,9 @@ class SwiftConfig:
         data: how a newcomer regains its place in the data: ``refetch`` reads skipped items again, ``seeded`` makes
             an item's
             randomness a function of seed, rank, epoch and batch, so that skipping costs nothing.
-        preimages: keep parameters as they were before each update of a batch: ``auto`` where a batch has several
-            updates.
+        preimages: keep parameters as they were before each update of a batch, ``auto`` where a batch has several
+            updates; and parameters and optimizer state as they were at batch tops, ``auto`` once the script changes
+            them outside updates, ``always`` from the start.
         checkpoint_dir: where checkpoints for ``restart`` are written, a folder or an fsspec URL; none is written when
             unset.
         checkpoint_every_steps: batch tops between two checkpoints, for the policy ``fixed``.

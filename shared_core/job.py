@@ -226,11 +226,12 @@ class Job:
         sharded: bool = False,
     ) -> None:
         """Say what is trained. Parameters of ``modules`` and the state of ``optimizers`` are replicated state;
-        buffers, hyper-parameters of
-        the optimizers and random generators are published at each batch top. A later call replaces an earlier one.
+        buffers, modes, groups of the optimizers and random generators are published at each batch top, and so are
+        parameters that no optimizer steps. A later call replaces an earlier one.
 
         Args:
-            modules: all modules that are trained, wrapped in ``DistributedDataParallel`` where they are.
+            modules: all modules that are trained, wrapped in ``DistributedDataParallel`` where they are, and those that
+                the script changes itself: averages, target networks.
             optimizers: their optimizers.
             replicas: ranks that train the same parameters, where not all do: those of this rank's pipeline stage. Then
                 parameters are also kept before each update, because a message that a lost rank has not delivered must

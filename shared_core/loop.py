@@ -377,7 +377,8 @@ def attach(*objects: Any) -> TrainingLoop:
     was put around the models.
 
     Args:
-        objects: models, optimizers, loaders, and whatever else has ``state_dict`` (schedulers, scalers, averages).
+        objects: models, averages of them and target networks, optimizers, loaders, and whatever else has
+            ``state_dict`` (schedulers, scalers).
 
     Raises:
         ConfigError: under ``swiftrun``, if the process group was created without :func:`shared_core.install`; if an

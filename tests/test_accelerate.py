@@ -101,6 +101,7 @@ TRAINER: dict[str, tuple[list[str], list[Fault]]] = {
     "second_epoch": ([], [Fault(0, 14, "update.before", "SIGKILL")]),
     "first_step_of_an_epoch": ([], [Fault(0, 10, "forward", "SIGKILL")]),
     "saving": ([], [Fault(0, 8, "update.after", "os._exit"), Fault(1, 16, "forward", "SIGKILL")]),
+    "average": (["--average"], [Fault(1, 4, "update.after", "SIGKILL"), Fault(0, 13, "bucket", "SIGKILL")]),
     "accumulate": (["--accumulate", "2"], [Fault(1, 3, "forward", "SIGKILL", nth=2), Fault(0, 9, "bucket", "SIGKILL")]),
 }
 

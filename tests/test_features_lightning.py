@@ -73,6 +73,15 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
 
 #: Much like others.
 RARE = (
+    "weight_averaging_forward",
+    "weight_averaging_first",
+    "weight_averaging_second_call",
+    "weight_averaging_validate",
+    "ema_bucket",
+    "swa_before",
+    "swa_begins",
+    "swa_averages",
+    "swa_statistics_end",
     "between_calls_1",
     "between_calls_3",
     "first_fit_of_two",

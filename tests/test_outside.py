@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Jobs
+from harness import Jobs, most
 
 import shared_core.testing.jobs
 from shared_core.testing import Fault
@@ -39,7 +39,25 @@ PLACES: dict[str, tuple[list[str], Fault]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize(
+    "name",
+    most(
+        PLACES,
+        "averages_before_the_step",
+        "averages_in_the_step",
+        "averages_after_the_update",
+        "averages_at_the_top",
+        "averages_in_forward",
+        "averages_last",
+        "hand_second_batch",
+        "hand_at_the_top",
+        "hand_before_forward",
+        "hand_between_backward_and_step",
+        "hand_in_the_step",
+        "hand_after_half",
+        "hand_after_all",
+    ),
+)
 def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, fault = PLACES[name]
     jobs.check(JOB, faults=[fault], args=args)
@@ -48,6 +66,32 @@ def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
 @pytest.mark.parametrize("args", [AVERAGES, BY_HAND], ids=["averages", "by_hand"])
 def test_without_a_loss_nothing_differs(args: list[str], jobs: Jobs) -> None:
     compare(jobs.run(JOB, args=args), jobs.reference(JOB, args=args))
+
+
+@pytest.mark.parametrize("args", [AVERAGES, BY_HAND], ids=["averages", "by_hand"])
+def test_when_all_are_lost_a_checkpoint_has_it_all(args: list[str], jobs: Jobs, tmp_path: Path) -> None:
+    env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "kept"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "5"}
+    both = [Fault(rank, 12, "bucket", "SIGKILL") for rank in (0, 1)]
+    result = jobs.run(JOB, faults=both, args=args, env=env)
+    compare(result, jobs.reference(JOB, args=args))
+    assert len(result.kinds("restart")) == 1, result.tail()
+
+
+@pytest.mark.parametrize("args", [AVERAGES, BY_HAND], ids=["averages", "by_hand"])
+def test_with_fewer_workers_all_of_them_agree(args: list[str], jobs: Jobs) -> None:
+    env = {"SWIFT_RECOVERY_ON_FAILURE": "shrink"}
+    result = jobs.run(JOB, nproc=3, faults=[Fault(1, 5, "outside", "SIGKILL", nth=5)], args=args, env=env)
+    assert result.status == 0 and len(result.kinds("resize")) == 1, result.tail()
+    ends = [report["digests"] for report in result.reports.values()]
+    assert len(ends) == 2 and ends[0]["optimizers"] == ends[1]["optimizers"], result.tail()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("args", [AVERAGES, BY_HAND], ids=["averages", "by_hand"])
+def test_four_ranks_lose_two(args: list[str], jobs: Jobs) -> None:
+    faults = [Fault(0, 4, "outside", "SIGKILL", nth=3), Fault(2, 4, "update.during", "SIGKILL", nth=9)]
+    faults += [Fault(1, 11, "outside", "SIGKILL", nth=9), Fault(3, 11, "bucket", "SIGKILL")]
+    jobs.check(JOB, nproc=4, faults=faults, args=args)
 
 
 LATE = ["--what", "weights", "--begin", "4"]

@@ -76,6 +76,21 @@ def test_pending_gradients_belong_to_no_checkpoint(tmp_path: Path) -> None:
     assert status == 0 and ends(resumed) == ends(plain) and resumed[0][0] > 0
 
 
+def test_averages_and_changes_by_hand(tmp_path: Path) -> None:
+    _, plain = run(tmp_path / "checkpoints", "none", OUTSIDE="1")
+    run(tmp_path / "checkpoints", "fixed", DIE="30", OUTSIDE="1")
+    status, resumed = run(tmp_path / "checkpoints", "fixed", OUTSIDE="1")
+    assert status == 0 and ends(resumed) == ends(plain) and resumed[0][0] > 0
+
+
+@pytest.mark.nightly
+def test_averages_and_changes_by_hand_under_torchrun(tmp_path: Path) -> None:
+    _, plain = run(tmp_path / "checkpoints", "none", *TORCHRUN, OUTSIDE="1")
+    run(tmp_path / "checkpoints", "fixed", *TORCHRUN, DIE="30", OUTSIDE="1")
+    status, resumed = run(tmp_path / "checkpoints", "fixed", *TORCHRUN, OUTSIDE="1")
+    assert status == 0 and ends(resumed) == ends(plain) and resumed[0][0] > 0
+
+
 @pytest.mark.nightly
 def test_data_parallel_under_torchrun(tmp_path: Path) -> None:
     check(tmp_path / "checkpoints", *TORCHRUN)

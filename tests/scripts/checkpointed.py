@@ -2,7 +2,7 @@
 
 What happens to it is in the environment, so that its arguments are those of the next start:
 ``DIE``: step at which it is killed, ``END``: step at which it is told to end, by itself; ``END_RANK``: the rank that is
-told so, all if not given; ``ACCUMULATE``: batches between two updates.
+told so, all if not given; ``ACCUMULATE``: batches between two updates; ``OUTSIDE``: keep an average and clip weights.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ def main() -> None:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 90)
+    average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda old, new, _: old + 0.1 * (new - old))
+    outside = [average] if "OUTSIDE" in os.environ else []
     if POLICY == "none":
-        loop = shared_core.attach(model, optimizer, scheduler)
+        loop = shared_core.attach(model, optimizer, scheduler, *outside)
     else:
         options = {"checkpoint_every_steps": 4} if POLICY == "fixed" else {"checkpoint_policy": POLICY}
-        loop = shared_core.Checkpointer(FOLDER, model, optimizer, scheduler, **options)
+        loop = shared_core.Checkpointer(FOLDER, model, optimizer, scheduler, *outside, **options)
     seen = loop.register(loss=0.0, first=-1)
     rank = dist.get_rank() if several else 0
     began = None
@@ -61,10 +63,16 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
+                if outside:
+                    average.update_parameters(model)
+                    for parameter in model.parameters():
+                        parameter.data.mul_(0.999).clamp_(-0.3, 0.3)
+            if outside and step % 3 == 0:
+                average.update_parameters(model)
             seen.loss += loss.item()
             if isinstance(loop, shared_core.Checkpointer):
                 loop.loss = loss
-    state = [*model.state_dict().values()]
+    state = [*model.state_dict().values(), *average.state_dict().values()]
     state += [value for each in optimizer.state.values() for value in each.values()]
     print(f"rank {rank} began {began} digest {digest(state)} loss {seen.loss.hex()}", flush=True)
     if several:
