@@ -106,9 +106,9 @@ class Outside:
         """
         self.active, self.top = active, index
         if self._watch is not None:
+            if exact:
+                self.at_top(index, version)
             self._first = False
-            if active and exact:
-                self._keep(index, version)
             self._watch.note()
 
     def _keep(self, index: int, version: int) -> None:

@@ -13,7 +13,7 @@ from shared_core.recovery.state import Replicated, checksum
 #: So many times all values are looked at.
 _WHOLE = 2
 #: Elements of the piece that is looked at later.
-_PIECE = 4096
+_PIECE = 1024
 
 
 class Watch:

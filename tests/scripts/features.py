@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -127,6 +128,30 @@ class Gan(pl.LightningModule):
         opt_g = torch.optim.Adam(self.generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
         opt_c = torch.optim.RMSprop(self.critic.parameters(), lr=1e-3)
         return [opt_g, opt_c], [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (opt_g, opt_c)]
+
+
+class ByHand(Net):
+    """A target network and a codebook inside the module, weights clipped, layers frozen for a time."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=True, dropout=0.1)
+        self.target = copy.deepcopy(self.net).requires_grad_(False)
+        self.book = nn.Parameter(torch.zeros(4, 64), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        self.book.data[batch_idx % 4].lerp_(x.mean(0), 0.2)  # each rank's own
+        return F.cross_entropy(self(x), y) + F.mse_loss(self(x), self.target(x)) + self.book.sum()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.net[0].requires_grad_(batch_idx % 3 != 1)
+        for mine, theirs in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            mine.data.lerp_(theirs.data, 0.1)
+        with torch.no_grad():
+            self.net[0].weight.mul_(0.999).clamp_(-0.1, 0.1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
 
 
 class Unused(Net):
@@ -315,6 +340,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "unused": Feature(module=Unused, strategy={"find_unused_parameters": True}),
     "static_graph": Feature(strategy={"static_graph": True}),
+    "by_hand": Feature(module=ByHand, strategy={"find_unused_parameters": True}),
     "weight_averaging": Feature(
         module=lambda: Net(norm=True, dropout=0.1, scheduler="step"),
         data=_with_validation(augment=True),
