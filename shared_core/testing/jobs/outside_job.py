@@ -170,12 +170,14 @@ def main() -> Any:
     parser.add_argument("--what", choices=["averages", "by-hand", "weights"], required=True)
     parser.add_argument("--begin", type=int, default=0, help="change nothing before this step")
     parser.add_argument("--forget", action="store_true", help="do not say that there are averages")
+    parser.add_argument("--pull", action="store_true", help="weights are drawn to the average")
+    parser.add_argument("--world", type=int, default=int(os.environ["WORLD_SIZE"]), help="workers at the start")
     args = parser.parse_args()
     report = Report()
     if not os.environ.get(BASELINE):
         shared_core.install()
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     torch.manual_seed(3)
     net = Net()
     by_hand = args.what == "by-hand"
@@ -185,7 +187,7 @@ def main() -> Any:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     own: Any = ByHand(net, optimizer) if by_hand else Weights(net) if args.what == "weights" else Averages(net)
     data = TensorDataset(
-        torch.randn(BATCH * 2 * STEPS // EPOCHS * world, 16, generator=torch.Generator().manual_seed(5))
+        torch.randn(BATCH * 2 * STEPS // EPOCHS * args.world, 16, generator=torch.Generator().manual_seed(5))
     )
     sampler: DistributedSampler[Any] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=2 * BATCH, sampler=sampler)
@@ -215,6 +217,9 @@ def main() -> Any:
             call(own.before, step)
             optimizer.step()
             call(own.after, step)
+            if args.pull:
+                for mine, averaged in zip(net.parameters(), own.ema.module.parameters(), strict=True):
+                    mine.data.lerp_(averaged.data, 0.01)
             if not by_hand:
                 scheduler.step()
             summed = loss.detach().clone()
