@@ -60,7 +60,7 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "weight_averaging_exchanged": ("weight_averaging", [Fault(1, 6, "validation", "SIGKILL")]),
     "weight_averaging_first": ("weight_averaging", [Fault(0, 1, "update.after", "SIGKILL")]),
     "weight_averaging_second_call": ("weight_averaging", [Fault(1, 12, "entry", "SIGKILL")]),
-    "weight_averaging_validate": ("weight_averaging", [Fault(1, 14, "validation", "SIGKILL")]),
+    "weight_averaging_validate": ("weight_averaging", [Fault(1, 12, "validation", "SIGKILL", nth=5)]),
     "ema_update": ("ema", [Fault(1, 4, "update.after", "SIGKILL")]),
     "ema_bucket": ("ema", [Fault(0, 6, "bucket", "SIGKILL")]),
     # Epochs have four batches: averaged from the second one on, and the fifth makes statistics only.
