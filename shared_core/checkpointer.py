@@ -114,7 +114,7 @@ class Checkpointer(TrainingLoop):
         self.begin(cast(Job, self._alone), config)
         for each in objects:
             if isinstance(each, torch.utils.data.DataLoader):
-                self._tracked(each)
+                self._loaders.attach(each)
             elif not isinstance(each, (nn.Module, Optimizer)):
                 self.register(each)
 
