@@ -72,6 +72,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         self._attached: list[Any] = []
         self._warned = False
         self._numbered = 0
+        self._epoch_keys: list[str] = []
         self.loop = TrainingLoop(None)
         #: A newcomer runs the whole script, and its engine passes by the calls that others have finished.
         self.replays = False
@@ -113,7 +114,10 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             return
         if self._accelerator is not None:
             self.state.early()
-        yield from self.loop.epochs(count, start)
+        for epoch in self.loop.epochs(count, start):
+            while self._epoch_keys:
+                self.loop.forget(self._epoch_keys.pop())
+            yield epoch
 
     def shared_steps(
         self, model: nn.Module | Sequence[nn.Module], loader: Any, epochs: int, *, accumulate: int | None = None
@@ -234,10 +238,15 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             self._models.append(prepared)
         return prepared
 
-    def next_number(self) -> int:
-        """Numbers loaders in the order in which they are prepared."""
+    def next_key(self) -> str:
+        """Names loaders in the order in which they are prepared: those of an epoch apart, for a newcomer prepares none
+        of the epochs before.
+        """
+        if self.loop.epoch is not None:
+            self._epoch_keys.append(f"epoch {len(self._epoch_keys) + 1}")
+            return self._epoch_keys[-1]
         self._numbered += 1
-        return self._numbered
+        return str(self._numbered)
 
     def gate(self, prepared: Any) -> Any:
         """Have a loader that Accelerate has prepared mark the batch tops."""

@@ -234,6 +234,11 @@ class TrainingLoop:
         """See :meth:`Loaders.track`."""
         return self._loaders.track(loader, key, ahead)
 
+    def forget(self, key: Hashable) -> None:
+        """See :meth:`Loaders.forget`."""
+        if self.job is not None:
+            self._loaders.forget(key)
+
     def refuse_own_steps(self) -> None:
         """A loop is entered in which each worker computes its own share.
 

@@ -24,6 +24,15 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "dispatch_batches": (["--dispatch"], [Fault(1, 4, "bucket", "SIGKILL"), Fault(0, 16, "forward", "SIGKILL")]),
     "dispatch_the_rest": (["--dispatch", "--samples", "139"], [Fault(0, 18, "forward", "SIGKILL")]),
     "dispatch_split": (["--dispatch", "--split-batches"], [Fault(0, 22, "bucket", "SIGKILL")]),
+    "prepared_in_each_epoch": (
+        ["--prepare-inside", "--epochs", "3"],
+        [
+            Fault(1, 4, "bucket", "SIGKILL"),
+            Fault(0, 16, "bucket", "SIGKILL"),
+            Fault(1, 25, "forward", "SIGKILL", incarnation=1),
+        ],
+    ),
+    "prepared_and_dispatched": (["--prepare-inside", "--dispatch"], [Fault(0, 14, "bucket", "SIGKILL")]),
     "seedable_sampler": (["--seedable"], [Fault(0, 15, "bucket", "SIGKILL")]),
 }
 
@@ -40,6 +49,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
         "dispatch_split",
         "workers",
         "seedable_sampler",
+        "prepared_and_dispatched",
         "dispatch_batches",
     ),
 )

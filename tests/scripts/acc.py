@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--dispatch", action="store_true")
     parser.add_argument("--seedable", action="store_true")
     parser.add_argument("--no-epochs", action="store_true")
+    parser.add_argument("--prepare-inside", action="store_true", help="new loaders in each epoch")
     parser.add_argument("--checkpoints")
     parser.add_argument("--every", type=int, default=0)
     args = parser.parse_args()
@@ -94,6 +95,10 @@ def main() -> None:
         epochs = iter(range(args.epochs)) if args.no_epochs else plugin.epochs(args.epochs)
         state = plugin.register(**counters)
     for epoch in epochs:
+        if args.prepare_inside:
+            noisy = Noisy(images[epoch:], labels[epoch:])
+            train = accelerator.prepare(DataLoader(noisy, batch_size=args.batch, shuffle=True))
+            evaluate = accelerator.prepare(DataLoader(TensorDataset(images[:50], labels[:50]), batch_size=16))
         model.train()
         for number, (x, y) in enumerate(train):
             stand_still(epoch * len(train) + number)
