@@ -52,7 +52,8 @@ def main() -> None:
     for epoch in loop.epochs(EPOCHS):
         if sampler is not None:
             sampler.set_epoch(epoch)
-        for step, (inputs, labels) in loop.steps(loader):
+        for _, (inputs, labels) in loop.steps(loader):
+            step = loop.total_steps
             began = step if began is None else began
             loss = nn.functional.cross_entropy(model(inputs), labels)
             loss.backward()
