@@ -26,6 +26,8 @@ from shared_core.recovery.plain import dumps, loads
 from shared_core.recovery.values import NotPlain, assign, decode, encode
 from shared_core.sharing import SharedStep, Sharing, shared_steps
 
+#: Passes of an epoch that a newcomer may skip with the random generators that its predecessor had after each.
+_ANCHORS = 8
 _PLACE, _LOADERS, _VALUES = "loop.place", "loop.loaders", "loop.values"
 
 
@@ -51,8 +53,8 @@ class TrainingLoop:
         self._active: Callable[[], Any] = lambda: None
         self._values: dict[str, Any] = {}
         self._namespaces: dict[str, SimpleNamespace] = {}
-        #: What a newcomer has before it reaches its place: at the start of the epoch, and after its last finished pass.
-        self._anchors: tuple[bytes, bytes] = (b"", b"")
+        #: What the script's own code rests on at the start of the epoch (0) and after each of the last passes in it.
+        self._anchors: dict[int, bytes] = {}
         self._config = SwiftConfig()
         self._modules: list[nn.Module] = []
         self._sharing: Sharing | None = None
@@ -267,14 +269,16 @@ class TrainingLoop:
                 "Accelerate: plugin.epochs(n))"
             )
         here, there = (self._phase, self._round), (target["phase"], target["round"])
-        if (self._phase, self._round + 1) == there:
-            self._to_anchor(target["anchors"][1])
+        if here < there:
+            self._to_anchor(target["anchors"].get(self._round))
         return bool(there <= here)
 
     def end_round(self) -> None:
         """The training loader of this round was left."""
         if self.epoch is not None and not self.joining and not sys.is_finalizing():
-            self._anchors = self._anchors[0], self._anchor()
+            self._anchors[self._round] = self._anchor()
+            if self._round > _ANCHORS:
+                self._anchors.pop(self._round - _ANCHORS, None)
 
     def activate(self, position: Any) -> None:
         """``position`` iterates a training loader; it counts as active for as long as it lives."""
@@ -311,17 +315,17 @@ class TrainingLoop:
         if self.job is None:
             return
         if target is not None:
-            self._to_anchor(target["anchors"][0])
+            self._to_anchor(target["anchors"].get(0))
         else:
-            self._anchors = self._anchor(), b""
+            self._anchors = {0: self._anchor()}
 
     def _anchor(self) -> bytes:
         """What the script's code between two passes rests on, besides the model."""
         values = {name: _capture(name, each) for name, each in self._namespaces.items()}
         return dumps({"random": read_random(), "values": values, "owned": self._loaders.owned()})
 
-    def _to_anchor(self, anchor: bytes) -> None:
-        if not anchor:
+    def _to_anchor(self, anchor: bytes | None) -> None:
+        if anchor is None:
             return
         found = loads(anchor)
         for name, values in found["values"].items():
@@ -340,7 +344,7 @@ class TrainingLoop:
         }
 
     def _restore_place(self, place: Mapping[str, Any]) -> None:
-        self.total_steps, self._anchors = place["steps"], place["anchors"]
+        self.total_steps, self._anchors = place["steps"], dict(place["anchors"])
 
     def _capture_values(self) -> dict[str, Any]:
         return {name: _capture(name, each) for name, each in self._values.items()}

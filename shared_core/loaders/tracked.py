@@ -292,6 +292,8 @@ class Loaders:
         ended.close()
         if ended in self._passes:
             self._passes.remove(ended)
+        if not self._passes:
+            self._places.clear()  # those inside it that the script did not come back to
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -317,7 +319,9 @@ class Loaders:
             )
         self._unclaimed = {}
         self._places = deque(states["passes"])
-        for key, state in states["idle"].items():
+        # A pass that the script does not come back to has changed its loader all the same.
+        begun = {each["key"]: {**each["state"], "live": False, "iterations": []} for each in self._places}
+        for key, state in (begun | states["idle"]).items():
             if (tracked := self._published.get(key)) is not None:
                 tracked.restore(state)
             else:

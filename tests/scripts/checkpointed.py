@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from tqdm import tqdm
 
 import shared_core
 from shared_core.testing.digest import digest
@@ -52,7 +53,7 @@ def main() -> None:
     for epoch in loop.epochs(EPOCHS):
         if sampler is not None:
             sampler.set_epoch(epoch)
-        for _, (inputs, labels) in loop.steps(loader):
+        for _, (inputs, labels) in loop.steps(tqdm(loader)):
             step = loop.total_steps
             began = step if began is None else began
             loss = nn.functional.cross_entropy(model(inputs), labels)

@@ -37,6 +37,10 @@ class Doubled:
             yield [2 * x]
 
 
+def negative(batch: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [-batch[0]]
+
+
 def shaken(loader: DataLoader[Any]) -> Iterator[Any]:
     for (x,) in loader:
         yield [x + 0.01 * torch.rand(8)]
@@ -143,7 +147,7 @@ def train() -> dist.ProcessGroup:
         "enumerate": lambda epoch: simple(batch for _, batch in enumerate(shuffled)),
         "islice": lambda epoch: simple(islice(plain, 3)),
         "zip": lambda epoch: simple([x + y[:5]] for (x,), (y,) in zip(loader, shuffled, strict=False)),
-        "map": lambda epoch: simple(map(lambda batch: [-batch[0]], plain)),
+        "map": lambda epoch: simple(map(negative, plain)),
         "wrapper": lambda epoch: simple(Doubled(shuffled)),
         "list": lambda epoch: simple(listed[epoch]),
         "nested": nested,
