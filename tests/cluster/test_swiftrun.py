@@ -546,7 +546,8 @@ def test_modules_programs_and_exit_codes(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--nnodes", "2", "--rdzv-backend", "c10d", "x.py"], "need --rdzv-endpoint"),
-        (["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "h:1", "x.py"], "need one of c10d, etcd-v2"),
+        (["--nnodes", "2", "--rdzv-backend", "zeus", "--rdzv-endpoint", "h:1", "x.py"], "need one of c10d, etcd"),
+        (["--nnodes", "2", "--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "h:1", "x.py"], "has no v2 API any more"),
         (["--nnodes", "1:2", "--rdzv-backend", "c10d", "x.py"], "need --rdzv-endpoint"),
         (["--nnodes", "3:2", "x.py"], "a number of machines or MIN:MAX"),
         (["--nnodes", "2", "--lease", "0", "x.py"], "--lease must be between"),
