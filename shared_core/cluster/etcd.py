@@ -144,6 +144,7 @@ class EtcdBackend(RendezvousBackend):
             except (OSError, http.client.HTTPException, ValueError) as error:
                 said.append(f"{self._where(place)}: {error or type(error).__name__}")
             self._token = ""
+            self._good = (place + 1) % len(self._endpoints)  # the next call does not wait for this one again
         raise RendezvousConnectionError("; ".join(dict.fromkeys(said)))
 
     def _ask(self, place: int, path: str, message: dict[str, Any]) -> dict[str, Any]:

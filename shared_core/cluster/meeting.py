@@ -37,9 +37,9 @@ _RETRY_S = 0.25
 _SURE = 1.25
 #: How long the store's host waits for the others to go, in seconds.
 _LAST_S = 10.0
-#: At least so long is the lease of the store's host in etcd, in seconds: when etcd's leader is lost, its members need
-#: one or two to choose another, and answer nobody.
-HOLD_S = 5.0
+#: The least length of the lease of the store's host in etcd, in seconds. Members of etcd that have lost their leader
+#: answer nobody until they have another; up to 3 s were measured.
+HOLD_S = 6.0
 #: How long a machine waits for the rendezvous before it says so, in seconds.
 _QUIET_S = 10.0
 FORMING, RUNNING, ENDED = "forming", "running", "ended"
