@@ -221,7 +221,7 @@ def test_checkpoints_come_from_one_side_only(jobs: Jobs, tmp_path: Path) -> None
 
 @pytest.mark.nightly
 @needs_etcd
-@pytest.mark.parametrize("which", ["store", "other", "store_cut_off"])
+@pytest.mark.parametrize("which", ["store", "other", "store_cut_off", "etcd"])
 def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, jobs: Jobs, tmp_path: Path) -> None:
     with machines(4) as four, Etcd(tmp_path, on=four[3:]) as one, contextlib.closing(Site(jobs, four)) as site:
         cluster = site.start(four[:3], LONG, endpoint=one.endpoints, backend="etcd")
@@ -234,10 +234,14 @@ def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, jobs: Jobs, t
             assert not any(map(alive, workers))
             four[lost].heal()
             cluster.until(lambda: "waits as a spare" in cluster.said(lost))
+        elif which == "etcd":
+            one.members[0].kill()
+            cluster.until(lambda: "its lease in etcd could not be renewed" in cluster.said(lost))
+            one.restart()
         else:
             four[lost].kill()
         result, statuses = site.check(cluster, LONG)
-        assert sorted(statuses) == ([0, 0, 0] if which == "store_cut_off" else [-9, 0, 0])
+        assert sorted(statuses) == ([-9, 0, 0] if which in ("store", "other") else [0, 0, 0])
         restarts = [event.fields["restart"] for event in result.kinds("start")]
         assert max(restarts) == (0 if which == "other" else 1), result.tail()
 

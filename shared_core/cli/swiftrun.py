@@ -220,21 +220,11 @@ def _events_path(args: argparse.Namespace) -> str | None:
 
 
 def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
-    """torchelastic's own handler for one machine, ours for several."""
+    """How the machines of the job meet, if there are several."""
     if not args.several:
-        from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+        from shared_core.cluster.alone import Alone
 
-        return registry.get_rendezvous_handler(
-            RendezvousParameters(
-                backend=torchrun.rdzv_backend,
-                endpoint=torchrun.rdzv_endpoint,
-                run_id=torchrun.run_id,
-                min_nodes=1,
-                max_nodes=1,
-                local_addr=torchrun.local_addr or "localhost",
-                **torchrun.rdzv_configs,
-            )
-        )
+        return Alone(torchrun.run_id)
     from shared_core.cluster.meeting import Meeting, MeetingOptions
     from shared_core.cluster.register import Register, parse_endpoints
 
