@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from util import ROOT, Job, run, start, start_command, tagged
 
@@ -475,6 +476,8 @@ while True:
     assert job.process.stdout is not None
     agent = json.loads(job.process.stdout.readline())["agent"]
     assert agent == job.process.pid
+    open_ports = [one for one in psutil.Process(agent).net_connections() if one.status == psutil.CONN_LISTEN]
+    assert len(open_ports) == 1, "the store of the attempt, and no rendezvous"
     os.kill(agent, number)
     job.finish(20)
     job.check_nothing_left()
