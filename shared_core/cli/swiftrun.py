@@ -157,7 +157,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.module and args.no_python:
         raise ConfigError("--module and --no-python exclude each other")
     args.store_port = 0
-    if not args.several and (args.standalone or args.rdzv_backend == "static"):
+    if not args.several and (args.standalone or args.rdzv_backend in ("static", "etcd")):
         # One machine needs no meeting point; the port asked for becomes the store's.
         args.store_port = args.master_port or 0
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
@@ -168,7 +168,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _check_meeting(args: argparse.Namespace) -> None:
     """Several machines: is it said where they meet?"""
-    from shared_core.cluster.register import BACKENDS, C10D, parse_endpoint
+    from shared_core.cluster.register import BACKENDS, C10D, parse_endpoints
 
     if args.standalone:
         raise ConfigError("--standalone is for one machine")
@@ -177,11 +177,13 @@ def _check_meeting(args: argparse.Namespace) -> None:
         args.rdzv_backend = C10D
         if not args.rdzv_endpoint and args.master_addr:
             args.rdzv_endpoint = f"{args.master_addr}:{args.master_port or 29500}"
+    if args.rdzv_backend == "etcd-v2":
+        raise ConfigError("--rdzv-backend etcd-v2: etcd 3.6 has no v2 API any more; use etcd, which needs 3.4 or later")
     if args.rdzv_backend not in BACKENDS:
         raise ConfigError(f"--rdzv-backend {args.rdzv_backend}: several machines need one of {', '.join(BACKENDS)}")
     if not args.rdzv_endpoint:
         raise ConfigError("several machines need --rdzv-endpoint HOST:PORT, where they meet")
-    parse_endpoint(args.rdzv_endpoint, args.rdzv_backend)
+    parse_endpoints(args.rdzv_endpoint, args.rdzv_backend)
 
 
 def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = None) -> SwiftConfig:
@@ -218,27 +220,17 @@ def _events_path(args: argparse.Namespace) -> str | None:
 
 
 def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
-    """torchelastic's own handler for one machine, ours for several."""
+    """How the machines of the job meet, if there are several."""
     if not args.several:
-        from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+        from shared_core.cluster.alone import Alone
 
-        return registry.get_rendezvous_handler(
-            RendezvousParameters(
-                backend=torchrun.rdzv_backend,
-                endpoint=torchrun.rdzv_endpoint,
-                run_id=torchrun.run_id,
-                min_nodes=1,
-                max_nodes=1,
-                local_addr=torchrun.local_addr or "localhost",
-                **torchrun.rdzv_configs,
-            )
-        )
+        return Alone(torchrun.run_id)
     from shared_core.cluster.meeting import Meeting, MeetingOptions
-    from shared_core.cluster.register import Register, parse_endpoint
+    from shared_core.cluster.register import Register, parse_endpoints
 
     conf = torchrun.rdzv_configs
-    endpoint = parse_endpoint(torchrun.rdzv_endpoint, torchrun.rdzv_backend)
-    register = Register(torchrun.rdzv_backend, endpoint, torchrun.run_id, conf, timeout_s=max(1.0, args.lease / 2))
+    endpoints = parse_endpoints(torchrun.rdzv_endpoint, torchrun.rdzv_backend)
+    register = Register(torchrun.rdzv_backend, endpoints, torchrun.run_id, conf, timeout_s=max(1.0, args.lease / 2))
     options = MeetingOptions(
         nnodes=torchrun.max_nodes,
         least=torchrun.min_nodes,
@@ -366,6 +358,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     early = _start_early(sys.argv[1:] if argv is None else argv)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     from shared_core.cluster.meeting import JobOver
 
@@ -377,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(int(error.failed)) from None
     except SwiftError as error:
         _refuse(error)
-    except SignalException as error:
+    except (SignalException, RendezvousError) as error:
         print(f"swiftrun: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     finally:

@@ -37,6 +37,11 @@ _RETRY_S = 0.25
 _SURE = 1.25
 #: How long the store's host waits for the others to go, in seconds.
 _LAST_S = 10.0
+#: The least length of the lease of the store's host in etcd, in seconds. Members of etcd that have lost their leader
+#: answer nobody until they have another; up to 3 s were measured.
+HOLD_S = 6.0
+#: How long a machine waits for the rendezvous before it says so, in seconds.
+_QUIET_S = 10.0
 FORMING, RUNNING, ENDED = "forming", "running", "ended"
 
 
@@ -225,7 +230,7 @@ class Meeting(RendezvousHandler):
         while True:
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
-                    f"{self._options.nnodes} machines did not meet at {self._where} within "
+                    f"{self._options.nnodes} machines did not meet at {self._register.where} within "
                     f"{self._options.join_s:.0f} s (--rdzv-conf join_timeout=...)"
                 )
             try:
@@ -234,7 +239,7 @@ class Meeting(RendezvousHandler):
                 raise _Again from error
             assert document is not None
             if document["phase"] == ENDED:
-                raise JobOver(f"the job {self._register.run_id} at {self._where} has ended", failed=False)
+                raise JobOver(f"the job {self._register.run_id} at {self._register.where} has ended", failed=False)
             if seen[0] != document:
                 seen = (document, time.monotonic())
             least = self._options.least or self._options.nnodes
@@ -244,41 +249,42 @@ class Meeting(RendezvousHandler):
                 self._round = document["round"]
                 return self._take_place(document)
             # A host that renews nothing is lost: it has stopped its workers by now, so the others begin anew.
-            patience = self._options.lease_s if document["phase"] == RUNNING else max(self._options.lease_s, FIRST_S)
+            patience = self._hold_s if document["phase"] == RUNNING else max(self._options.lease_s, FIRST_S)
             complete = document["phase"] == RUNNING or len(document["members"]) == self._options.nnodes
             if self._register.backend != C10D and complete and time.monotonic() - seen[1] > 1.25 * patience:
                 self._begin_anew(document)
             self.pause(_LOOK_S)
 
     @property
-    def _where(self) -> str:
-        host, port = self._register.endpoint
-        return f"{host}:{port} ({self._register.backend})"
+    def _hold_s(self) -> float:
+        return max(self._options.lease_s, HOLD_S)
 
     def _open(self, deadline: float) -> None:
-        said = False
+        said, begun, where = False, time.monotonic(), self._register.where
         while True:
             try:
                 return self._register.open()
             except Gone as error:
                 if self._met:
                     raise JobOver(
-                        f"nobody listens at {self._where} any more: the job has ended, or the machine that hosted the "
+                        f"nobody listens at {where} any more: the job has ended, or the machine that hosted the "
                         "rendezvous was lost, which with c10d ends the job. Start it again with --resume to go on from "
-                        "its newest checkpoint; with --rdzv-backend etcd-v2 it would have survived",
+                        "its newest checkpoint; with --rdzv-backend etcd it would have survived",
                         failed=True,
                     ) from error
                 why = str(error)
             except (OSError, RendezvousConnectionError) as error:
                 why = str(error)
-            if not said and self._met:
+            if not said and (self._met or time.monotonic() - begun > _QUIET_S):
                 said = True
+                what = "come back as a spare machine" if self._met else "meet the other machines"
                 console(
-                    f"this machine cannot reach {self._where} ({why}); it tries for {self._options.join_s:.0f} s to "
-                    "come back as a spare machine"
+                    f"this machine cannot reach {where} ({why}); it tries for {self._options.join_s:.0f} s to {what}"
                 )
             if time.monotonic() > deadline:
-                raise RendezvousTimeoutError(f"no rendezvous at {self._where} in {self._options.join_s:.0f} s: {why}")
+                raise RendezvousTimeoutError(
+                    f"no rendezvous at {self._register.where} in {self._options.join_s:.0f} s: {why}"
+                )
             self.pause(_RETRY_S)
 
     def _enter(self, document: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -336,6 +342,7 @@ class Meeting(RendezvousHandler):
                 lambda: self.changed(),
                 lambda reason: self.fence(reason),
                 hold,
+                self._hold_s,
                 guard=not self.hosts_store or hold is not None,
             )
             first = [member["name"] for member in document["members"]]
@@ -412,6 +419,6 @@ class Meeting(RendezvousHandler):
 
         try:
             document = self._register.change(renew)
-        except RendezvousConnectionError:
+        except (RendezvousConnectionError, ConfigError):
             return False
         return document is not None and document.get("beat") == self._beats and document["round"] == self._round

@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from util import ROOT, Job, run, start, start_command, tagged
 
@@ -475,6 +476,8 @@ while True:
     assert job.process.stdout is not None
     agent = json.loads(job.process.stdout.readline())["agent"]
     assert agent == job.process.pid
+    open_ports = [one for one in psutil.Process(agent).net_connections() if one.status == psutil.CONN_LISTEN]
+    assert len(open_ports) == 1, "the store of the attempt, and no rendezvous"
     os.kill(agent, number)
     job.finish(20)
     job.check_nothing_left()
@@ -546,7 +549,8 @@ def test_modules_programs_and_exit_codes(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--nnodes", "2", "--rdzv-backend", "c10d", "x.py"], "need --rdzv-endpoint"),
-        (["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "h:1", "x.py"], "need one of c10d, etcd-v2"),
+        (["--nnodes", "2", "--rdzv-backend", "zeus", "--rdzv-endpoint", "h:1", "x.py"], "need one of c10d, etcd"),
+        (["--nnodes", "2", "--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "h:1", "x.py"], "has no v2 API any more"),
         (["--nnodes", "1:2", "--rdzv-backend", "c10d", "x.py"], "need --rdzv-endpoint"),
         (["--nnodes", "3:2", "x.py"], "a number of machines or MIN:MAX"),
         (["--nnodes", "2", "--lease", "0", "x.py"], "--lease must be between"),
