@@ -409,6 +409,11 @@ class ResumableLoader:
         state = self._swift_owned.capture()
         return {**state, "scalars": changes(self._swift_built, state["scalars"])}
 
+    def heed(self, state: Mapping[str, Any]) -> None:
+        """Take over what passes have changed of the loader, but no place in any of them."""
+        self._swift_count = state["count"]
+        self.set_owned({"scalars": state["moved"], "generators": state["owned"].get("generators", {})})
+
     def set_owned(self, owned: Mapping[str, Any]) -> None:
         """Inverse of :meth:`owned`."""
         self._swift_owned.restore(owned)

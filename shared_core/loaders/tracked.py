@@ -264,7 +264,7 @@ class Loaders:
             return TrackedLoader(loader, self._worker, self._config, epoch=epoch)
         if shared := held_by(loader, self._streams):
             raise Unsupported(
-                f"rank {self._worker.rank}: a {type(loader).__name__} reads from {shared[0].split('.', 1)[-1]!r}, an "
+                f"rank {self._worker.rank}: this {type(loader).__name__} reads from {shared[0].split('.', 1)[-1]!r}, an "
                 "iterator that was made before the loop and goes on from one pass to the next. A replacement cannot "
                 "find its place in it: pass the iterator itself to steps() and leave the pass with break, or make it "
                 "inside the epoch"
@@ -319,9 +319,12 @@ class Loaders:
             )
         self._unclaimed = {}
         self._places = deque(states["passes"])
-        # A pass that the script does not come back to has changed its loader all the same.
-        begun = {each["key"]: {**each["state"], "live": False, "iterations": []} for each in self._places}
-        for key, state in (begun | states["idle"]).items():
+        for (
+            place
+        ) in self._places:  # where the script does not come back to a pass, it has changed its loader all the same
+            if (tracked := self._published.get(place["key"])) is not None:
+                tracked.loader.heed(place["state"])
+        for key, state in states["idle"].items():
             if (tracked := self._published.get(key)) is not None:
                 tracked.restore(state)
             else:
