@@ -16,9 +16,13 @@ from contextlib import contextmanager, suppress
 #: gloo's line for each attempt, and torch's for the exception that it raises.
 _NOISE = re.compile(rb"failed to connect, willRetry=|Gloo connectFullMesh failed with")
 
+#: Usually the thread has ended after some microseconds, and what comes next on the console is in order.
+_PASS_ON_S = 0.05
+
 _lock = threading.Lock()
 _inside = 0
 _console = -1
+_passing = threading.Thread()
 
 
 @contextmanager
@@ -36,7 +40,7 @@ def quiet() -> Iterator[None]:
 
 
 def _enter() -> None:
-    global _inside, _console
+    global _inside, _console, _passing
     with _lock:
         if _inside == 0:
             console = os.dup(2)
@@ -47,8 +51,9 @@ def _enter() -> None:
                 raise
             os.dup2(write, 2)  # inheritable, as programs expect of it
             os.close(write)
-            threading.Thread(target=_pass_on, args=(read, os.dup(console)), name="swift-quiet", daemon=True).start()
             _console = console
+            _passing = threading.Thread(target=_pass_on, args=(read, os.dup(console)), name="swift-quiet", daemon=True)
+            _passing.start()
         _inside += 1
 
 
@@ -60,6 +65,7 @@ def _leave() -> None:
             os.dup2(_console, 2)
             os.close(_console)
             _console = -1
+            _passing.join(_PASS_ON_S)
 
 
 def _pass_on(read: int, console: int) -> None:
