@@ -133,7 +133,12 @@ class Job:
             lambda: self.tops,
         )
         self._news = News(
-            env, self._events, self._runtime, self._updates, lambda: self._checkpoints.rolled_back(), self._recovery.report
+            env,
+            self._events,
+            self._runtime,
+            self._updates,
+            rolled_back=lambda: self._checkpoints.rolled_back(),
+            report=self._recovery.report,
         )
         self._begin()
         self._logs = Logs(env, self._runtime, lambda: self._checkpoints.newest_top, self._recovery.fall_back)

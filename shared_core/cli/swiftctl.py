@@ -44,7 +44,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     events.add_argument("file", metavar="FILE", type=Path, help="events.jsonl of the job")
     events.add_argument(
-        "--run", dest="wanted", metavar="ID", help="the run to show, or the beginning of its id; the newest one by default"
+        "--run",
+        dest="wanted",
+        metavar="ID",
+        help="the run to show, or how its id begins; the newest one by default",
     )
     events.add_argument("--json", action="store_true", help="print the recoveries as JSON instead")
     events.set_defaults(run=_events)

@@ -100,6 +100,7 @@ class AgentOptions:
         signals: names of the signals that end the job.
         store_port: port of the store; 0 takes a free one.
         machines: how many there are at least, and at most.
+        note: something else for the line at the start.
     """
 
     config: SwiftConfig
@@ -111,6 +112,7 @@ class AgentOptions:
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     store_port: int = 0
     machines: tuple[int, int] = (1, 1)
+    note: str = ""
 
 
 class SwiftAgent(SimpleElasticAgent):
@@ -271,7 +273,8 @@ class SwiftAgent(SimpleElasticAgent):
 
     def _finish_checkpoint(self, deadline: float, signals: int) -> None:
         """The last one is written to its end if the job has succeeded, else for the rest of the grace."""
-        self._persisting.look(self._first_rank, self._run_id)  # a worker may have left its only snapshot just before it ended
+        # A worker may have left its only snapshot just before it ended.
+        self._persisting.look(self._first_rank, self._run_id)
         whole = self._released and not self._wakeup.received
         self._persisting.finish(
             None if whole else deadline, self._wakeup.wait, lambda: len(self._wakeup.received) > signals
@@ -535,7 +538,7 @@ class SwiftAgent(SimpleElasticAgent):
                     self._kill(one, "its state differs from its replicas'")
         elif name == "fail":
             rank, message = int(fields.get("rank", 0)), str(fields.get("message", value))
-            self._story.fails(f"rank {rank} says: {message}")
+            self._story.fails(f"rank {rank}: {message}")
             self._emit("end", rank=rank, result="failed", reason=message, replaced=self._replaced)
             pid = next((one.pid for one in self._fleet.live.values() if one.rank == rank), 0)
             return self._failed(rank, pid, 1, "", message)
@@ -849,6 +852,7 @@ class SwiftAgent(SimpleElasticAgent):
                     self._options.config,
                     self._options.events,
                     [host_of(name) for name in self._now.ledger.machines if name],
+                    self._options.note,
                 )
             self._emit(
                 "start",
@@ -880,7 +884,8 @@ class SwiftAgent(SimpleElasticAgent):
         many = self._worker_group.workers[0].world_size
         what = "the worker is back" if many == 1 else f"all {many} workers are back"
         top = line.top if line is not None else None
-        change = Change(time.time(), what, str(entry["reason"]), whence, self._reached, top)
+        why = "" if self._options.config.on_failure == "restart" else str(entry["reason"])
+        change = Change(time.time(), what, why, whence, self._reached, top)
         self._story.changes(change, tell=self._speaks)
         self._kill_all()
         self._resizing.done(time.monotonic(), len(self._ranks()), line)

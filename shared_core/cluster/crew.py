@@ -207,7 +207,8 @@ def _reason(change: Reassignment) -> str:
     parts = []
     for place, name in change.lost.items():
         taker = takers.pop(place, "")
-        parts.append(f"machine {host_of(name)} is lost" + (f" and {taker} takes its place" if taker else ""))
+        after = f" and {taker} takes its place" if taker else ", and no spare one is there"
+        parts.append(f"machine {host_of(name)} is lost{after}")
     if takers:
         parts.append(f"machine {listed(list(takers.values()))} takes the place of a lost one")
     return "; ".join(parts)

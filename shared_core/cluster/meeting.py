@@ -29,7 +29,7 @@ from shared_core.cluster.attempt import Team, connect, first_of, prefix_of
 from shared_core.cluster.lease import FIRST_S, Lease
 from shared_core.cluster.ledger import RELEASE, RESIZE, RESTART, Ledger
 from shared_core.cluster.register import C10D, Gone, Register, own_address, probe
-from shared_core.cluster.story import host_of, ranks
+from shared_core.cluster.story import PATIENCE_S, host_of, ranks
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import console
 
@@ -225,6 +225,7 @@ class Meeting(RendezvousHandler):
         self.address = self.address or own_address(self._register.endpoint)
         self.name = f"{self.address}:{self.mirror_port}#{socket.gethostname()}.{uuid.uuid4().hex[:8]}"
         seen: tuple[Any, float] = (None, 0.0)
+        begun, said = time.monotonic(), False
         while True:
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
@@ -240,6 +241,10 @@ class Meeting(RendezvousHandler):
                 raise JobOver(f"the job {self._register.run_id} at {self._where} has ended", failed=False)
             if seen[0] != document:
                 seen = (document, time.monotonic())
+            if not said and document["phase"] == FORMING and time.monotonic() > begun + PATIENCE_S:
+                said = True
+                here = f"{len(document['members'])} of {self._options.nnodes} are here"
+                console(f"waiting for the other machines at {self._where}: {here}")
             least = self._options.least or self._options.nnodes
             waited = time.monotonic() - seen[1]
             self._enough = least <= len(document["members"]) and waited > self._options.last_call_s
@@ -289,8 +294,9 @@ class Meeting(RendezvousHandler):
         options = self._options
         nnodes = f"{options.least or options.nnodes}:{options.nnodes}"
         me = {"name": self.name, "nproc": options.nproc, "nnodes": nnodes}
-        fresh = {"phase": FORMING, "round": 0, "attempt": int(self._options.resume), "run": uuid.uuid4().hex[:12]}
-        document = document or fresh | {"members": []}
+        if document is None:
+            attempt = int(self._options.resume)
+            document = {"phase": FORMING, "round": 0, "attempt": attempt, "run": uuid.uuid4().hex[:12], "members": []}
         members = document["members"]
         if members and any(members[0][key] != me[key] for key in ("nproc", "nnodes")):
             raise ConfigError(

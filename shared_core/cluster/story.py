@@ -99,6 +99,7 @@ class Story:
         config: SwiftConfig,
         events: str | None,
         machines: Sequence[str] = (),
+        note: str = "",
     ) -> None:
         """The first workers run; only the first call has an effect.
 
@@ -109,6 +110,7 @@ class Story:
             config: options of the job.
             events: path of ``events.jsonl``.
             machines: names of all, where there are several; this one's workers are ``pids``.
+            note: something else to say.
         """
         self._pids = dict(pids)
         if self._started:
@@ -119,7 +121,7 @@ class Story:
         here = f"here {ranks(sorted(pids))}, {self._named(pids)}" if machines else self._named(pids)
         self._say(
             f"{many} {script}{where} ({here}); {_answer(config)}; "
-            f"events: {_short(events)}; checkpoints: {_short(config.checkpoint_dir)}"
+            f"events: {_short(events)}; checkpoints: {_short(config.checkpoint_dir)}" + (f"; {note}" if note else "")
         )
 
     def waits_for(self, what: str) -> None:
@@ -187,7 +189,8 @@ class Story:
         lost = sorted(self._away.values(), key=lambda away: away.rank)
         if lost:
             change.detected = min(change.detected, *(away.detected for away in lost))
-            change.why = "; ".join(f"rank {away.rank}, {away.who}" for away in lost)
+            who = "; ".join(f"rank {away.rank}, {away.who}" for away in lost)
+            change.why = f"{change.why}: {who}" if change.why else who
         self._away.clear()
         self._pids.clear()
         self._change = change if tell else None
@@ -209,7 +212,7 @@ class Story:
                 whence = f": the job continues from {whence}"
             elif change.whence:
                 whence = f", {change.whence}"
-            there_were = f"there were {change.before}" if change.before else ""
+            there_were = f"there {'was' if change.before == 1 else 'were'} {change.before}" if change.before else ""
             self._say(
                 f"{change.what} after {when - change.detected:.2f} s{whence}; {steps(lost)} lost "
                 f"({'; '.join(filter(None, [there_were, change.why, f'now {self._named(self._pids)}']))})"
@@ -256,9 +259,10 @@ class Story:
             why = f" ({self._change.why})" if self._change.why else ""
             return f"all workers start again{why}", self._change.detected
         if away:
+            runs = "runs the script up to the training loop"
             each = [
                 f"rank {one.rank} is lost ({one.who}), and its newcomer "
-                + (f"(pid {one.newcomer}) runs the script up to the training loop" if one.newcomer else "is not started")
+                + (f"(pid {one.newcomer}) {runs}" if one.newcomer else "is not started yet")
                 for one in away
             ]
             return "; ".join(each), min(one.detected for one in away)
@@ -268,6 +272,8 @@ class Story:
 
     def succeeds(self, workers: int) -> None:
         """The job is done."""
+        if self._change is not None:
+            self.report({"rank": 0, "time": self._clock()})
         if self._away:
             self._all_back(self._clock())
         lost = {0: "no worker was lost", 1: "1 worker was lost"}.get(self._losses, f"{self._losses} workers were lost")
@@ -278,6 +284,8 @@ class Story:
         for away in self._away.values():
             self._say(f"rank {away.rank} is lost ({away.who})")
         self._away.clear()
+        if self._change is not None:
+            self._say(f"all workers were started again ({self._change.why})")
         self._say(f"the job failed after {self._clock() - self._begun:.1f} s: {reason}")
 
     def _named(self, pids: Mapping[int, int]) -> str:
