@@ -828,6 +828,7 @@ class SwiftAgent(SimpleElasticAgent):
         self._worker_group.workers[one.local_rank].id = one.pid
         self._missing.discard(one.rank)
         self._lost.discard(one.rank)
+        self._story.waits_for("")
         self._story.newcomer(one.rank, one.pid)
         if one.incarnation == 0:
             if not self._missing:
@@ -842,7 +843,6 @@ class SwiftAgent(SimpleElasticAgent):
         """The ``start`` event, once an attempt: when all first workers run, or before the first loss."""
         if not self._start_reported:
             self._start_reported = True
-            self._story.waits_for("")
             pids = {one.rank: one.pid for one in self._fleet.live.values()}
             if not any(self._now.incarnations[rank] for rank in pids):
                 self._story.starts(

@@ -32,6 +32,7 @@ class Away:
         pid: of the worker; 0 if it ran on another machine.
         newcomer: pid of the worker that takes its place; 0 before there is one.
         back: the newcomer trains.
+        told: the user knows of the loss.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Away:
     pid: int = 0
     newcomer: int = 0
     back: bool = False
+    told: bool = False
 
     @property
     def who(self) -> str:
@@ -161,6 +163,7 @@ class Story:
         self._away[rank] = away = Away(rank, cause, since, pid)
         self._pids.pop(rank, None)
         if goes_on:
+            away.told = True
             self._say(f"rank {rank} is lost ({away.who}); the others compute its share until it is back")
         if len(self._away) == 1:
             self._next = 0.0
@@ -186,11 +189,13 @@ class Story:
         if self._change is not None:  # before the others had begun
             change.detected = min(change.detected, self._change.detected)
             change.reached = max(change.reached, self._change.reached)
+            change.before = self._change.before or change.before
+            change.why = "; ".join(filter(None, [self._change.why, change.why]))
         lost = sorted(self._away.values(), key=lambda away: away.rank)
         if lost:
             change.detected = min(change.detected, *(away.detected for away in lost))
             who = "; ".join(f"rank {away.rank}, {away.who}" for away in lost)
-            change.why = f"{change.why}: {who}" if change.why else who
+            change.why = "; ".join(filter(None, [change.why, who]))
         self._away.clear()
         self._pids.clear()
         self._change = change if tell else None
@@ -230,7 +235,10 @@ class Story:
         back = sorted(self._away.values(), key=lambda away: away.rank)
         self._away.clear()
         stall = when - min(away.detected for away in back)
-        each = [f"{away.who}; now pid {away.newcomer}" if away.newcomer else away.who for away in back]
+        each = [
+            "; ".join(["" if away.told else away.who, f"now pid {away.newcomer}" if away.newcomer else ""]).strip("; ")
+            for away in back
+        ]
         if len(back) > 1:
             each = [f"rank {away.rank}, {one}" for away, one in zip(back, each, strict=True)]
         verb = "is" if len(back) == 1 else "are"

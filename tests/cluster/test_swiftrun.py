@@ -141,7 +141,13 @@ def test_a_lost_worker_is_replaced_and_its_siblings_stay(tmp_path: Path) -> None
 reach(f"up{me.incarnation}")
 if me.rank == 0:
     show(pid=os.getpid(), started=open("/proc/self/stat").read().split()[21])
-    os.kill(await_("up0", 1), signal.SIGKILL)
+    pid = await_("up0", 1)
+    # as a user would
+    ours = ["pgrep", "--parent", str(os.getppid())]
+    found = subprocess.run([*ours, "-f", "swift rank 1: .*script.py --lr 0.1"], capture_output=True, text=True).stdout
+    show(found=found.split() == [str(pid)], named=subprocess.getoutput(f"ps -o comm= -p {pid}"),
+         standby=subprocess.getoutput(" ".join([*ours, "-f", "-a", "'swift standby: .*script.py'"])))
+    os.kill(int(found), signal.SIGKILL)
     show(gen=generation(1))
     await_("up1", 1)
     reach("exit")
@@ -163,9 +169,11 @@ elif me.rank == 2 and me.incarnation < 2:
 show(rank=me.rank, incarnation=me.incarnation, generation=me.generation)
 """
     )
-    job = run(tmp_path, script, nproc=3)
+    job = run(tmp_path, "import subprocess" + script, "--lr", "0.1", nproc=3)
     assert job.code == 0, job.stderr
     said = shown(job)
+    [titles] = [one for one in said if "found" in one]
+    assert titles["found"] and titles["named"] == "swift rank 1" and "swift standby: " in titles["standby"], titles
     own = [one for one in said if "pid" in one]
     assert len(own) == 2 and own[0] == own[1]
     gens = [one["gen"] for one in said if "gen" in one]
