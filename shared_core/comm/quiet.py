@@ -74,8 +74,10 @@ def _pass_on(read: int, console: int) -> None:
     with suppress(OSError):
         while chunk := os.read(read, 65536):
             *lines, rest = (rest + chunk).split(b"\n")
-            if kept := [line + b"\n" for line in lines if not _NOISE.search(line)]:
-                _write(console, b"".join(kept))
+            kept = b"".join(line + b"\n" for line in lines if not _NOISE.search(line))
+            if not rest.startswith(b"["):  # such as a progress bar; gloo's lines and torch's begin so
+                kept, rest = kept + rest, b""
+            _write(console, kept)
         if rest and not _NOISE.search(rest):
             _write(console, rest)
     os.close(read)

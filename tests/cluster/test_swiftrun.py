@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from util import ROOT, Job, run, start, start_command, tagged
 
-from shared_core.cli.swiftrun import build_config, parse_args
+from shared_core.cli.swiftrun import _one_thread_each, build_config, parse_args
 from shared_core.errors import ConfigError
 
 #: Ranks meet at keys of the store, so that a script knows when the others have come to a place.
@@ -232,6 +232,16 @@ else:
         for name, value in one.items():
             record_property(name, value)
             print(f"{name}: {1e3 * value:.1f} ms")
+
+
+def test_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's choice, without its banner."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert _one_thread_each(2) == "" and os.environ["OMP_NUM_THREADS"] == "3"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert _one_thread_each(1) == "" and "OMP_NUM_THREADS" not in os.environ
+    assert _one_thread_each(2) == "1 thread each, as OMP_NUM_THREADS is not set"
+    assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_forked_worker_is_as_a_fresh_interpreter(tmp_path: Path) -> None:
