@@ -83,6 +83,7 @@ def test_a_life_with_a_loss(name: str, jobs: Jobs) -> None:
     result = CASES[name](jobs)
     assert result.status == 0 and result.struck, result.tail()
     check(name, normalised(result.stderr, result.out))
+    assert len({event.run for event in result.events}) == 1 and result.events[0].run, "all attempts are one run"
 
 
 def test_no_wait_is_silent() -> None:
@@ -125,7 +126,8 @@ def test_losses_that_follow_each_other_are_one_line() -> None:
     story.lost(1, "killed by SIGSEGV", 1003.0, 18)  # the newcomer, too
     for rank in (0, 1):
         story.newcomer(rank, 20 + rank)
-    story.report({"rank": 1, "time": 1004.0})
+    story.report({"rank": 1, "pid": 18, "time": 1002.9})  # heard late
+    story.report({"rank": 1, "pid": 21, "time": 1004.0})
     assert said == []
     story.report({"rank": 0, "time": 1004.5})
     why = "rank 0, pid 7: exited with code 3; now pid 20; rank 1, pid 18: killed by SIGSEGV; now pid 21"

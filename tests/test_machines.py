@@ -45,6 +45,7 @@ class Site:
         result, statuses = cluster.finish()
         compare(result, self._jobs.reference(SCRIPT, nproc=ranks, args=args))
         check_clean(result)
+        assert len({event.run for event in result.events}) == 1, "all machines and attempts are one run"
         return result, statuses
 
     def spare(self, cluster: Cluster) -> int:

@@ -225,7 +225,10 @@ class Story:
             done = (when - change.detected, lost, top)
         elif rank == 0 and whence and rank not in self._away:
             self._say(f"the job continues from {whence}")
-        elif rank in self._away:
+        if rank in self._away and said.get("pid") in (
+            None,
+            self._away[rank].newcomer,
+        ):  # not of one that was lost since
             self._away[rank].back = True
             if all(away.back for away in self._away.values()):
                 self._all_back(when, f": it continues from {whence}" if whence else "")
@@ -246,12 +249,6 @@ class Story:
         self._say(f"{named} {verb} back after {stall:.2f} s{whence}; 0 steps lost ({'; '.join(each)})")
 
     # -- waits --------------------------------------------------------------------------------------------------------
-
-    @property
-    def look_at(self) -> float | None:
-        """When :meth:`look` may have something to say, in seconds since the epoch; None if nothing is waited for."""
-        waiting = self._waiting()
-        return None if waiting is None else max(waiting[1] + PATIENCE_S, self._next)
 
     def look(self) -> None:
         """Say what is waited for, if that takes long."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -122,7 +123,7 @@ class News:
         if self._updates.version <= self._until:
             return  # it catches up with the others
         said, self._awaited = self._awaited, None
-        self._report({"time": time.time()} | (said or {}))
+        self._report({"pid": os.getpid(), "time": time.time()} | (said or {}))
 
     def _after_update(self) -> None:
         if self._awaited is not None:
