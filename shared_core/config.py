@@ -54,6 +54,7 @@ _RESERVED = frozenset(
         "CONFIG",
         "RESTART",
         "RESIZED",
+        "RUN",
         "FILE",
         "ADDRESS",
         "MACHINES",

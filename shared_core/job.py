@@ -32,7 +32,7 @@ from shared_core.comm.op import Op
 from shared_core.config import CHECKPOINT_OPTIONS, SCRIPT_OPTIONS, SwiftConfig
 from shared_core.consistency import Top
 from shared_core.errors import ConfigError, Unsupported
-from shared_core.events import EventLog, console
+from shared_core.events import EventLog
 from shared_core.recovery.beginning import Beginning
 from shared_core.recovery.board import Board, Orders, Tally
 from shared_core.recovery.buckets import BUCKETS, Buckets
@@ -102,7 +102,7 @@ class Job:
         self.reachable, self.alike = True, False
         self.resized = self.added = self.rejoined = False
         self._entry = -1
-        self._events = EventLog(env.events)
+        self._events = EventLog(env.events, env.run)
         self._board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env))
         self._progress = worker.ProgressFile()
         self._updates = Updates(env.config.preimages)
@@ -132,7 +132,14 @@ class Job:
             lambda: self.joining,
             lambda: self.tops,
         )
-        self._news = News(self._events, self._runtime, self._updates, lambda: self._checkpoints.rolled_back())
+        self._news = News(
+            env,
+            self._events,
+            self._runtime,
+            self._updates,
+            rolled_back=lambda: self._checkpoints.rolled_back(),
+            report=self._recovery.report,
+        )
         self._begin()
         self._logs = Logs(env, self._runtime, lambda: self._checkpoints.newest_top, self._recovery.fall_back)
         self.replays = Replays(self._recovery, self._logs)
@@ -637,7 +644,6 @@ class Job:
         if self._runtime.starting:
             return
         if recovery.newcomer:
-            console(f"rank {self.rank}: newcomer {self.incarnation} takes over from the beginning")
             self._updates.begin_install()
             self._updates.load(0, None, ())
         inject.point("startup")
@@ -660,7 +666,7 @@ class Job:
         self._take_place(place)
         self.resized = self.added = False
         self.rejoined = let_in
-        self._beginning.reached(place)
+        self._news.began(place.top.index, self._beginning.reached(place))
         if let_in or received is None:
             # Where a checkpoint is there already, or others make none, none is made.
             self._publish(place.top.kind, save=not (let_in or place.tier))

@@ -31,7 +31,7 @@ from shared_core.checkpoint import store
 from shared_core.checkpoint.spool import BELL, Sealed, Spool, Target
 from shared_core.checkpoint.storage import CHUNK, TEMPORARY, Storage, cause_of, open_storage
 from shared_core.errors import CorruptFile, StorageFull, SwiftError
-from shared_core.events import EventLog, console
+from shared_core.events import RUN, EventLog, console
 from shared_core.testing import inject
 
 #: How often other machines' marks and notes are looked for, in seconds: in a folder, and behind a URL.
@@ -505,7 +505,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0  # the job's folder has been removed meanwhile: nobody would ever remove another
     ends = threading.Event()
     threading.Thread(target=_watch, args=(options.grace, ends, spool), name="swift-lifeline", daemon=True).start()
-    writer = Writer(spool, EventLog(options.events))
+    writer = Writer(spool, EventLog(options.events, os.environ.get(RUN, "")))
     with selectors.DefaultSelector() as selector:
         selector.register(bell, selectors.EVENT_READ)
         while True:

@@ -17,6 +17,7 @@ from shared_core.cli.section import find_section
 from shared_core.cluster import preload
 from shared_core.cluster.handover import srun_tasks
 from shared_core.cluster.standby import Preload, Standby, clean_env
+from shared_core.cluster.title import set_name
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import console
@@ -245,6 +246,14 @@ def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
     return Meeting(register, options)
 
 
+def _one_thread_each(workers: int) -> str:
+    """As torchrun does, so that workers do not take each other's cores, but without its banner. Returns what to say."""
+    if workers < 2 or "OMP_NUM_THREADS" in os.environ:
+        return ""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return "1 thread each, as OMP_NUM_THREADS is not set"
+
+
 def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     """Run the job to its end.
 
@@ -264,13 +273,15 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     from torch.distributed.elastic.metrics.api import MetricsConfig
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import config_from_args
+    from torch.distributed.run import config_from_args, determine_local_world_size
 
     from shared_core.cluster.agent import AgentOptions, Program, SwiftAgent
     from shared_core.cluster.logs import WorkerLogs
 
     threads = torch.get_num_threads()
+    set_name("agent")
     try:
+        note = _one_thread_each(determine_local_world_size(args.nproc_per_node))
         torchrun, _, _ = config_from_args(args)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -314,6 +325,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         signals=tuple(name.strip() for name in torchrun.signals_to_handle.split(",")),
         store_port=args.store_port,
         machines=args.machines,
+        note=note,
     )
 
     logs_specs = torchrun.logs_specs or DefaultLogsSpecs()

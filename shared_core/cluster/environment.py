@@ -11,6 +11,7 @@ from typing import Any
 from shared_core.cluster import worker
 from shared_core.cluster.attempt import Attempt
 from shared_core.cluster.standby import clean_env
+from shared_core.events import RUN
 
 
 def worker_env(
@@ -23,6 +24,7 @@ def worker_env(
     address: str = "",
     resized: worker.Resized | None = None,
     command: str = "",
+    run: str = "",
 ) -> dict[str, str]:
     """Everything a worker finds in its environment, except the error file.
 
@@ -36,6 +38,7 @@ def worker_env(
         address: of this machine, where there are several.
         resized: the attempt from which this one goes on, if the number of workers has changed.
         command: stands for the program and its arguments.
+        run: id of this start of the job.
     """
     spec, member = group.spec, group.workers[local_rank]
     env = clean_env(os.environ)
@@ -65,6 +68,7 @@ def worker_env(
         worker.CONFIG: config_json,
         worker.RESTART: str(attempt.number),
         worker.COMMAND: command,
+        RUN: run,
     }
     if resized is not None:
         env[worker.RESIZED] = resized.to_json()

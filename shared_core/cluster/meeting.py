@@ -8,6 +8,7 @@ where the store is; all else is in the store.
 
 from __future__ import annotations
 
+import socket
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
@@ -28,6 +29,7 @@ from shared_core.cluster.attempt import Team, connect, first_of, prefix_of
 from shared_core.cluster.lease import FIRST_S, Lease
 from shared_core.cluster.ledger import RELEASE, RESIZE, RESTART, Ledger
 from shared_core.cluster.register import C10D, Gone, Register, own_address, probe
+from shared_core.cluster.story import PATIENCE_S, host_of, ranks
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import console
 
@@ -95,7 +97,8 @@ class Meeting(RendezvousHandler):
         team: this machine's place, once it has one.
         lease: its lease, once it has met the others.
         address: of this machine.
-        name: of this machine in this part of its life, ``ADDRESS:MIRROR_PORT#RANDOM``.
+        name: of this machine in this part of its life, ``ADDRESS:MIRROR_PORT#HOST.RANDOM``.
+        run_id: id of this start of the job, equal on all machines; empty before they have met.
         mirror_port: where this machine's agent keeps copies for others.
         port: of the store, 0 before there is one.
         pause: called to wait so many seconds; may raise to give up.
@@ -112,7 +115,7 @@ class Meeting(RendezvousHandler):
         self.team: Team | None = None
         self.lease: Lease | None = None
         self.address = options.address or ""
-        self.name = ""
+        self.name = self.run_id = ""
         self.mirror_port = 0
         self.port = 0
         self.pause: Callable[[float], None] = time.sleep
@@ -225,8 +228,9 @@ class Meeting(RendezvousHandler):
         deadline = time.monotonic() + self._options.join_s
         self._open(deadline)
         self.address = self.address or own_address(self._register.endpoint)
-        self.name = f"{self.address}:{self.mirror_port}#{uuid.uuid4().hex[:8]}"
+        self.name = f"{self.address}:{self.mirror_port}#{socket.gethostname()}.{uuid.uuid4().hex[:8]}"
         seen: tuple[Any, float] = (None, 0.0)
+        begun, said = time.monotonic(), False
         while True:
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
@@ -242,6 +246,10 @@ class Meeting(RendezvousHandler):
                 raise JobOver(f"the job {self._register.run_id} at {self._register.where} has ended", failed=False)
             if seen[0] != document:
                 seen = (document, time.monotonic())
+            if not said and document["phase"] == FORMING and time.monotonic() > begun + PATIENCE_S:
+                said = True
+                here = f"{len(document['members'])} of {self._options.nnodes} are here"
+                console(f"waiting for the other machines at {self._where}: {here}")
             least = self._options.least or self._options.nnodes
             waited = time.monotonic() - seen[1]
             self._enough = least <= len(document["members"]) and waited > self._options.last_call_s
@@ -292,7 +300,9 @@ class Meeting(RendezvousHandler):
         options = self._options
         nnodes = f"{options.least or options.nnodes}:{options.nnodes}"
         me = {"name": self.name, "nproc": options.nproc, "nnodes": nnodes}
-        document = document or {"phase": FORMING, "round": 0, "attempt": int(self._options.resume), "members": []}
+        if document is None:
+            attempt = int(self._options.resume)
+            document = {"phase": FORMING, "round": 0, "attempt": attempt, "run": uuid.uuid4().hex[:12], "members": []}
         members = document["members"]
         if members and any(members[0][key] != me[key] for key in ("nproc", "nnodes")):
             raise ConfigError(
@@ -325,13 +335,14 @@ class Meeting(RendezvousHandler):
     def _begin_anew(self, document: dict[str, Any]) -> None:
         console("the machine that hosts the store is lost: the machines meet again, and all workers start again")
         fresh = {"phase": FORMING, "round": document["round"] + 1, "attempt": document["attempt"] + 1, "members": []}
+        fresh["run"] = document["run"]
         with suppress(RendezvousConnectionError):
             self._register.change(lambda newest: fresh if newest == document else None)
 
     def _take_place(self, document: dict[str, Any]) -> RendezvousInfo:
         """Renew a lease from now on, and follow the ledger until this machine has a place."""
         host, port = document["store"]
-        self.port = int(port)
+        self.port, self.run_id = int(port), document["run"]
         try:
             store = connect(host, port)
             hold = self._hold if self.hosts_store and self._register.backend != C10D else None
@@ -365,7 +376,7 @@ class Meeting(RendezvousHandler):
                         raise _Again
                     if not waiting:
                         waiting = True
-                        console(f"this machine ({self.name}) waits as a spare")
+                        console(f"this machine, {host_of(self.name)}, waits as a spare one")
                         self._met = True
                     # Until a lease has gone by, a machine that is lost counts as one that lives.
                     if time.monotonic() - begun > _SURE * self._options.lease_s:
@@ -387,7 +398,8 @@ class Meeting(RendezvousHandler):
     ) -> RendezvousInfo:
         slot = ledger.machines.index(self.name)
         if self._met:
-            console(f"this machine takes place {slot}")
+            first = slot * self._options.nproc
+            console(f"this machine takes over {ranks(range(first, first + self._options.nproc))}")
         self._met = self._admitted = True
         self.team = Team(slot, machines, number, *place)
         prefixed = PrefixStore(prefix_of(number) + "ranks", store)

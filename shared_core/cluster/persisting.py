@@ -15,6 +15,7 @@ from pathlib import Path
 from shared_core.cluster import process
 from shared_core.cluster.jobdir import CHECKPOINTS
 from shared_core.cluster.worker import EVENTS, INCARNATION
+from shared_core.events import RUN
 
 PROGRAM = "shared_core.checkpoint.writer"
 #: Deaths in a row, each soon after the start, until it is started no more.
@@ -40,14 +41,16 @@ class Persisting:
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd: int | None = None
         self._started = 0.0
-        self._starts, self._early_deaths, self._rank = 0, 0, 0
+        self._starts, self._early_deaths, self._rank, self._run = 0, 0, 0, ""
 
-    def look(self, rank: int = 0) -> None:
+    def look(self, rank: int = 0, run: str = "") -> None:
         """Start the writer if it is needed and does not run. Cheap: call it often.
 
         Args:
             rank: that faults for tests know it by; the first of this machine.
+            run: id of this start of the job, for its events.
         """
+        self._run = run
         if self._process is not None:
             if self.running:
                 return
@@ -122,6 +125,7 @@ class Persisting:
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [environ.get("PYTHONPATH", ""), root]))
         own = {"RANK": str(rank), INCARNATION: str(self._starts), EVENTS: self._events or "", "PYTHONPATH": path}
+        own[RUN] = self._run
         return {**environ, **own}
 
     def _bury(self) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, WaitTimeout
-from shared_core.events import console
+from shared_core.events import RUN, console
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -46,6 +46,8 @@ PROGRESS_BYTES = 64
 FOREVER_S = 20 * 86400.0
 #: Store queues that wake the agents, one for each machine's place, under the attempt's prefix.
 WORDS = "words"
+#: Store queues of what workers report to the agent of their machine's place, under the attempt's prefix.
+REPORTS = "reports"
 
 _failed = False
 _done = False
@@ -100,6 +102,7 @@ class WorkerEnv:
         command: stands for the program and its arguments; equal in the next start of the same command.
         machines: who holds which place in the generation in which this worker starts; empty on one machine.
         resized: the attempt from which this one goes on, if the number of workers has changed.
+        run: id of this start of the job, equal on all machines and in all attempts.
     """
 
     rank: int
@@ -117,6 +120,7 @@ class WorkerEnv:
     command: str = ""
     machines: tuple[str | None, ...] = ()
     resized: Resized | None = None
+    run: str = ""
 
     @property
     def prefix(self) -> str:
@@ -162,6 +166,7 @@ def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
         slot=int(source.get("GROUP_RANK", "0")),
         machines=tuple(json.loads(source.get(MACHINES) or "[]")),
         resized=Resized.from_json(source[RESIZED]) if source.get(RESIZED) else None,
+        run=source.get(RUN, ""),
     )
 
 
@@ -208,6 +213,19 @@ def tell(store: TCPStore, name: str, value: Any, *, prefix: str | None = None) -
     store.set(prefix + name, json.dumps(value))
     slot = os.environ.get("GROUP_RANK", "0")
     store.queue_push(f"{prefix}{WORDS}/{slot}", name)  # one step: a worker killed here leaves no half-said word
+
+
+def report(store: TCPStore, value: Mapping[str, Any], *, prefix: str) -> None:
+    """Tell the agent of this machine something that it shows to the user; none of the reports is lost.
+
+    Args:
+        store: a client of the agent's store that no other thread is blocked in.
+        value: plain data.
+        prefix: key prefix of the attempt.
+    """
+    slot = os.environ.get("GROUP_RANK", "0")
+    store.queue_push(f"{prefix}{REPORTS}/{slot}", json.dumps(value))
+    store.queue_push(f"{prefix}{WORDS}/{slot}", REPORTS)
 
 
 class ProgressFile:

@@ -19,7 +19,9 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Store
 
 from shared_core.cluster.worker import ADDRESS
+from shared_core.comm.quiet import quiet
 from shared_core.errors import GenerationAbandoned, NotConnected, WaitTimeout
+from shared_core.testing import inject
 
 #: Untyped, because torch's stubs leave out most of it.
 _Store: Any = Store
@@ -118,6 +120,7 @@ class _AbortableStore(_Store):  # type: ignore[misc]
         return int(self._inner.add(key, amount))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        inject.point("recovery.connecting")
         wait_for(self._inner, list(keys), self._abandoned, self._timeout_s, self._what)
 
 
@@ -198,7 +201,8 @@ class InnerGroup:
         options._threads = 2  # what torch's own gloo group has
         options._devices = [device]
         try:
-            pg = ProcessGroupGloo(_AbortableStore(store, abandoned, wait_timeout_s, what), rank, size, options)
+            with quiet():
+                pg = ProcessGroupGloo(_AbortableStore(store, abandoned, wait_timeout_s, what), rank, size, options)
         except RuntimeError as error:
             if isinstance(error, GenerationAbandoned) or abandoned():
                 raise GenerationAbandoned(f"{what}: {error}") from error

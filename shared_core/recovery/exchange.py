@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shared_core.cluster.ledger import let_in_key
-from shared_core.cluster.worker import FOREVER_S, Resized, WorkerEnv, connect_store, tell
+from shared_core.cluster.worker import FOREVER_S, Resized, WorkerEnv, connect_store, report, tell
 from shared_core.comm.archive import Archive
 from shared_core.comm.gloo import InnerGroup, finish, wait_for
 from shared_core.comm.log import Signature, read_signature
@@ -132,6 +132,11 @@ class Recovery:
         """Set a key that the agent acts on."""
         self.new_store("")
         tell(self._client, name, value, prefix=self.env.prefix)
+
+    def report(self, value: dict[str, Any]) -> None:
+        """Tell the agent something that it shows to the user."""
+        self.new_store("")
+        report(self._client, value, prefix=self.env.prefix)
 
     # -- life --------------------------------------------------------------------------------------
 
