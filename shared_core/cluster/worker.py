@@ -46,6 +46,8 @@ PROGRESS_BYTES = 64
 FOREVER_S = 20 * 86400.0
 #: Store queues that wake the agents, one for each machine's place, under the attempt's prefix.
 WORDS = "words"
+#: File in a rank's folder: variables of the environment for its newcomers.
+_LEFT = "environment.json"
 
 _failed = False
 _done = False
@@ -208,6 +210,22 @@ def tell(store: TCPStore, name: str, value: Any, *, prefix: str | None = None) -
     store.set(prefix + name, json.dumps(value))
     slot = os.environ.get("GROUP_RANK", "0")
     store.queue_push(f"{prefix}{WORDS}/{slot}", name)  # one step: a worker killed here leaves no half-said word
+
+
+def leave_environment(job_dir: Path, rank: int, variables: Mapping[str, str]) -> None:
+    """Have the newcomers of a rank find ``variables`` in their environment, where the user has not set them."""
+    new = job_dir / f"rank{rank}" / (_LEFT + ".new")
+    new.write_text(json.dumps(dict(variables)))
+    new.replace(new.with_name(_LEFT))
+
+
+def left_environment(job_dir: Path, rank: int) -> dict[str, str]:
+    """What predecessors on this machine have left with :func:`leave_environment`."""
+    try:
+        left: dict[str, str] = json.loads((job_dir / f"rank{rank}" / _LEFT).read_text())
+    except FileNotFoundError:
+        return {}
+    return left
 
 
 class ProgressFile:
