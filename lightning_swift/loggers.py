@@ -245,8 +245,8 @@ class Loggers:
     def restore(self, state: Any) -> None:
         joining = _joining()
         for logger, data in self._pairs(state):
-            if self._services is not None and "rows" in (data or {}):
-                self._services.restore(logger, data["rows"])
+            if self._services is not None and "given" in (data or {}):
+                self._services.restore(logger, data["given"])
             if data is None or joining:
                 continue  # joining: an entry call was skipped; later ones have written to the same files
             if isinstance(logger, CSVLogger):

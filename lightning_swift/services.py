@@ -83,7 +83,7 @@ class Services:
         """Plain data."""
         self.opened()
         known = isinstance(logger, (MLFlowLogger, WandbLogger))
-        return {"run": logger.version if known else None, "rows": vars(logger)[_ROWS].state()}
+        return {"run": logger.version if known else None, "given": vars(logger)[_ROWS].state()}
 
     def restore(self, logger: Logger, rows: Any) -> None:
         """Put back what :meth:`capture` took."""

@@ -1,4 +1,4 @@
-"""What Weights & Biases and MLflow have written offline, read back for comparison."""
+"""What trackers have written offline, read back for comparison."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from shared_core.trackers.compat import _entries
+from shared_core.testing.runner import JobResult
+from shared_core.trackers.compat import entries
 
 Values = dict[str, list[tuple[int, float]]]
 
@@ -41,6 +42,29 @@ def offline(store: Path, name: str) -> dict[str, str]:
     return QUIET | {"MLFLOW_TRACKING_URI": uri, "MLFLOW_EXPERIMENT_NAME": "tests"}
 
 
+def csv_file(result: JobResult) -> Path:
+    """The only ``metrics.csv`` of a job whose ``CSVLogger`` is called ``csv``."""
+    [file] = (result.out / "csv").rglob("*.csv")
+    assert file.parent.name == "version_0"
+    return file
+
+
+def of_tensorboard(folder: Path) -> Values:
+    """Step and value of every scalar below ``folder``, all in one folder."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    folders, values = set(), Values()
+    for path in sorted(folder.rglob("events.out.tfevents.*")):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "scalars" and value.tag != "hp_metric":
+                    folders.add(path.parent)
+                    values.setdefault(value.tag, []).append((event.step, make_ndarray(value.tensor).item()))
+    assert len(folders) == 1, folders
+    return values
+
+
 def of_wandb(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Rows of the only run below ``folder``, in the order in which ``wandb sync`` sends its parts, and exit codes."""
     from wandb.proto import wandb_internal_pb2
@@ -50,7 +74,7 @@ def of_wandb(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
     for file in sorted(folder.rglob("*.wandb")):
         if file.parent.is_symlink():  # latest-run
             continue
-        for entry in _entries(file.read_bytes()):
+        for entry in entries(file.read_bytes()):
             record = protocol.Record.FromString(entry)
             if record.HasField("run"):
                 runs.add(record.run.run_id)

@@ -25,14 +25,14 @@ def committed_steps(file: str) -> Iterator[int]:
 
     protocol: Any = wandb_internal_pb2
     with suppress(OSError):
-        for entry in _entries(Path(file).read_bytes()):
+        for entry in entries(Path(file).read_bytes()):
             record = protocol.Record.FromString(entry)
             if record.HasField("history"):
                 yield int(record.history.step.num)
 
 
-def _entries(data: bytes) -> Iterator[bytes]:
-    """Whole entries; what was torn off at the end is left out."""
+def entries(data: bytes) -> Iterator[bytes]:
+    """Whole entries of a file; what was torn off at the end is left out."""
     at, entry = _HEADER, b""
     while at + _PIECE.size <= len(data):
         room = _BLOCK - at % _BLOCK
