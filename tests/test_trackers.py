@@ -114,7 +114,7 @@ def test_reports_of_transformers(jobs: Jobs, store: Path) -> None:
 
 def _check_speed(result: JobResult) -> None:
     """The whole training counts, not what the last worker of rank 0 has seen of it."""
-    [(began, speed)] = [(r["extra"]["began"], r["extra"]["speed"]) for r in result.reports.values() if r["rank"] == 0]
+    began, speed = (result.reports[0]["extra"][name] for name in ("began", "speed"))
     [start], [first, _] = result.kinds("start"), result.kinds("fault")
     assert start.time < began < first.time
     steps = speed["train_steps_per_second"] * speed["train_runtime"]
