@@ -84,7 +84,7 @@ def _service(job: Job, callback: Any) -> Service:
     if isinstance(callback, WandbCallback):
         import wandb
 
-        return of_wandb(job, lambda: wandb.run) if wandb.run is not None else Service()
+        return of_wandb(job, lambda: wandb.run, numbered=False) if wandb.run is not None else Service()
     if isinstance(callback, MLflowCallback):
         import mlflow
 

@@ -73,7 +73,7 @@ class Trackers:
 
 def _service(job: Job, tracker: GeneralTracker) -> Service:
     if isinstance(tracker, WandBTracker):
-        return of_wandb(job, lambda: tracker.run)
+        return of_wandb(job, lambda: tracker.run, numbered=True)
     if isinstance(tracker, MLflowTracker):
         import mlflow
 

@@ -93,7 +93,7 @@ class Services:
 
 def _service(job: Job, logger: Logger) -> Service:
     if isinstance(logger, WandbLogger):
-        return of_wandb(job, lambda: logger.experiment)
+        return of_wandb(job, lambda: logger.experiment, numbered=False)
     if isinstance(logger, MLFlowLogger):
         return Mlflow(lambda: (logger.experiment, str(logger.run_id)), compat.metric_prefix(logger))
     return Service()

@@ -29,3 +29,11 @@ def test_logs_and_checkpoints_are_those_of_the_run_without_a_loss(fault: Fault, 
     files = [sorted(str(p.relative_to(job.out)) for p in job.out.rglob("*.ckpt")) for job in (result, reference)]
     assert files[0] == files[1]
     assert result.reports[0]["extra"]["checkpoints"] == reference.reports[0]["extra"]["checkpoints"]
+
+
+@pytest.mark.nightly
+def test_recoveries_are_logged_where_that_is_asked_for(jobs: Jobs) -> None:
+    asked = {"SWIFT_RECOVERY_LOG_RECOVERIES": "1"}
+    result = jobs.check("lit.py", faults=[Fault(1, 9, "bucket", "SIGKILL")], args=ARGS, env=asked)
+    assert {"swift/generation", "swift/stall_s"} <= set(csv_file(result).read_text().splitlines()[0].split(","))
+    assert [step for step, _ in of_tensorboard(result.out / "board")["swift/stall_s"]] == [9]

@@ -40,6 +40,9 @@ class Service:
     def passed(self, place: Any, step: Any) -> None:
         """A row was not written, because :meth:`has` said that it is there."""
 
+    def go_on(self, place: Any) -> None:
+        """The row that comes next, to ``place``, is the first that is missing."""
+
     def wrote(self, place: Any, step: Any) -> None:
         """A row was written."""
 
@@ -90,7 +93,7 @@ class Rows:
             if self._has(self._count, place, row, step):
                 self._service.passed(place, step)
                 return
-            self._behind = False
+            self._catch_up(place)
         self._write(row, step, more)
         self._service.wrote(place, step)
         self._keep(place, row, step, more)
@@ -115,11 +118,15 @@ class Rows:
             if self._behind:
                 if self._has(number, place, row, step):
                     continue
-                self._behind = False
+                self._catch_up(place)
             self._write(row, step, decode(more))
             self._service.wrote(place, step)
             self._recent.append((time.time(), packed))
         self._count = self._done = state["count"]
+
+    def _catch_up(self, place: Any) -> None:
+        self._behind = False
+        self._service.go_on(place)
 
     def _has(self, number: int, place: Any, row: Row, step: Any) -> bool:
         has = self._service.has(place, row, step)

@@ -23,14 +23,15 @@ _END_S = 10.0
 _PLAIN = re.compile(r"[0-9A-Za-z_/. -]+")
 
 
-def of_wandb(job: Job, run: Callable[[], Any]) -> Service:
+def of_wandb(job: Job, run: Callable[[], Any], *, numbered: bool) -> Service:
     """The service behind a run of Weights & Biases.
 
     Args:
         job: of this worker.
         run: gives the run, which is open.
+        numbered: the step that the script gives is the number of the row; otherwise it is a value in it.
     """
-    return Service() if getattr(run(), "disabled", False) else Wandb(job, run)
+    return Service() if getattr(run(), "disabled", False) else Wandb(job, run, numbered)
 
 
 class Wandb(Service):
@@ -39,10 +40,11 @@ class Wandb(Service):
     Args:
         job: of this worker.
         run: gives the run.
+        numbered: see :func:`of_wandb`.
     """
 
-    def __init__(self, job: Job, run: Callable[[], Any]) -> None:
-        self._job, self._run = job, run
+    def __init__(self, job: Job, run: Callable[[], Any], numbered: bool) -> None:
+        self._job, self._run, self._numbered = job, run, numbered
         #: Of the next row that the script gives without a number; of the predecessor's next while this is behind.
         self._next = 0
         self._behind = has_predecessor(job)
@@ -52,7 +54,7 @@ class Wandb(Service):
         self.buffer_s = _MARGIN_S + float(interval)
 
     def place(self, row: Row, step: Any) -> Any:
-        if step is not None:
+        if self._given(step):
             return int(step)
         if not self._behind:
             self._next = self._run().step  # the service has taken all rows before it when it answers
@@ -62,11 +64,14 @@ class Wandb(Service):
         return int(place) < self._missing_from()
 
     def passed(self, place: Any, step: Any) -> None:
-        self._next = max(self._next, place + (step is None))
+        self._next = max(self._next, place if self._given(step) else place + 1)
+
+    def go_on(self, place: Any) -> None:
+        self._behind = False
+        self._run().log({}, step=place)  # no row: sets the number of the next
 
     def wrote(self, place: Any, step: Any) -> None:
-        self._behind = False
-        self._next = place + (step is None)
+        self._next = place if self._given(step) else place + 1
 
     def state(self) -> Any:
         return self._next
@@ -75,8 +80,11 @@ class Wandb(Service):
         self._next = state
         self._missing_from()
 
+    def _given(self, step: Any) -> bool:
+        return self._numbered and step is not None
+
     def _missing_from(self) -> int:
-        """The number of the first row that the service has not; the next one gets it."""
+        """The number of the first row that the service has not."""
         if self._first is None:
             run = self._run()
             steps = [-1]
@@ -85,7 +93,7 @@ class Wandb(Service):
                     wait_closed(file, _END_S)
                     steps += committed_steps(file)
             self._first = max(steps) + 1 if run.offline else int(run.step)
-            run.log({}, step=self._first)  # writes no row
+            run.log({}, step=self._first)  # for what the script says to the service directly
         return self._first
 
 
