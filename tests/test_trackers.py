@@ -17,6 +17,7 @@ from trackers import Values, csv_file, mlflow_store, of_mlflow, of_tensorboard, 
 from shared_core.testing import Fault
 from shared_core.testing.runner import JobResult, compare, unconfirmed
 
+pytestmark = pytest.mark.timeout(300)  # three workers of rank 0 open their runs
 LIGHTNING = ["--feature", "loggers"]
 TWICE = [Fault(0, 4, "forward", "SIGKILL"), Fault(0, 12, "update.after", "SIGKILL", incarnation=1)]
 

@@ -49,6 +49,8 @@ class Wandb(Service):
         self._next = 0
         self._behind = has_predecessor(job)
         self._first: int | None = None
+        #: The number that the service's next row has been given.
+        self._at = 0
         settings = run().settings
         interval = settings.x_transaction_log_flush_interval if run().offline else _ONLINE_S
         self.buffer_s = _MARGIN_S + float(interval)
@@ -68,7 +70,7 @@ class Wandb(Service):
 
     def go_on(self, place: Any) -> None:
         self._behind = False
-        self._run().log({}, step=place)  # no row: sets the number of the next
+        self._move(place)
 
     def wrote(self, place: Any, step: Any) -> None:
         self._next = place if self._given(step) else place + 1
@@ -83,17 +85,26 @@ class Wandb(Service):
     def _given(self, step: Any) -> bool:
         return self._numbered and step is not None
 
+    def _move(self, place: int) -> None:
+        """Give a number to the service's next row. Twice in succession makes an empty row."""
+        if place != self._at:
+            self._at = place
+            self._run().log({}, step=place)
+
     def _missing_from(self) -> int:
         """The number of the first row that the service has not."""
         if self._first is None:
             run = self._run()
-            steps = [-1]
+            steps: list[int] = []
             for file in files_of(self._job, run.id):
                 if file != run.settings.sync_file:
                     wait_closed(file, _END_S)
                     steps += committed_steps(file)
-            self._first = max(steps) + 1 if run.offline else int(run.step)
-            run.log({}, step=self._first)  # for what the script says to the service directly
+            self._first = max(steps, default=-1) + 1
+            if not run.offline:
+                self._first = self._at = int(run.step)
+            elif not self._numbered:  # for what the script says to the service directly
+                self._move(self._first)
         return self._first
 
 
