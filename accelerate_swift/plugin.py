@@ -21,6 +21,7 @@ from shared_core import SharedStep, SwiftConfig, TrainingLoop, install, launched
 from shared_core.checkpoint.storage import absolute
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import console
+from shared_core.trackers import prepare
 
 _ENABLE = "SWIFT_RECOVERY"
 
@@ -58,6 +59,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         if given.get("checkpoint_dir") is not None:
             given["checkpoint_dir"] = absolute(given["checkpoint_dir"])
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(given))
+        if launched_by_swiftrun() and enabled():
+            prepare()
         # Here, because transformers makes the process group before there is an Accelerator.
         job = install() if given and launched_by_swiftrun() and enabled() else None
         if job is not None:
@@ -279,11 +282,14 @@ class _Watched(Accelerator):  # type: ignore[misc]
         if job is not None and isinstance(loss, torch.Tensor):
             job.note_loss(loss)
 
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
+        self._swift_plugin.state.trackers.start(
+            config, lambda kept: super(_Watched, self).init_trackers(project_name, kept, init_kwargs)
+        )
+
     def log(self, *args: Any, **kwargs: Any) -> None:
-        if self._swift_plugin.state.logs_again():
-            return
+        self._swift_plugin.state.trackers.watch()  # those that came without init_trackers
         super().log(*args, **kwargs)
-        self._swift_plugin.state.logged()
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         return self._swift_plugin.state.save_again(

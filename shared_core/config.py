@@ -42,7 +42,7 @@ CHECKPOINT_OPTIONS = frozenset(
     }
 )
 #: Options that a script may say alone: a launcher and workers that run already need not know them before.
-SCRIPT_OPTIONS = CHECKPOINT_OPTIONS | {"data", "seed"}
+SCRIPT_OPTIONS = CHECKPOINT_OPTIONS | {"data", "seed", "log_recoveries"}
 #: Variables with the prefix that the agent sets for its workers; they are no options.
 _RESERVED = frozenset(
     {
@@ -123,6 +123,7 @@ class SwiftConfig:
         log_dir: parent of the folder for these logs; that of temporary files when unset.
         log_ring_bytes: so many bytes may wait for the disk before a stage waits for it.
         log_segment_bytes: size of a file of these logs, which are dropped file by file.
+        log_recoveries: under Lightning, give the script's loggers a row for each recovery.
     """
 
     on_failure: str = "replace"
@@ -159,6 +160,7 @@ class SwiftConfig:
     log_dir: str | None = None
     log_ring_bytes: int = 256 << 20
     log_segment_bytes: int = 64 << 20
+    log_recoveries: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():

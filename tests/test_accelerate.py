@@ -91,17 +91,6 @@ def test_a_language_model_its_trackers_and_checkpoints(name: str, jobs: Jobs) ->
         assert (result.out / weights.format(name)).read_bytes() == (reference.out / weights.format(name)).read_bytes()
 
 
-@pytest.mark.nightly
-def test_tensorboard_has_every_step_once(jobs: Jobs) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    result = jobs.check("acc_text.py", faults=[Fault(0, 9, "bucket", "SIGKILL")], args=["--tensorboard"])
-    [folder] = {path.parent for path in result.out.rglob("events.out.tfevents*") if path.parent.name == "text"}
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    assert [event.step for event in events.Scalars("loss")] == list(range(1, 17))
-
-
 #: On two ranks an epoch has nine micro-batches.
 TRAINER: dict[str, tuple[list[str], list[Fault]]] = {
     "first_epoch": ([], [Fault(1, 3, "bucket", "SIGKILL")]),

@@ -41,7 +41,7 @@ def worker_env(
         run: id of this start of the job.
     """
     spec, member = group.spec, group.workers[local_rank]
-    env = clean_env(os.environ)
+    env = worker.left_environment(job_dir, member.global_rank) | clean_env(os.environ)
     env |= {
         "RANK": str(member.global_rank),
         "LOCAL_RANK": str(local_rank),

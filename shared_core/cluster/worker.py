@@ -48,6 +48,8 @@ FOREVER_S = 20 * 86400.0
 WORDS = "words"
 #: Store queues of what workers report to the agent of their machine's place, under the attempt's prefix.
 REPORTS = "reports"
+#: File in a rank's folder: variables of the environment for its newcomers.
+_LEFT = "environment.json"
 
 _failed = False
 _done = False
@@ -226,6 +228,22 @@ def report(store: TCPStore, value: Mapping[str, Any], *, prefix: str) -> None:
     slot = os.environ.get("GROUP_RANK", "0")
     store.queue_push(f"{prefix}{REPORTS}/{slot}", json.dumps(value))
     store.queue_push(f"{prefix}{WORDS}/{slot}", REPORTS)
+
+
+def leave_environment(job_dir: Path, rank: int, variables: Mapping[str, str]) -> None:
+    """Have the newcomers of a rank find ``variables`` in their environment, where the user has not set them."""
+    new = job_dir / f"rank{rank}" / (_LEFT + ".new")
+    new.write_text(json.dumps(dict(variables)))
+    new.replace(new.with_name(_LEFT))
+
+
+def left_environment(job_dir: Path, rank: int) -> dict[str, str]:
+    """What predecessors on this machine have left with :func:`leave_environment`."""
+    try:
+        left: dict[str, str] = json.loads((job_dir / f"rank{rank}" / _LEFT).read_text())
+    except FileNotFoundError:
+        return {}
+    return left
 
 
 class ProgressFile:
