@@ -44,6 +44,7 @@ from shared_core.recovery.logs import Logs
 from shared_core.recovery.news import Listener, News
 from shared_core.recovery.parts import Capture, Parts, Restore
 from shared_core.recovery.passes import Passes
+from shared_core.recovery.patience import Patience
 from shared_core.recovery.replays import Replays
 from shared_core.recovery.replicas import Replicas
 from shared_core.recovery.state import Replicated, hyperparameters, restore_buffers, set_hyperparameters
@@ -119,6 +120,7 @@ class Job:
         self._recovery = Recovery(env, self._runtime, self._board, self._events, self._donor)
         self._lanes = Lanes(self._recovery)
         self._replicas = Replicas(env, self._recovery, self._updates)
+        self._patience = Patience(env, self._recovery, self._events)
         self._parts = Parts()
         self._buckets = Buckets(self._runtime, self._record_buckets)
         self._deferred = 0
@@ -633,6 +635,7 @@ class Job:
 
     def _first_group(self) -> None:
         recovery = self._recovery
+        self._patience.begin()
         self._beginning.prepare()
         if self._runtime.starting:
             return

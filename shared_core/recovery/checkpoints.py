@@ -336,7 +336,13 @@ class Checkpoints:
             others = lines.in_storage(self._dir)
             found += [each for each in others if each.world_size not in (0, env.world_size)]
         mine = [each for each in found if self._before(each)]
-        loaded = lines.agree(env, self._store(), mine, lambda line: renumber.load(line, env))
+        runtime = self._recovery.runtime
+        # At the start nobody was lost: a script comes here when it does, as without this product.
+        limit_s = runtime.longest_s(runtime.world) if runtime.world is not None else None
+        try:
+            loaded = lines.agree(env, self._store(), mine, lambda line: renumber.load(line, env), limit_s)
+        except WaitTimeout as error:
+            self._recovery.give_up(error)
         if loaded is None:
             return None
         self._run = str(loaded.line.meta["run"])
