@@ -45,6 +45,7 @@ from shared_core.cluster.ledger import FAIL, RELEASE, RESIZE, RESTART
 from shared_core.cluster.logs import ERROR_FILE, WorkerLogs
 from shared_core.cluster.losses import LOOP_LIMIT, Death, LossBook, RaisedError, Verdict
 from shared_core.cluster.meeting import JobOver, Meeting
+from shared_core.cluster.parting import Parting
 from shared_core.cluster.persisting import Persisting
 from shared_core.cluster.request import Mode, StartRequest
 from shared_core.cluster.resizing import Resizing
@@ -138,13 +139,22 @@ class SwiftAgent(SimpleElasticAgent):
         self._events = EventLog(options.events)
         self._book = LossBook(spec.max_restarts, options.loop_limit)
         self._wakeup = Wakeup()
+        self._parting = Parting(console)
         self._told = False
         process.become_subreaper()
         self._job = JobDir(options.config.log_dir)
         self._job_dir = self._job.path
         self._persisting = Persisting(self._job_dir, options.events, options.grace_s, console)
         what = Preload(program.preload, str(self._job_dir))
-        self._fleet = Fleet(self._wakeup.selector, options.standbys, clean_env(os.environ), what, console, early)
+        self._fleet = Fleet(
+            self._wakeup.selector,
+            options.standbys,
+            clean_env(os.environ),
+            what,
+            console,
+            early,
+            wait_timeout_s=options.config.wait_timeout_s,
+        )
         self._attempt: Attempt | None = None
         self._number = 0
         self._starts: dict[int, int] = {}
@@ -727,6 +737,8 @@ class SwiftAgent(SimpleElasticAgent):
                 if tops and not inside and changed >= one.started and time.time() - changed > limit:
                     self._kill(one, f"no progress for {limit:g} s (progress_timeout_s), killed by the agent")
         self._fleet.look_after_standbys()
+        if self._attempt is not None and not self._released:
+            self._parting.look(self._now.finished(self._ranks()), self._ranks())
         self._shrink_late()
         self._persisting.look(self._first_rank)
         return True

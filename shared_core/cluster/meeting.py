@@ -28,8 +28,9 @@ from shared_core.cluster.attempt import Team, connect, first_of, prefix_of
 from shared_core.cluster.lease import FIRST_S, Lease
 from shared_core.cluster.ledger import RELEASE, RESIZE, RESTART, Ledger
 from shared_core.cluster.register import C10D, Gone, Register, own_address, probe
-from shared_core.errors import ConfigError, SwiftError
+from shared_core.errors import ConfigError, SwiftError, WaitTimeout
 from shared_core.events import console
+from shared_core.waiting import Wait
 
 _LOOK_S = 0.05
 _RETRY_S = 0.25
@@ -199,9 +200,12 @@ class Meeting(RendezvousHandler):
         with suppress(RuntimeError, RendezvousConnectionError):
             lease.leave()
             if self.hosts_store:
-                deadline = time.monotonic() + _LAST_S
-                while set(lease.alive) - {self.name} and not lease.fenced and time.monotonic() < deadline:
-                    time.sleep(_LOOK_S)
+                what = "the other machines to leave, because it hosts the store"
+                wait = Wait("this machine", what, _LAST_S, bound="a fixed limit", ends="it leaves")
+                with suppress(WaitTimeout):
+                    while set(lease.alive) - {self.name} and not lease.fenced:
+                        wait.look()
+                        time.sleep(_LOOK_S)
                 if over:
                     self._register.change(lambda doc: (doc or {}) | {"phase": ENDED})
 
@@ -219,6 +223,8 @@ class Meeting(RendezvousHandler):
     def _join(self) -> RendezvousInfo:
         deadline = time.monotonic() + self._options.join_s
         self._open(deadline)
+        whom = ""
+        wait = Wait("this machine", lambda: whom, self._options.join_s + _RETRY_S, bound="--rdzv-conf join_timeout")
         self.address = self.address or own_address(self._register.endpoint)
         self.name = f"{self.address}:{self.mirror_port}#{uuid.uuid4().hex[:8]}"
         seen: tuple[Any, float] = (None, 0.0)
@@ -240,6 +246,12 @@ class Meeting(RendezvousHandler):
             least = self._options.least or self._options.nnodes
             waited = time.monotonic() - seen[1]
             self._enough = least <= len(document["members"]) and waited > self._options.last_call_s
+            whom = (
+                f"the store at {':'.join(map(str, document['store']))} to answer"
+                if document["phase"] == RUNNING
+                else f"other machines at {self._where}: {len(document['members'])} of {self._options.nnodes} have come"
+            )
+            wait.look()
             if document["phase"] == RUNNING and self._reach(tuple(document["store"])):
                 self._round = document["round"]
                 return self._take_place(document)
@@ -256,7 +268,10 @@ class Meeting(RendezvousHandler):
         return f"{host}:{port} ({self._register.backend})"
 
     def _open(self, deadline: float) -> None:
-        said = False
+        said, why = False, ""
+        limit_s = deadline - time.monotonic() + 2 * _RETRY_S
+        to = f"the rendezvous at {self._where} to answer"
+        wait = Wait("this machine", lambda: f"{to} ({why})", limit_s, bound="--rdzv-conf join_timeout")
         while True:
             try:
                 return self._register.open()
@@ -277,6 +292,8 @@ class Meeting(RendezvousHandler):
                     f"this machine cannot reach {self._where} ({why}); it tries for {self._options.join_s:.0f} s to "
                     "come back as a spare machine"
                 )
+            elif not self._met:
+                wait.look()
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"no rendezvous at {self._where} in {self._options.join_s:.0f} s: {why}")
             self.pause(_RETRY_S)

@@ -25,7 +25,7 @@ from shared_core.cluster import worker
 from shared_core.cluster.last_checkpoint import ENDING, SAVED, leave_signals_to_the_agent
 from shared_core.cluster.worker import WorkerEnv
 from shared_core.consistency import Top
-from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError
+from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError, WaitTimeout
 from shared_core.events import console
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.recovery import lines, renumber
