@@ -550,10 +550,8 @@ class Job:
     def lane(self) -> Lane:
         """Connect the ranks that are present; returns when all of them have called this. See :class:`Lane`.
 
-        A worker that uses lanes does all communication of its training steps over them. Ask again when one breaks.
-
-        Raises:
-            WaitTimeout: if a rank does not come in ``wait_timeout_s``.
+        A worker that uses lanes does all communication of its training steps over them. Ask again when one breaks. If a
+        rank does not come in the time-out of the process group, the job ends.
         """
         return self._lanes.lane()
 
@@ -563,10 +561,8 @@ class Job:
         Ask on one rank, right after :meth:`batch_top`, and tell the others: they may see it later.
 
         Args:
-            wait: block until they do, or another rank is lost; otherwise this returns at once.
-
-        Raises:
-            WaitTimeout: if they do not come in ``rejoin_after_s`` and ``wait_timeout_s``.
+            wait: block until they do, or another rank is lost; otherwise this returns at once. If they do not come in
+                ``rejoin_after_s`` and ``wait_timeout_s``, the job ends.
         """
         return self._lanes.knocking(self._entry, wait=wait)
 

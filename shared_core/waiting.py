@@ -119,6 +119,7 @@ def wait_for(
     bound: str = "wait_timeout_s",
     ends: str = "this ends with an error",
     advice: str = HANGS,
+    silent: bool = False,
 ) -> None:
     """Wait until all ``keys`` are in ``store``. Of several ranks that wait for the same, the lowest says so.
 
@@ -132,6 +133,7 @@ def wait_for(
         bound: see :class:`Wait`.
         ends: see :class:`Wait`.
         advice: see :class:`Wait`.
+        silent: whoever depends on this says so itself.
 
     Raises:
         GenerationAbandoned: as soon as ``abandoned()`` holds.
@@ -143,7 +145,7 @@ def wait_for(
 
     def speaks() -> bool:
         come = set(keys).difference(missing())
-        return rank not in come or rank == min(come)
+        return not silent and (rank not in come or rank == min(come))
 
     wanted = list(keys.values())
     wait = Wait(

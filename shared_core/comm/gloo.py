@@ -162,6 +162,7 @@ class InnerGroup:
         wait_timeout_s: float,
         abandoned: Callable[[], bool],
         what: str,
+        silent: bool = False,
     ) -> InnerGroup:
         """Meet the other members in ``store`` (already prefixed by generation and group) and connect to them.
 
@@ -174,6 +175,7 @@ class InnerGroup:
             wait_timeout_s: longest wait for a member.
             abandoned: whether the generation has ended.
             what: the group, and where, for the line that says who is waited for.
+            silent: leave that line to whoever waits for the group's operations.
 
         Raises:
             GenerationAbandoned: if the generation ends meanwhile.
@@ -187,7 +189,7 @@ class InnerGroup:
         place = new[0] if new else "unknown"
         own, keys = list(members).index(rank), {each: f"port/{at}" for at, each in enumerate(members)}
         store.set(f"port/{own}", place)
-        wait_for(store, keys, abandoned, wait_timeout_s, rank, f"to connect {what}")
+        wait_for(store, keys, abandoned, wait_timeout_s, rank, f"to connect {what}", silent=silent)
         peers = frozenset(bytes(raw).decode() for raw in store.multi_get(list(keys.values()))) - {"unknown"}
         options = ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=connect_timeout_s)

@@ -34,6 +34,7 @@ from shared_core.errors import (
     ReplayDivergence,
     SwiftError,
     Unsupported,
+    WaitTimeout,
 )
 from shared_core.testing import inject
 from shared_core.waiting import ranks_text
@@ -183,6 +184,8 @@ class Runtime:
                 self.connect(group, self.generation, self.longest_s(group))
             except GenerationAbandoned:
                 pass  # the recovery under way connects it
+            except WaitTimeout as error:
+                raise CollectiveTimeout(f"{error} {self.whereabouts()}") from error
 
     def connect(self, group: GroupState, generation: int, limit_s: float | None = None) -> None:
         """Connect ``group`` in ``generation`` and issue what is pending in it.
@@ -238,6 +241,7 @@ class Runtime:
             wait_timeout_s=self.wait_timeout_s if limit_s is None else limit_s,
             abandoned=lambda: self.latest > generation,
             what=f"{self.called(group)} in generation {generation}",
+            silent=limit_s is None and group is not self.world,
         )
 
     def side_group(

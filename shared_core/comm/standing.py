@@ -16,15 +16,15 @@ def standing(runtime: Runtime, look: int) -> Standing | None:
     says itself whom it waits for.
     """
     with runtime.lock:
-        if runtime.starting or runtime.broken or runtime.generation < 0 or runtime.generation != runtime.latest:
+        live = not runtime.broken and runtime.generation == runtime.latest
+        # With ranks absent no generation is formed, and the program waits on lanes.
+        if runtime.starting or runtime.generation < 0 or not (live or runtime.beside):
             return None
         found = _wait(runtime)
         if found is None:
             return None
         begun, wait = found
-        return Standing(
-            runtime.rank, runtime.generation, look, waited_s=time.monotonic() - begun, **wait, **_done(runtime)
-        )
+        return Standing(runtime.rank, runtime.latest, look, waited_s=time.monotonic() - begun, **wait, **_done(runtime))
 
 
 def finished(runtime: Runtime, look: int) -> Standing:

@@ -461,7 +461,10 @@ class Recovery:
 
     def _why(self, do: str, generation: int) -> str:
         """Why ranks are waited for that are to do something, for the line that says so."""
-        lost = self._records.get(generation, {}).get("lost")
+        record = self._records.get(generation, {})
+        lost = record.get("lost")
+        if None in record.get("machines", ()):
+            return f"to {do} (their machine was lost, and no other one has taken its place yet)"
         if not lost:
             return f"to {do}"
         its = "its newcomer runs" if len(lost) == 1 else "their newcomers run"

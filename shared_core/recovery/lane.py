@@ -265,11 +265,11 @@ class Lanes:
         return self._lane is not None
 
     def lane(self) -> Lane:
-        """The lane of the ranks that are present; blocks until all of them have called this.
+        """The lane of the ranks that are present; blocks until all of them have called this. If one does not come in
+        the time-out of the process group, the job ends.
 
         Raises:
             ConfigError: if ``on_failure`` is not ``reroute``.
-            WaitTimeout: if one does not come, with its rank.
         """
         runtime, started = self._runtime, time.time()
         if self._env.config.on_failure != "reroute":
@@ -340,14 +340,27 @@ class Lanes:
         raise NotConnected(f"rank {rank}: nobody was lost, and yet ranks {ranks} do not reach each other for a lane")
 
     def _wait(
-        self, store: Keys, keys: dict[int, str], generation: int, limit_s: float, what: str, **words: str
+        self,
+        store: Keys,
+        keys: dict[int, str],
+        generation: int,
+        limit_s: float,
+        what: str,
+        *,
+        bound: str = "time-out of the process group",
+        ends: str = "this ends with an error",
     ) -> None:
+        """Wait for keys, and end the job if they do not come.
+
+        Raises:
+            GenerationAbandoned: if another rank is lost meanwhile.
+        """
         with self._runtime.lock:
             self._runtime.note_waiting(+1)
         try:
             with self._runtime.turn.passed_on():
                 abandoned = lambda: self._runtime.latest > generation  # noqa: E731
-                wait_for(store, keys, abandoned, limit_s, self._env.rank, what, **words)
+                wait_for(store, keys, abandoned, limit_s, self._env.rank, what, bound=bound, ends=ends)
         except WaitTimeout as error:
             self._recovery.give_up(error)
         finally:
@@ -362,10 +375,8 @@ class Lanes:
         Args:
             entry: number of the entry call in which this worker is. Who waits in another cannot be let in here: where
                 that is waited for, all go back to the checkpoint.
-            wait: block until they do, or another rank is lost.
-
-        Raises:
-            WaitTimeout: if they do not come in ``rejoin_after_s`` and ``wait_timeout_s``.
+            wait: block until they do, or another rank is lost. If they do not come in ``rejoin_after_s`` and
+                ``wait_timeout_s``, the job ends.
         """
         with self._runtime.lock:
             generation, record = self._runtime.latest, self._recovery.record

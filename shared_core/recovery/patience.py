@@ -28,7 +28,7 @@ from shared_core.waiting import ends_text, quiet_s, ranks_text
 #: A wait that lasts longer is reported, in seconds.
 _REPORT_S = 1.0
 #: Between two looks, in seconds; longer in a long wait.
-_LOOK_S = (0.5, 10.0)
+_LOOK_S = (0.5, 5.0)
 #: After a line about a wait in which nothing is wrong the next one comes after so many seconds, or the next recovery.
 AGAIN_S = 600.0
 
@@ -68,9 +68,11 @@ class Patience:
 
     def _run(self) -> None:
         pause = threading.Event()
-        short = min(_LOOK_S[0], quiet_s(self._env.config.wait_timeout_s) / 4)
+        limit_s = self._env.config.wait_timeout_s
+        short = min(_LOOK_S[0], quiet_s(limit_s) / 4)
         while self._runtime.ended is None:
-            pause.wait(min(max(short, 0.1 * (self._last.waited_s if self._last else 0.0)), _LOOK_S[1]))
+            waited = self._last.waited_s if self._last else 0.0
+            pause.wait(max(short, min(0.1 * waited, _LOOK_S[1], limit_s - waited)))
             try:
                 self._look()
             except RuntimeError:
