@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from shared_core.errors import GenerationAbandoned, WaitTimeout
@@ -96,6 +97,22 @@ class Wait:
         """
         while not changed.wait_for(done, self.next_s()):
             self.look()
+
+    @contextmanager
+    def announced(self) -> Iterator[None]:
+        """For a call that blocks in here, and has the time-out itself: the line comes from a thread."""
+        over = threading.Event()
+
+        def announce() -> None:
+            if not over.wait(self._quiet_s):
+                with suppress(WaitTimeout):
+                    self.look()
+
+        threading.Thread(target=announce, name="swift-waits", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
 
     def next_s(self) -> float:
         """Seconds until the next :meth:`look` has something to do; at most 1."""

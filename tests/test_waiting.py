@@ -73,6 +73,12 @@ def test_a_condition_is_waited_for() -> None:
     assert len(done) <= 1
 
 
+def test_a_call_that_blocks_is_announced_from_a_thread() -> None:
+    said = threading.Event()
+    with Wait("rank 1", "a call", 0.01, say=lambda line: said.set()).announced():
+        assert said.wait(10)
+
+
 class Keys:
     """A store."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import time
@@ -53,6 +54,7 @@ from shared_core.cluster.standby import Preload, Standby, clean_env
 from shared_core.cluster.wakeup import Wakeup
 from shared_core.config import SwiftConfig
 from shared_core.events import EventLog, console
+from shared_core.waiting import Wait, ranks_text
 
 #: Looks in a row that must find a worker in state T before it is killed.
 STOPPED_LOOKS = 2
@@ -852,13 +854,19 @@ class SwiftAgent(SimpleElasticAgent):
         """SIGKILL to every worker, those that are just being forked included; returns when all are reaped."""
         self._due.clear()
         self._fleet.cancel_starts()
+        # One that hangs in a file system cannot be killed, and its place must not be taken twice.
+        wait = Wait("the launcher", self._killed, math.inf, ends="it goes on when they have ended")
         while self._fleet.live or self._fleet.starting:
+            wait.look()
             self._fleet.started()
             for one in self._fleet.live.values():
                 self._kill(one, CANCELLED)
             self._wakeup.wait(self._tick_s)
             self._fleet.reap()
             self._fleet.look_after_standbys()
+
+    def _killed(self) -> str:
+        return f"{ranks_text(one.rank for one in self._fleet.live.values())} to end, killed with SIGKILL"
 
     def _emit_generation(self, entry: dict[str, Any]) -> None:
         self._emit("generation", **{name: value for name, value in entry.items() if name != "generation"})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from shared_core.cluster.neighbour import Copies, Sender
 from shared_core.cluster.resizing import Resizing
 from shared_core.cluster.worker import Resized
 from shared_core.events import console
+from shared_core.waiting import Wait, ranks_text
 
 
 class Crew:
@@ -165,9 +168,10 @@ class Crew:
             return self._job_dir / f"rank{rank}" / f"attempt{line.attempt}"
 
         away = [rank for rank in range(line.world_size) if not here(rank).exists()]
-        got = sum(mirror.fetch(machines, away, line.attempt, self._job_dir).values())
-        if not any((here(rank) / mirror.REPLICATED).exists() for rank in line.stay):
-            got += mirror.fetch_replicated(machines, line.stay, line.attempt, self._job_dir)
+        with _from_others(away):
+            got = sum(mirror.fetch(machines, away, line.attempt, self._job_dir).values())
+            if not any((here(rank) / mirror.REPLICATED).exists() for rank in line.stay):
+                got += mirror.fetch_replicated(machines, line.stay, line.attempt, self._job_dir)
         if away:
             console(f"state of ranks {', '.join(map(str, away))}: {got} bytes from other machines")
 
@@ -176,7 +180,8 @@ class Crew:
         taken = [rank for rank in ranks if ledger.incarnations[rank] > 0]
         if taken:
             others = [machine for machine in ledger.machines if machine != self._meeting.name]
-            fetched = mirror.fetch(others, taken, number, self._job_dir)
+            with _from_others(taken):
+                fetched = mirror.fetch(others, taken, number, self._job_dir)
             console(f"state of ranks {', '.join(map(str, taken))}: {sum(fetched.values())} bytes from other machines")
 
     @property
@@ -197,3 +202,10 @@ class Crew:
         self._sender.close()
         self._server.close()
         self._copies.close()
+
+
+def _from_others(ranks: Sequence[int]) -> AbstractContextManager[None]:
+    """Says so when it takes long to get what ranks had published; each connection has its own time-out."""
+    whom = f"other machines to send what {ranks_text(ranks)} had published"
+    ends = "what does not come is done without"
+    return Wait("this machine", whom, math.inf, ends=ends).announced()
