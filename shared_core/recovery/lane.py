@@ -57,7 +57,7 @@ class LaneWork:
             RuntimeError: what gloo reported, if none was.
         """
         inject.point("lane.wait")
-        with self._lane.waiting((self._rank,), "a message of the training step"):
+        with self._lane.waiting((self._rank,), "the training step (a message)"):
             if self._waiter is None:
                 self._run()
             else:
@@ -196,7 +196,7 @@ class Lane:
             raise LaneBroken(f"a worker was lost after generation {self.generation}") from error
         assert self._runtime.world is not None
         others = ranks_text(rank for rank in self.ranks if rank != self._runtime.rank)
-        raise self._runtime.overdue(error, self._runtime.world, f"the training step with {others} (of")
+        raise self._runtime.overdue(error, self._runtime.world, f"the training step (with {others},")
 
     def close(self) -> None:
         """Cut the connections."""
@@ -215,7 +215,9 @@ class Lane:
     def _run(self, start: Callable[[Any], Any]) -> None:
         inject.point("lane.wait")
         work = self._issue(start)
-        with self.waiting([rank for rank in self.ranks if rank != self._runtime.rank], "an exchange of the step"):
+        with self.waiting(
+            [rank for rank in self.ranks if rank != self._runtime.rank], "the training step (an exchange)"
+        ):
             try:
                 finish(work, self.broken, "a lane that is cut")
                 return

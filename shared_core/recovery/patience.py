@@ -44,6 +44,8 @@ class Patience:
 
     def __init__(self, env: WorkerEnv, recovery: Recovery, events: EventLog) -> None:
         self._env, self._recovery, self._runtime, self._events = env, recovery, recovery.runtime, events
+        self._lock = threading.Lock()
+        self._over = False
         self._looks = 0
         self._reported = False
         self._speaks: int | None = None
@@ -62,7 +64,10 @@ class Patience:
         threading.Thread(target=self._run, name="swift-patience", daemon=True).start()
 
     def _finish(self) -> None:
-        if self._env.world_size > 1 and self._runtime.generation >= 0:
+        if self._env.world_size == 1 or self._runtime.generation < 0:
+            return
+        with self._lock:
+            self._over = True  # this report is the last
             with suppress(RuntimeError):  # the agent is gone
                 self._store().set(self._key(self._env.rank), finished(self._runtime, self._looks).to_json())
 
@@ -74,7 +79,10 @@ class Patience:
             waited = self._last.waited_s if self._last else 0.0
             pause.wait(max(short, min(0.1 * waited, _LOOK_S[1], limit_s - waited)))
             try:
-                self._look()
+                with self._lock:
+                    if self._over:
+                        return
+                    self._look()
             except RuntimeError:
                 return  # the store is gone: so is the agent
 
@@ -150,7 +158,7 @@ class Patience:
             left, bound = self._env.config.wait_timeout_s - begun, "wait_timeout_s"
         text = describe(standings, held)
         self._seen = f"{text}. "
-        if self._said != (generation, frozenset(held)):
+        if self._said[0] != generation or self._said[1].isdisjoint(held):
             self._said = (generation, frozenset(held))
             self._say(f"no rank can go on: {text}; {ends_text(left, bound)}", generation)
         if generation > 0 and left <= 0:
