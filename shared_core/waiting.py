@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Protocol
 
 from shared_core.errors import GenerationAbandoned, WaitTimeout
@@ -84,10 +84,13 @@ class Wait:
         if waited >= self._limit_s:
             raise WaitTimeout(f"{self._who} waited {self._limit_s:g} s ({self._bound}) for {self.text}. {self._advice}")
         if waited >= self._quiet_s:
-            self._quiet_s = math.inf
-            if self._speaks():
-                ends = ends_text(self._limit_s - waited, self._bound, self._ends)
-                self._say(f"{self._who} waits for {self.text}; {ends}")
+            self._announce(waited)
+
+    def _announce(self, waited: float) -> None:
+        self._quiet_s = math.inf
+        if self._speaks():
+            ends = ends_text(self._limit_s - waited, self._bound, self._ends)
+            self._say(f"{self._who} waits for {self.text}; {ends}")
 
     def until(self, changed: threading.Condition, done: Callable[[], bool]) -> None:
         """Wait until ``done()``, which may become true when ``changed`` is notified. Callers hold its lock.
@@ -105,8 +108,7 @@ class Wait:
 
         def announce() -> None:
             if not over.wait(self._quiet_s):
-                with suppress(WaitTimeout):
-                    self.look()
+                self._announce(self._clock() - self._begin)
 
         threading.Thread(target=announce, name="swift-waits", daemon=True).start()
         try:
