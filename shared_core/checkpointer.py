@@ -34,9 +34,8 @@ from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import open_storage
 from shared_core.cluster.jobdir import JobDir
 from shared_core.cluster.persisting import Persisting
-from shared_core.comm.gloo import wait_for
 from shared_core.config import SwiftConfig
-from shared_core.errors import ConfigError, Unsupported
+from shared_core.errors import ConfigError, Unsupported, WaitTimeout
 from shared_core.events import console
 from shared_core.job import Job, current_job
 from shared_core.loop import TrainingLoop
@@ -48,6 +47,7 @@ from shared_core.recovery.plain import dumps, loads
 from shared_core.recovery.pricing import Pricing
 from shared_core.recovery.state import Replicated, hyperparameters, restore_buffers, set_hyperparameters
 from shared_core.sharing import SharedStep
+from shared_core.waiting import Wait, wait_for
 
 #: Name of the part that holds parameters and optimizer state; all ranks have the same.
 _REPLICATED = "replicated0.safetensors"
@@ -272,7 +272,7 @@ class Alone:
 
     def _said(self, key: str, what: str) -> str:
         client = self._store()
-        wait_for(client, [key], lambda: False, self.config.wait_timeout_s, f"{what} (rank {self.rank})")
+        wait_for(client, {0: key}, lambda: False, self.config.wait_timeout_s, self.rank, what)
         return client.get(key).decode()
 
     def _agreed(self, key: str, mine: str) -> str:
@@ -281,7 +281,7 @@ class Alone:
             return mine
         if self.rank == 0:
             self._store().set(key, mine)
-        return self._said(key, f"rank 0 to say its {key}")
+        return self._said(key, f"to say its {key}")
 
     # -- going on ------------------------------------------------------------------------------------------------------
 
@@ -375,8 +375,13 @@ class Alone:
 
     def _flush(self) -> bool:
         """Wait until the newest one is committed; the writer is looked after meanwhile."""
-        end = time.monotonic() + self.config.wait_timeout_s
-        while time.monotonic() < end:
+        what, ends = f"the checkpoint at batch top {self.tops} to be committed", "it goes on without it"
+        wait = Wait("rank 0", what, self.config.wait_timeout_s, ends=ends, speaks=lambda: self.rank == 0)
+        while True:
+            try:
+                wait.look()
+            except WaitTimeout:
+                break
             self._persist()
             if self._snapshots.flush(0.2):
                 return True

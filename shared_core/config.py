@@ -96,7 +96,8 @@ class SwiftConfig:
         checkpoint_quota_bytes: most that they may take together; 0 is no limit.
         resume: begin with the newest checkpoint that an earlier start of the same command has left: ``auto`` with
             ``on_failure="restart"``, ``always``, ``never``.
-        wait_timeout_s: longest wait for a peer or newcomer in a recovery, in seconds.
+        wait_timeout_s: longest wait for a peer or newcomer in a recovery, in seconds; also of ranks that wait for each
+            other after one. The job ends then.
         progress_timeout_s: a worker that makes no progress outside collectives for so long is replaced, in seconds.
         connect_timeout_s: longest time to connect the sockets of a new generation, in seconds.
         verify_checksums: publish input checksums and compare replicas after each recovery.

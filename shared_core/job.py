@@ -44,6 +44,7 @@ from shared_core.recovery.logs import Logs
 from shared_core.recovery.news import Listener, News
 from shared_core.recovery.parts import Capture, Parts, Restore
 from shared_core.recovery.passes import Passes
+from shared_core.recovery.patience import Patience
 from shared_core.recovery.replays import Replays
 from shared_core.recovery.replicas import Replicas
 from shared_core.recovery.state import Replicated, hyperparameters, restore_buffers, set_hyperparameters
@@ -119,6 +120,7 @@ class Job:
         self._recovery = Recovery(env, self._runtime, self._board, self._events, self._donor)
         self._lanes = Lanes(self._recovery)
         self._replicas = Replicas(env, self._recovery, self._updates)
+        self._patience = Patience(env, self._recovery, self._events)
         self._parts = Parts()
         self._buckets = Buckets(self._runtime, self._record_buckets)
         self._deferred = 0
@@ -555,10 +557,8 @@ class Job:
     def lane(self) -> Lane:
         """Connect the ranks that are present; returns when all of them have called this. See :class:`Lane`.
 
-        A worker that uses lanes does all communication of its training steps over them. Ask again when one breaks.
-
-        Raises:
-            WaitTimeout: if a rank does not come in ``wait_timeout_s``.
+        A worker that uses lanes does all communication of its training steps over them. Ask again when one breaks. If a
+        rank does not come in the time-out of the process group, the job ends.
         """
         return self._lanes.lane()
 
@@ -568,10 +568,8 @@ class Job:
         Ask on one rank, right after :meth:`batch_top`, and tell the others: they may see it later.
 
         Args:
-            wait: block until they do, or another rank is lost; otherwise this returns at once.
-
-        Raises:
-            WaitTimeout: if they do not come in ``rejoin_after_s`` and ``wait_timeout_s``.
+            wait: block until they do, or another rank is lost; otherwise this returns at once. If they do not come in
+                ``rejoin_after_s`` and ``wait_timeout_s``, the job ends.
         """
         return self._lanes.knocking(self._entry, wait=wait)
 
@@ -640,6 +638,7 @@ class Job:
 
     def _first_group(self) -> None:
         recovery = self._recovery
+        self._patience.begin()
         self._beginning.prepare()
         if self._runtime.starting:
             return

@@ -28,7 +28,8 @@ def normalised(text: str, out: Path) -> str:
     """Without what differs from run to run, and what only a test prints."""
     # A machine that has much to do makes every wait long.
     test_only = re.compile(
-        r"fault injector|^\[swift\] waiting for |\[c10d\] The hostname of the client socket cannot be retrieved"
+        r"fault injector|^\[swift\] (waiting|.* waits) for |"
+        r"\[c10d\] The hostname of the client socket cannot be retrieved"
     )
     lines = [line for line in text.splitlines() if not test_only.search(line)]
     text = "\n".join(lines).replace(f"{out}/", "").replace(f"{SCRIPTS}/", "")
@@ -96,12 +97,8 @@ def test_no_wait_is_silent() -> None:
         story.look()
         return said
 
-    story.waits_for("the standby imports what the script imports")
-    assert looks_at(4.9) == []
-    assert looks_at(5.1) == ["waiting for 5 s now: the standby imports what the script imports"]
     story.starts("train.py", 2, {0: 7, 1: 8}, SwiftConfig(), None)
-    story.waits_for("")
-    assert looks_at(99) == []
+    now[0] = 1099.0
     story.lost(1, "killed by SIGKILL", now[0], 8)
     assert looks_at(103) == []
     [line] = looks_at(104.5)

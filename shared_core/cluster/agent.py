@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import time
@@ -46,6 +47,7 @@ from shared_core.cluster.ledger import FAIL, RELEASE, RESIZE, RESTART
 from shared_core.cluster.logs import ERROR_FILE, WorkerLogs
 from shared_core.cluster.losses import LOOP_LIMIT, Death, LossBook, RaisedError, Verdict
 from shared_core.cluster.meeting import JobOver, Meeting
+from shared_core.cluster.parting import Parting
 from shared_core.cluster.persisting import Persisting
 from shared_core.cluster.request import Mode, StartRequest
 from shared_core.cluster.resizing import Resizing
@@ -54,6 +56,7 @@ from shared_core.cluster.story import Change, Story, count, host_of, ranks
 from shared_core.cluster.wakeup import Wakeup
 from shared_core.config import SwiftConfig
 from shared_core.events import EventLog, console
+from shared_core.waiting import Wait, ranks_text
 
 #: Looks in a row that must find a worker in state T before it is killed.
 STOPPED_LOOKS = 2
@@ -144,13 +147,22 @@ class SwiftAgent(SimpleElasticAgent):
         self._story = Story(console)
         self._book = LossBook(spec.max_restarts, options.loop_limit)
         self._wakeup = Wakeup()
+        self._parting = Parting(console)
         self._told = False
         process.become_subreaper()
         self._job = JobDir(options.config.log_dir)
         self._job_dir = self._job.path
         self._persisting = Persisting(self._job_dir, options.events, options.grace_s, console)
         what = Preload(program.preload, str(self._job_dir), program.target)
-        self._fleet = Fleet(self._wakeup.selector, options.standbys, clean_env(os.environ), what, console, early)
+        self._fleet = Fleet(
+            self._wakeup.selector,
+            options.standbys,
+            clean_env(os.environ),
+            what,
+            console,
+            early,
+            wait_timeout_s=options.config.wait_timeout_s,
+        )
         self._attempt: Attempt | None = None
         self._number = 0
         self._starts: dict[int, int] = {}
@@ -233,8 +245,6 @@ class SwiftAgent(SimpleElasticAgent):
             for rank in mine:
                 if ledger.incarnations[rank]:
                     self._story.lost(rank, "its machine was lost", ledger.detected or time.time())
-        if self._program.mode != "exec" and self._options.standbys:
-            self._story.waits_for("the standby imports what the script imports")
         for local_rank in range(len(mine)):
             self._start(local_rank)
         return {}  # the pids come with the standbys' answers
@@ -769,6 +779,8 @@ class SwiftAgent(SimpleElasticAgent):
                 if tops and not inside and changed >= one.started and time.time() - changed > limit:
                     self._kill(one, f"no progress for {limit:g} s (progress_timeout_s), killed by the agent")
         self._fleet.look_after_standbys()
+        if self._attempt is not None and not self._released:
+            self._parting.look(self._now.finished(self._ranks()), self._ranks())
         self._shrink_late()
         self._persisting.look(self._first_rank, self._run_id)
         self._story.look()
@@ -828,7 +840,6 @@ class SwiftAgent(SimpleElasticAgent):
         self._worker_group.workers[one.local_rank].id = one.pid
         self._missing.discard(one.rank)
         self._lost.discard(one.rank)
-        self._story.waits_for("")
         self._story.newcomer(one.rank, one.pid)
         if one.incarnation == 0:
             if not self._missing:
@@ -901,13 +912,19 @@ class SwiftAgent(SimpleElasticAgent):
         """SIGKILL to every worker, those that are just being forked included; returns when all are reaped."""
         self._due.clear()
         self._fleet.cancel_starts()
+        # One that hangs in a file system cannot be killed, and its place must not be taken twice.
+        wait = Wait("the launcher", self._killed, math.inf, ends="it goes on when they have ended")
         while self._fleet.live or self._fleet.starting:
+            wait.look()
             self._fleet.started()
             for one in self._fleet.live.values():
                 self._kill(one, CANCELLED)
             self._wakeup.wait(self._tick_s)
             self._fleet.reap()
             self._fleet.look_after_standbys()
+
+    def _killed(self) -> str:
+        return f"{ranks_text(one.rank for one in self._fleet.live.values())} to end, killed with SIGKILL"
 
     def _emit_generation(self, entry: dict[str, Any]) -> None:
         self._emit("generation", **{name: value for name, value in entry.items() if name != "generation"})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from shared_core.cluster.resizing import Resizing
 from shared_core.cluster.story import host_of, listed
 from shared_core.cluster.worker import Resized
 from shared_core.events import console
+from shared_core.waiting import Wait, ranks_text
 
 
 class Crew:
@@ -170,16 +173,18 @@ class Crew:
             return self._job_dir / f"rank{rank}" / f"attempt{line.attempt}"
 
         away = [rank for rank in range(line.world_size) if not here(rank).exists()]
-        mirror.fetch(machines, away, line.attempt, self._job_dir)
-        if not any((here(rank) / mirror.REPLICATED).exists() for rank in line.stay):
-            mirror.fetch_replicated(machines, line.stay, line.attempt, self._job_dir)
+        with _from_others(away):
+            mirror.fetch(machines, away, line.attempt, self._job_dir)
+            if not any((here(rank) / mirror.REPLICATED).exists() for rank in line.stay):
+                mirror.fetch_replicated(machines, line.stay, line.attempt, self._job_dir)
 
     def fetch(self, ledger: Ledger, ranks: Sequence[int], number: int) -> None:
         """Get what the last holders of ``ranks``, on a machine that is lost, had published, from who kept it."""
         taken = [rank for rank in ranks if ledger.incarnations[rank] > 0]
         if taken:
             others = [machine for machine in ledger.machines if machine != self._meeting.name]
-            mirror.fetch(others, taken, number, self._job_dir)
+            with _from_others(taken):
+                mirror.fetch(others, taken, number, self._job_dir)
 
     @property
     def job_ends_here(self) -> bool:
@@ -212,3 +217,10 @@ def _reason(change: Reassignment) -> str:
     if takers:
         parts.append(f"machine {listed(list(takers.values()))} takes the place of a lost one")
     return "; ".join(parts)
+
+
+def _from_others(ranks: Sequence[int]) -> AbstractContextManager[None]:
+    """Says so when it takes long to get what ranks had published; each connection has its own time-out."""
+    whom = f"other machines to send what {ranks_text(ranks)} had published"
+    ends = "what does not come is done without"
+    return Wait("this machine", whom, math.inf, ends=ends).announced()

@@ -29,9 +29,10 @@ from shared_core.cluster.attempt import Team, connect, first_of, prefix_of
 from shared_core.cluster.lease import FIRST_S, Lease
 from shared_core.cluster.ledger import RELEASE, RESIZE, RESTART, Ledger
 from shared_core.cluster.register import C10D, Gone, Register, own_address, probe
-from shared_core.cluster.story import PATIENCE_S, host_of, ranks
-from shared_core.errors import ConfigError, SwiftError
+from shared_core.cluster.story import host_of, ranks
+from shared_core.errors import ConfigError, SwiftError, WaitTimeout
 from shared_core.events import console
+from shared_core.waiting import Wait
 
 _LOOK_S = 0.05
 _RETRY_S = 0.25
@@ -42,8 +43,6 @@ _LAST_S = 10.0
 #: The least length of the lease of the store's host in etcd, in seconds. Members of etcd that have lost their leader
 #: answer nobody until they have another; up to 3 s were measured.
 HOLD_S = 6.0
-#: How long a machine waits for the rendezvous before it says so, in seconds.
-_QUIET_S = 10.0
 FORMING, RUNNING, ENDED = "forming", "running", "ended"
 
 
@@ -207,9 +206,12 @@ class Meeting(RendezvousHandler):
         with suppress(RuntimeError, RendezvousConnectionError):
             lease.leave()
             if self.hosts_store:
-                deadline = time.monotonic() + _LAST_S
-                while set(lease.alive) - {self.name} and not lease.fenced and time.monotonic() < deadline:
-                    time.sleep(_LOOK_S)
+                what = "the other machines to leave, because it hosts the store"
+                wait = Wait("this machine", what, _LAST_S, bound="a fixed limit", ends="it leaves")
+                with suppress(WaitTimeout):
+                    while set(lease.alive) - {self.name} and not lease.fenced:
+                        wait.look()
+                        time.sleep(_LOOK_S)
                 if over:
                     self._register.change(lambda doc: (doc or {}) | {"phase": ENDED})
 
@@ -227,10 +229,11 @@ class Meeting(RendezvousHandler):
     def _join(self) -> RendezvousInfo:
         deadline = time.monotonic() + self._options.join_s
         self._open(deadline)
+        whom = ""
+        wait = Wait("this machine", lambda: whom, self._options.join_s + _RETRY_S, bound="--rdzv-conf join_timeout")
         self.address = self.address or own_address(self._register.endpoint)
         self.name = f"{self.address}:{self.mirror_port}#{socket.gethostname()}.{uuid.uuid4().hex[:8]}"
         seen: tuple[Any, float] = (None, 0.0)
-        begun, said = time.monotonic(), False
         while True:
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
@@ -246,13 +249,15 @@ class Meeting(RendezvousHandler):
                 raise JobOver(f"the job {self._register.run_id} at {self._register.where} has ended", failed=False)
             if seen[0] != document:
                 seen = (document, time.monotonic())
-            if not said and document["phase"] == FORMING and time.monotonic() > begun + PATIENCE_S:
-                said = True
-                here = f"{len(document['members'])} of {self._options.nnodes} are here"
-                console(f"waiting for the other machines at {self._where}: {here}")
             least = self._options.least or self._options.nnodes
             waited = time.monotonic() - seen[1]
             self._enough = least <= len(document["members"]) and waited > self._options.last_call_s
+            if document["phase"] == RUNNING:
+                whom = f"the store at {':'.join(map(str, document['store']))} to answer"
+            else:
+                come = f"{len(document['members'])} of {self._options.nnodes} have come"
+                whom = f"other machines at {self._register.where}: {come}"
+            wait.look()
             if document["phase"] == RUNNING and self._reach(tuple(document["store"])):
                 self._round = document["round"]
                 return self._take_place(document)
@@ -268,7 +273,14 @@ class Meeting(RendezvousHandler):
         return max(self._options.lease_s, HOLD_S)
 
     def _open(self, deadline: float) -> None:
-        said, begun, where = False, time.monotonic(), self._register.where
+        said, why, where = False, "", self._register.where
+        limit_s = deadline - time.monotonic() + 2 * _RETRY_S
+        wait = Wait(
+            "this machine",
+            lambda: f"the rendezvous at {where} to answer ({why})",
+            limit_s,
+            bound="--rdzv-conf join_timeout",
+        )
         while True:
             try:
                 return self._register.open()
@@ -283,12 +295,14 @@ class Meeting(RendezvousHandler):
                 why = str(error)
             except (OSError, RendezvousConnectionError) as error:
                 why = str(error)
-            if not said and (self._met or time.monotonic() - begun > _QUIET_S):
+            if not said and self._met:
                 said = True
-                what = "come back as a spare machine" if self._met else "meet the other machines"
                 console(
-                    f"this machine cannot reach {where} ({why}); it tries for {self._options.join_s:.0f} s to {what}"
+                    f"this machine cannot reach {where} ({why}); it tries for {self._options.join_s:.0f} s to come "
+                    "back as a spare machine"
                 )
+            elif not self._met:
+                wait.look()
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
                     f"no rendezvous at {self._register.where} in {self._options.join_s:.0f} s: {why}"

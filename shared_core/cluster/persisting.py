@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -16,6 +17,7 @@ from shared_core.cluster import process
 from shared_core.cluster.jobdir import CHECKPOINTS
 from shared_core.cluster.worker import EVENTS, INCARNATION
 from shared_core.events import RUN
+from shared_core.waiting import Wait
 
 PROGRAM = "shared_core.checkpoint.writer"
 #: Deaths in a row, each soon after the start, until it is started no more.
@@ -95,7 +97,13 @@ class Persisting:
             self._process.stdin.write(f"{limit:.3f}\n".encode())
         with suppress(OSError):
             self._process.stdin.close()
+        whom, ends = "the last checkpoint to be written to storage", "it waits as long as that takes"
+        if deadline is not None:
+            ends = "what is not written by then is left out"
+        # The deadline is looked at first: the wait only says the line.
+        said = Wait("the launcher", whom, math.inf if deadline is None else limit + 1.0, ends=ends, say=self._say)
         while self.running and not enough() and (deadline is None or time.monotonic() < deadline):
+            said.look()
             wait(0.1)
         if self.running:
             self._say("the last checkpoint is not written to its end: the time for it is over")

@@ -88,7 +88,6 @@ class Story:
         self._losses = 0
         self._started = False
         self._pids: dict[int, int] = {}
-        self._waits: tuple[str, float] | None = None
         self._next = 0.0
 
     # -- the start ----------------------------------------------------------------------------------------------------
@@ -125,12 +124,6 @@ class Story:
             f"{many} {script}{where} ({here}); {_answer(config)}; "
             f"events: {_short(events)}; checkpoints: {_short(config.checkpoint_dir)}" + (f"; {note}" if note else "")
         )
-
-    def waits_for(self, what: str) -> None:
-        """Something other than a lost worker is waited for from now on; nothing if ``what`` is empty."""
-        if what != (self._waits[0] if self._waits else ""):
-            self._waits = (what, self._clock()) if what else None
-            self._next = 0.0
 
     def checkpoints(self, folder: str | None) -> None:
         """The script has said where checkpoints go, and not the launcher."""
@@ -271,7 +264,7 @@ class Story:
                 for one in away
             ]
             return "; ".join(each), min(one.detected for one in away)
-        return self._waits
+        return None
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

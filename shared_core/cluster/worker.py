@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, WaitTimeout
 from shared_core.events import RUN, console
+from shared_core.waiting import Wait
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -44,6 +45,8 @@ PROGRESS = struct.Struct("<QQd")
 PROGRESS_BYTES = 64
 #: A wait that is meant to last, in seconds: torch warns of each store wait that times out, and counts in 32 bits of ms.
 FOREVER_S = 20 * 86400.0
+#: Longest time to connect to the launcher's store, in seconds.
+_CONNECT_S = 60.0
 #: Store queues that wake the agents, one for each machine's place, under the attempt's prefix.
 WORDS = "words"
 #: Store queues of what workers report to the agent of their machine's place, under the attempt's prefix.
@@ -185,14 +188,18 @@ def connect_store(timeout_s: float = 60.0, where: WorkerEnv | None = None) -> TC
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     here = env() if where is None else where
+    whom, limit_s = f"the launcher's store at {here.store_host}:{here.store_port} to answer", min(timeout_s, _CONNECT_S)
     try:
-        return TCPStore(
-            here.store_host,
-            here.store_port,
-            is_master=False,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
+        with Wait(f"rank {here.rank}", whom, limit_s, bound="a fixed limit").announced():
+            store = TCPStore(
+                here.store_host,
+                here.store_port,
+                is_master=False,
+                timeout=timedelta(seconds=limit_s),
+                wait_for_workers=False,
+            )
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
     except RuntimeError as error:
         raise WaitTimeout(
             f"rank {here.rank}: no answer from the agent's store at {here.store_host}:{here.store_port} ({error}); "

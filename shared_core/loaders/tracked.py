@@ -263,11 +263,11 @@ class Loaders:
         if isinstance(loader, DataLoader):
             return TrackedLoader(loader, self._worker, self._config, epoch=epoch)
         if shared := held_by(loader, self._streams):
+            variable = shared[0].split(".", 1)[-1]
             raise Unsupported(
-                f"rank {self._worker.rank}: this {type(loader).__name__} reads from {shared[0].split('.', 1)[-1]!r}, an "
-                "iterator that was made before the loop and goes on from one pass to the next. A replacement cannot "
-                "find its place in it: pass the iterator itself to steps() and leave the pass with break, or make it "
-                "inside the epoch"
+                f"rank {self._worker.rank}: this {type(loader).__name__} reads from {variable!r}, an iterator that was "
+                "made before the loop and goes on from one pass to the next. A replacement cannot find its place in "
+                "it: pass the iterator itself to steps() and leave the pass with break, or make it inside the epoch"
             )
         return TrackedLoader(loader, self._worker, self._config, epoch=epoch, beside=self._beside)
 

@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from shared_core.cluster import worker
 from shared_core.cluster.last_checkpoint import ENDING, SAVED, leave_signals_to_the_agent
 from shared_core.cluster.worker import WorkerEnv
 from shared_core.consistency import Top
-from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError
+from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError, WaitTimeout
 from shared_core.events import console
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.recovery import lines, renumber
@@ -37,6 +38,7 @@ from shared_core.recovery.pricing import Pricing
 from shared_core.recovery.state import Replicated
 from shared_core.recovery.updates import Updates
 from shared_core.testing import inject
+from shared_core.waiting import Wait
 
 if TYPE_CHECKING:
     from shared_core.recovery.exchange import Recovery
@@ -286,12 +288,16 @@ class Checkpoints:
             return False
         self._snapshots.fence()
         runtime = self._recovery.runtime
-        generation, deadline = runtime.generation, time.monotonic() + min(self._env.config.wait_timeout_s, _AWAIT_S)
-        done = False
-        while not done and runtime.latest == generation and time.monotonic() < deadline:
-            done = self._spool.wait_committed(top.index, 0.05)
-            if not done and self._spool.status().failed >= top.index:
-                break
+        generation, limit_s, done = runtime.generation, min(self._env.config.wait_timeout_s, _AWAIT_S), False
+        what, ends = f"the checkpoint at batch top {top.index} to be committed", "it goes on without it"
+        speaks = lambda: self._env.rank == 0  # noqa: E731 (all ranks wait for the same)
+        wait = Wait("rank 0", what, limit_s, bound="wait_timeout_s, at most 60 s", ends=ends, speaks=speaks)
+        with suppress(WaitTimeout):
+            while not done and runtime.latest == generation:
+                wait.look()
+                done = self._spool.wait_committed(top.index, 0.05)
+                if not done and self._spool.status().failed >= top.index:
+                    break
         self._look()
         return done
 
@@ -336,7 +342,13 @@ class Checkpoints:
             others = lines.in_storage(self._dir)
             found += [each for each in others if each.world_size not in (0, env.world_size)]
         mine = [each for each in found if self._before(each)]
-        loaded = lines.agree(env, self._store(), mine, lambda line: renumber.load(line, env))
+        runtime = self._recovery.runtime
+        # At the start nobody was lost: a script comes here when it does, as without this product.
+        limit_s = runtime.longest_s(runtime.world) if runtime.world is not None else None
+        try:
+            loaded = lines.agree(env, self._store(), mine, lambda line: renumber.load(line, env), limit_s)
+        except WaitTimeout as error:
+            self._recovery.give_up(error)
         if loaded is None:
             return None
         self._run = str(loaded.line.meta["run"])

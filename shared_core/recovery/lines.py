@@ -19,12 +19,12 @@ from shared_core.checkpoint import image, store
 from shared_core.checkpoint.spool import Spool
 from shared_core.cluster import near
 from shared_core.cluster.worker import WorkerEnv
-from shared_core.comm.gloo import wait_for
 from shared_core.consistency import Top
 from shared_core.errors import CorruptFile, SwiftError, Unsupported
 from shared_core.events import console
 from shared_core.recovery.plain import loads
 from shared_core.recovery.state import Replicated
+from shared_core.waiting import wait_for
 
 #: Tiers in the order in which they are preferred.
 MEMORY, NEIGHBOUR, STORAGE = TIERS = "memory", "neighbour", "storage"
@@ -219,7 +219,11 @@ def _unreadable(line: Line, error: Exception) -> CorruptFile:
 
 
 def agree(
-    env: WorkerEnv, client: Store, mine: list[Line], read: Callable[[Line], Loaded] | None = None
+    env: WorkerEnv,
+    client: Store,
+    mine: list[Line],
+    read: Callable[[Line], Loaded] | None = None,
+    limit_s: float | None = None,
 ) -> Loaded | None:
     """The newest checkpoint that all ranks have and can read; None if there is none.
 
@@ -230,6 +234,7 @@ def agree(
         client: of the agents' store, below the attempt's prefix.
         mine: what this rank may go on from.
         read: reads this rank's part of one; :func:`load` unless given.
+        limit_s: longest wait for all ranks to start; ``wait_timeout_s`` if None.
 
     Raises:
         CorruptFile: if the others have begun with one that this rank, which came later, cannot read.
@@ -246,7 +251,7 @@ def agree(
     ranks = range(env.world_size)
     client.set(f"line/has/{env.rank}", json.dumps(list(offers)))
     has = [f"line/has/{rank}" for rank in ranks]
-    _wait(env, client, has, "all ranks to say which checkpoints they have")
+    _wait(env, client, has, "to create the process group, and say which checkpoints they have", limit_s)
     common = set(offers).intersection(*(json.loads(client.get(key)) for key in has))
     order = sorted(common, key=lambda key: (offers[key].step, -TIERS.index(offers[key].tier), key), reverse=True)
     refusal: Unsupported | None = None
@@ -260,7 +265,7 @@ def agree(
             refusal, why = refusal or error, str(error)
         client.set(f"line/try{number}/{env.rank}", why)
         tries = [f"line/try{number}/{rank}" for rank in ranks]
-        _wait(env, client, tries, "all ranks to read their part of a checkpoint")
+        _wait(env, client, tries, "to read their part of a checkpoint")
         failed = {rank: said for rank in ranks if (said := client.get(tries[rank]).decode()) != _FINE}
         if not failed:
             client.set(_CHOSEN, key)
@@ -278,5 +283,7 @@ def _key(line: Line) -> str:
     return f"{line.step}/{line.tier}/{line.session}"
 
 
-def _wait(env: WorkerEnv, client: Store, keys: list[str], what: str) -> None:
-    wait_for(client, keys, lambda: False, env.config.wait_timeout_s, what)
+def _wait(env: WorkerEnv, client: Store, keys: list[str], what: str, limit_s: float | None = None) -> None:
+    own = env.config.wait_timeout_s
+    bound = "wait_timeout_s" if limit_s in (None, own) else "time-out of the process group"
+    wait_for(client, dict(enumerate(keys)), lambda: False, limit_s or own, env.rank, what, bound=bound)
