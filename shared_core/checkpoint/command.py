@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -84,7 +85,7 @@ def _counting(args: Sequence[str]) -> list[str]:
     """Arguments without those that two starts of the same command may differ in."""
     counting: list[str] = []
     skip = False
-    for word, following in zip(args, [*args[1:], ""], strict=True):
+    for word, following in itertools.pairwise([*args, ""]):
         if skip:
             skip = False
             continue

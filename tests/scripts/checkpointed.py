@@ -77,7 +77,7 @@ def strike(step: int, rank: int) -> None:
         if step == int(os.environ.get(name, -1)):
             if number == signal.SIGTERM and rank != int(os.environ.get("END_RANK", rank)):
                 continue
-            while number == signal.SIGKILL and not list(Path(FOLDER).glob("step-*/manifest.json")):
+            while number == signal.SIGKILL and not list(Path(FOLDER).glob("*/step-*/manifest.json")):
                 os.sched_yield()
             os.kill(os.getpid(), number)
 
