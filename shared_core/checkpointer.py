@@ -40,7 +40,7 @@ from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import console
 from shared_core.job import Job, current_job
 from shared_core.loop import TrainingLoop
-from shared_core.recovery.checkpoints import meta_of, named
+from shared_core.recovery.checkpoints import named
 from shared_core.recovery.decisions import Decisions, FileEntries, StoreEntries
 from shared_core.recovery.lines import DESCRIPTION, NAMES
 from shared_core.recovery.parts import Capture, Parts, Restore
@@ -379,7 +379,7 @@ class Alone:
         images = {}
         if self.rank == 0:
             images[_REPLICATED] = named(self._replicated, *self._replicated.export())
-        meta = meta_of(
+        meta = lineage.meta_of(
             self.tops,
             self.version,
             session=self._session,

@@ -49,6 +49,43 @@ def folder_of(where: str, command: Command, run: str) -> str:
     return f"{where.rstrip('/')}/{command.stem}-{command.key[:8]}-{run}"
 
 
+def meta_of(
+    top: int,
+    version: int,
+    *,
+    session: str,
+    run: str,
+    command: Command,
+    world_size: int,
+    continues: bool,
+    adopted: str,
+    attempt: int = 0,
+    job: str = "",
+) -> dict[str, Any]:
+    """What a checkpoint says of itself; equal on all ranks.
+
+    Args:
+        top: batch tops passed.
+        version: updates made.
+        session: a name that no other attempt has.
+        run: a name that a run keeps over all restarts.
+        command: the program and its arguments.
+        world_size: ranks of the job.
+        continues: the next start of the command goes on with it.
+        adopted: what the run was told to begin with; empty for nothing.
+        attempt: number of the session in its job.
+        job: name of the launcher's job; none without one.
+    """
+    who = {"attempt": attempt, "session": session, "job": job, "run": run, "adopted": adopted}
+    what = {"command": command.key, "words": command.words, "continues": continues}
+    return who | what | {"world_size": world_size, "top": top, "version": version}
+
+
+def command_of(meta: Mapping[str, Any]) -> Command:
+    """The command that a checkpoint names."""
+    return Command(str(meta.get("command", "")), str(meta.get("words", "")))
+
+
 @dataclass(frozen=True)
 class Folder:
     """A folder with the checkpoints of one run, or of several in the layout of earlier versions.
@@ -89,8 +126,7 @@ class Saved:
     @property
     def command(self) -> Command:
         """Of the run."""
-        meta = self.checkpoint.meta
-        return Command(str(meta.get("command", "")), str(meta.get("words", "")))
+        return command_of(self.checkpoint.meta)
 
     @property
     def time(self) -> float:

@@ -12,28 +12,26 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shared_core.checkpoint import lineage
-from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Target
-from shared_core.checkpoint.storage import absolute
 from shared_core.cluster import worker
 from shared_core.cluster.last_checkpoint import ENDING, SAVED, leave_signals_to_the_agent
 from shared_core.cluster.worker import WorkerEnv
 from shared_core.consistency import Top
-from shared_core.errors import ConfigError, CorruptFile, RecoveryFailed, SwiftError, Unsupported
+from shared_core.errors import ConfigError, CorruptFile, RecoveryFailed, SwiftError
 from shared_core.events import console
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.recovery import lines, renumber
 from shared_core.recovery.board import Board
 from shared_core.recovery.decisions import Decisions, FileEntries, StoreEntries
 from shared_core.recovery.lines import Collect, Line, Loaded
+from shared_core.recovery.origins import Origins
 from shared_core.recovery.plain import dumps
 from shared_core.recovery.pricing import Pricing
 from shared_core.recovery.state import Replicated
@@ -45,8 +43,6 @@ if TYPE_CHECKING:
 
 #: Key in the store: the run of this attempt and what it had adopted, for newcomers that do not read its checkpoint.
 _RUN = "run"
-#: What adopts a checkpoint where there is no command line of ours.
-BY_OPTION = "the option resume_from"
 #: Longest wait for a checkpoint where each is waited for, in seconds.
 _AWAIT_S = 60.0
 
@@ -113,8 +109,10 @@ class Checkpoints:
         # A newcomer passes batch tops again: only beyond its predecessor's it may decide anew.
         progress = worker.read_progress(env.rank_dir / "progress") if env.incarnation else None
         self._level = progress[0] if progress is not None else 0
+        self._origins: Origins | None = None
         if self._dir is None:
             return
+        self._origins = Origins(env, self._dir, self._spool, self._store, lambda: self.session)
         leave_signals_to_the_agent()
         if config.policy != "none":
             several = len(env.machines) > 1
@@ -245,7 +243,7 @@ class Checkpoints:
 
     def _meta(self, top: Top) -> dict[str, Any]:
         env = self._env
-        return meta_of(
+        return lineage.meta_of(
             top.index,
             top.version,
             session=self.session,
@@ -342,26 +340,16 @@ class Checkpoints:
             Unsupported: if there are some, all of other numbers of workers, that this number cannot go on from; if
                 there is nothing of what it was told to begin with.
         """
-        if self._dir is None:
+        if self._origins is None:
             return None
-        told = absolute(self._env.config.resume_from) if self._env.config.resume_from else ""
-        found = self._own()
-        if told:
-            found = [each for each in found if each.meta.get("adopted") == told]
-            found += lines.to_adopt(told, needed=not found)
-        loaded = lines.agree(self._env, self._store(), found, lambda line: renumber.load(line, self._env))
+        loaded = self._origins.choose()
         if loaded is None:
-            if told:
-                raise Unsupported(f"resume_from: no checkpoint at {told} can be read on every rank")
             self.begins_anew()
             return None
         line = loaded.line
-        if not line.adopts:
-            self._run, self._adopted = line.run, str(line.meta.get("adopted", ""))
-        else:
-            self._run, self._adopted = self.session, told
-            if self._env.rank == 0:
-                console(f"begins with step {line.step} at {line.adopts}, of '{_command_of(line.meta).short}'")
+        self._run, self._adopted = line.run, str(line.meta.get("adopted", ""))
+        if line.adopts:
+            self._run, self._adopted = self.session, self._origins.told
         self._store().set(_RUN, json.dumps([self._run, self._adopted]))
         if self.pricing is not None:
             self.pricing.went_back = True
@@ -369,12 +357,7 @@ class Checkpoints:
 
     def begins_anew(self) -> None:
         """This attempt begins at the beginning: find out what it leaves behind, to say so when training begins."""
-        env = self._env
-        if self._dir is None or env.rank or env.incarnation or not self._first:
-            return
-        how, again = ("--resume-from", "--resume") if not env.handed_over else (BY_OPTION, "resume='always'")
-        goes_on = env.config.continues
-        self._left = lineage.left_behind(self._dir, env.command.key, how, goes_on=goes_on, again=again)
+        self._left = self._origins.left_behind() if self._origins is not None else ""
 
     def _say_what_is_left(self) -> None:
         if self._left:
@@ -382,11 +365,6 @@ class Checkpoints:
             self._left = ""
         if self._dir is None and self._env.config.resume_from and not self._env.incarnation:
             raise ConfigError("resume_from needs checkpoint_dir: say where this job's own checkpoints go")
-
-    @property
-    def _first(self) -> bool:
-        """Whether this is the first attempt of the job. Several machines count on from one that was there before."""
-        return self._env.restart <= int(len(self._env.machines) > 1)
 
     def tops(self) -> list[Top]:
         """Batch tops of this attempt at which this rank's state is in a checkpoint that can be read, oldest first."""
@@ -411,12 +389,6 @@ class Checkpoints:
                 return _restored(lines.load(line, self._env.rank))
         raise CorruptFile(f"rank {self._env.rank}: the checkpoint at batch top {index} is gone from {self._dir}")
 
-    def _near(self) -> list[Line]:
-        """In memory, of this machine or others."""
-        env = self._env
-        found = lines.at_neighbours(env.machines, env.rank, env.world_size)
-        return found + lines.in_memory(self._spool, env.rank, env.world_size)
-
     def _mine(self) -> list[Line]:
         """Of this attempt. Operations are counted from its start: logs go with its checkpoints."""
         if self._dir is None:
@@ -426,32 +398,6 @@ class Checkpoints:
         found += lines.in_storage(self._folder, env.world_size)
         return [each for each in found if each.session == self.session]
 
-    def _own(self) -> list[Line]:
-        """Of this command, and of attempts before: what this attempt may begin with."""
-        assert self._dir is not None
-        env = self._env
-        stored = lines.in_storage(self._dir, None, env.command.key)
-        if env.resized is not None:  # what was handed on is at least as new as any of another number of workers
-            stored = [each for each in stored if each.world_size == env.world_size]
-        ended = self._ended()
-        return [each for each in (*self._near(), *stored) if self._before(each, ended)]
-
-    def _before(self, line: Line, ended: frozenset[str]) -> bool:
-        """Whether this attempt may begin with it."""
-        meta, env = line.meta, self._env
-        if line.session == self.session or meta.get("command") != env.command.key or not line.world_size:
-            return False
-        if meta.get("job") == env.job:
-            return True
-        return env.config.continues and lineage.goes_on(line.run, ended)
-
-    def _ended(self) -> frozenset[str]:
-        assert self._dir is not None
-        with suppress(OSError, SwiftError):  # said where it is read
-            key = self._env.command.key
-            return frozenset().union(*(each.ended for each in lineage.folders(self._dir, key)))
-        return frozenset()
-
     def _has(self, step: int) -> bool:
         """Whether a predecessor has made this checkpoint."""
         if not self._env.incarnation:
@@ -459,42 +405,6 @@ class Checkpoints:
         if self._known is None:
             self._known = {each.step for each in self._mine()}
         return step in self._known
-
-
-def meta_of(
-    top: int,
-    version: int,
-    *,
-    session: str,
-    run: str,
-    command: Command,
-    world_size: int,
-    continues: bool,
-    adopted: str,
-    attempt: int = 0,
-    job: str = "",
-) -> dict[str, Any]:
-    """What a checkpoint says of itself; equal on all ranks.
-
-    Args:
-        top: batch tops passed.
-        version: updates made.
-        session: a name that no other attempt has.
-        run: a name that a run keeps over all restarts.
-        command: the program and its arguments.
-        world_size: ranks of the job.
-        continues: the next start of the command goes on with it.
-        adopted: what the run was told to begin with; empty for nothing.
-        attempt: number of the session in its job.
-        job: name of the launcher's job; none without one.
-    """
-    who = {"attempt": attempt, "session": session, "job": job, "run": run, "adopted": adopted}
-    what = {"command": command.key, "words": command.words, "continues": continues}
-    return who | what | {"world_size": world_size, "top": top, "version": version}
-
-
-def _command_of(meta: Mapping[str, Any]) -> Command:
-    return Command(str(meta.get("command", "")), str(meta.get("words", "")))
 
 
 def named(

@@ -20,6 +20,11 @@ A, B = (Command.of("/work/train.py", ["--lr", rate], "script") for rate in ("0.1
 EARLY, LATE = "20260101T000000-00000a", "20260102T000000-00000b"
 
 
+@pytest.fixture
+def where(in_memory: Path) -> Path:
+    return in_memory / "storage"
+
+
 def of(command: Command, run: str, **more: Any) -> dict[str, Any]:
     """What a checkpoint says of itself."""
     return {"command": command.key, "words": command.words, "run": run, **more}
