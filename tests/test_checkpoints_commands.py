@@ -16,6 +16,8 @@ from harness import SCRIPTS, Jobs
 from shared_core.cli.swiftctl import main
 from shared_core.testing.runner import JobResult, compare
 
+pytestmark = pytest.mark.timeout(300)
+
 SCRIPT = "plain_ddp.py"
 A, B, C = (["--norm", "--steps", steps] for steps in ("240", "241", "242"))
 RESTART = ["--on-failure=restart"]
