@@ -54,7 +54,7 @@ def to_its_end(jobs: Jobs, folder: Path, args: Sequence[str], *launcher: str) ->
 
 def following(folder: Path, args: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What ``swiftctl checkpoints`` says last of a command."""
-    main(["checkpoints", str(folder), str(SCRIPTS / SCRIPT), *args])
+    main(["checkpoints", str(folder), "--for", str(SCRIPTS / SCRIPT), *args])
     last: str = capsys.readouterr().out.splitlines()[-1]
     return last
 

@@ -29,10 +29,11 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("dir", metavar="DIR", help="checkpoint_dir of the job: a folder or a URL")
     parser.add_argument(
-        "command",
-        metavar="SCRIPT ARGS",
+        "--for",
+        dest="command",
+        metavar="SCRIPT ARG",
         nargs=argparse.REMAINDER,
-        help="say what the next start of this command does; options of swiftctl come before DIR",
+        help="say only what the next start of this command does; comes last",
     )
     parser.add_argument("--world-size", type=int, metavar="N", help="only checkpoints of N workers can be gone on with")
     parser.add_argument("--fast", action="store_true", help="do not read the parts to compare their checksums")

@@ -104,7 +104,7 @@ class Checkpoints:
         self.pricing: Pricing | None = None
         self._session = ""
         self._run = self._adopted = ""
-        self._left = ""
+        self._beginning = ""
         self._known: set[int] | None = None
         # A newcomer passes batch tops again: only beyond its predecessor's it may decide anew.
         progress = worker.read_progress(env.rank_dir / "progress") if env.incarnation else None
@@ -135,7 +135,7 @@ class Checkpoints:
 
         Where the job is about to end it is the last one, and this does not return if the whole job ends.
         """
-        self._say_what_is_left()
+        self._say_how_it_begins()
         if self._decisions is None:
             return
         self._look()
@@ -350,6 +350,7 @@ class Checkpoints:
         self._run, self._adopted = line.run, str(line.meta.get("adopted", ""))
         if line.adopts:
             self._run, self._adopted = self.session, self._origins.told
+            self._beginning = self._origins.adopted(line)
         self._store().set(_RUN, json.dumps([self._run, self._adopted]))
         if self.pricing is not None:
             self.pricing.went_back = True
@@ -357,12 +358,12 @@ class Checkpoints:
 
     def begins_anew(self) -> None:
         """This attempt begins at the beginning: find out what it leaves behind, to say so when training begins."""
-        self._left = self._origins.left_behind() if self._origins is not None else ""
+        self._beginning = self._origins.left_behind() if self._origins is not None else ""
 
-    def _say_what_is_left(self) -> None:
-        if self._left:
-            console(self._left)
-            self._left = ""
+    def _say_how_it_begins(self) -> None:
+        if self._beginning:
+            console(self._beginning)
+            self._beginning = ""
         if self._dir is None and self._env.config.resume_from and not self._env.incarnation:
             raise ConfigError("resume_from needs checkpoint_dir: say where this job's own checkpoints go")
 

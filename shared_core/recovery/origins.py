@@ -12,7 +12,6 @@ from shared_core.checkpoint.spool import Spool
 from shared_core.checkpoint.storage import absolute
 from shared_core.cluster.worker import WorkerEnv
 from shared_core.errors import SwiftError, Unsupported
-from shared_core.events import console
 from shared_core.recovery import lines, renumber
 from shared_core.recovery.lines import Line, Loaded
 
@@ -56,10 +55,13 @@ class Origins:
         loaded = lines.agree(self._env, self._store(), found, lambda line: renumber.load(line, self._env))
         if loaded is None and self.told:
             raise Unsupported(f"resume_from: no checkpoint at {self.told} can be read on every rank")
-        if loaded is not None and loaded.line.adopts and not self._env.rank:
-            line = loaded.line
-            console(f"begins with step {line.step} at {line.adopts}, of '{lineage.command_of(line.meta).short}'")
         return loaded
+
+    def adopted(self, line: Line) -> str:
+        """What is said of a checkpoint that was adopted; empty in all ranks but the first, and for newcomers."""
+        if not line.adopts or self._env.rank or self._env.incarnation:
+            return ""
+        return f"begins with step {line.step} at {line.adopts}, of '{lineage.command_of(line.meta).short}'"
 
     def left_behind(self) -> str:
         """Why this attempt begins anew, although there are checkpoints; empty if there are none, and in all ranks and

@@ -67,13 +67,13 @@ def test_damage_is_found(folder: Path, where: str, capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert rows(out) == {10: "valid", 20: "damaged", 30: "incomplete"}
     assert "part 'rank1'" in out and "goes on from step 10" in out
-    assert main(["checkpoints", "--fast", where]) == 0
+    assert main(["checkpoints", where, "--fast"]) == 0
     out = capsys.readouterr().out
     assert rows(out)[20] == "unchecked" and "from step 20 (if its parts are whole" in out
 
 
 def test_json(where: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoints", "--json", f"file://{where}"]) == 0
+    assert main(["checkpoints", f"file://{where}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["pick"] == 20 and [one["goes_on"] for one in found["next"]] == [True]
     assert [one["state"] for one in found["found"]] == ["valid", "valid", "incomplete"]
@@ -81,7 +81,7 @@ def test_json(where: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_another_number_of_workers(where: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoints", "--world-size", "3", where]) == 1
+    assert main(["checkpoints", where, "--world-size", "3"]) == 1
     assert "begins anew" in capsys.readouterr().out
 
 
@@ -99,9 +99,9 @@ def test_each_command_has_a_line(
     first, second = capsys.readouterr().out.splitlines()[-2:]
     assert first == "the next start of 'train.py --lr 0.1' begins anew: its last run has ended"
     assert second.startswith("the next start of 'train.py --lr 0.2' begins anew: it was started without --resume")
-    assert main(["checkpoints", where, str(tmp_path / "train.py"), "--lr", "0.1"]) == 1
+    assert main(["checkpoints", where, "--for", str(tmp_path / "train.py"), "--lr", "0.1"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == first
-    assert main(["checkpoints", where, str(tmp_path / "train.py"), "--lr", "0.3"]) == 1
+    assert main(["checkpoints", where, "--for", str(tmp_path / "train.py"), "--lr", "0.3"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == (
         f"{where} holds step 20 of another command (train.py --lr 0.2); begins anew; --resume-from adopts it"
     )
