@@ -110,6 +110,26 @@ def test_each_command_goes_on_with_its_own_or_adopts(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_two_commands_train_at_the_same_time(tmp_path: Path) -> None:
+    """The first stands still until the other has ended, with checkpoints of the same batch tops."""
+    folder = tmp_path / "checkpoints"
+    _, plain = run(folder, "none")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), str(folder), "young"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as first:
+        while first.poll() is None and not list(folder.glob("*/step-*/manifest.json")):
+            os.sched_yield()
+        first.send_signal(signal.SIGSTOP)
+        status, other, said = told(folder, "fixed")
+        first.send_signal(signal.SIGCONT)
+        out, _ = first.communicate()
+    assert status == first.returncode == 0 and ends(other) == ends(plain) and plain[0][1] in out
+    assert "of another command" in said[0]
+    found = lineage.contents(folder)
+    assert [len({each.run for each in found.saved if each.command == one}) for one in found.commands()] == [1, 1]
+
+
+@pytest.mark.nightly
 def test_told_to_end_while_storage_is_slow(tmp_path: Path) -> None:
     status, _, said = told(tmp_path, "fixed", END="40", SLOW="1")
     assert status == 128 + signal.SIGTERM
