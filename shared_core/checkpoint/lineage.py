@@ -94,13 +94,29 @@ class Folder:
         storage: where it lies.
         run: whose it is; empty for the layout of earlier versions.
         command: how the key of its command begins; empty likewise.
-        ended: runs in it that have ended well.
     """
 
     storage: Storage
     run: str = ""
     command: str = ""
-    ended: frozenset[str] = frozenset()
+
+    def ended(self) -> frozenset[str]:
+        """Runs in it that have ended well.
+
+        Raises:
+            OSError: the storage cannot be read.
+        """
+        if not self.run:
+            return frozenset(self.storage.names(_ENDED_BEFORE))
+        return frozenset({self.run} if ENDED in self.storage.names() else ())
+
+    def saved(self) -> list[Saved]:
+        """Its committed checkpoints, oldest first.
+
+        Raises:
+            OSError: the storage cannot be read.
+        """
+        return [Saved(found) for found in store.committed(self.storage)]
 
 
 @dataclass(frozen=True)
@@ -165,28 +181,21 @@ class Contents:
 
 
 def folders(where: store.Where, key: str | None = None) -> Iterator[Folder]:
-    """The folders of all runs (or of those of one command), the oldest layout first.
+    """The folders of all runs (or of those of one command), the oldest layout first; only their names are read.
 
     Raises:
         OSError: the storage cannot be read.
     """
     storage = open_storage(where) if isinstance(where, str | os.PathLike) else where
-    names = storage.names()
     own = _FOLDER.fullmatch(storage.root.rstrip("/").rpartition("/")[2])
     if own is not None:  # somebody has named the folder of one run
-        yield _folder(storage, own, names)
+        yield Folder(storage, own["run"], own["command"])
         return
-    yield Folder(storage, ended=frozenset(storage.names(_ENDED_BEFORE)) if _ENDED_BEFORE in names else frozenset())
-    for name in names:
+    yield Folder(storage)
+    for name in storage.names():
         match = _FOLDER.fullmatch(name)
         if match is not None and (key is None or match["command"] == key[:8]):
-            inner = open_storage(f"{storage.root.rstrip('/')}/{name}")
-            yield _folder(inner, match, inner.names())
-
-
-def _folder(storage: Storage, match: re.Match[str], names: list[str]) -> Folder:
-    ended = frozenset({match["run"]} if ENDED in names else ())
-    return Folder(storage, match["run"], match["command"], ended)
+            yield Folder(open_storage(f"{storage.root.rstrip('/')}/{name}"), match["run"], match["command"])
 
 
 def contents(where: store.Where, key: str | None = None) -> Contents:
@@ -199,9 +208,8 @@ def contents(where: store.Where, key: str | None = None) -> Contents:
     saved: list[Saved] = []
     ended: dict[str, frozenset[str]] = {}
     for each in folders(where, key):
-        found = [Saved(checkpoint) for checkpoint in store.committed(each.storage)]
-        saved += [one for one in found if key is None or one.command.key == key]
-        ended[each.command] = ended.get(each.command, frozenset()) | each.ended
+        saved += [one for one in each.saved() if key is None or one.command.key == key]
+        ended[each.command] = ended.get(each.command, frozenset()) | each.ended()
     return Contents(tuple(saved), ended)
 
 
@@ -265,22 +273,28 @@ def left_behind(where: str, key: str, how: str, *, goes_on: bool, again: str) ->
         again: the option that has it do so.
     """
     try:
-        found = contents(where)
+        found = contents(where, key)
+        other = _newest(where) if not found.saved else None
     except (OSError, SwiftError):
         return ""  # said where it is read or written
-    mine = [each for each in found.saved if each.command.key == key]
-    if mine:
-        rest = candidates(found, key)
-        newest = rest[0] if rest else max(mine, key=lambda each: (age_key(each.run), each.step))
-        if not rest:
-            return f"{where} holds step {newest.step} of this command, which has ended; begins anew; {how} adopts it"
-        if not goes_on:
-            return f"{where} holds step {newest.step} of this command; begins anew; {again} goes on with it"
-        return ""
-    if not found.saved:
-        return ""
-    other = max(found.saved, key=lambda each: (each.time, each.step))
-    return f"{where} holds step {other.step} of another command ({other.command.short}); begins anew; {how} adopts it"
+    if other is not None:
+        whose = f"of another command ({other.command.short})"
+        return f"{where} holds step {other.step} {whose}; begins anew; {how} adopts it"
+    rest = candidates(found, key)
+    if found.saved and not rest:
+        newest = max(found.saved, key=lambda each: (age_key(each.run), each.step))
+        return f"{where} holds step {newest.step} of this command, which has ended; begins anew; {how} adopts it"
+    if rest and not goes_on:
+        return f"{where} holds step {rest[0].step} of this command; begins anew; {again} goes on with it"
+    return ""
+
+
+def _newest(where: str) -> Saved | None:
+    """The newest checkpoint of the newest run that has any, of whatever command."""
+    for each in sorted(folders(where), key=lambda each: age_key(each.run), reverse=True):
+        if saved := each.saved():
+            return max(saved, key=lambda one: (one.time, one.step))
+    return None
 
 
 def next_start(found: Contents, command: Command, whole: Callable[[Saved], bool] = lambda each: True) -> Next:
@@ -350,10 +364,9 @@ def forget_ended(folder: str, meta: Mapping[str, Any]) -> None:
         return
     key, run = str(meta.get("command", "")), str(meta.get("run", ""))
     for each in folders(where, key):
-        if not each.run or each.run not in each.ended or age_key(each.run) >= age_key(run):
+        if not each.run or age_key(each.run) >= age_key(run) or not each.ended():
             continue
-        saved = [Saved(found) for found in store.committed(each.storage)]
-        if all(one.command.key == key for one in saved):
+        if all(one.command.key == key for one in each.saved()):
             for step in store.steps(each.storage):
                 store.remove(each.storage, step)
             each.storage.remove_folder("")

@@ -95,5 +95,5 @@ class Origins:
 
     def _ended(self) -> frozenset[str]:
         with suppress(OSError, SwiftError):  # said where checkpoints are listed
-            return frozenset().union(*(each.ended for each in lineage.folders(self._where, self._env.command.key)))
+            return frozenset().union(*(each.ended() for each in lineage.folders(self._where, self._env.command.key)))
         return frozenset()
