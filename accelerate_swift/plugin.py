@@ -41,7 +41,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         init_process_group: Accelerate's own handler for ``init_process_group``; only one of the two can be passed to
             it.
         options: options of :class:`shared_core.SwiftConfig`, by name: ``checkpoint_dir="checkpoints",
-            resume="always"`` makes checkpoints of the job, from which the same command goes on by itself.
+            resume="always"`` makes checkpoints of the job, from which the same command goes on by itself;
+            ``resume_from=PATH`` begins with a checkpoint of another command.
 
     Raises:
         ConfigError: for an unknown option or a bad value.
@@ -56,8 +57,9 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         **options: Any,
     ) -> None:
         given = (SwiftConfig.from_file(config_file).changed if config_file else {}) | options
-        if given.get("checkpoint_dir") is not None:
-            given["checkpoint_dir"] = absolute(given["checkpoint_dir"])
+        for name in ("checkpoint_dir", "resume_from"):
+            if given.get(name) is not None:
+                given[name] = absolute(given[name])
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(given))
         if launched_by_swiftrun() and enabled():
             prepare()

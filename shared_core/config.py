@@ -39,6 +39,7 @@ CHECKPOINT_OPTIONS = frozenset(
         "checkpoint_keep",
         "checkpoint_quota_bytes",
         "resume",
+        "resume_from",
     }
 )
 #: Options that a script may say alone: a launcher and workers that run already need not know them before.
@@ -60,6 +61,7 @@ _RESERVED = frozenset(
         "MACHINES",
         "JOB",
         "COMMAND",
+        "HANDED_OVER",
     }
 )
 
@@ -96,6 +98,9 @@ class SwiftConfig:
         checkpoint_quota_bytes: most that they may take together; 0 is no limit.
         resume: begin with the newest checkpoint that an earlier start of the same command has left: ``auto`` with
             ``on_failure="restart"``, ``always``, ``never``.
+        resume_from: begin with this checkpoint, whatever command has made it: the folder of one, or a folder of
+            checkpoints, of which the newest whole one is taken. Once there are checkpoints of the job that has begun
+            so, its next start goes on with those.
         wait_timeout_s: longest wait for a peer or newcomer in a recovery, in seconds; also of ranks that wait for each
             other after one. The job ends then.
         progress_timeout_s: a worker that makes no progress outside collectives for so long is replaced, in seconds.
@@ -143,6 +148,7 @@ class SwiftConfig:
     checkpoint_keep: int = 2
     checkpoint_quota_bytes: int = 0
     resume: str = "auto"
+    resume_from: str | None = None
     wait_timeout_s: float = 300.0
     progress_timeout_s: float = 300.0
     connect_timeout_s: float = 5.0
@@ -195,6 +201,8 @@ class SwiftConfig:
             raise ConfigError(
                 f"checkpoint_policy={self.checkpoint_policy!r} finds the interval: leave checkpoint_every_steps out"
             )
+        if self.resume_from and self.resume == "never":
+            raise ConfigError("resume_from names the checkpoint to begin with, resume='never' none: leave one out")
         if self.on_failure == "reroute" and self.replace_timeout_s:
             raise ConfigError(
                 "on_failure='reroute' never changes the number of workers: leave replace_timeout_s out, or choose "
@@ -222,9 +230,9 @@ class SwiftConfig:
 
     @property
     def continues(self) -> bool:
-        """Whether a job begins with what an earlier start of the same command has left."""
+        """Whether a job begins with what an earlier start of the same command has left, or with what it was told to."""
         wanted = self.resume == "always" or (self.resume == "auto" and self.on_failure == "restart")
-        return self.checkpoint_dir is not None and wanted
+        return self.checkpoint_dir is not None and (wanted or bool(self.resume_from))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SwiftConfig:

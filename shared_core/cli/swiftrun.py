@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shared_core.checkpoint.storage import absolute
 from shared_core.cli.section import find_section
 from shared_core.cluster import preload
 from shared_core.cluster.handover import srun_tasks
@@ -117,6 +118,15 @@ def get_args_parser() -> argparse.ArgumentParser:
         "job with this --rdzv-id), if any. With --on-failure restart that is the default.",
     )
     ours.add_argument(
+        "--resume-from",
+        "--resume_from",
+        action=env,
+        default=None,
+        metavar="PATH",
+        help="Begin with this checkpoint, whatever command has made it: the folder of one (step-...), or a folder of "
+        "checkpoints, of which the newest whole one is taken. The next start goes on with what this one makes.",
+    )
+    ours.add_argument(
         "--lease",
         action=env,
         type=float,
@@ -204,8 +214,11 @@ def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = N
         given.setdefault("on_failure", "shrink")  # what --nnodes MIN:MAX means
     if args.resume:
         given["resume"] = "always"
-    if "checkpoint_dir" in given and "://" not in given["checkpoint_dir"]:
-        given["checkpoint_dir"] = os.path.abspath(given["checkpoint_dir"])
+    if args.resume_from:
+        given["resume_from"] = args.resume_from
+    for name in ("checkpoint_dir", "resume_from"):
+        if name in given:
+            given[name] = absolute(given[name])
     return SwiftConfig.from_dict(dataclasses.asdict(config) | given)
 
 

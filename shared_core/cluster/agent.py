@@ -8,7 +8,6 @@ die, rank 0 too.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -35,6 +34,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.utils.api import macros
 
+from shared_core.checkpoint.command import Command
 from shared_core.cluster import process, worker
 from shared_core.cluster.attempt import Attempt
 from shared_core.cluster.crew import Crew
@@ -83,10 +83,9 @@ class Program:
     first: tuple[str, ...] = ()
 
     @property
-    def command(self) -> str:
-        """Equal in the next start of the same command."""
-        target = self.target if self.mode == "module" else os.path.abspath(self.target)
-        return hashlib.sha256(json.dumps([self.mode, target, *self.args]).encode()).hexdigest()[:16]
+    def command(self) -> Command:
+        """What checkpoints name as theirs."""
+        return Command.of(self.target if self.mode == "module" else os.path.abspath(self.target), self.args, self.mode)
 
 
 @dataclass(frozen=True)
@@ -265,12 +264,13 @@ class SwiftAgent(SimpleElasticAgent):
             self._fleet.reap()
             self._fleet.signal_all(death_sig)
             before = len(self._wakeup.received)
-            deadline = time.monotonic() + self._last_checkpoint.left_s()
+            begun = time.monotonic()
+            deadline, cut = begun + self._last_checkpoint.left_s, begun + self._last_checkpoint.writer_s
             while self._fleet.live and len(self._wakeup.received) <= before and time.monotonic() < deadline:
                 self._wakeup.wait(deadline - time.monotonic())
                 self._fleet.started()
                 self._fleet.reap()
-            self._finish_checkpoint(deadline, before)
+            self._finish_checkpoint(cut, before)
         finally:
             self._fleet.close()
             self._say_farewell()
@@ -286,13 +286,21 @@ class SwiftAgent(SimpleElasticAgent):
         # A worker may have left its only snapshot just before it ended.
         self._persisting.look(self._first_rank, self._run_id)
         whole = self._released and not self._wakeup.received
-        self._persisting.finish(
+        whole = self._persisting.finish(
             None if whole else deadline, self._wakeup.wait, lambda: len(self._wakeup.received) > signals
         )
+        if self._wakeup.received or not whole:
+            self._last_checkpoint.say(self._options.config, self._program.command, self._reached)
 
     @property
     def _first_rank(self) -> int:
         return min(self._ranks(), default=0)
+
+    @property
+    def _reached(self) -> int:
+        """Batch tops that workers of this machine have passed in this attempt."""
+        found = (worker.read_progress(self._progress_file(rank)) for rank in self._ranks())
+        return max((progress[0] for progress in found if progress is not None), default=0)
 
     @property
     def logs_used(self) -> bool:
@@ -343,7 +351,7 @@ class SwiftAgent(SimpleElasticAgent):
     def _check_signals(self) -> None:
         if self._wakeup.received:
             trains = self._attempt is not None and not self._released and not self._now.goodbyes()
-            if trains and self._last_checkpoint.waits(self._wakeup.received):
+            if trains and self._reached and self._last_checkpoint.waits(self._wakeup.received):
                 return
             received = signal.Signals(self._wakeup.received[0])
             console(f"received {received.name}: ending all workers")
@@ -668,12 +676,6 @@ class SwiftAgent(SimpleElasticAgent):
         whence = "" if line is None else f"from batch top {line.top}"
         top = None if line is None else line.top
         self._story.changes(Change(time.time(), what, "", whence, reached, top, before), tell=self._speaks)
-
-    @property
-    def _reached(self) -> int:
-        """Batch tops that the workers of this machine have passed."""
-        found = (worker.read_progress(self._progress_file(rank)) for rank in self._ranks())
-        return max((progress[0] for progress in found if progress is not None), default=0)
 
     def _stay_as_many(self, reason: str) -> None:
         """The number of workers cannot change here: lost ones are replaced after all."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shared_core.checkpoint.command import Command
 from shared_core.cluster import worker
 from shared_core.cluster.attempt import Attempt
 from shared_core.cluster.standby import clean_env
@@ -23,7 +24,7 @@ def worker_env(
     config_json: str,
     address: str = "",
     resized: worker.Resized | None = None,
-    command: str = "",
+    command: Command | None = None,
     run: str = "",
 ) -> dict[str, str]:
     """Everything a worker finds in its environment, except the error file.
@@ -37,7 +38,7 @@ def worker_env(
         config_json: options of the job.
         address: of this machine, where there are several.
         resized: the attempt from which this one goes on, if the number of workers has changed.
-        command: stands for the program and its arguments.
+        command: the program and its arguments.
         run: id of this start of the job.
     """
     spec, member = group.spec, group.workers[local_rank]
@@ -67,9 +68,11 @@ def worker_env(
         worker.EVENTS: events or "",
         worker.CONFIG: config_json,
         worker.RESTART: str(attempt.number),
-        worker.COMMAND: command,
+        worker.COMMAND: (command or Command()).to_json(),
         RUN: run,
     }
+    if worker.HANDED_OVER in os.environ:
+        env[worker.HANDED_OVER] = "1"
     if resized is not None:
         env[worker.RESIZED] = resized.to_json()
     if address:

@@ -96,6 +96,7 @@ def hand_over(nproc: int, standbys: int = 1, extra: Sequence[str] = ()) -> NoRet
     sys.stdout.flush()
     sys.stderr.flush()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing's spawn does
+    os.environ[worker.HANDED_OVER] = "1"
     options = ["--standbys", str(standbys), "--nproc-per-node", str(nproc), *extra]
     os.execv(sys.executable, [sys.executable, *flags, "-m", "shared_core.cli.swiftrun", *options, *command])
 

@@ -76,21 +76,32 @@ class Persisting:
         watch.register(self._pidfd, select.POLLIN)
         return not watch.poll(0)
 
-    def finish(self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]) -> None:
+    def finish(self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]) -> bool:
         """Let it write what is there, then end it; if it is lost meanwhile, another does. A second call does nothing.
 
         Args:
             deadline: ``time.monotonic()`` until which it may go on; None as long as it takes.
             wait: waits for at most so many seconds, less where something happens; reaps no children.
             enough: whether it is to be ended at once.
+
+        Returns:
+            Whether it came to its end; False if it was ended while it still had something to do.
         """
         for _ in range(GIVE_UP_AFTER):
-            if self._process is None or not self._finish(deadline, wait, enough):
-                return
+            if self._process is None:
+                break
+            ended, code = self._finish(deadline, wait, enough)
+            if not ended or (code and deadline is not None and time.monotonic() >= deadline):
+                return False
+            if not code:
+                break
             self._start(self._rank)
+        return True
 
-    def _finish(self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]) -> bool:
-        """Whether it was lost although there was time."""
+    def _finish(
+        self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]
+    ) -> tuple[bool, int | None]:
+        """Whether it ended by itself, and its exit code, if anybody knows."""
         assert self._process is not None and self._process.stdin is not None
         limit = _PATIENT_S if deadline is None else max(0.0, deadline - time.monotonic())
         with suppress(OSError):
@@ -105,13 +116,11 @@ class Persisting:
         while self.running and not enough() and (deadline is None or time.monotonic() < deadline):
             said.look()
             wait(0.1)
-        if self.running:
-            self._say("the last checkpoint is not written to its end: the time for it is over")
+        ended = not self.running
+        if not ended:
             with suppress(ProcessLookupError):
                 self._process.kill()
-            self._collect()
-            return False
-        return self._collect() not in (0, None)
+        return ended, self._collect()
 
     def _start(self, rank: int) -> None:
         command = [sys.executable, "-m", PROGRAM, str(self._folder), f"--grace={self._grace_s}"]

@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shared_core.checkpoint.command import Command
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, WaitTimeout
 from shared_core.events import RUN, console
@@ -39,6 +40,8 @@ RESIZED = "SWIFT_RECOVERY_RESIZED"
 MACHINES = "SWIFT_RECOVERY_MACHINES"
 JOB = "SWIFT_RECOVERY_JOB"
 COMMAND = "SWIFT_RECOVERY_COMMAND"
+#: Set where a script was started by itself and has become ``swiftrun``: its user gives no flags.
+HANDED_OVER = "SWIFT_RECOVERY_HANDED_OVER"
 
 #: Layout of a progress file: batch tops passed, 1 inside a wait for a collective, ``time.time()`` of the last change.
 PROGRESS = struct.Struct("<QQd")
@@ -104,7 +107,8 @@ class WorkerEnv:
         config: the options of the job.
         slot: place of this machine, from 0.
         job: what checkpoints name as the job they belong to, equal on all machines.
-        command: stands for the program and its arguments; equal in the next start of the same command.
+        command: the program and its arguments.
+        handed_over: the script was started by itself, so that its user gives ``swiftrun`` no flags.
         machines: who holds which place in the generation in which this worker starts; empty on one machine.
         resized: the attempt from which this one goes on, if the number of workers has changed.
         run: id of this start of the job, equal on all machines and in all attempts.
@@ -122,7 +126,8 @@ class WorkerEnv:
     config: SwiftConfig
     slot: int = 0
     job: str = ""
-    command: str = ""
+    command: Command = Command()
+    handed_over: bool = False
     machines: tuple[str | None, ...] = ()
     resized: Resized | None = None
     run: str = ""
@@ -167,7 +172,8 @@ def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
         events=Path(source[EVENTS]) if source.get(EVENTS) else None,
         config=SwiftConfig.from_env(source),
         job=source.get(JOB, source[JOB_DIR]),
-        command=source.get(COMMAND, ""),
+        command=Command.from_json(source.get(COMMAND, "")),
+        handed_over=HANDED_OVER in source,
         slot=int(source.get("GROUP_RANK", "0")),
         machines=tuple(json.loads(source.get(MACHINES) or "[]")),
         resized=Resized.from_json(source[RESIZED]) if source.get(RESIZED) else None,

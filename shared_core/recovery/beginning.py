@@ -49,7 +49,11 @@ class Beginning:
         env, resized = self._env, self._env.resized
         begins_anew = not env.restart and not env.config.continues
         try:
-            checkpoint = None if begins_anew else self._checkpoints.newest()
+            checkpoint = None
+            if begins_anew:
+                self._checkpoints.begins_anew()
+            else:
+                checkpoint = self._checkpoints.newest()
         except CorruptFile as error:
             self._recovery.fall_back(str(error))
         except Unsupported as error:

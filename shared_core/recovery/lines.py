@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from shared_core.checkpoint import image, store
+from shared_core.checkpoint import image, lineage, store
 from shared_core.checkpoint.spool import Spool
 from shared_core.cluster import near
 from shared_core.cluster.worker import WorkerEnv
@@ -74,6 +74,8 @@ class Line:
         tier: where it is.
         meta: of the checkpoint.
         open: gives the bytes or the file of a part.
+        time: when it was committed, in seconds since the epoch; 0 in memory.
+        adopts: where it lies, if the job was told to begin with it, whosever it is; else empty.
     """
 
     step: int
@@ -81,6 +83,20 @@ class Line:
     tier: str
     meta: Mapping[str, Any]
     open: Callable[[str], bytes | Path]
+    time: float = 0.0
+    adopts: str = ""
+
+    @property
+    def run(self) -> str:
+        """Whose it is."""
+        return str(self.meta.get("run", ""))
+
+    @property
+    def preference(self) -> tuple[Any, ...]:
+        """The largest is tried first: what the job itself has made before what it adopts, and of its newest run."""
+        if self.adopts:
+            return 0, self.time, self.step
+        return 1, lineage.age_key(self.run), self.step, -TIERS.index(self.tier)
 
     @property
     def world_size(self) -> int:
@@ -148,16 +164,51 @@ def _reader(found: store.Checkpoint) -> Callable[[str], bytes | Path]:
     return lambda name: store.read_part(found, name)
 
 
-def in_storage(where: str, world_size: int | None = None) -> list[Line]:
+def in_storage(where: str, world_size: int | None = None, key: str | None = None) -> list[Line]:
     """Committed checkpoints of jobs of so many ranks (None: any), oldest first; nothing where the storage cannot be
     read.
+
+    Args:
+        where: the folder.
+        world_size: see above.
+        key: of the command whose they are; None for those of all.
     """
     try:
-        found = store.committed(where, world_size)
+        found = lineage.contents(where, key).saved
     except (OSError, SwiftError) as error:
         console(f"checkpoints in {where} cannot be listed: {error}")
         return []
-    return [Line(each.step, str(each.meta.get("session")), STORAGE, each.meta, _reader(each)) for each in found]
+    mine = sorted(found, key=lambda each: (lineage.age_key(each.run), each.step))
+    made = (_of_storage(each) for each in mine)
+    return [line for line in made if world_size is None or line.world_size == world_size]
+
+
+def to_adopt(where: str, *, needed: bool = True) -> list[Line]:
+    """What a job may begin with that was told to begin with ``where``.
+
+    Args:
+        where: a folder.
+        needed: there is nothing else to begin with.
+
+    Raises:
+        Unsupported: there is nothing, and it is needed.
+    """
+    try:
+        found = lineage.adoptable(where)
+    except (OSError, SwiftError) as error:
+        raise Unsupported(f"resume_from: {where} cannot be read: {error}") from error
+    if not found and needed:
+        raise Unsupported(
+            f"resume_from: there is no whole checkpoint at {where}; name the folder of one (step-...), or a folder "
+            "that holds some: swiftctl checkpoints DIR lists them"
+        )
+    return [_of_storage(each, adopts=str(each.checkpoint.path)) for each in found]
+
+
+def _of_storage(saved: lineage.Saved, adopts: str = "") -> Line:
+    found = saved.checkpoint
+    session = str(found.meta.get("session"))
+    return Line(found.step, session, STORAGE, found.meta, _reader(found), saved.time, adopts)
 
 
 def load(line: Line, rank: int) -> Loaded:
@@ -253,7 +304,7 @@ def agree(
     has = [f"line/has/{rank}" for rank in ranks]
     _wait(env, client, has, "to create the process group, and say which checkpoints they have", limit_s)
     common = set(offers).intersection(*(json.loads(client.get(key)) for key in has))
-    order = sorted(common, key=lambda key: (offers[key].step, -TIERS.index(offers[key].tier), key), reverse=True)
+    order = sorted(common, key=lambda key: (offers[key].preference, key), reverse=True)
     refusal: Unsupported | None = None
     for number, key in enumerate(order):
         loaded, why = None, _FINE
@@ -280,7 +331,7 @@ def agree(
 
 
 def _key(line: Line) -> str:
-    return f"{line.step}/{line.tier}/{line.session}"
+    return f"{line.step}/{line.tier}/{line.session}" + "/adopted" * bool(line.adopts)
 
 
 def _wait(env: WorkerEnv, client: Store, keys: list[str], what: str, limit_s: float | None = None) -> None:

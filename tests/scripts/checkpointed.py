@@ -1,16 +1,19 @@
 """Plain PyTorch with a Checkpointer, or without: one process, or DDP under torchrun. Prints a digest of the end.
 
 What happens to it is in the environment, so that its arguments are those of the next start:
-``DIE``: step at which it is killed, ``END``: step at which it is told to end, by itself; ``END_RANK``: the rank that is
-told so, all if not given; ``ACCUMULATE``: batches between two updates.
+``DIE``: step at which it is killed, ``END``: step at which it is told to end, by itself; ``END_RANK``: the rank that
+is told so, all if not given; ``SLOW``: its writer stands still by then, with a checkpoint committed; ``ACCUMULATE``:
+batches between two updates. ``ADOPT`` is the option ``resume_from``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +48,13 @@ def main() -> None:
     if POLICY == "none":
         loop = shared_core.attach(model, optimizer, scheduler)
     else:
-        options = {"checkpoint_every_steps": 4} if POLICY == "fixed" else {"checkpoint_policy": POLICY}
+        options: dict[str, Any] = {"checkpoint_policy": POLICY}
+        if POLICY == "fixed":
+            options |= {"checkpoint_every_steps": 4}
+        if "SLOW" in os.environ:
+            options |= {"wait_timeout_s": 1.0}
+        if "ADOPT" in os.environ:
+            options |= {"resume_from": os.environ["ADOPT"]}
         loop = shared_core.Checkpointer(FOLDER, model, optimizer, scheduler, **options)
     seen = loop.register(loss=0.0, first=-1)
     rank = dist.get_rank() if several else 0
@@ -79,9 +88,24 @@ def strike(step: int, rank: int) -> None:
         if step == int(os.environ.get(name, -1)):
             if number == signal.SIGTERM and rank != int(os.environ.get("END_RANK", rank)):
                 continue
-            while number == signal.SIGKILL and not list(Path(FOLDER).glob("step-*/manifest.json")):
+            waits = number == signal.SIGKILL or "SLOW" in os.environ
+            while waits and not list(Path(FOLDER).glob("*/step-*/manifest.json")):
                 os.sched_yield()
+            if "SLOW" in os.environ:
+                os.kill(writer(), signal.SIGSTOP)
             os.kill(os.getpid(), number)
+
+
+def writer() -> int:
+    """The process that writes checkpoints, a child of this one."""
+    me = str(os.getpid())
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            if b"shared_core.checkpoint.writer" in words and parent == me:
+                return int(entry.name)
+    raise AssertionError("there is no writer")
 
 
 if __name__ == "__main__":
