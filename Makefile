@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.swift-recovery-installed
+ETCD := $(VENV)/.etcd-looked-for
 EXTRAS := lightning,accelerate,deepspeed,plan,checkpoint,report,test,dev
 FAULTS ?= 60
 SEED ?= 1
@@ -27,6 +28,16 @@ $(STAMP): pyproject.toml
 	$(PY) -m pip install --disable-pip-version-check -e ".[$(EXTRAS)]"
 	@touch $@
 
+# Tests of the rendezvous over etcd need one. Where there is none, Debian's is unpacked into $(VENV): nothing is installed
+# and no service is started. Without it those tests are skipped.
+$(ETCD): | $(STAMP)
+	@command -v etcd > /dev/null || { mkdir -p $(VENV)/etcd && cd $(VENV)/etcd && { \
+	  get() { timeout 60 apt-get -q -o Acquire::http::Timeout=10 -o Acquire::Retries=0 "$$@"; }; \
+	  { get download etcd-server || { get update && get download etcd-server; }; } && \
+	  dpkg -x etcd-server_*.deb . && ln -sf ../etcd/usr/bin/etcd ../bin/etcd; } > log 2>&1; } || \
+	  echo "there is no etcd here: the tests that need one are skipped (why: $(VENV)/etcd/log)"
+	@touch $@
+
 demo: $(STAMP)
 	$(PY) -m examples.demo
 
@@ -39,7 +50,7 @@ format: $(STAMP)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-test: lint
+test: lint $(ETCD)
 	$(PY) -m pytest
 
 soak: $(STAMP)

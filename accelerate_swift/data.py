@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def gate(plugin: SwiftPlugin, prepared: Any) -> Any:
     """Have a prepared loader mark the batch tops; returns what the script is to iterate."""
     if type(prepared) is DataLoaderDispatcher:
-        return SwiftDispatcher.adopt(plugin, prepared, plugin.next_number())
+        return SwiftDispatcher.adopt(plugin, prepared, plugin.next_key())
     if issubclass(type(prepared), DataLoaderShard) and type(prepared.base_dataloader) is not Gate:
         prepared.base_dataloader = Gate(plugin, prepared.base_dataloader)
     return prepared
@@ -46,7 +46,7 @@ class Gate:
 
     def __init__(self, plugin: SwiftPlugin, loader: Any) -> None:
         self._plugin = plugin
-        self._tracked: TrackedLoader = plugin.loop.track(loader, plugin.next_number(), ahead=1)
+        self._tracked: TrackedLoader = plugin.loop.track(loader, plugin.next_key(), ahead=1)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

@@ -26,8 +26,8 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
     """A ``DataLoaderDispatcher`` that marks the batch tops; made from a prepared one."""
 
     @classmethod
-    def adopt(cls, plugin: SwiftPlugin, prepared: DataLoaderDispatcher, number: int) -> SwiftDispatcher:
-        """The same loader, the ``number``-th of the script, with batch tops.
+    def adopt(cls, plugin: SwiftPlugin, prepared: DataLoaderDispatcher, key: str) -> SwiftDispatcher:
+        """The same loader with batch tops; ``key`` is its own in the script, the same in a newcomer.
 
         Raises:
             Unsupported: where the number of workers may change.
@@ -42,10 +42,10 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         made: SwiftDispatcher = cls.__new__(cls)
         made.__dict__.update(vars(prepared))
         made._plugin = plugin
-        made._tracked = plugin.loop.track(prepared.base_dataloader, number, ahead=made.state.num_processes)
+        made._tracked = plugin.loop.track(prepared.base_dataloader, key, ahead=made.state.num_processes)
         made.base_dataloader = made._tracked.loader
         made._ahead = _Ahead()
-        plugin.loop.job.register(f"accelerate.dispatch.{number}", made._capture, made._restore)
+        plugin.loop.job.register(f"accelerate.dispatch.{key}", made._capture, made._restore)
         return made
 
     def __iter__(self) -> Iterator[Any]:

@@ -22,6 +22,7 @@ from shared_core.checkpoint.storage import absolute
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import console
 from shared_core.recovery.values import holds_weights
+from shared_core.trackers import prepare
 
 _ENABLE = "SWIFT_RECOVERY"
 
@@ -41,7 +42,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         init_process_group: Accelerate's own handler for ``init_process_group``; only one of the two can be passed to
             it.
         options: options of :class:`shared_core.SwiftConfig`, by name: ``checkpoint_dir="checkpoints",
-            resume="always"`` makes checkpoints of the job, from which the same command goes on by itself.
+            resume="always"`` makes checkpoints of the job, from which the same command goes on by itself;
+            ``resume_from=PATH`` begins with a checkpoint of another command.
 
     Raises:
         ConfigError: for an unknown option or a bad value.
@@ -56,9 +58,12 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         **options: Any,
     ) -> None:
         given = (SwiftConfig.from_file(config_file).changed if config_file else {}) | options
-        if given.get("checkpoint_dir") is not None:
-            given["checkpoint_dir"] = absolute(given["checkpoint_dir"])
+        for name in ("checkpoint_dir", "resume_from"):
+            if given.get(name) is not None:
+                given[name] = absolute(given[name])
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(given))
+        if launched_by_swiftrun() and enabled():
+            prepare()
         # Here, because transformers makes the process group before there is an Accelerator.
         job = install() if given and launched_by_swiftrun() and enabled() else None
         if job is not None:
@@ -73,6 +78,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         self._attached: list[Any] = []
         self._warned = False
         self._numbered = 0
+        self._epoch_keys: list[str] = []
         self.loop = TrainingLoop(None)
         #: A newcomer runs the whole script, and its engine passes by the calls that others have finished.
         self.replays = False
@@ -114,7 +120,10 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             return
         if self._accelerator is not None:
             self.state.early()
-        yield from self.loop.epochs(count, start)
+        for epoch in self.loop.epochs(count, start):
+            while self._epoch_keys:
+                self.loop.forget(self._epoch_keys.pop())
+            yield epoch
 
     def shared_steps(
         self, model: nn.Module | Sequence[nn.Module], loader: Any, epochs: int, *, accumulate: int | None = None
@@ -237,10 +246,15 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             self._models.append(prepared)
         return prepared
 
-    def next_number(self) -> int:
-        """Numbers loaders in the order in which they are prepared."""
+    def next_key(self) -> str:
+        """Names loaders in the order in which they are prepared: those of an epoch apart, for a newcomer prepares none
+        of the epochs before.
+        """
+        if self.loop.epoch is not None:
+            self._epoch_keys.append(f"epoch {len(self._epoch_keys) + 1}")
+            return self._epoch_keys[-1]
         self._numbered += 1
-        return self._numbered
+        return str(self._numbered)
 
     def gate(self, prepared: Any) -> Any:
         """Have a loader that Accelerate has prepared mark the batch tops."""
@@ -273,11 +287,14 @@ class _Watched(Accelerator):  # type: ignore[misc]
         if job is not None and isinstance(loss, torch.Tensor):
             job.note_loss(loss)
 
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
+        self._swift_plugin.state.trackers.start(
+            config, lambda kept: super(_Watched, self).init_trackers(project_name, kept, init_kwargs)
+        )
+
     def log(self, *args: Any, **kwargs: Any) -> None:
-        if self._swift_plugin.state.logs_again():
-            return
+        self._swift_plugin.state.trackers.watch()  # those that came without init_trackers
         super().log(*args, **kwargs)
-        self._swift_plugin.state.logged()
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         return self._swift_plugin.state.save_again(

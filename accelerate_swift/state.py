@@ -8,47 +8,32 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from accelerate_swift.trackers import STATE, Trackers
 from shared_core import TrainingLoop
 from shared_core.recovery.values import decode, encode_state
-
-_NAME = "accelerate.state"
 
 
 class RunState:
     """Rank-local state of an ``Accelerator``: counters, schedulers, epochs of loaders, objects registered for
-    checkpointing, and how often trackers were written to.
+    checkpointing, and what trackers were told.
     """
 
     def __init__(self, accelerator: Accelerator, loop: TrainingLoop, *, replays: bool = False) -> None:
         assert loop.job is not None
         self._accelerator, self._loop, self._job = accelerator, loop, loop.job
-        self._logs = 0
-        self._written = loop.job.tally("accelerate.logs")
+        self.trackers = Trackers(accelerator, loop.job)
         if not replays:
-            loop.job.register(_NAME, self._capture, self._restore)
+            loop.job.register(STATE, self._capture, self._restore)
 
     def early(self) -> None:
         """In a newcomer, before an epoch begins: loaders count epochs themselves, and shuffle by them."""
-        published: Mapping[str, Any] | None = self._job.peek(_NAME) if self._loop.joining else None
+        published: Mapping[str, Any] | None = self._job.peek(STATE) if self._loop.joining else None
         if published is not None:
             for loader, number in zip(self._accelerator._dataloaders, published["loaders"], strict=False):
                 if number is not None:
                     loader.iteration = number
 
     # -- what must not be done twice ----------------------------------------------------------------------------------
-
-    def logs_again(self) -> bool:
-        """The script logs; True if the predecessor had written this already."""
-        self._logs += 1
-        return self._logs <= self._written.value
-
-    def logged(self) -> None:
-        """A row was given to the trackers: have them write it, and remember that."""
-        for tracker in self._accelerator.trackers if self._accelerator.is_main_process else ():
-            flush = getattr(getattr(tracker, "writer", None), "flush", None)
-            if flush is not None:
-                flush()
-        self._written.value = self._logs
 
     def save_again(self, folder: str | None, save: Callable[[str | None], Any]) -> Any:
         """``save_state``; Accelerate names the folders itself and refuses one that exists, which in a newcomer is the
@@ -75,7 +60,7 @@ class RunState:
             "step": accelerator.step,
             "sync": accelerator.gradient_state.sync_gradients,
             "checkpoints": accelerator.project_configuration.iteration,
-            "logs": self._logs,
+            "trackers": self.trackers.capture(),
             "loaders": [getattr(loader, "iteration", None) for loader in accelerator._dataloaders],
             "schedulers": [encode_state(each.scheduler.state_dict()) for each in accelerator._schedulers],
             "objects": [encode_state(each.state_dict()) for each in accelerator._custom_objects],
@@ -86,7 +71,7 @@ class RunState:
         accelerator.step = data["step"]
         accelerator.gradient_state._set_sync_gradients(data["sync"])
         accelerator.project_configuration.iteration = data["checkpoints"]
-        self._logs = data["logs"]
+        self.trackers.restore(data["trackers"])
         for scheduler, state in zip(accelerator._schedulers, data["schedulers"], strict=False):
             scheduler.scheduler.load_state_dict(decode(state))
         for each, state in zip(accelerator._custom_objects, data["objects"], strict=False):

@@ -15,12 +15,15 @@ import transformers.trainer
 from transformers.trainer_utils import TrainOutput
 
 from accelerate_swift.plugin import SwiftPlugin, enabled
+from accelerate_swift.reports import Reports
 from shared_core import install, launched_by_swiftrun
 from shared_core.errors import Unsupported
 from shared_core.recovery.values import assign, decode, encode_state
+from shared_core.trackers import prepare
 
 if launched_by_swiftrun() and enabled():
     install()
+    prepare()
 
 _NAME = "transformers.state"
 #: In the place of a checkpoint's folder: go on in the middle of an epoch, but load nothing.
@@ -47,8 +50,12 @@ class SwiftTrainer(transformers.Trainer):
         self._swift_epoch = 0
         self._swift_batches = 0
         self._swift_target: Mapping[str, Any] | None = None
+        #: When this call of train() began, by the wall clock; lost workers included.
+        self._swift_began: float | None = None
+        self._swift_reports: Reports | None = None
         super().__init__(*args, **kwargs)
         if self._swift.loop.job is not None:
+            self._swift_reports = Reports(self, self._swift.loop.job)
             self._swift.loop.job.register(_NAME, self._swift_capture, self._swift_restore)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -61,6 +68,7 @@ class SwiftTrainer(transformers.Trainer):
         the newest checkpoint, or to the start.
         """
         self._swift_phase += 1
+        self._swift_began = None
         job = self._swift.loop.job
         if job is not None:
             if job.config.resizes:
@@ -77,6 +85,9 @@ class SwiftTrainer(transformers.Trainer):
                         f"rank {job.rank}: the lost worker was in call {target['phase']} of Trainer.train(), which "
                         "a newcomer cannot enter: use one Trainer for each call, in scripts of their own"
                     )
+                if target is not None and self._swift_reports is not None:
+                    self._swift_began = target["began"]
+                    self._swift_reports.take_up(target["reports"])
         return super().train(*args, **kwargs)
 
     # -- where a newcomer begins --------------------------------------------------------------------------------------
@@ -88,6 +99,11 @@ class SwiftTrainer(transformers.Trainer):
     def _run_epoch(self, **kwargs: Any) -> None:  # type: ignore[override]  # called with names only
         self._swift.loop.epoch = self._swift_epoch = kwargs["epoch"]
         self._swift_batches = 0
+        if self._swift_began is None:
+            self._swift_began = kwargs["start_time"]
+        kwargs["start_time"] = self._swift_began
+        if self._swift_reports is not None:
+            self._swift_reports.watch()
         if self._swift_target is None:
             self._swift_run(kwargs)
             return
@@ -103,6 +119,12 @@ class SwiftTrainer(transformers.Trainer):
     def _swift_run(self, kwargs: dict[str, Any]) -> None:
         run: Any = super()._run_epoch
         run(**kwargs)
+
+    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
+        began = start_time if self._swift_began is None else self._swift_began
+        finalize: Any = super()._finalize_training
+        output: TrainOutput = finalize(trial, num_train_samples, began)
+        return output
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint != _PLACE:
@@ -133,6 +155,8 @@ class SwiftTrainer(transformers.Trainer):
             "phase": self._swift_phase,
             "epoch": self._swift_epoch,
             "batches": self._swift_batches,
+            "began": self._swift_began,
+            "reports": None if self._swift_reports is None else self._swift_reports.capture(),
             "attributes": encode_state({name: getattr(self, name) for name in _ATTRIBUTES if hasattr(self, name)}),
             "scheduler": encode_state(scheduler.state_dict()),
             "state": encode_state(vars(self.state)),
@@ -149,6 +173,8 @@ class SwiftTrainer(transformers.Trainer):
         for name, each in self._swift_callbacks().items():
             if name in data["callbacks"]:
                 _set(each, data["callbacks"][name])
+        if self._swift_reports is not None:
+            self._swift_reports.restore(data["reports"])
 
 
 def _set(target: Any, data: Any) -> None:

@@ -105,7 +105,7 @@ def _shared(net: nn.Module, optimizer: Any, out: Path, trace: Trace, begin: floa
         losses = step.backward(lambda x: (net(x[0]) - x[0].sin()).pow(2).mean())
         optimizer.step()
         trace.note("step", step=step.number + 1, shares=int((losses > 0).sum()))
-    trace.note("end", step=job.step, **result(net))
+    trace.note("end", step=job.total_steps, **result(net))
     dist.destroy_process_group()
 
 

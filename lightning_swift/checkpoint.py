@@ -37,6 +37,8 @@ class SwiftCheckpoint(pl.Callback):
         asynchronous: training goes on while one is written; otherwise it waits until it is committed.
         resume: go on with what an earlier start of this command has left: ``always``, ``never``, or ``auto``, with
             ``on_failure="restart"`` only.
+        resume_from: begin with this checkpoint, whatever command has made it: the folder of one (``step-...``), or a
+            folder of checkpoints, of which the newest whole one is taken.
 
     Raises:
         ConfigError: for a bad value.
@@ -53,6 +55,7 @@ class SwiftCheckpoint(pl.Callback):
         quota_bytes: int = 0,
         asynchronous: bool = True,
         resume: str = "always",
+        resume_from: str | os.PathLike[str] | None = None,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ConfigError(f"every_n_steps must be at least 1, got {every_n_steps}")
@@ -66,6 +69,7 @@ class SwiftCheckpoint(pl.Callback):
             checkpoint_quota_bytes=quota_bytes,
             checkpoint_async=asynchronous,
             resume=resume,
+            resume_from=None if resume_from is None else absolute(resume_from),
         )
         #: Options of the job; ``resume`` gives way to what is said elsewhere, because it has another default here.
         self.options = {name: value for name, value in config.changed.items() if name in CHECKPOINT_OPTIONS}
@@ -162,7 +166,7 @@ class SwiftCheckpoint(pl.Callback):
 
 
 #: Options that are paths.
-_PATHS = ("checkpoint_dir", "checkpoint_history")
+_PATHS = ("checkpoint_dir", "checkpoint_history", "resume_from")
 
 
 def _why_not(trainer: pl.Trainer) -> str:

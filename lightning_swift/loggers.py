@@ -23,6 +23,7 @@ import lightning.pytorch.loggers.tensorboard as tensorboard
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_swift.attributes import Holder
+from lightning_swift.services import Services
 from shared_core import Job, current_job
 from shared_core.recovery.values import decode, encode
 
@@ -215,18 +216,26 @@ class Loggers:
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._others: dict[int, Holder] = {}
+        self._services: Services | None = None
 
-    def prepare(self, state: Any) -> None:
-        """Before anything is logged in a newcomer: take up runs that a service knows by name (Weights & Biases), and
-        the versions of a run that was started before.
+    def prepare(self, job: Job, state: Any) -> None:
+        """Before anything is logged: see that loggers of services write each row once. In a newcomer, take up runs
+        that a service knows by name, and the versions of a run that was started before.
         """
+        if self._trainer.is_global_zero:
+            files = (CSVLogger, TensorBoardLogger)
+            self._services = Services(job, [each for each in self._trainer.loggers if not isinstance(each, files)])
         for logger, data in self._pairs(state):
             version = (data or {}).get("version")
             if version is not None and getattr(logger, "_experiment", None) is None and hasattr(logger, "_version"):
                 logger._version = version
-            run = (data or {}).get("run")
-            if run is not None and hasattr(logger, "_wandb_init"):
-                logger._wandb_init.update(id=run, resume="allow")
+            if self._services is not None:
+                self._services.take_up(logger, (data or {}).get("run"))
+
+    def opened(self) -> None:
+        """The loggers have opened their runs."""
+        if self._services is not None:
+            self._services.opened()
 
     def capture(self) -> Any:
         if not self._trainer.is_global_zero:
@@ -234,11 +243,12 @@ class Loggers:
         return [self._capture(logger) for logger in self._trainer.loggers]
 
     def restore(self, state: Any) -> None:
-        if _joining():
-            return  # an entry call was skipped: later ones have written to the same files
+        joining = _joining()
         for logger, data in self._pairs(state):
-            if data is None:
-                continue
+            if self._services is not None and "given" in (data or {}):
+                self._services.restore(logger, data["given"])
+            if data is None or joining:
+                continue  # joining: an entry call was skipped; later ones have written to the same files
             if isinstance(logger, CSVLogger):
                 _restore_csv(logger, data)
             elif isinstance(logger, TensorBoardLogger):
@@ -256,9 +266,8 @@ class Loggers:
             return _capture_csv(logger)
         if isinstance(logger, TensorBoardLogger):
             return _capture_tensorboard(logger)
-        experiment = getattr(logger, "_experiment", None)
-        run = getattr(experiment, "id", None)
-        return {"attributes": self._other(logger).capture(), "run": run if isinstance(run, str) else None}
+        found = {"attributes": self._other(logger).capture()}
+        return found if self._services is None else found | self._services.capture(logger)
 
     def _other(self, logger: Logger) -> Holder:
         if id(logger) not in self._others:

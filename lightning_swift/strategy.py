@@ -36,6 +36,7 @@ from shared_core.cluster.handover import under_plain_torchrun, warn_plain_torchr
 from shared_core.config import SwiftConfig
 from shared_core.loaders import wrap_loader
 from shared_core.testing import inject
+from shared_core.trackers import prepare
 
 #: Bytes of an object broadcast: 8 for the length, the rest for the object; longer ones need a second operation.
 _BROADCAST_BYTES = 1024
@@ -172,6 +173,7 @@ class SwiftDDPStrategy(DDPStrategy):
         self.sharing: Sharing | None = None
         self.job: Job | None = install() if launched_by_swiftrun() else None
         if self.job is not None:
+            prepare()
             self.job.check_told(options)
 
     # -- launch -------------------------------------------------------------------------------------------------------
@@ -249,6 +251,7 @@ class SwiftDDPStrategy(DDPStrategy):
             self.attach([self.model, *averages], self.optimizers if trainer.state.fn == TrainerFn.FITTING else [])
             if averages:
                 self.job.keep_tops()
+            self.run_state.loggers.opened()
 
     def configure_ddp(self) -> None:
         """Where survivors compute a lost worker's share, gradients are summed by :class:`Sharing`."""
@@ -279,7 +282,7 @@ class SwiftDDPStrategy(DDPStrategy):
         self._trainer = trainer
         self._run_state = RunState(trainer)
         self._run_state.register(self.job)
-        self._run_state.loggers.prepare(self.job.peek("lightning.loggers"))
+        self._run_state.loggers.prepare(self.job, self.job.peek("lightning.loggers"))
         if not self._listening:
             self._listening = True
             self.job.on_recovered(self._log_recovery)
@@ -366,9 +369,11 @@ class SwiftDDPStrategy(DDPStrategy):
             self.job.eval_top()
 
     def _log_recovery(self, fields: dict[str, Any]) -> None:
-        """One row of scalars for each recovery, in the user's loggers."""
+        """One row of scalars for each recovery, in the user's loggers, where that is asked for."""
         trainer = self._trainer
-        if trainer is None or not trainer.is_global_zero or trainer.state.status != TrainerStatus.RUNNING:
+        if not self.config.log_recoveries or trainer is None or not trainer.is_global_zero:
+            return
+        if trainer.state.status != TrainerStatus.RUNNING:
             return
         scalars = {"swift/generation": float(fields.get("generation", os.environ.get("SWIFT_RECOVERY_GENERATION", 0)))}
         if "detected" in fields:

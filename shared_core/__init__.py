@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from shared_core.checkpointer import Checkpointer
     from shared_core.cluster.handover import hand_over, launched_by_swiftrun
     from shared_core.job import EntryDecision, Job, current_job, install
-    from shared_core.loop import TrackedLoader, TrainingLoop, attach
+    from shared_core.loaders import TrackedLoader
+    from shared_core.loop import TrainingLoop, attach
     from shared_core.sharing import SharedStep
 
 __all__ = [
@@ -38,7 +39,7 @@ _HOMES = {
     "current_job": "shared_core.job",
     "install": "shared_core.job",
     "SharedStep": "shared_core.sharing",
-    "TrackedLoader": "shared_core.loop",
+    "TrackedLoader": "shared_core.loaders",
     "TrainingLoop": "shared_core.loop",
     "attach": "shared_core.loop",
     "hand_over": "shared_core.cluster.handover",

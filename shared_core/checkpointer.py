@@ -8,14 +8,12 @@ of an epoch, with the bits of a run that was not interrupted.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -28,20 +26,21 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.optim import Optimizer
 
-from shared_core.checkpoint import image, store
+from shared_core.checkpoint import image, lineage, store
+from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Target
-from shared_core.checkpoint.storage import open_storage
+from shared_core.checkpoint.storage import absolute, open_storage
+from shared_core.checkpoint.verdict import verdict
 from shared_core.cluster.jobdir import JobDir
 from shared_core.cluster.persisting import Persisting
-from shared_core.comm.gloo import wait_for
 from shared_core.config import SwiftConfig
-from shared_core.errors import ConfigError, Unsupported
+from shared_core.errors import ConfigError, Unsupported, WaitTimeout
 from shared_core.events import console
 from shared_core.job import Job, current_job
 from shared_core.loop import TrainingLoop
 from shared_core.recovery.attached import Attached
-from shared_core.recovery.checkpoints import ENDED, meta_of, named
+from shared_core.recovery.checkpoints import named
 from shared_core.recovery.decisions import Decisions, FileEntries, StoreEntries
 from shared_core.recovery.lines import DESCRIPTION, NAMES
 from shared_core.recovery.loose import Loose
@@ -51,11 +50,11 @@ from shared_core.recovery.pricing import Pricing
 from shared_core.recovery.state import Replicated
 from shared_core.recovery.watch import Watch
 from shared_core.sharing import SharedStep
+from shared_core.waiting import Wait, wait_for
 
 #: Name of the part that holds parameters and optimizer state; all ranks have the same.
 _REPLICATED = "replicated0.safetensors"
 _PLACE = "loop.place"
-_NOTHING = -1
 #: Checkpointers that this process has made; with several ranks all make them in the same order.
 _made = 0
 
@@ -85,7 +84,7 @@ class Checkpointer(TrainingLoop):
         objects: models, optimizers (at least one), loaders, and whatever else has ``state_dict`` (schedulers, scalers,
             averages).
         options: of :class:`SwiftConfig`, such as ``checkpoint_policy`` or ``checkpoint_keep``; ``resume="never"``
-            begins anew.
+            begins anew, ``resume_from=FOLDER`` begins with a checkpoint of another command.
 
     Attributes:
         loss: of the newest batch; set it to have it looked at. It is not read at once, so it costs no wait.
@@ -117,7 +116,7 @@ class Checkpointer(TrainingLoop):
         self.begin(cast(Job, self._alone), config)
         for each in objects:
             if isinstance(each, torch.utils.data.DataLoader):
-                self._tracked(each)
+                self._loaders.attach(each)
             elif not isinstance(each, (nn.Module, Optimizer)):
                 self.register(each)
 
@@ -195,7 +194,7 @@ class Alone:
             optimizer.register_step_pre_hook(lambda *_: self._before_update())
             optimizer.register_step_post_hook(lambda *_: self._watch.note())
         optimizers[0].register_step_post_hook(lambda *_: self._updated())
-        self._command = _command()
+        self._command = Command.of(os.path.abspath(sys.argv[0]), sys.argv[1:])
         self._open()
         self._resume()
 
@@ -268,10 +267,10 @@ class Alone:
         # The first process of a machine sees to the writer.
         self._persisting = Persisting(path, None, 60.0, console) if local_rank == 0 else None
         measured = self.rank == 0 and self.config.policy not in ("fixed", "none")
-        self._pricing = Pricing(self.config, self.world_size, self._command) if measured else None
-        self._session = self._agreed("session", uuid.uuid4().hex[:12])
-        self._run = self._session
-        self._ending = False
+        self._pricing = Pricing(self.config, self.world_size, self._command.key) if measured else None
+        self._session = self._agreed("session", lineage.new_run())
+        self._run, self._adopted = self._session, ""
+        self._ending, self._told = False, 0
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_sigterm)
         atexit.register(self.close)
@@ -283,7 +282,7 @@ class Alone:
 
     def _said(self, key: str, what: str) -> str:
         client = self._store()
-        wait_for(client, [key], lambda: False, self.config.wait_timeout_s, f"{what} (rank {self.rank})")
+        wait_for(client, {0: key}, lambda: False, self.config.wait_timeout_s, self.rank, what)
         return client.get(key).decode()
 
     def _agreed(self, key: str, mine: str) -> str:
@@ -292,34 +291,61 @@ class Alone:
             return mine
         if self.rank == 0:
             self._store().set(key, mine)
-        return self._said(key, f"rank 0 to say its {key}")
+        return self._said(key, f"to say its {key}")
 
     # -- going on ------------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        if not self.config.continues:
-            return
-        step = _NOTHING
+        """Find the checkpoint to begin with, if there is one; rank 0 decides."""
+        chosen: list[Any] = []
+        told = absolute(self.config.resume_from) if self.config.resume_from else ""
         if self.rank == 0:
-            ended = open_storage(self._where).names(ENDED)
-            found = store.newest_valid(
-                self._where,
-                self.world_size,
-                lambda each: each.meta.get("command") == self._command and str(each.meta.get("run")) not in ended,
-            )
-            step = found.step if found is not None else _NOTHING
-        step = int(self._agreed("step", str(step)))
-        if step == _NOTHING:
+            chosen = self._choose(told)
+        chosen = json.loads(self._agreed("begins", json.dumps(chosen)))
+        if not chosen:
             return
-        found = store.load_manifest(open_storage(self._where), step)
+        where, step, adopts = chosen
+        found = store.load_manifest(open_storage(where), step)
         self._found = loads(store.read_part(found, f"rank{self.rank}"))
-        self._run = str(found.meta["run"])
+        self._run, self._adopted = str(found.meta["run"]), str(found.meta.get("adopted", ""))
+        if adopts:
+            self._run, self._adopted = self._session, told
         self.joining = True
         by_name, metadata = image.load(store.read_part(found, _REPLICATED))
         names = json.loads(metadata[NAMES])
         self._replicated.load(json.loads(metadata[DESCRIPTION]), [by_name[name] for name in names])
         if self.rank == 0:
-            console(f"going on from the checkpoint at batch top {step} in {self._where}")
+            whose = f", of '{lineage.Saved(found).command.short}'" if adopts else ""
+            console(f"going on from the checkpoint at batch top {step} in {found.path.parent}{whose}")
+
+    def _choose(self, told: str) -> list[Any]:
+        """Rank 0: folder and step of the checkpoint to begin with, and whether it is adopted; empty for none.
+
+        Raises:
+            ConfigError: there is no whole one of what it was told to begin with.
+        """
+        key = self._command.key
+        own = lineage.candidates(lineage.contents(self._where, key), key) if self.config.continues else []
+        own = [each for each in own if not told or each.checkpoint.meta.get("adopted") == told]
+        adoptable = lineage.adoptable(told) if told else []
+        found = lineage.first_whole(each for each in (*own, *adoptable) if self._fits(each))
+        if found is not None:
+            return [found.checkpoint.storage.root, found.step, found not in own]
+        if told:
+            raise ConfigError(f"resume_from: there is no whole checkpoint of {self.world_size} ranks at {told}")
+        said = lineage.left_behind(
+            self._where, key, "resume_from", goes_on=self.config.continues, again="resume='always'"
+        )
+        if said:
+            console(said)
+        return []
+
+    def _fits(self, found: lineage.Saved) -> bool:
+        theirs = found.checkpoint.meta.get("world_size")
+        if theirs != self.world_size:
+            where = found.checkpoint.path
+            console(f"checkpoint {where} is passed over: it is of {theirs} ranks, this job has {self.world_size}")
+        return theirs == self.world_size
 
     def _restore(self) -> None:
         assert self._found is not None
@@ -371,14 +397,17 @@ class Alone:
         images = {}
         if self.rank == 0:
             images[_REPLICATED] = named(self._replicated, *self._replicated.export())
-        meta = meta_of(
+        meta = lineage.meta_of(
             self.tops,
             self.version,
             session=self._session,
             run=self._run,
             command=self._command,
             world_size=self.world_size,
+            continues=self.config.continues,
+            adopted=self._adopted,
         )
+        self._snapshots.into(self._folder)
         taken = self._snapshots.take(self.tops, {f"rank{self.rank}": dumps(local)}, images, meta)
         if self._outside:
             self._snapshots.fence()
@@ -393,35 +422,32 @@ class Alone:
             mine = status.committed.get("session") == self._session
             self._pricing.heed(int(status.committed["step"]) if mine else 0, status.failed)
 
-    def _flush(self) -> bool:
-        """Wait until the newest one is committed; the writer is looked after meanwhile."""
-        end = time.monotonic() + self.config.wait_timeout_s
-        while time.monotonic() < end:
-            self._persist()
-            if self._snapshots.flush(0.2):
-                return True
-            status = self._spool.status()
-            if status.failed >= self.tops:
+    def _flush(self) -> None:
+        """Wait until the newest one is committed or given up; the writer is looked after meanwhile."""
+        what, ends = f"the checkpoint at batch top {self.tops} to be committed", "it goes on without it"
+        wait = Wait("rank 0", what, self.config.wait_timeout_s, ends=ends, speaks=lambda: self.rank == 0)
+        while self._told < 2:
+            try:
+                wait.look()
+            except WaitTimeout:
                 break
-        return False
+            self._persist()
+            if self._snapshots.flush(0.2) or self._spool.status().failed >= self.tops:
+                break
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._ending = True
+        self._told, self._ending = self._told + 1, True
 
     def _told_to_end(self) -> bool:
         told, self._ending = self._ending, False
         return told
 
     def _part(self) -> None:
-        """The last checkpoint is taken: end when it is committed."""
-        done = self._flush()
-        if self.rank == 0:
-            console(
-                f"told to end: the checkpoint at batch top {self.tops} "
-                + ("is committed, nothing is lost" if done else "could not be committed")
-            )
+        """The last checkpoint is taken: end when it is committed, or when the process is told so again."""
+        self._told = max(self._told, 1)  # it may be another rank that was
+        self._flush()
         self.close()
         raise SystemExit(128 + signal.SIGTERM)
 
@@ -430,25 +456,28 @@ class Alone:
         job_dir, self._job_dir = self._job_dir, None
         with suppress(Exception):  # at exit, of whatever state the script left behind
             self._snapshots.fence()
+        whole = True
         if self._persisting is not None:
             self._persisting.look(self.rank)
-            self._persisting.finish(time.monotonic() + self.config.wait_timeout_s, time.sleep, lambda: False)
+            deadline = time.monotonic() + self.config.wait_timeout_s
+            whole = self._persisting.finish(deadline, time.sleep, lambda: self._told > 1)
             self._persisting = None
         if self.complete and self.rank == 0 and sys.exc_info()[0] is None:
             self._mark_ended()
+        if self.rank == 0 and job_dir is not None and (self._told or not whole):
+            console(verdict(self._where, self._command, self._spool, self.tops, continues=self.config.continues))
         if job_dir is not None:
             job_dir.remove()
+
+    @property
+    def _folder(self) -> str:
+        """Of this run, in storage."""
+        return lineage.folder_of(self._where, self._command, self._run)
 
     def _mark_ended(self) -> None:
         """The next start begins anew."""
         with suppress(OSError):
-            open_storage(self._where).write(f"{ENDED}/{self._run}", [b"{}"], 2)
+            lineage.mark_ended(self._folder, self.tops)
         if self._pricing is not None:
             self._pricing.ended("completed")
         self.complete = False
-
-
-def _command() -> str:
-    """Equal in the next start of the same script with the same arguments."""
-    parts = [os.path.abspath(sys.argv[0]), *sys.argv[1:]]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -39,10 +39,11 @@ CHECKPOINT_OPTIONS = frozenset(
         "checkpoint_keep",
         "checkpoint_quota_bytes",
         "resume",
+        "resume_from",
     }
 )
 #: Options that a script may say alone: a launcher and workers that run already need not know them before.
-SCRIPT_OPTIONS = CHECKPOINT_OPTIONS | {"data", "seed"}
+SCRIPT_OPTIONS = CHECKPOINT_OPTIONS | {"data", "seed", "log_recoveries"}
 #: Variables with the prefix that the agent sets for its workers; they are no options.
 _RESERVED = frozenset(
     {
@@ -54,11 +55,13 @@ _RESERVED = frozenset(
         "CONFIG",
         "RESTART",
         "RESIZED",
+        "RUN",
         "FILE",
         "ADDRESS",
         "MACHINES",
         "JOB",
         "COMMAND",
+        "HANDED_OVER",
     }
 )
 
@@ -96,7 +99,11 @@ class SwiftConfig:
         checkpoint_quota_bytes: most that they may take together; 0 is no limit.
         resume: begin with the newest checkpoint that an earlier start of the same command has left: ``auto`` with
             ``on_failure="restart"``, ``always``, ``never``.
-        wait_timeout_s: longest wait for a peer or newcomer in a recovery, in seconds.
+        resume_from: begin with this checkpoint, whatever command has made it: the folder of one, or a folder of
+            checkpoints, of which the newest whole one is taken. Once there are checkpoints of the job that has begun
+            so, its next start goes on with those.
+        wait_timeout_s: longest wait for a peer or newcomer in a recovery, in seconds; also of ranks that wait for each
+            other after one. The job ends then.
         progress_timeout_s: a worker that makes no progress outside collectives for so long is replaced, in seconds.
         connect_timeout_s: longest time to connect the sockets of a new generation, in seconds.
         verify_checksums: publish input checksums and compare replicas after each recovery.
@@ -123,6 +130,7 @@ class SwiftConfig:
         log_dir: parent of the folder for these logs; that of temporary files when unset.
         log_ring_bytes: so many bytes may wait for the disk before a stage waits for it.
         log_segment_bytes: size of a file of these logs, which are dropped file by file.
+        log_recoveries: under Lightning, give the script's loggers a row for each recovery.
     """
 
     on_failure: str = "replace"
@@ -141,6 +149,7 @@ class SwiftConfig:
     checkpoint_keep: int = 2
     checkpoint_quota_bytes: int = 0
     resume: str = "auto"
+    resume_from: str | None = None
     wait_timeout_s: float = 300.0
     progress_timeout_s: float = 300.0
     connect_timeout_s: float = 5.0
@@ -159,6 +168,7 @@ class SwiftConfig:
     log_dir: str | None = None
     log_ring_bytes: int = 256 << 20
     log_segment_bytes: int = 64 << 20
+    log_recoveries: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -192,6 +202,8 @@ class SwiftConfig:
             raise ConfigError(
                 f"checkpoint_policy={self.checkpoint_policy!r} finds the interval: leave checkpoint_every_steps out"
             )
+        if self.resume_from and self.resume == "never":
+            raise ConfigError("resume_from names the checkpoint to begin with, resume='never' none: leave one out")
         if self.on_failure == "reroute" and self.replace_timeout_s:
             raise ConfigError(
                 "on_failure='reroute' never changes the number of workers: leave replace_timeout_s out, or choose "
@@ -219,9 +231,9 @@ class SwiftConfig:
 
     @property
     def continues(self) -> bool:
-        """Whether a job begins with what an earlier start of the same command has left."""
+        """Whether a job begins with what an earlier start of the same command has left, or with what it was told to."""
         wanted = self.resume == "always" or (self.resume == "auto" and self.on_failure == "restart")
-        return self.checkpoint_dir is not None and wanted
+        return self.checkpoint_dir is not None and (wanted or bool(self.resume_from))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SwiftConfig:

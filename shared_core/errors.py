@@ -55,6 +55,10 @@ class WaitTimeout(SwiftError, TimeoutError):
     """A wait ran out of time; the message says what was waited for and what to do."""
 
 
+class CollectiveTimeout(WaitTimeout, RuntimeError):
+    """A collective or message did not finish in its group's time-out; a RuntimeError, as without this product."""
+
+
 class StorageFull(SwiftError, OSError):
     """A checkpoint could not be written for want of room; earlier checkpoints are as they were."""
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,10 @@ KINDS = (
     "fault",
     "end",
 )
+#: Environment variable: id of this start of the job.
+RUN = "SWIFT_RECOVERY_RUN"
+#: With what every line begins.
+_BEGIN = '{"kind":'
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Event:
         fields: plain data particular to the kind, for instance ``cause`` and ``detected`` (``lost``), ``stall_s``,
             ``bytes_moved``,
             ``recomputed_steps`` (``recovered``).
+        run: id of the job's start that it belongs to; empty in files of older versions.
     """
 
     kind: str
@@ -59,6 +64,7 @@ class Event:
     rank: int = -1
     generation: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
+    run: str = ""
 
     def to_json(self) -> str:
         """The event as one line of JSON, without the newline."""
@@ -68,16 +74,22 @@ class Event:
     def from_json(cls, line: str) -> Event:
         """Inverse of :meth:`to_json`."""
         raw = json.loads(line)
-        return cls(raw["kind"], raw["time"], raw.get("rank", -1), raw.get("generation", 0), raw.get("fields", {}))
+        kind, rank, generation = raw["kind"], raw.get("rank", -1), raw.get("generation", 0)
+        return cls(kind, raw["time"], rank, generation, raw.get("fields", {}), raw.get("run", ""))
 
 
 class EventLog:
     """Appends events to a file shared by all processes of the job; a line is one ``O_APPEND`` write, so lines never
     mix.
+
+    Args:
+        path: of the file; None writes none.
+        run: id of this start of the job, in every event.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, run: str = "") -> None:
         self.path = Path(path) if path else None
+        self.run = run
 
     def emit(self, kind: str, *, rank: int = -1, generation: int = 0, **fields: Any) -> Event:
         """Append an event and return it.
@@ -87,7 +99,7 @@ class EventLog:
         """
         if kind not in KINDS:
             raise ValueError(f"unknown event kind {kind!r}; one of {', '.join(KINDS)}")
-        event = Event(kind, time.time(), rank, generation, fields)
+        event = Event(kind, time.time(), rank, generation, fields, self.run)
         if self.path is not None:
             fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
@@ -97,12 +109,40 @@ class EventLog:
         return event
 
 
-def read_events(path: str | os.PathLike[str]) -> Iterator[Event]:
-    """Events of a file in order; a torn last line (the writer was killed) is left out."""
-    with open(path, encoding="utf-8") as file:
+def read_events(path: str | os.PathLike[str], torn: list[str] | None = None) -> Iterator[Event]:
+    """Events of a file in order; lines that cannot be read are left out.
+
+    A line is torn where its writer was killed or the disk was full. What the next writer has appended to it is read.
+
+    Args:
+        path: of the file.
+        torn: is given the lines that could not be read in full.
+    """
+    with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
-            if line.endswith("\n"):
-                yield Event.from_json(line)
+            event = _parse(line) if line.endswith("\n") else None
+            if event is None:
+                if torn is not None:
+                    torn.append(line)
+                event = _parse(line[max(0, line.rfind(_BEGIN)) :]) if line.endswith("\n") else None
+            if event is not None:
+                yield event
+
+
+def _parse(line: str) -> Event | None:
+    try:
+        event = Event.from_json(line)
+        return event if isinstance(event.time, float | int) and isinstance(event.fields, dict) else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def by_run(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """The events of each run, by its id, in the order in which the runs began."""
+    runs: dict[str, list[Event]] = {}
+    for event in events:
+        runs.setdefault(event.run, []).append(event)
+    return dict(sorted(runs.items(), key=lambda run: run[1][0].time))
 
 
 def console(message: str) -> None:

@@ -32,7 +32,7 @@ from shared_core.comm.op import Op
 from shared_core.config import CHECKPOINT_OPTIONS, SCRIPT_OPTIONS, SwiftConfig
 from shared_core.consistency import Top
 from shared_core.errors import ConfigError, Unsupported
-from shared_core.events import EventLog, console
+from shared_core.events import EventLog
 from shared_core.recovery.attached import Attached
 from shared_core.recovery.beginning import Beginning
 from shared_core.recovery.board import LOOSE, Board, Orders, Tally
@@ -46,6 +46,7 @@ from shared_core.recovery.loose import Loose
 from shared_core.recovery.news import Listener, News
 from shared_core.recovery.parts import Capture, Parts, Restore
 from shared_core.recovery.passes import Passes
+from shared_core.recovery.patience import Patience
 from shared_core.recovery.replays import Replays
 from shared_core.recovery.replicas import Replicas
 from shared_core.recovery.state import Replicated
@@ -104,7 +105,7 @@ class Job:
         self.reachable, self.alike = True, False
         self.resized = self.added = self.rejoined = False
         self._entry = -1
-        self._events = EventLog(env.events)
+        self._events = EventLog(env.events, env.run)
         self._board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env))
         self._progress = worker.ProgressFile()
         self._updates = Updates(env.config.preimages)
@@ -121,6 +122,7 @@ class Job:
         self._recovery = Recovery(env, self._runtime, self._board, self._events, self._donor)
         self._lanes = Lanes(self._recovery)
         self._replicas = Replicas(env, self._recovery, self._updates)
+        self._patience = Patience(env, self._recovery, self._events)
         self._parts = Parts()
         self._buckets = Buckets(self._runtime, self._record_buckets)
         self._deferred = 0
@@ -135,7 +137,14 @@ class Job:
             lambda: self.joining,
             lambda: self.tops,
         )
-        self._news = News(self._events, self._runtime, self._updates, lambda: self._checkpoints.rolled_back())
+        self._news = News(
+            env,
+            self._events,
+            self._runtime,
+            self._updates,
+            rolled_back=lambda: self._checkpoints.rolled_back(),
+            report=self._recovery.report,
+        )
         self._begin()
         self._logs = Logs(env, self._runtime, lambda: self._checkpoints.newest_top, self._recovery.fall_back)
         self.replays = Replays(self._recovery, self._logs)
@@ -561,10 +570,8 @@ class Job:
     def lane(self) -> Lane:
         """Connect the ranks that are present; returns when all of them have called this. See :class:`Lane`.
 
-        A worker that uses lanes does all communication of its training steps over them. Ask again when one breaks.
-
-        Raises:
-            WaitTimeout: if a rank does not come in ``wait_timeout_s``.
+        A worker that uses lanes does all communication of its training steps over them. Ask again when one breaks. If a
+        rank does not come in the time-out of the process group, the job ends.
         """
         return self._lanes.lane()
 
@@ -574,10 +581,8 @@ class Job:
         Ask on one rank, right after :meth:`batch_top`, and tell the others: they may see it later.
 
         Args:
-            wait: block until they do, or another rank is lost; otherwise this returns at once.
-
-        Raises:
-            WaitTimeout: if they do not come in ``rejoin_after_s`` and ``wait_timeout_s``.
+            wait: block until they do, or another rank is lost; otherwise this returns at once. If they do not come in
+                ``rejoin_after_s`` and ``wait_timeout_s``, the job ends.
         """
         return self._lanes.knocking(self._entry, wait=wait)
 
@@ -650,11 +655,11 @@ class Job:
 
     def _first_group(self) -> None:
         recovery = self._recovery
+        self._patience.begin()
         self._beginning.prepare()
         if self._runtime.starting:
             return
         if recovery.newcomer:
-            console(f"rank {self.rank}: newcomer {self.incarnation} takes over from the beginning")
             self._updates.begin_install()
             self._updates.load(0, None, ())
         inject.point("startup")
@@ -677,7 +682,7 @@ class Job:
         self._take_place(place)
         self.resized = self.added = False
         self.rejoined = let_in
-        self._beginning.reached(place)
+        self._news.began(place.top.index, self._beginning.reached(place))
         if let_in or received is None:
             # Where a checkpoint is there already, or others make none, none is made.
             self._publish(place.top.kind, save=not (let_in or place.tier))

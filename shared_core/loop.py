@@ -6,9 +6,10 @@ first batch that the newcomer asks a training loader for is the predecessor's: t
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,61 +21,14 @@ from shared_core.cluster.handover import warn_plain_torchrun_once, warn_srun_onc
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.job import Job, current_job
-from shared_core.loaders import read_random, wrap_loader, write_random
-from shared_core.loaders.resumable import Position, of_a_peer
+from shared_core.loaders import Loaders, TrackedLoader, read_random, write_random
+from shared_core.recovery.plain import dumps, loads
 from shared_core.recovery.values import NotPlain, assign, decode, encode, holds_weights
 from shared_core.sharing import SharedStep, Sharing, shared_steps
 
+#: Passes of an epoch that a newcomer may skip with the random generators that its predecessor had after each.
+_ANCHORS = 8
 _PLACE, _LOADERS, _VALUES = "loop.place", "loop.loaders", "loop.values"
-
-
-class TrackedLoader:
-    """A loader whose place in the data is published at batch tops.
-
-    Attributes:
-        loader: what to iterate in its stead.
-    """
-
-    def __init__(self, loader: Any, job: Job, config: SwiftConfig, ahead: int) -> None:
-        self.loader = wrap_loader(
-            loader,
-            mode=config.data,
-            seed=config.seed,
-            rank=job.rank,
-            ahead=ahead,
-            lazy=job.joining,
-            orders=job.orders,
-            copied=job.reroutes,
-        )
-        self._pending: Mapping[str, Any] | None = None
-        self._job = job
-
-    def capture(self) -> Mapping[str, Any]:
-        """Where it is, or where it will go on when it is next asked for an item, as plain data."""
-        return self.loader.state() if self._pending is None else self._pending
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go there: at once, or, where an iteration was in progress, when it is asked for its first item."""
-        if self._job.reroutes and self._job.added:
-            state = of_a_peer(state)
-        if state["live"]:
-            self._pending = state
-        else:
-            self.loader.restore(state)
-
-    def resume(self, position: Iterator[Any]) -> list[Any]:
-        """Put ``position`` where the predecessor's iteration was, if one was in progress.
-
-        Returns:
-            The items that the predecessor had fetched ahead of their use.
-        """
-        if self._pending is None:
-            return []
-        state, self._pending = self._pending, None
-        random = read_random()  # of the batch top; reading items again draws from the generators
-        self.loader.restore(state, position)
-        write_random(random)
-        return position.last_items if isinstance(position, Position) else []
 
 
 class TrainingLoop:
@@ -84,21 +38,23 @@ class TrainingLoop:
 
     Attributes:
         job: the job of this worker; None without ``swiftrun``.
-        step: batches used so far.
+        total_steps: batches used so far, of all epochs and loops.
         epoch: number of the epoch in progress; None outside :meth:`epochs`.
     """
 
     def __init__(self, job: Job | None) -> None:
         self.job: Job | None = None
-        self.step = 0
+        self.total_steps = 0
         self.epoch: int | None = None
+        #: Odd inside epochs(), even before, between and after its calls.
         self._phase = 0
         self._round = 0
+        self._looked = False
         self._active: Callable[[], Any] = lambda: None
-        self._loaders: weakref.WeakValueDictionary[int, TrackedLoader] = weakref.WeakValueDictionary()
-        self._by_id: dict[int, TrackedLoader] = {}
-        self._unclaimed: dict[int, Mapping[str, Any]] = {}
         self._values: dict[str, Any] = {}
+        self._namespaces: dict[str, SimpleNamespace] = {}
+        #: What the script's own code rests on at the start of the epoch (0) and after each of the last passes in it.
+        self._anchors: dict[int, bytes] = {}
         self._config = SwiftConfig()
         self._modules: list[nn.Module] = []
         self._sharing: Sharing | None = None
@@ -110,60 +66,77 @@ class TrainingLoop:
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
         """Numbers from ``start`` up to ``count``; a newcomer begins with its predecessor's.
 
-        Code between the start of an epoch and its training loader is run by a newcomer before it has its
-        predecessor's state: write no files there.
+        Code between the start of an epoch and its training loader is run by a newcomer with the random generators and
+        registered values that its predecessor had there, but before it has the model's state: write no files there.
 
         Args:
             count: end of the range.
             start: first number.
         """
-        self._phase += 1
+        self._next_phase()
         self.refuse_own_steps()
         target = self._target()
-        if target is not None and target["phase"] > self._phase:
-            return  # the predecessor had finished them
-        first = target["epoch"] if target is not None and target["phase"] == self._phase else start
-        for number in range(first, count):
-            self.epoch, self._round = number, 0
-            yield number
-        self.epoch = None
+        if target is None or target["phase"] == self._phase:
+            first = start if target is None else target["epoch"]
+            self._look_around(sys._getframe())
+            try:
+                for number in range(first, count):
+                    self._begin_epoch(number, target)
+                    target = None
+                    yield number
+            finally:
+                self.epoch = None
+        self._next_phase()
 
     def steps(self, loader: Any) -> Iterator[tuple[int, Any]]:
-        """``(step, batch)`` for each batch of ``loader``; ``step`` counts over all epochs.
+        """``(index, batch)`` for each batch of ``loader``, as ``enumerate(loader)``; see :attr:`total_steps`.
+
+        A loader is known by its place (the n-th ``steps`` of the epoch), so it may be a new object each time. Inside
+        another ``steps`` it is a part of that one's batch.
 
         Args:
-            loader: a ``DataLoader`` or any iterable. Give loaders to :func:`attach` if they are not always first used
-                in the same order.
+            loader: a ``DataLoader``, a progress bar around one, a generator, any iterable.
 
         Without :meth:`epochs`, a worker that is lost after the first pass cannot be replaced; all workers then go back
         to the newest checkpoint.
+
+        Raises:
+            Unsupported: for an iterable whose items cannot be found again.
         """
         if self.job is None:
-            for batch in loader:
-                yield self.step, batch
-                self.step += 1
+            for index, batch in enumerate(loader):
+                yield index, batch
+                self.total_steps += 1
             return
         self.refuse_own_steps()
-        tracked = self._tracked(loader)
-        if self.nested:
-            position = iter(tracked.loader)
-            tracked.resume(position)
-            for batch in position:
-                yield self.step, batch
+        if not self._looked:
+            self._look_around(sys._getframe())
+        outer = not self.nested
+        if outer and not self.begin_round():
             return
-        if not self.begin_round():
-            return
-        position = iter(tracked.loader)
-        self.activate(position)
-        while True:
-            self.batch_top()
-            tracked.resume(position)
-            try:
-                batch = next(position)
-            except StopIteration:
-                return
-            yield self.step, batch
-            self.step += 1
+        begun = self._loaders.begin(loader, self.epoch or 0)
+        if outer:
+            self.activate(begun.position)
+        entered = False
+        try:
+            while True:
+                if not entered and not self.joining:
+                    self._loaders.enter(begun)
+                    entered = True
+                if outer and self.batch_top() and not entered:
+                    self._loaders.enter(begun)
+                    entered = True
+                try:
+                    batch = begun.next()
+                except StopIteration:
+                    return
+                begun.index += 1
+                yield begun.index - 1, batch
+                self.total_steps += 1
+        finally:
+            self._loaders.leave(begun)
+            if outer:
+                self.end_round()
 
     def shared_steps(
         self, loader: Any, epochs: int, *, accumulate: int = 1, modules: Sequence[nn.Module] | None = None
@@ -202,7 +175,7 @@ class TrainingLoop:
         collectives of the script's own, which need all workers.
         """
         if self._sharing is not None:
-            self._sharing.wait_for_all(self.step)
+            self._sharing.wait_for_all(self.total_steps)
 
     def register(self, *objects: Any, **values: Any) -> SimpleNamespace:
         """Have state of the script follow a newcomer: what the loop counts, averages or remembers.
@@ -225,8 +198,12 @@ class TrainingLoop:
                     f"register() got a {type(each).__name__}, which has no state that could be put back: pass it by "
                     "name, as in counters = job.register(total=0.0)"
                 )
-            self._values[f"{len(self._values)} {type(each).__name__}"] = each
-            if self.job is not None and holds_weights(each):
+            name = f"{len(self._values)} {type(each).__name__}"
+            self._values[name] = each
+            weighs = holds_weights(each)
+            if each is namespace and not weighs:
+                self._namespaces[name] = namespace
+            if self.job is not None and weighs:
                 self.job.keep_tops()
         return namespace
 
@@ -241,10 +218,11 @@ class TrainingLoop:
             replays: newcomers run the whole script, and so count and draw all that their predecessors did.
         """
         self.job, self._config = job, config
+        self._loaders = Loaders(job, config)
         if replays:
             return
         job.register(_PLACE, self._capture_place, self._restore_place)
-        job.register(_LOADERS, self._capture_loaders, self._restore_loaders)
+        job.register(_LOADERS, self._loaders.capture, self._loaders.restore)
         job.register(_VALUES, self._capture_values, self._restore_values)
 
     @property
@@ -257,19 +235,14 @@ class TrainingLoop:
         """Whether a training loader is being iterated: others inside it are no batch tops."""
         return self._active() is not None
 
-    def track(self, loader: Any, number: int, ahead: int = 0) -> TrackedLoader:
-        """A tracked loader around ``loader``; it is published for as long as the caller keeps it.
+    def track(self, loader: Any, key: Hashable, ahead: int = 0) -> TrackedLoader:
+        """See :meth:`Loaders.track`."""
+        return self._loaders.track(loader, key, ahead)
 
-        Args:
-            loader: any iterable.
-            number: identifies the loader; equal in a worker and its newcomer.
-            ahead: items that are fetched before they are used.
-        """
-        assert self.job is not None
-        tracked = self._loaders[number] = TrackedLoader(loader, self.job, self._config, ahead)
-        if number in self._unclaimed:
-            tracked.restore(self._unclaimed.pop(number))
-        return tracked
+    def forget(self, key: Hashable) -> None:
+        """See :meth:`Loaders.forget`."""
+        if self.job is not None:
+            self._loaders.forget(key)
 
     def refuse_own_steps(self) -> None:
         """A loop is entered in which each worker computes its own share.
@@ -298,7 +271,17 @@ class TrainingLoop:
                 "script's own epoch loop cannot be entered in the middle: write 'for epoch in job.epochs(n)' (with "
                 "Accelerate: plugin.epochs(n))"
             )
-        return bool((target["phase"], target["round"]) <= (self._phase, self._round))
+        here, there = (self._phase, self._round), (target["phase"], target["round"])
+        if here < there:
+            self._to_anchor(target["anchors"].get(self._round))
+        return bool(there <= here)
+
+    def end_round(self) -> None:
+        """The training loader of this round was left."""
+        if self.epoch is not None and not self.joining and not sys.is_finalizing():
+            self._anchors[self._round] = self._anchor()
+            if self._round > _ANCHORS:
+                self._anchors.pop(self._round - _ANCHORS, None)
 
     def activate(self, position: Any) -> None:
         """``position`` iterates a training loader; it counts as active for as long as it lives."""
@@ -318,30 +301,53 @@ class TrainingLoop:
         found: dict[str, Any] | None = self.job.peek(_PLACE)
         return found
 
+    def _next_phase(self) -> None:
+        self._phase, self._round, self._looked = self._phase + 1, 0, False
+
+    def _look_around(self, frame: FrameType | None) -> None:
+        if self.job is not None:
+            self._looked = True
+            self._loaders.look_around(frame, self._phase)
+
+    def _begin_epoch(self, number: int, target: Mapping[str, Any] | None) -> None:
+        """Args:
+        number: of the epoch.
+        target: the predecessor's place, if it is in this epoch.
+        """
+        self.epoch, self._round = number, 0
+        if self.job is None:
+            return
+        if target is not None:
+            self._to_anchor(target["anchors"].get(0))
+        else:
+            self._anchors = {0: self._anchor()}
+
+    def _anchor(self) -> bytes:
+        """What the script's code between two passes rests on, besides the model."""
+        values = {name: _capture(name, each) for name, each in self._namespaces.items()}
+        return dumps({"random": read_random(), "values": values, "owned": self._loaders.owned()})
+
+    def _to_anchor(self, anchor: bytes | None) -> None:
+        if anchor is None:
+            return
+        found = loads(anchor)
+        for name, values in found["values"].items():
+            if name in self._namespaces:
+                _restore(self._namespaces[name], values)
+        self._loaders.set_owned(found["owned"])
+        write_random(found["random"])
+
     def _capture_place(self) -> dict[str, Any]:
-        return {"phase": self._phase, "epoch": self.epoch, "round": self._round, "step": self.step}
+        return {
+            "phase": self._phase,
+            "epoch": self.epoch,
+            "round": self._round,
+            "steps": self.total_steps,
+            "anchors": self._anchors,
+        }
 
     def _restore_place(self, place: Mapping[str, Any]) -> None:
-        self.step = place["step"]
-
-    def _tracked(self, loader: Any) -> TrackedLoader:
-        """The tracked loader of a loader that the script itself iterates, the same each time."""
-        found = self._by_id.get(id(loader))
-        if found is None:
-            found = self._by_id[id(loader)] = self.track(loader, len(self._by_id))
-        return found
-
-    def _capture_loaders(self) -> dict[int, Mapping[str, Any]]:
-        return {number: tracked.capture() for number, tracked in self._loaders.items()}
-
-    def _restore_loaders(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        self._unclaimed = {}
-        for number, state in states.items():
-            tracked = self._loaders.get(number)
-            if tracked is not None:
-                tracked.restore(state)
-            else:
-                self._unclaimed[number] = state
+        self.total_steps, self._anchors = place["steps"], dict(place["anchors"])
 
     def _capture_values(self) -> dict[str, Any]:
         return {name: _capture(name, each) for name, each in self._values.items()}
@@ -404,7 +410,7 @@ def attach(*objects: Any) -> TrainingLoop:
             continue
         if isinstance(each, torch.utils.data.DataLoader):
             if job is not None:
-                loop._tracked(each)
+                loop._loaders.attach(each)
         else:
             loop.register(each)
     return loop

@@ -200,14 +200,14 @@ def shared_steps(sharing: Sharing, epochs: int, position: Any, top: Callable[[],
     Args:
         sharing: computes them.
         epochs: how many.
-        position: its attribute ``step`` is the number of the next step; it is restored in a newcomer.
+        position: its attribute ``total_steps`` is the number of the next step; it is restored in a newcomer.
         top: marks the batch tops; a newcomer takes its predecessor's place in one.
     """
     while True:
         sharing.clear()
         top()
-        step = sharing.step(position.step)
-        if position.step >= epochs * sharing.per_epoch:
+        step = sharing.step(position.total_steps)
+        if position.total_steps >= epochs * sharing.per_epoch:
             return
         yield step
-        position.step += 1
+        position.total_steps += 1

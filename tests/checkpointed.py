@@ -13,7 +13,7 @@ from typing import Any
 
 from harness import SCRIPTS, Jobs
 
-from shared_core.checkpoint import store
+from shared_core.checkpoint import lineage
 from shared_core.checkpoint.spool import FOLDER, Spool
 from shared_core.cluster import jobdir, worker
 from shared_core.events import read_events
@@ -178,9 +178,15 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def saved(folder: Path) -> list[lineage.Saved]:
+    """Committed checkpoints in a folder, the oldest run first."""
+    found = lineage.contents(folder).saved
+    return sorted(found, key=lambda each: (lineage.age_key(each.run), each.step))
+
+
 def committed(folder: Path, world_size: int = 2) -> list[int]:
     """Batch tops of the checkpoints in a folder, oldest first."""
-    return [each.step for each in store.committed(folder, world_size)]
+    return [each.step for each in saved(folder) if each.checkpoint.meta["world_size"] == world_size]
 
 
 def went_on_from(result: JobResult) -> set[int]:

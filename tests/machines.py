@@ -8,7 +8,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +30,6 @@ def alive(one: dict[str, Any]) -> bool:
     with contextlib.suppress(OSError):
         return start_time(one["pid"]) == one["start"] and state_of(one["pid"]) != "Z"
     return False
-
-
-@contextlib.contextmanager
-def etcd(on: Machine, folder: Path) -> Iterator[str]:
-    """Debian's etcd with its old interface, which torchelastic speaks, on a machine; gives its endpoint."""
-    client, peer = f"http://{on.address}:2379", f"http://{on.address}:2380"
-    process = on.popen(
-        *("etcd", "--enable-v2", "--data-dir", str(folder / "etcd"), "--unsafe-no-fsync"),
-        *("--listen-client-urls", client, "--advertise-client-urls", client),
-        *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"),
-        output=folder / "etcd.txt",
-    )
-    try:
-        deadline = time.monotonic() + 10.0
-        while "ready to serve client requests" not in (folder / "etcd.txt").read_text():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"etcd does not start: {(folder / 'etcd.txt').read_text()[-2000:]}")
-            time.sleep(0.02)
-        yield f"{on.address}:2379"
-    finally:
-        process.kill()
-        process.wait()
 
 
 class Cluster:

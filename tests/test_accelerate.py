@@ -26,6 +26,15 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "dispatch_split": (["--dispatch", "--split-batches"], [Fault(0, 22, "bucket", "SIGKILL")]),
     "average": (["--average"], [Fault(0, 4, "update.after", "SIGKILL"), Fault(1, 14, "forward", "SIGKILL")]),
     "average_evaluation": (["--average"], [Fault(1, 10, "collective.before", "SIGKILL", nth=7)]),
+    "prepared_in_each_epoch": (
+        ["--prepare-inside", "--epochs", "3"],
+        [
+            Fault(1, 4, "bucket", "SIGKILL"),
+            Fault(0, 16, "bucket", "SIGKILL"),
+            Fault(1, 25, "forward", "SIGKILL", incarnation=1),
+        ],
+    ),
+    "prepared_and_dispatched": (["--prepare-inside", "--dispatch"], [Fault(0, 14, "bucket", "SIGKILL")]),
     "seedable_sampler": (["--seedable"], [Fault(0, 15, "bucket", "SIGKILL")]),
 }
 
@@ -42,6 +51,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
         "dispatch_split",
         "workers",
         "seedable_sampler",
+        "prepared_and_dispatched",
         "dispatch_batches",
         "average_evaluation",
     ),
@@ -82,17 +92,6 @@ def test_a_language_model_its_trackers_and_checkpoints(name: str, jobs: Jobs) ->
     weights = "project/checkpoints/{}/model.safetensors"
     for name in kept:
         assert (result.out / weights.format(name)).read_bytes() == (reference.out / weights.format(name)).read_bytes()
-
-
-@pytest.mark.nightly
-def test_tensorboard_has_every_step_once(jobs: Jobs) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    result = jobs.check("acc_text.py", faults=[Fault(0, 9, "bucket", "SIGKILL")], args=["--tensorboard"])
-    [folder] = {path.parent for path in result.out.rglob("events.out.tfevents*") if path.parent.name == "text"}
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    assert [event.step for event in events.Scalars("loss")] == list(range(1, 17))
 
 
 #: On two ranks an epoch has nine micro-batches.

@@ -232,4 +232,4 @@ def test_ways_in(way: str, tmp_path: Path) -> None:
         "rank 0 of 2: recovery True",
         "rank 1 of 2: recovery True",
     ], result.stderr
-    assert "done; 1 worker(s) were lost" in result.stderr
+    assert "; 1 worker was lost" in result.stderr

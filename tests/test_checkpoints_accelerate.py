@@ -12,12 +12,21 @@ from harness import Jobs, most
 from shared_core.testing.runner import compare
 
 
-def go_on(jobs: Jobs, folder: Path, script: str, args: Sequence[str], stop: int, newest: int) -> None:
-    """Kill the job as it stands at a batch with a committed checkpoint, and start the same command again."""
+def go_on(
+    jobs: Jobs, folder: Path, script: str, args: Sequence[str], stop: int, newest: int, between: Sequence[str] = ()
+) -> None:
+    """Kill the job as it stands at a batch with a committed checkpoint, and start the same command again; another one,
+    with the arguments ``between``, comes to its end before that.
+    """
     with running(jobs, script, args, env={"STOP_AT": str(stop)}) as job:
         job.until(lambda: job.tops() > stop and newest in committed(folder))
         job.kill()
         job.end()
+    if between:
+        with running(jobs, script, between) as job:
+            other = finished(job)
+        assert other.stderr.count(f"{folder} holds step {newest} of another command") == 1, other.tail()
+        assert not went_on_from(other)
     with running(jobs, script, args) as job:
         result = finished(job)
     assert went_on_from(result) == {newest}, result.tail()
@@ -34,6 +43,12 @@ def test_a_loop_of_accelerate(jobs: Jobs, tmp_path: Path, where: str) -> None:
     every = EVERY[where]
     args = [f"--checkpoints={tmp_path}", f"--every={every}"]
     go_on(jobs, tmp_path, "acc.py", args, 15, 15 // every * every)
+
+
+@pytest.mark.nightly
+def test_another_command_in_the_same_folder_touches_nothing(jobs: Jobs, tmp_path: Path) -> None:
+    args, other = ([f"--checkpoints={tmp_path}", f"--every={every}"] for every in (6, 12))
+    go_on(jobs, tmp_path, "acc.py", args, 15, 12, between=other)
 
 
 def test_the_trainer_of_transformers(jobs: Jobs, tmp_path: Path) -> None:

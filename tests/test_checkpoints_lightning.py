@@ -19,13 +19,31 @@ def reference(jobs: Jobs, folder: Path, *args: str) -> JobResult:
     return jobs.run(SCRIPT, args=[f"--files={folder / 'stock'}", *args], launcher="plain")
 
 
-def killed_and_gone_on(jobs: Jobs, folder: Path, args: Sequence[str], stop: int, newest: int) -> JobResult:
-    """Kill the job as it stands at a batch with a committed checkpoint, and start the same command again."""
+def killed_and_gone_on(
+    jobs: Jobs, folder: Path, args: Sequence[str], stop: int, newest: int, between: Sequence[str] = ()
+) -> JobResult:
+    """Kill the job as it stands at a batch with a committed checkpoint, and start the same command again.
+
+    Args:
+        jobs: starts them.
+        folder: for all files.
+        args: of the script.
+        stop: the batch.
+        newest: batch top of the checkpoint.
+        between: arguments of another command, which comes to its end before that, with checkpoints in the same folder.
+    """
     full = [f"--files={folder / 'files'}", f"--checkpoints={folder / 'ours'}", *args]
     with running(jobs, SCRIPT, full, env={"STOP_AT": str(stop)}) as job:
         job.until(lambda: job.tops() > stop and newest in committed(folder / "ours"))
         job.kill()
         job.end()
+    if between:
+        others = [f"--files={folder / 'others'}", f"--checkpoints={folder / 'ours'}", *between]
+        with running(jobs, SCRIPT, others) as job:
+            other = finished(job)
+        said = [line for line in other.stderr.splitlines() if f"holds step {newest} of another command" in line]
+        assert len(said) == 1 and said[0].endswith("begins anew; --resume-from adopts it"), other.tail()
+        assert not went_on_from(other)
     with running(jobs, SCRIPT, full) as job:
         result = finished(job)
     assert went_on_from(result) == {newest}, result.tail()
@@ -47,6 +65,12 @@ def test_the_same_command_goes_on(jobs: Jobs, tmp_path: Path, where: str) -> Non
     stock = reference(jobs, tmp_path)
     assert result.reports[0]["extra"]["files"] == stock.reports[0]["extra"]["files"]
     compare(result, stock)
+
+
+@pytest.mark.nightly
+def test_another_command_in_the_same_folder_touches_nothing(jobs: Jobs, tmp_path: Path) -> None:
+    result = killed_and_gone_on(jobs, tmp_path, ["--every=7"], 33, 28, between=["--every=14"])
+    compare(result, reference(jobs, tmp_path))
 
 
 @pytest.mark.nightly

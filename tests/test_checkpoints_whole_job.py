@@ -11,7 +11,8 @@ import pytest
 from checkpointed import Running, committed, finished, options, running, went_on_from
 from harness import Jobs
 
-from shared_core.testing.runner import compare
+from shared_core.cluster.last_checkpoint import ENDING
+from shared_core.testing.runner import JobResult, compare
 
 SCRIPT, ARGS = "plain_ddp.py", ["--norm", "--steps", "240"]
 LONG = ["--norm", "--steps", "400"]
@@ -41,7 +42,7 @@ def kill_and_go_on(jobs: Jobs, folder: Path, seed: int) -> None:
     assert min(ran) == max(passed - 1, 0), (passed, min(ran))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_killed_at_a_random_moment_it_goes_on_where_it_was(jobs: Jobs, tmp_path: Path, seed: int) -> None:
     kill_and_go_on(jobs, tmp_path / "checkpoints", seed)
 
@@ -101,14 +102,66 @@ def test_told_to_end_nothing_is_lost(jobs: Jobs, tmp_path: Path, number: int, to
         reached = _tops_until_the_end(job)
         result = job.end(12.0)
     assert result.status == 1, result.tail()
-    assert "nothing is lost" in result.stderr, result.tail()
     assert not result.kinds("lost"), result.tail()
     newest = committed(tmp_path)[-1]
+    assert verdicts(result) == [
+        f"the last checkpoint is committed, at batch top {newest}: nothing is lost; the next start of "
+        f"'plain_ddp.py --norm --steps 400' goes on from step {newest}"
+    ], result.tail()
     assert newest == reached, "batches were run that are in no checkpoint"
     with running(jobs, SCRIPT, LONG, env=env, launcher_args=[*RESTART, grace]) as job:
         again = finished(job)
     compare(again, jobs.reference(SCRIPT, args=LONG))
     assert went_on_from(again) == {newest}, again.tail()
+
+
+def verdicts(result: JobResult) -> list[str]:
+    """What is said of the last checkpoint, once it is known."""
+    lines = [line.removeprefix("[swift] ") for line in result.stderr.splitlines()]
+    words = ("last checkpoint", "nothing had to be written", "committed", "not written")
+    return [line for line in lines if any(word in line for word in words) and not line.startswith("received")]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("again", [False, True], ids=["the grace runs out", "told twice"])
+def test_told_to_end_while_storage_is_slow(jobs: Jobs, tmp_path: Path, again: bool) -> None:
+    """The writer stands still, so the last checkpoint is not written: the one line says so, and what a start does."""
+    env, args = options(tmp_path, every=10), [*RESTART, "--shutdown-timeout=3"]
+    with running(jobs, SCRIPT, LONG, env=env, launcher_args=args) as job:
+        job.until(lambda: len(committed(tmp_path)) > 1)
+        spool = job.spool
+        assert spool is not None
+        os.kill(spool.status().pid, signal.SIGSTOP)
+        reached = job.tops()
+        os.kill(job.pid, signal.SIGTERM)
+        if again:
+            job.until(lambda: (job.folder or tmp_path).joinpath(ENDING).exists())
+            os.kill(job.pid, signal.SIGTERM)
+        result = job.end(20.0)
+    newest = committed(tmp_path)[-1]
+    (said,) = verdicts(result)
+    top = int(said.removeprefix("the last checkpoint, at batch top ").split(",")[0])
+    assert top >= reached and newest < top, result.tail()
+    following = f"the next start of 'plain_ddp.py --norm --steps 400' goes on from step {newest}"
+    assert said.endswith(f"was not written in time; {following}"), result.tail()
+    with running(jobs, SCRIPT, LONG, env=env, launcher_args=args) as job:
+        result = finished(job)
+    compare(result, jobs.reference(SCRIPT, args=LONG))
+    assert went_on_from(result) == {newest}, result.tail()
+
+
+@pytest.mark.nightly
+def test_told_to_end_before_a_batch_was_begun(jobs: Jobs, tmp_path: Path) -> None:
+    with running(jobs, SCRIPT, LONG, env=options(tmp_path), launcher_args=[*RESTART, "--shutdown-timeout=30"]) as job:
+        job.until(lambda: job.folder is not None)
+        assert not job.tops()
+        os.kill(job.pid, signal.SIGTERM)
+        result = job.end(15.0)
+    assert result.status == 1 and result.duration_s < 20.0, result.tail()
+    assert verdicts(result) == [
+        "nothing had to be written: no batch was begun since the start; the next start of "
+        "'plain_ddp.py --norm --steps 400' begins anew: there is no checkpoint of it"
+    ], result.tail()
 
 
 def _tops_until_the_end(job: Running) -> int:

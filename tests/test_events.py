@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shared_core.cli import swiftctl
-from shared_core.events import Event, EventLog, read_events
+from shared_core.events import Event, EventLog, by_run, read_events
 from shared_core.report.timeline import Recovery, format_recoveries, format_timeline, recoveries
 
 START = 1000.0
@@ -65,6 +66,14 @@ def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
 
 def test_without_a_path_nothing_is_written() -> None:
     assert EventLog(None).emit("start").kind == "start"
+
+
+def test_every_event_of_a_log_has_the_id_of_its_run(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", "abc")
+    assert log.emit("start").run == "abc"
+    assert [event.run for event in read_events(tmp_path / "events.jsonl")] == ["abc"]
+    (tmp_path / "old.jsonl").write_text('{"kind":"end","time":1.5,"rank":-1,"generation":0,"fields":{}}\n')
+    assert list(read_events(tmp_path / "old.jsonl")) == [Event("end", 1.5)]
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
@@ -141,9 +150,24 @@ def test_several_losses_in_one_generation_and_repeated_ranks() -> None:
 
 
 def test_generations_of_a_restarted_job_are_kept_apart() -> None:
-    found = recoveries([*one_loss(1), at(8, "restart", reason="nobody can serve rank 2"), *one_loss(1, when=9.0)])
-    assert [(one.attempt, one.generation) for one in found] == [(0, 1), (1, 1)]
-    assert found[0].longest_stall_s == found[1].longest_stall_s == 0.43
+    restart = at(8, "restart", generation=1, reason="nobody can serve rank 2")
+    found = recoveries([*one_loss(1), restart, at(8.9, "resumed", 0, stall_s=0.9), *one_loss(1, when=9.0)])
+    assert [(one.attempt, one.generation, one.answer) for one in found] == [
+        (0, 1, "replace"),
+        (0, 1, "restart"),
+        (1, 1, "replace"),
+    ]
+    assert [one.longest_stall_s for one in found] == [0.43, 0.9, 0.43]
+
+
+def test_a_restart_answers_the_losses_that_nothing_else_has_answered() -> None:
+    lost = [at(5, "lost", rank, cause="killed by SIGKILL", detected=START + 4.9) for rank in (0, 1)]
+    after = [at(5, "restart"), at(8, "start"), at(8.3, "resumed", 0, stall_s=3.4, recomputed_steps=7)]
+    (one,) = recoveries([*lost, *after])
+    assert (one.lost, one.answer, one.detected) == ([0, 1], "restart", START + 4.9)
+    assert one.longest_stall_s == 3.4 and one.recomputed_steps == 7
+    (torn,) = recoveries([*lost, at(5, "generation", generation=1, lost=[0, 1]), at(6, "restart", generation=1)])
+    assert (torn.lost, torn.answer, torn.complete) == ([0, 1], "restart", False)
 
 
 def test_generations_before_and_after_a_resize_are_kept_apart() -> None:
@@ -157,13 +181,22 @@ def test_generations_before_and_after_a_resize_are_kept_apart() -> None:
     # Nobody goes on in the generation in which the workers hand over, and the next attempt does not take it over.
     assert not found[0].complete and found[0].superseded_by is None and found[0].survivor_ready_s == {}
     assert found[1].longest_stall_s == 0.43
+    # The first of the new workers says when it trains.
+    resumed = at(5.4, "resumed", 0, stall_s=0.4, recomputed_steps=1)
+    shrunk, _ = recoveries([*cut, resize, resumed, *one_loss(1, when=9.0)])
+    assert shrunk.answer == "3 to 2" and shrunk.longest_stall_s == 0.4 and shrunk.recomputed_steps == 1
+    assert "400 ms" in format_recoveries([shrunk], START)
     assert "workers 2, before 3, top 17" in format_timeline([resize])
     assert "\x1b[33mresize" in format_timeline([resize], color=True)
 
 
-def test_growing_is_no_recovery() -> None:
+def test_growing_has_a_row_of_its_own() -> None:
     grows = at(1, "generation", generation=1, lost=[], stay=[0, 1])
-    assert recoveries([grows]) == []
+    assert recoveries([grows]) == []  # it was not carried out
+    resize = at(1.1, "resize", generation=1, workers=3, before=2, top=20, stay=[0, 1])
+    (one,) = recoveries([grows, resize, at(1.6, "start"), at(1.7, "resumed", 0, stall_s=0.6)])
+    assert (one.lost, one.answer, one.longest_stall_s) == ([], "2 to 3", 0.6)
+    assert "2 to 3" in format_recoveries([one], START)
     assert "ranks 0, 1 hand on to another number of workers" in format_timeline([grows])
 
 
@@ -225,6 +258,49 @@ def test_swiftctl_events_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert swiftctl.main(["events", "--json", str(path)]) == 0
     (one,) = json.loads(capsys.readouterr().out)
     assert one["generation"] == 1 and one["bytes_moved"] == 2_500_000
+
+
+def test_two_jobs_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has a rank 2 that is lost in generation 1, and they write in turns."""
+    path = tmp_path / "events.jsonl"
+
+    def job(when: float, run: str) -> list[Event]:
+        events = [at(when, "start"), *one_loss(when=when + 5), at(when + 9, "end")]
+        return [replace(event, run=run) for event in events]
+
+    old, first, later = job(-600, ""), job(0, "abcabcabcabc"), job(60, "beefbeefbeef")
+    write(path, [*old, *(event for pair in zip(first, later, strict=True) for event in pair)])
+    assert list(by_run(read_events(path))) == ["", "abcabcabcabc", "beefbeefbeef"]
+
+    def shown(*options: str) -> list[str]:
+        assert swiftctl.main(["events", str(path), *options]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    lines = shown()
+    assert len(lines) == len(later) + 6 and lines[-3].count("430 ms") == 1 and "312 ms" in lines[-3]
+    assert lines[-1].startswith("run beefbeefbeef; the file holds 2 other runs: abcabcabcabc (")
+    assert ", none (" in lines[-1]
+    assert shown("--run", "abc")[:-1] == lines[:-1], "the same, a minute before"
+    assert shown("--run", "none")[-1].startswith("run none; the file holds 2 other runs: beefbeefbeef (")
+    for wanted, said in (("xyz", "--run xyz is none of the file's runs"), ("", "--run  is several")):
+        assert swiftctl.main(["events", str(path), "--run", wanted]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_torn_lines_leave_the_rest_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = [event.to_json() + "\n" for event in one_loss()]
+    lines[0] = lines[0][:30] + lines[0]  # a writer was killed, and another went on in its line
+    lines[3] = "\x00\x00\xff[1]\n"
+    path.write_bytes("".join(lines).encode("latin-1") + b'{"kind":"resumed","ti')
+    torn: list[str] = []
+    assert [event.kind for event in read_events(path, torn)] == [
+        event.kind for n, event in enumerate(one_loss()) if n != 3
+    ]
+    assert len(torn) == 3
+    assert swiftctl.main(["events", str(path)]) == 0
+    said = capsys.readouterr()
+    assert f"3 lines of {path} cannot be read in full" in said.err and "430 ms" in said.out
 
 
 @pytest.mark.parametrize("content", [None, "not json\n", "[1]\n", '{"time": 3}\n'])

@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
-
 import pytest
 from harness import Jobs
+from trackers import csv_file, of_tensorboard
 
 from shared_core.testing import Fault
-from shared_core.testing.runner import JobResult
 
 ARGS = ["--feature", "loggers"]
-
-
-def _rows(result: JobResult) -> list[dict[str, str]]:
-    """Rows of the only ``metrics.csv``, without empty cells and the product's own columns."""
-    folders = sorted(path.name for path in (result.out / "csv").iterdir())
-    assert folders == ["version_0"], folders
-    with open(result.out / "csv" / "version_0" / "metrics.csv", newline="") as file:
-        rows = [{k: v for k, v in row.items() if v and not k.startswith("swift")} for row in csv.DictReader(file)]
-    return [row for row in rows if row.keys() - {"step", "epoch"}]
-
-
-def _scalars(result: JobResult) -> dict[str, list[tuple[int, float]]]:
-    """Step and value of every scalar in the only TensorBoard folder, the product's own left out."""
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-    from tensorboard.util.tensor_util import make_ndarray
-
-    folders = sorted(path.name for path in (result.out / "board").iterdir())
-    assert folders == ["version_0"], folders
-    scalars: dict[str, list[tuple[int, float]]] = {}
-    for path in sorted(Path(result.out, "board", "version_0").glob("events.out.tfevents.*")):
-        for event in EventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                if not value.tag.startswith(("swift", "hp_metric")):
-                    scalars.setdefault(value.tag, []).append((event.step, make_ndarray(value.tensor).item()))
-    return scalars
 
 
 @pytest.mark.parametrize(
@@ -52,8 +24,16 @@ def _scalars(result: JobResult) -> dict[str, list[tuple[int, float]]]:
 def test_logs_and_checkpoints_are_those_of_the_run_without_a_loss(fault: Fault, jobs: Jobs) -> None:
     reference = jobs.reference("lit.py", args=ARGS)
     result = jobs.check("lit.py", faults=[fault], args=ARGS)
-    assert _rows(result) == _rows(reference)
-    assert _scalars(result) == _scalars(reference)
+    assert csv_file(result).read_text() == csv_file(reference).read_text()
+    assert of_tensorboard(result.out / "board") == of_tensorboard(reference.out / "board")
     files = [sorted(str(p.relative_to(job.out)) for p in job.out.rglob("*.ckpt")) for job in (result, reference)]
     assert files[0] == files[1]
     assert result.reports[0]["extra"]["checkpoints"] == reference.reports[0]["extra"]["checkpoints"]
+
+
+@pytest.mark.nightly
+def test_recoveries_are_logged_where_that_is_asked_for(jobs: Jobs) -> None:
+    asked = {"SWIFT_RECOVERY_LOG_RECOVERIES": "1"}
+    result = jobs.check("lit.py", faults=[Fault(1, 9, "bucket", "SIGKILL")], args=ARGS, env=asked)
+    assert {"swift/generation", "swift/stall_s"} <= set(csv_file(result).read_text().splitlines()[0].split(","))
+    assert [step for step, _ in of_tensorboard(result.out / "board")["swift/stall_s"]] == [9]

@@ -6,15 +6,15 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from etcd_server import Etcd, needs_etcd
 from harness import SCRIPTS, Jobs
-from machines import Cluster, alive, etcd
+from machines import Cluster, alive
 
 from shared_core.checkpoint.spool import FOLDER, Spool
 from shared_core.testing import Fault
@@ -45,6 +45,7 @@ class Site:
         result, statuses = cluster.finish()
         compare(result, self._jobs.reference(SCRIPT, nproc=ranks, args=args))
         check_clean(result)
+        assert len({event.run for event in result.events}) == 1, "all machines and attempts are one run"
         return result, statuses
 
     def spare(self, cluster: Cluster) -> int:
@@ -116,8 +117,7 @@ def test_without_a_spare_machine_the_job_waits_for_one_that_comes_back(site: Sit
     cluster = site.start(site.machines[:2], LONG)
     cluster.until(lambda: cluster.tops(2) >= 10)
     site.machines[1].cut()
-    cluster.until(lambda: "places: " in cluster.said(0))
-    assert "None" in cluster.said(0)
+    cluster.until(lambda: "is lost, and no spare one is there" in cluster.said(0))
     site.machines[1].heal()
     result, statuses = site.check(cluster, LONG)
     assert statuses == [0, 0]
@@ -132,7 +132,7 @@ def test_a_frozen_agent_loses_its_place(site: Site) -> None:
     spare = site.spare(cluster)
     frozen, workers = 3 - spare, cluster.workers(2, 3)
     os.kill(cluster.pids[frozen], signal.SIGSTOP)
-    cluster.until(lambda: "takes place 1" in cluster.said(spare))
+    cluster.until(lambda: "takes over ranks 2 and 3" in cluster.said(spare))
     cluster.until(lambda: not any(map(alive, workers)))
     os.kill(cluster.pids[frozen], signal.SIGCONT)
     result, statuses = site.check(cluster, LONG)
@@ -197,15 +197,15 @@ def test_two_machines_at_once(jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian's etcd-server)")
+@needs_etcd
 def test_checkpoints_come_from_one_side_only(jobs: Jobs, tmp_path: Path) -> None:
     """The machine of rank 0 is cut off. The others go on from its last checkpoint, and none is written twice."""
     kept = tmp_path / "kept"
     each = {"checkpoint_every_steps": 5, "checkpoint_dir": str(kept), "checkpoint_async": False}
     (tmp_path / "swift.json").write_text(json.dumps(each))
     options = [f"--swift-config={tmp_path / 'swift.json'}"]
-    with machines(4) as four, etcd(four[3], tmp_path) as endpoint, contextlib.closing(Site(jobs, four)) as site:
-        cluster = site.start(four[:3], LONG, endpoint=endpoint, backend="etcd-v2", options=options)
+    with machines(4) as four, Etcd(tmp_path, on=four[3:]) as one, contextlib.closing(Site(jobs, four)) as site:
+        cluster = site.start(four[:3], LONG, endpoint=one.endpoints, backend="etcd", options=options)
         cluster.until(lambda: cluster.tops(0) >= 20 and cluster.tops(2) >= 20)
         cut, workers = cluster.place_of(0), cluster.workers(0, 1)
         four[cut].cut()
@@ -220,11 +220,11 @@ def test_checkpoints_come_from_one_side_only(jobs: Jobs, tmp_path: Path) -> None
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian's etcd-server)")
-@pytest.mark.parametrize("which", ["store", "other", "store_cut_off"])
+@needs_etcd
+@pytest.mark.parametrize("which", ["store", "other", "store_cut_off", "etcd"])
 def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, jobs: Jobs, tmp_path: Path) -> None:
-    with machines(4) as four, etcd(four[3], tmp_path) as endpoint, contextlib.closing(Site(jobs, four)) as site:
-        cluster = site.start(four[:3], LONG, endpoint=endpoint, backend="etcd-v2")
+    with machines(4) as four, Etcd(tmp_path, on=four[3:]) as one, contextlib.closing(Site(jobs, four)) as site:
+        cluster = site.start(four[:3], LONG, endpoint=one.endpoints, backend="etcd")
         cluster.until(lambda: cluster.tops(0) >= 20 and cluster.tops(2) >= 20)
         lost = cluster.place_of(2 if which == "other" else 0)
         if which == "store_cut_off":
@@ -234,12 +234,51 @@ def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, jobs: Jobs, t
             assert not any(map(alive, workers))
             four[lost].heal()
             cluster.until(lambda: "waits as a spare" in cluster.said(lost))
+        elif which == "etcd":
+            one.members[0].kill()
+            cluster.until(lambda: "its lease in etcd could not be renewed" in cluster.said(lost))
+            one.restart()
         else:
             four[lost].kill()
         result, statuses = site.check(cluster, LONG)
-        assert sorted(statuses) == ([0, 0, 0] if which == "store_cut_off" else [-9, 0, 0])
+        assert sorted(statuses) == ([-9, 0, 0] if which in ("store", "other") else [0, 0, 0])
         restarts = [event.fields["restart"] for event in result.kinds("start")]
         assert max(restarts) == (0 if which == "other" else 1), result.tail()
+
+
+@needs_etcd
+def test_etcd_starts_again_and_a_machine_is_lost(jobs: Jobs, tmp_path: Path) -> None:
+    """Neither ends the job or sends it back."""
+    with machines(4) as four, Etcd(tmp_path, on=four[3:]) as one, contextlib.closing(Site(jobs, four)) as site:
+        cluster = site.start(four[:3], LONG, endpoint=one.endpoints, backend="etcd")
+        cluster.until(lambda: cluster.tops(0) >= 10 and cluster.tops(2) >= 10)
+        one.restart()
+        cluster.until(lambda: cluster.tops(2) >= 30)
+        lost = cluster.place_of(2)
+        four[lost].kill()
+        one.restart()
+        result, statuses = site.check(cluster, LONG)
+        assert sorted(statuses) == [-9, 0, 0] and statuses[lost] == -9
+        assert {event.fields["restart"] for event in result.kinds("start")} == {0}, result.tail()
+
+
+@pytest.mark.nightly
+@needs_etcd
+def test_the_loss_of_etcd_s_machine_is_survived(jobs: Jobs, tmp_path: Path) -> None:
+    """Of any of its three members, one after the other; and then of a machine."""
+    with machines(6) as six, Etcd(tmp_path, on=six[3:]) as three, contextlib.closing(Site(jobs, six)) as site:
+        cluster = site.start(six[:3], LONG, endpoint=three.endpoints, backend="etcd")
+        for place in range(3):
+            cluster.until(lambda place=place: cluster.tops(2) >= 20 * place + 10)  # type: ignore[misc]
+            six[3 + place].kill()
+            cluster.until(lambda place=place: cluster.tops(2) >= 20 * place + 20)  # type: ignore[misc]
+            six[3 + place].heal()
+            three.restart(place)
+        lost = cluster.place_of(2)
+        six[3].kill()
+        six[lost].kill()
+        result, statuses = site.check(cluster, LONG)
+        assert sorted(statuses) == [-9, 0, 0] and not result.kinds("restart"), result.tail()
 
 
 @pytest.mark.nightly
@@ -254,15 +293,15 @@ def test_a_machine_that_was_cut_off_stops_and_comes_back(site: Site) -> None:
     assert len(workers) == 2
     cluster.until(lambda: not any(map(alive, workers)))
     # Fenced before anybody takes it for lost: no other machine has its place yet.
-    assert "takes place" not in cluster.said(spare)
+    assert "takes over" not in cluster.said(spare)
     cluster.until(lambda: "the workers of this machine are stopped" in cluster.said(cut))
-    cluster.until(lambda: "takes place 1" in cluster.said(spare))
+    cluster.until(lambda: "takes over ranks 2 and 3" in cluster.said(spare))
     site.machines[spare].kill()
-    cluster.until(lambda: cluster.said(0).count("places: ") == 2)
+    cluster.until(lambda: cluster.said(0).count(" is lost") == 2)
     site.machines[cut].heal()
     result, statuses = site.check(cluster, LONG)
     assert statuses[spare] == -9 and statuses[0] == statuses[cut] == 0
-    assert "takes place 1" in cluster.said(cut) and not result.kinds("restart"), result.tail()
+    assert "takes over ranks 2 and 3" in cluster.said(cut) and not result.kinds("restart"), result.tail()
 
 
 @pytest.mark.nightly
@@ -287,7 +326,7 @@ def test_two_machines_at_once_again(time: int, jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian's etcd-server)")
+@needs_etcd
 @pytest.mark.parametrize("time", range(5))
 @pytest.mark.parametrize("which", ["store", "other", "store_cut_off"])
 def test_with_etcd_again(which: str, time: int, jobs: Jobs, tmp_path: Path) -> None:
@@ -316,7 +355,7 @@ def test_fewer_machines_go_on_and_more_are_let_in(site: Site) -> None:
     cluster = site.start(site.machines[:2], ["--epochs", "8", "--until", "4"], "resize.py", nnodes="1:2")
     cluster.until(lambda: cluster.tops(2) >= 5)
     site.machines[1].cut()
-    cluster.until(lambda: "2 worker(s) go on from batch top" in cluster.said(0))
+    cluster.until(lambda: "2 workers go on after" in cluster.said(0))
     site.machines[1].heal()
     result = check_exact(cluster, {4})
     assert [event.fields["workers"] for event in result.kinds("resize")] == [2, 4]

@@ -209,7 +209,7 @@ def test_between_two_calls_of_the_trainer_a_lost_worker_is_replaced(jobs: Jobs) 
     """The workers that stay have no batch to go on from, so the agent is told that the number cannot change."""
     result = run(jobs, [], "--devices", "3", "--lost-after", "1", script="lit_resize.py")
     check_exact(result, 3)
-    assert "the number of workers cannot change at this moment" in result.stderr, result.tail()
+    assert "the number of workers cannot change now" in result.stderr, result.tail()
     assert not result.kinds("resize") and result.kinds("newcomer_start"), result.tail()
 
 

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpointed import committed, finished, options, running, went_on_from
+from checkpointed import committed, finished, options, running, saved, went_on_from
 from harness import Jobs, most
 
 from shared_core.checkpoint import image
-from shared_core.checkpoint.store import folder_name
 from shared_core.recovery.lines import NAMES
 from shared_core.testing.digest import digest
 from shared_core.testing.runner import JobResult
@@ -33,7 +32,7 @@ def stop_and_go_on(
         job.until(lambda: at in committed(folder, before))
         job.kill()
         job.end()
-    saved = parameters(folder, at)
+    kept = parameters(folder, at)
     with running(jobs, script, args, env=env, launcher_args=RESTART, nproc=after) as job:
         result = finished(job)
     assert went_on_from(result) == {at}, result.tail()
@@ -42,14 +41,15 @@ def stop_and_go_on(
     assert len({report["digests"]["all"] for report in result.reports.values()}) == 1, result.tail()
     for report in result.reports.values():
         extra = report["extra"]
-        assert extra["first"] == saved, result.tail()
+        assert extra["first"] == kept, result.tail()
         assert extra["exact"] == [True, True] and extra["losses"][-1] < extra["losses"][0], (extra, result.tail())
     return result
 
 
 def parameters(folder: Path, step: int) -> str:
     """Digest of the parameters in a checkpoint."""
-    tensors, metadata = image.load(folder / folder_name(step) / "replicated0.safetensors")
+    found = next(each for each in saved(folder) if each.step == step)
+    tensors, metadata = image.load(found.checkpoint.path / "replicated0.safetensors")
     names = json.loads(metadata[NAMES])
     return digest([tensors[name] for name in names if not name.startswith("optimizer.")])
 

@@ -160,7 +160,7 @@ def test_a_lost_worker_is_replaced(script: str, cluster: Slurm, tmp_path: Path) 
     code, out, err = finish(cluster, job)
     assert code == 0, err
     assert ranks(out) == BOTH, err
-    assert "done; 1 worker(s) were lost" in err
+    assert "; 1 worker was lost" in err
     assert "survivors cannot be kept alive" not in err
 
 
@@ -181,7 +181,7 @@ def test_scancel_ends_all_processes(option: str, cluster: Slurm, tmp_path: Path)
     code, out, err = finish(cluster, job)
     assert code == 1, err
     assert "received SIGTERM: ending all workers" in err
-    assert "newcomer started" not in err and ranks(out) == [], err
+    assert "is back" not in err and ranks(out) == [], err
     assert wait_gone(os.environ[MARK], 5) == [], err
 
 
@@ -263,5 +263,5 @@ def test_the_batch_script_of_the_docs(cluster: Slurm, tmp_path: Path) -> None:
     (log,) = (path.read_text() for path in tmp_path.glob("train-*.log"))
     assert code == 0, f"{out}{err}{log}"
     assert ranks(log) == BOTH
-    assert "done; 1 worker(s) were lost" in log
+    assert "; 1 worker was lost" in log
     assert [path.name for path in tmp_path.glob("events*")] == [f"events-{out.split()[-1]}.jsonl"]

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,11 @@ class Snapshots:
         self.waited_s = 0.0
         self._newest = -1
         self._said: set[str] = set()
+
+    def into(self, folder: str) -> None:
+        """Have the next snapshots written to this folder or URL; nothing changes where they stay in memory."""
+        if self._target is not None and self._target.where != folder:
+            self._target = replace(self._target, where=folder)
 
     def take(
         self,

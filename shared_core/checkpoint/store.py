@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,7 @@ class Checkpoint:
         parts: SHA-256 (hexadecimal) of each part, by name.
         meta: plain data given to :func:`commit`, ``world_size`` among it.
         sizes: of the parts in bytes, as far as known.
+        time: when it was committed, in seconds since the epoch; 0 if the manifest does not say.
     """
 
     storage: Storage
@@ -56,6 +58,7 @@ class Checkpoint:
     parts: Mapping[str, str]
     meta: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    time: float = 0.0
 
     @property
     def folder(self) -> str:
@@ -119,8 +122,9 @@ def commit(
         raise CorruptFile(
             f"checkpoint {storage.root}/{folder} cannot be committed: {', '.join(missing)} was never written"
         )
-    made = Checkpoint(storage, step, dict(parts), dict(meta), dict(sizes or {}))
+    made = Checkpoint(storage, step, dict(parts), dict(meta), dict(sizes or {}), time.time())
     manifest = {"format": FORMAT, "step": step, "parts": made.parts, "meta": made.meta, "sizes": made.sizes}
+    manifest["time"] = made.time
     _write(storage, f"{folder}/{MANIFEST}", _seal(manifest))
     inject.point("checkpoint.committed")
     return made
@@ -307,7 +311,7 @@ def read_mark(dir: Where, step: int, rank: int) -> Mark | None:
 def commit_marked(dir: Where, step: int, world_size: int, meta: Mapping[str, Any]) -> Checkpoint | None:
     """Commit a step if the marks of all ranks are there and of this ``meta``; None if one is missing yet.
 
-    Whoever does it, the manifest is the same.
+    Whoever does it, the manifest is the same, but for its time.
 
     Raises:
         CorruptFile: two ranks have written a part of the same name, or a part is gone.
@@ -345,11 +349,16 @@ def folder_name(step: int) -> str:
     return f"step-{step:010d}"
 
 
+def step_of(folder: str) -> int | None:
+    """Inverse of :func:`folder_name`; None for another name."""
+    match = _FOLDER.fullmatch(folder)
+    return int(match.group(1)) if match else None
+
+
 def steps(dir: Where) -> list[int]:
     """Steps of which there is a folder, complete or not, oldest first."""
-    storage = _open(dir)
-    matches = (_FOLDER.fullmatch(name) for name in storage.names())
-    return sorted(int(match.group(1)) for match in matches if match)
+    found = (step_of(name) for name in _open(dir).names())
+    return sorted(step for step in found if step is not None)
 
 
 def parts_size(storage: Storage, step: int) -> int:
@@ -380,7 +389,8 @@ def load_manifest(dir: Where, step: int) -> Checkpoint:
             raise CorruptFile(f"its format is {manifest['format']}, this version reads {FORMAT}")
         if manifest["step"] != step:
             raise CorruptFile(f"the manifest is of step {manifest['step']}")
-        return Checkpoint(storage, step, manifest["parts"], manifest["meta"], manifest.get("sizes", {}))
+        sizes, when = manifest.get("sizes", {}), float(manifest.get("time", 0.0))
+        return Checkpoint(storage, step, manifest["parts"], manifest["meta"], sizes, when)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptFile("it was never completed (no manifest)") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -27,11 +27,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shared_core.checkpoint import store
+from shared_core.checkpoint import lineage, store
 from shared_core.checkpoint.spool import BELL, Sealed, Spool, Target
 from shared_core.checkpoint.storage import CHUNK, TEMPORARY, Storage, cause_of, open_storage
 from shared_core.errors import CorruptFile, StorageFull, SwiftError
-from shared_core.events import EventLog, console
+from shared_core.events import RUN, EventLog, console
 from shared_core.testing import inject
 
 #: How often other machines' marks and notes are looked for, in seconds: in a folder, and behind a URL.
@@ -114,6 +114,7 @@ class Writer:
         self._open: _Job | None = None
         self._done: set[tuple[int, int]] = set()
         self._retry: tuple[tuple[int, int], float, float] | None = None
+        self._cleared = False  # what ended runs of the same command had left was removed
         self._said: set[str] = set()
         self._warned: set[str] = set()
         self._follows, self._hurry, self._hurries_since = False, False, 0.0
@@ -379,7 +380,11 @@ class Writer:
             extra = {"top": job.step, "version": found.meta.get("version", -1), "seconds": seconds, "bytes": nbytes}
             self._events.emit("checkpoint", rank=0, generation=int(found.meta.get("generation", 0)), **extra)
         with self._reports(job):
-            store.prune(job.storage, max(2, job.target.keep), job.ours)
+            keep = max(2, job.target.keep)
+            store.prune(job.storage, keep, job.ours)
+            if not self._cleared and len(store.committed(job.storage)) >= 2:
+                self._cleared = True
+                lineage.forget_ended(job.target.where, job.meta)
 
     def _over(self, job: _Job) -> None:
         self._open, self._retry = None, None
@@ -505,7 +510,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0  # the job's folder has been removed meanwhile: nobody would ever remove another
     ends = threading.Event()
     threading.Thread(target=_watch, args=(options.grace, ends, spool), name="swift-lifeline", daemon=True).start()
-    writer = Writer(spool, EventLog(options.events))
+    writer = Writer(spool, EventLog(options.events, os.environ.get(RUN, "")))
     with selectors.DefaultSelector() as selector:
         selector.register(bell, selectors.EVENT_READ)
         while True:

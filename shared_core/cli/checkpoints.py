@@ -1,14 +1,20 @@
-"""``swiftctl checkpoints``: what lies in a folder of checkpoints, and from which of them a job would go on."""
+"""``swiftctl checkpoints``: what lies in a folder of checkpoints, and what the next start of each command does."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from shared_core.checkpoint import store
-from shared_core.checkpoint.storage import Storage, open_storage
+from shared_core.checkpoint import lineage, store
+from shared_core.checkpoint.command import Command
+from shared_core.checkpoint.lineage import Contents, Next, Saved
+from shared_core.checkpoint.storage import open_storage
 from shared_core.errors import SwiftError
 from shared_core.report.text import columns, in_bytes
 
@@ -17,66 +23,155 @@ def add_command(commands: Any) -> None:
     """Add it to the subcommands of ``swiftctl``."""
     parser = commands.add_parser(
         "checkpoints",
-        help="list and verify the checkpoints of a job, and say which one a restart would take",
-        description="Print one row for each checkpoint. The exit status is 1 if none can be restarted from.",
+        help="list and verify checkpoints, and say what the next start of each command does",
+        description="Print one row for each checkpoint, then a line for each command: what its next start does. The "
+        "exit status is 1 if none goes on from a checkpoint.",
     )
     parser.add_argument("dir", metavar="DIR", help="checkpoint_dir of the job: a folder or a URL")
-    parser.add_argument("--world-size", type=int, metavar="N", help="only those of a job of N workers")
+    parser.add_argument(
+        "--for",
+        dest="command",
+        metavar="SCRIPT ARG",
+        nargs=argparse.REMAINDER,
+        help="say only what the next start of this command does; comes last",
+    )
+    parser.add_argument("--world-size", type=int, metavar="N", help="only checkpoints of N workers can be gone on with")
     parser.add_argument("--fast", action="store_true", help="do not read the parts to compare their checksums")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.set_defaults(run=_run)
 
 
+@dataclass(frozen=True)
+class _Row:
+    """What lies in the folder of a step.
+
+    Attributes:
+        found: itself.
+        saved: the same where its manifest can be read.
+        run: whose it is.
+        ended: that run has ended well.
+    """
+
+    found: store.Found
+    saved: Saved | None
+    run: str
+    ended: bool
+
+    @property
+    def whole(self) -> bool:
+        return self.found.state in ("valid", "unchecked")
+
+
 def _run(options: argparse.Namespace) -> int:
     try:
-        storage = open_storage(options.dir)
-        found = store.survey(storage, check=not options.fast)
+        contents = lineage.contents(open_storage(options.dir))
+        rows = _rows(options.dir, check=not options.fast, contents=contents)
     except (OSError, SwiftError) as error:
         print(f"swiftctl: cannot read {options.dir}: {error}", file=sys.stderr)
         return 2
-    picked = next((one for one in reversed(found) if _serves(one, options.world_size)), None)
+    following = _following(options, contents, rows)
+    picked = [each.saved for each in following if each.saved is not None]
     if options.json:
-        print(
-            json.dumps({"pick": picked.step if picked else None, "found": [_to_dict(one) for one in found]}, indent=2)
-        )
+        told = {"next": [_next_to_dict(each) for each in following], "pick": picked[-1].step if picked else None}
+        print(json.dumps(told | {"found": [_to_dict(row) for row in rows]}, indent=2))
     else:
-        _print(storage, found, picked, options.fast)
-    return 0 if picked is not None else 1
+        _print(options, contents, rows, following)
+    return 0 if picked else 1
 
 
-def _serves(one: store.Found, world_size: int | None) -> bool:
-    if one.checkpoint is None or one.state not in ("valid", "unchecked"):
-        return False
-    return world_size is None or one.checkpoint.meta.get("world_size") == world_size
-
-
-def _print(storage: Storage, found: list[store.Found], picked: store.Found | None, fast: bool) -> None:
+def _rows(where: str, *, check: bool, contents: Contents) -> list[_Row]:
     rows = []
-    for one in found:
-        meta = one.checkpoint.meta if one.checkpoint is not None else {}
-        words = [meta.get(key, "") for key in ("world_size", "version", "attempt")]
-        mark = "*" if one is picked else ""
-        parts = len(one.checkpoint.parts) if one.checkpoint is not None else ""
-        cells = [mark, one.step, one.state, *words, parts, in_bytes(one.bytes), one.reason]
-        rows.append([str(cell) for cell in cells])
+    for folder in lineage.folders(open_storage(where)):
+        for found in store.survey(folder.storage, check=check):
+            saved = Saved(found.checkpoint) if found.checkpoint is not None else None
+            run = saved.run if saved is not None else folder.run
+            ended = run in contents.ended_of(saved.command.key if saved is not None else folder.command)
+            rows.append(_Row(found, saved, run, ended))
+    return sorted(rows, key=lambda row: (lineage.age_key(row.run), row.run, row.found.step))
+
+
+def _following(options: argparse.Namespace, contents: Contents, rows: Sequence[_Row]) -> list[Next]:
+    """What the next start of each command does, or of the one that was named."""
+    whole = [row.saved for row in rows if row.whole]
+
+    def fits(each: Saved) -> bool:
+        return each in whole and options.world_size in (None, each.checkpoint.meta.get("world_size"))
+
+    commands = contents.commands()
+    if options.command:
+        named = _named(options.command)
+        commands = [each for each in commands if each.key in {one.key for one in named}][-1:] or named[:1]
+    return [lineage.next_start(contents, each, fits) for each in commands]
+
+
+def _named(words: Sequence[str]) -> list[Command]:
+    """A command as ``swiftrun`` knows it, and as a script with a Checkpointer does."""
+    target, args = words[0], list(words[1:])
+    path = os.path.abspath(target)
+    if target == "-m" and args:
+        return [Command.of(args[0], args[1:], "module")]
+    return [Command.of(path, args, "script"), Command.of(path, args)]
+
+
+def _print(options: argparse.Namespace, contents: Contents, rows: Sequence[_Row], following: Sequence[Next]) -> None:
+    picked = {(each.saved.run, each.saved.step) for each in following if each.saved is not None and not each.anew}
+    table = [["", "run", "step", "time", "workers", "size", "state", "ended", "command"]]
+    for row in rows:
+        saved = row.saved
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved.time)) if saved is not None else ""
+        count = saved.checkpoint.meta.get("world_size", "") if saved is not None else ""
+        mark = "*" if (row.run, row.found.step) in picked and row.whole else ""
+        command = saved.command.short if saved is not None else ""
+        cells = [mark, row.run, row.found.step, when, count, in_bytes(row.found.bytes), row.found.state]
+        table.append([*map(str, cells), "yes" if row.ended else "no", command])
     if rows:
-        print(columns([["", "step", "state", "workers", "version", "attempt", "parts", "size", "why"], *rows]))
+        print(columns(table))
+        for row in rows:
+            if row.found.reason:
+                print(f"run {row.run or 'unknown'}, step {row.found.step}: {row.found.reason}")
+        print()
     else:
-        print(f"nothing in {storage.root}")
-    if picked is not None:
-        unsure = ", if its parts are whole (they were not read)" if fast else ""
-        print(f"\na restart goes on from step {picked.step}{unsure}", flush=True)
-    else:
-        print("\na restart begins anew: there is no checkpoint that it could take", flush=True)
+        print(f"nothing in {options.dir}")
+    unsure = " (if its parts are whole: they were not read)" if options.fast else ""
+    for each in following:
+        print(_line(options, contents, each) + (unsure if each.saved is not None else ""))
+    if not following:
+        print("any start begins anew: there is no checkpoint")
+    sys.stdout.flush()
 
 
-def _to_dict(one: store.Found) -> dict[str, Any]:
-    checkpoint = one.checkpoint
+def _line(options: argparse.Namespace, contents: Contents, following: Next) -> str:
+    """What the next start does; of a command that has nothing here, in the words in which it will say so itself."""
+    key = following.command.key
+    if any(each.command.key == key for each in contents.saved):
+        return str(following)
+    said = lineage.left_behind(options.dir, key, "--resume-from", goes_on=True, again="--resume")
+    return said or str(following)
+
+
+def _to_dict(row: _Row) -> dict[str, Any]:
+    saved = row.saved
     return {
-        "step": one.step,
-        "state": one.state,
-        "reason": one.reason,
-        "bytes": one.bytes,
-        "meta": dict(checkpoint.meta) if checkpoint is not None else None,
-        "parts": dict(checkpoint.parts) if checkpoint is not None else None,
+        "run": row.run,
+        "step": row.found.step,
+        "time": saved.time if saved is not None else None,
+        "state": row.found.state,
+        "ended": row.ended,
+        "reason": row.found.reason,
+        "bytes": row.found.bytes,
+        "path": str(saved.checkpoint.path) if saved is not None else None,
+        "meta": dict(saved.checkpoint.meta) if saved is not None else None,
+        "parts": dict(saved.checkpoint.parts) if saved is not None else None,
+    }
+
+
+def _next_to_dict(following: Next) -> dict[str, Any]:
+    saved = following.saved
+    return {
+        "command": following.command.words,
+        "key": following.command.key,
+        "step": saved.step if saved is not None else None,
+        "run": saved.run if saved is not None else None,
+        "goes_on": saved is not None and not following.anew,
+        "why": following.anew,
     }

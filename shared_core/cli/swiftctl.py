@@ -11,10 +11,10 @@ from pathlib import Path
 
 from shared_core.cli import checkpoints, plan, policy, simulate
 from shared_core.errors import ConfigError, SwiftError
-from shared_core.events import Event, read_events
+from shared_core.events import by_run, read_events
 from shared_core.pipeline.grouping import Budget, Plan, Profile, plan_groups, trade_off
 from shared_core.report.plans import format_plans
-from shared_core.report.timeline import format_recoveries, format_timeline, recoveries
+from shared_core.report.timeline import NO_ID, format_recoveries, format_runs, format_timeline, recoveries
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,9 +40,15 @@ def _parser() -> argparse.ArgumentParser:
     events = commands.add_parser(
         "events",
         help="print the timeline of a job: losses and recoveries",
-        description="Print every event of a job, then one row for each recovery.",
+        description="Print every event of a job's newest run, then one row for each recovery.",
     )
     events.add_argument("file", metavar="FILE", type=Path, help="events.jsonl of the job")
+    events.add_argument(
+        "--run",
+        dest="wanted",
+        metavar="ID",
+        help="the run to show, or how its id begins; the newest one by default",
+    )
     events.add_argument("--json", action="store_true", help="print the recoveries as JSON instead")
     events.set_defaults(run=_events)
     logging = commands.add_parser(
@@ -64,19 +70,50 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _events(options: argparse.Namespace) -> int:
+    torn: list[str] = []
     try:
-        found = _read(options.file)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        runs = by_run(read_events(options.file, torn))
+    except OSError as error:
         print(f"swiftctl: cannot read {options.file}: {error}; it must be the events.jsonl of a job", file=sys.stderr)
         return 1
+    if torn and not runs:
+        print(f"swiftctl: cannot read {options.file}: it must be the events.jsonl of a job", file=sys.stderr)
+        return 1
+    if torn:
+        lines = "1 line" if len(torn) == 1 else f"{len(torn)} lines"
+        print(f"swiftctl: {lines} of {options.file} cannot be read in full", file=sys.stderr)
+    run = _chosen(list(runs), options.wanted)
+    found = runs.get(run, [])
     grouped = recoveries(found)
+    others = format_runs(run, [(each, events[0].time) for each, events in runs.items()])
     if options.json:
         print(json.dumps([one.to_dict() for one in grouped], indent=2), flush=True)
+        if others:
+            print(f"swiftctl: {others}", file=sys.stderr)
         return 0
     print(format_timeline(found, color=sys.stdout.isatty()))
     print()
     print(format_recoveries(grouped, found[0].time if found else 0.0), flush=True)
+    if others:
+        print(f"\n{others}", flush=True)
     return 0
+
+
+def _chosen(runs: Sequence[str], wanted: str | None) -> str:
+    """The id of the run to show.
+
+    Raises:
+        ConfigError: if no run is meant, or several are.
+    """
+    if wanted is None:
+        return runs[-1] if runs else ""
+    meant = [""] if wanted == NO_ID and "" in runs else [run for run in runs if run and run.startswith(wanted)]
+    if wanted in meant:
+        meant = [wanted]
+    if len(meant) != 1:
+        which = "is several" if meant else "is none"
+        raise ConfigError(f"--run {wanted} {which} of the file's runs: {', '.join(run or NO_ID for run in runs)}")
+    return meant[0]
 
 
 def _plan_logging(options: argparse.Namespace) -> int:
@@ -97,10 +134,6 @@ def _plan_logging(options: argparse.Namespace) -> int:
 
 def _plan_to_dict(plan: Plan) -> dict[str, object]:
     return asdict(plan) | {"logged": plan.logged}
-
-
-def _read(path: Path) -> list[Event]:
-    return list(read_events(path))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shared_core.checkpoint.storage import absolute
 from shared_core.cli.section import find_section
 from shared_core.cluster import preload
 from shared_core.cluster.handover import srun_tasks
 from shared_core.cluster.standby import Preload, Standby, clean_env
+from shared_core.cluster.title import set_name
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import console
@@ -116,6 +118,15 @@ def get_args_parser() -> argparse.ArgumentParser:
         "job with this --rdzv-id), if any. With --on-failure restart that is the default.",
     )
     ours.add_argument(
+        "--resume-from",
+        "--resume_from",
+        action=env,
+        default=None,
+        metavar="PATH",
+        help="Begin with this checkpoint, whatever command has made it: the folder of one (step-...), or a folder of "
+        "checkpoints, of which the newest whole one is taken. The next start goes on with what this one makes.",
+    )
+    ours.add_argument(
         "--lease",
         action=env,
         type=float,
@@ -157,7 +168,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.module and args.no_python:
         raise ConfigError("--module and --no-python exclude each other")
     args.store_port = 0
-    if not args.several and (args.standalone or args.rdzv_backend == "static"):
+    if not args.several and (args.standalone or args.rdzv_backend in ("static", "etcd")):
         # One machine needs no meeting point; the port asked for becomes the store's.
         args.store_port = args.master_port or 0
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
@@ -168,7 +179,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _check_meeting(args: argparse.Namespace) -> None:
     """Several machines: is it said where they meet?"""
-    from shared_core.cluster.register import BACKENDS, C10D, parse_endpoint
+    from shared_core.cluster.register import BACKENDS, C10D, parse_endpoints
 
     if args.standalone:
         raise ConfigError("--standalone is for one machine")
@@ -177,11 +188,13 @@ def _check_meeting(args: argparse.Namespace) -> None:
         args.rdzv_backend = C10D
         if not args.rdzv_endpoint and args.master_addr:
             args.rdzv_endpoint = f"{args.master_addr}:{args.master_port or 29500}"
+    if args.rdzv_backend == "etcd-v2":
+        raise ConfigError("--rdzv-backend etcd-v2: etcd 3.6 has no v2 API any more; use etcd, which needs 3.4 or later")
     if args.rdzv_backend not in BACKENDS:
         raise ConfigError(f"--rdzv-backend {args.rdzv_backend}: several machines need one of {', '.join(BACKENDS)}")
     if not args.rdzv_endpoint:
         raise ConfigError("several machines need --rdzv-endpoint HOST:PORT, where they meet")
-    parse_endpoint(args.rdzv_endpoint, args.rdzv_backend)
+    parse_endpoints(args.rdzv_endpoint, args.rdzv_backend)
 
 
 def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = None) -> SwiftConfig:
@@ -201,8 +214,11 @@ def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = N
         given.setdefault("on_failure", "shrink")  # what --nnodes MIN:MAX means
     if args.resume:
         given["resume"] = "always"
-    if "checkpoint_dir" in given and "://" not in given["checkpoint_dir"]:
-        given["checkpoint_dir"] = os.path.abspath(given["checkpoint_dir"])
+    if args.resume_from:
+        given["resume_from"] = args.resume_from
+    for name in ("checkpoint_dir", "resume_from"):
+        if name in given:
+            given[name] = absolute(given[name])
     return SwiftConfig.from_dict(dataclasses.asdict(config) | given)
 
 
@@ -218,27 +234,17 @@ def _events_path(args: argparse.Namespace) -> str | None:
 
 
 def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
-    """torchelastic's own handler for one machine, ours for several."""
+    """How the machines of the job meet, if there are several."""
     if not args.several:
-        from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+        from shared_core.cluster.alone import Alone
 
-        return registry.get_rendezvous_handler(
-            RendezvousParameters(
-                backend=torchrun.rdzv_backend,
-                endpoint=torchrun.rdzv_endpoint,
-                run_id=torchrun.run_id,
-                min_nodes=1,
-                max_nodes=1,
-                local_addr=torchrun.local_addr or "localhost",
-                **torchrun.rdzv_configs,
-            )
-        )
+        return Alone(torchrun.run_id)
     from shared_core.cluster.meeting import Meeting, MeetingOptions
-    from shared_core.cluster.register import Register, parse_endpoint
+    from shared_core.cluster.register import Register, parse_endpoints
 
     conf = torchrun.rdzv_configs
-    endpoint = parse_endpoint(torchrun.rdzv_endpoint, torchrun.rdzv_backend)
-    register = Register(torchrun.rdzv_backend, endpoint, torchrun.run_id, conf, timeout_s=max(1.0, args.lease / 2))
+    endpoints = parse_endpoints(torchrun.rdzv_endpoint, torchrun.rdzv_backend)
+    register = Register(torchrun.rdzv_backend, endpoints, torchrun.run_id, conf, timeout_s=max(1.0, args.lease / 2))
     options = MeetingOptions(
         nnodes=torchrun.max_nodes,
         least=torchrun.min_nodes,
@@ -251,6 +257,14 @@ def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
         address=torchrun.local_addr,
     )
     return Meeting(register, options)
+
+
+def _one_thread_each(workers: int) -> str:
+    """As torchrun does, so that workers do not take each other's cores, but without its banner. Returns what to say."""
+    if workers < 2 or "OMP_NUM_THREADS" in os.environ:
+        return ""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return "1 thread each, as OMP_NUM_THREADS is not set"
 
 
 def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
@@ -272,13 +286,15 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     from torch.distributed.elastic.metrics.api import MetricsConfig
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import config_from_args
+    from torch.distributed.run import config_from_args, determine_local_world_size
 
     from shared_core.cluster.agent import AgentOptions, Program, SwiftAgent
     from shared_core.cluster.logs import WorkerLogs
 
     threads = torch.get_num_threads()
+    set_name("agent")
     try:
+        note = _one_thread_each(determine_local_world_size(args.nproc_per_node))
         torchrun, _, _ = config_from_args(args)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -322,6 +338,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         signals=tuple(name.strip() for name in torchrun.signals_to_handle.split(",")),
         store_port=args.store_port,
         machines=args.machines,
+        note=note,
     )
 
     logs_specs = torchrun.logs_specs or DefaultLogsSpecs()
@@ -366,6 +383,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     early = _start_early(sys.argv[1:] if argv is None else argv)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     from shared_core.cluster.meeting import JobOver
 
@@ -377,7 +395,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(int(error.failed)) from None
     except SwiftError as error:
         _refuse(error)
-    except SignalException as error:
+    except (SignalException, RendezvousError) as error:
         print(f"swiftrun: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     finally:

@@ -7,5 +7,6 @@ From the agent to the worker:
 - ``fleet``: worker processes. ``standby``: the agent's side of the zygotes. ``process``: Linux primitives.
 - ``environment`` and ``logs``: what a worker finds and where it writes. ``request``: what is asked of a zygote.
 - ``zygote``: the zygote process. ``preload``: what it imports. ``entry``: how a process becomes a worker.
+- ``story``: what the user reads. ``title``: what ``ps`` shows.
 - ``worker``: helpers inside workers. ``handover``: from ``python train.py`` to ``swiftrun``.
 """

@@ -8,11 +8,12 @@ die, rank 0 too.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
 import signal
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -33,6 +34,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.utils.api import macros
 
+from shared_core.checkpoint.command import Command
 from shared_core.cluster import process, worker
 from shared_core.cluster.attempt import Attempt
 from shared_core.cluster.crew import Crew
@@ -45,13 +47,16 @@ from shared_core.cluster.ledger import FAIL, RELEASE, RESIZE, RESTART
 from shared_core.cluster.logs import ERROR_FILE, WorkerLogs
 from shared_core.cluster.losses import LOOP_LIMIT, Death, LossBook, RaisedError, Verdict
 from shared_core.cluster.meeting import JobOver, Meeting
+from shared_core.cluster.parting import Parting
 from shared_core.cluster.persisting import Persisting
 from shared_core.cluster.request import Mode, StartRequest
 from shared_core.cluster.resizing import Resizing
 from shared_core.cluster.standby import Preload, Standby, clean_env
+from shared_core.cluster.story import Change, Story, count, host_of, ranks
 from shared_core.cluster.wakeup import Wakeup
 from shared_core.config import SwiftConfig
 from shared_core.events import EventLog, console
+from shared_core.waiting import Wait, ranks_text
 
 #: Looks in a row that must find a worker in state T before it is killed.
 STOPPED_LOOKS = 2
@@ -78,10 +83,9 @@ class Program:
     first: tuple[str, ...] = ()
 
     @property
-    def command(self) -> str:
-        """Equal in the next start of the same command."""
-        target = self.target if self.mode == "module" else os.path.abspath(self.target)
-        return hashlib.sha256(json.dumps([self.mode, target, *self.args]).encode()).hexdigest()[:16]
+    def command(self) -> Command:
+        """What checkpoints name as theirs."""
+        return Command.of(self.target if self.mode == "module" else os.path.abspath(self.target), self.args, self.mode)
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class AgentOptions:
         signals: names of the signals that end the job.
         store_port: port of the store; 0 takes a free one.
         machines: how many there are at least, and at most.
+        note: something else for the line at the start.
     """
 
     config: SwiftConfig
@@ -109,6 +114,7 @@ class AgentOptions:
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     store_port: int = 0
     machines: tuple[int, int] = (1, 1)
+    note: str = ""
 
 
 class SwiftAgent(SimpleElasticAgent):
@@ -135,16 +141,27 @@ class SwiftAgent(SimpleElasticAgent):
         self._options = options
         self._make_logs = make_logs
         self._logs: WorkerLogs | None = None
-        self._events = EventLog(options.events)
+        self._run_id = uuid.uuid4().hex[:12]
+        self._events = EventLog(options.events, self._run_id)
+        self._story = Story(console)
         self._book = LossBook(spec.max_restarts, options.loop_limit)
         self._wakeup = Wakeup()
+        self._parting = Parting(console)
         self._told = False
         process.become_subreaper()
         self._job = JobDir(options.config.log_dir)
         self._job_dir = self._job.path
         self._persisting = Persisting(self._job_dir, options.events, options.grace_s, console)
-        what = Preload(program.preload, str(self._job_dir))
-        self._fleet = Fleet(self._wakeup.selector, options.standbys, clean_env(os.environ), what, console, early)
+        what = Preload(program.preload, str(self._job_dir), program.target)
+        self._fleet = Fleet(
+            self._wakeup.selector,
+            options.standbys,
+            clean_env(os.environ),
+            what,
+            console,
+            early,
+            wait_timeout_s=options.config.wait_timeout_s,
+        )
         self._attempt: Attempt | None = None
         self._number = 0
         self._starts: dict[int, int] = {}
@@ -196,11 +213,14 @@ class SwiftAgent(SimpleElasticAgent):
         return [Worker(local, first + local, first + local, world, world) for local in range(nproc)]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        ranks = self._ranks()
+        mine = self._ranks()
         if self._logs is None:
-            self._logs = self._make_logs(ranks)
+            self._logs = self._make_logs(mine)
             self._logs.start()
         team = self._crew.team(self._attempt, self._number) if self._crew is not None else None
+        if self._crew is not None:
+            self._run_id = self._crew.run_id
+            self._events = EventLog(self._options.events, self._run_id)
         if self._attempt is not None:
             self._attempt.close()
         place = (worker_group.spec.local_addr or "localhost", 0 if self._number else self._options.store_port)
@@ -210,17 +230,21 @@ class SwiftAgent(SimpleElasticAgent):
                 self._crew.gather(team.machines, self._resizing.line)
             self._number, place = team.number, (team.host, team.port)
         world_size = worker_group.workers[0].world_size
-        self._attempt = Attempt(self._number, place, ranks, world_size, self._wake, team)
+        self._attempt = Attempt(self._number, place, mine, world_size, self._wake, team)
         if team is not None:
             line = self._resizing.line
             self._attempt.begin(team.machines, line.to_json() if line is not None else "")
         self._start_reported = False
         self._due.clear()
-        self._missing = set(ranks)
+        self._missing = set(mine)
         self._lost.clear()
         if self._crew is not None:
-            self._crew.fetch(self._now.ledger, ranks, self._number)
-        for local_rank in range(len(ranks)):
+            self._crew.fetch(self._now.ledger, mine, self._number)
+            ledger = self._now.ledger
+            for rank in mine:
+                if ledger.incarnations[rank]:
+                    self._story.lost(rank, "its machine was lost", ledger.detected or time.time())
+        for local_rank in range(len(mine)):
             self._start(local_rank)
         return {}  # the pids come with the standbys' answers
 
@@ -240,12 +264,13 @@ class SwiftAgent(SimpleElasticAgent):
             self._fleet.reap()
             self._fleet.signal_all(death_sig)
             before = len(self._wakeup.received)
-            deadline = time.monotonic() + self._last_checkpoint.left_s()
+            begun = time.monotonic()
+            deadline, cut = begun + self._last_checkpoint.left_s, begun + self._last_checkpoint.writer_s
             while self._fleet.live and len(self._wakeup.received) <= before and time.monotonic() < deadline:
                 self._wakeup.wait(deadline - time.monotonic())
                 self._fleet.started()
                 self._fleet.reap()
-            self._finish_checkpoint(deadline, before)
+            self._finish_checkpoint(cut, before)
         finally:
             self._fleet.close()
             self._say_farewell()
@@ -258,15 +283,24 @@ class SwiftAgent(SimpleElasticAgent):
 
     def _finish_checkpoint(self, deadline: float, signals: int) -> None:
         """The last one is written to its end if the job has succeeded, else for the rest of the grace."""
-        self._persisting.look(self._first_rank)  # a worker may have left its only snapshot just before it ended
+        # A worker may have left its only snapshot just before it ended.
+        self._persisting.look(self._first_rank, self._run_id)
         whole = self._released and not self._wakeup.received
-        self._persisting.finish(
+        whole = self._persisting.finish(
             None if whole else deadline, self._wakeup.wait, lambda: len(self._wakeup.received) > signals
         )
+        if self._wakeup.received or not whole:
+            self._last_checkpoint.say(self._options.config, self._program.command, self._reached)
 
     @property
     def _first_rank(self) -> int:
         return min(self._ranks(), default=0)
+
+    @property
+    def _reached(self) -> int:
+        """Batch tops that workers of this machine have passed in this attempt."""
+        found = (worker.read_progress(self._progress_file(rank)) for rank in self._ranks())
+        return max((progress[0] for progress in found if progress is not None), default=0)
 
     @property
     def logs_used(self) -> bool:
@@ -310,14 +344,14 @@ class SwiftAgent(SimpleElasticAgent):
             self._grow_if_due()
             if self._released and not self._fleet.live and not self._fleet.starting:
                 self._emit("end", result="succeeded", replaced=self._replaced)
-                if self._replaced:
-                    console(f"done; {self._replaced} worker(s) were lost")
+                if self._speaks:
+                    self._story.succeeds(self._worker_group.workers[0].world_size)
                 return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._ranks()))
 
     def _check_signals(self) -> None:
         if self._wakeup.received:
             trains = self._attempt is not None and not self._released and not self._now.goodbyes()
-            if trains and self._last_checkpoint.waits(self._wakeup.received):
+            if trains and self._reached and self._last_checkpoint.waits(self._wakeup.received):
                 return
             received = signal.Signals(self._wakeup.received[0])
             console(f"received {received.name}: ending all workers")
@@ -330,6 +364,11 @@ class SwiftAgent(SimpleElasticAgent):
         if self._resizing.grow_at is not None:
             times.append(self._resizing.grow_at)
         return min(times) - time.monotonic()
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this agent is the one of several that says what concerns all."""
+        return int(self._worker_group.group_rank or 0) == 0
 
     @property
     def _tick_s(self) -> float:
@@ -400,7 +439,7 @@ class SwiftAgent(SimpleElasticAgent):
             self._start_due()
         self._report_start()
         for one, death in lost:
-            self._report_loss(one, death)
+            self._report_loss(one, death, goes_on="absent" in (entry or {}) and not restart)
         if ending is not None:
             return self._fail(ending)
         if restart:
@@ -430,7 +469,7 @@ class SwiftAgent(SimpleElasticAgent):
     def _progress_file(self, rank: int) -> Path:
         return self._job_dir / f"rank{rank}" / "progress"
 
-    def _report_loss(self, one: LiveWorker, death: Death) -> None:
+    def _report_loss(self, one: LiveWorker, death: Death, *, goes_on: bool) -> None:
         self._emit(
             "lost",
             rank=death.rank,
@@ -441,12 +480,12 @@ class SwiftAgent(SimpleElasticAgent):
             exit_code=death.exit_code,
             tops=death.tops,
         )
-        console(f"rank {death.rank} lost (pid {death.pid}): {death.cause}; generation {self._now.generation}")
+        self._story.lost(death.rank, death.cause, death.detected, death.pid, goes_on=goes_on)
 
     def _fail(self, verdict: Verdict) -> RunResult:
         assert verdict.first is not None
         first = verdict.first
-        console(f"ending the job: {verdict.reason}")
+        self._story.fails(verdict.reason)
         self._emit("end", rank=first.rank, result="failed", reason=verdict.reason, replaced=self._replaced)
         # torchelastic has its own words for signals and for what is in an error file
         words = first.cause if first.exit_code >= 0 and not first.error_file else ""
@@ -483,7 +522,7 @@ class SwiftAgent(SimpleElasticAgent):
         if entry.get("over") == RELEASE:
             self._let_go()
         elif entry.get("over") == FAIL:
-            console(f"the job ends: {entry['message']}")
+            self._story.fails(str(entry["message"]))
             return self._failed(int(entry["rank"]), 0, 1, "", str(entry["message"]))
         elif entry.get("over") == RESTART:
             self._start_again(entry, 0.0)
@@ -491,6 +530,7 @@ class SwiftAgent(SimpleElasticAgent):
             self._go_on_resized(entry)
         else:
             self._note(entry)
+            self._story.counts(len(entry.get("lost", ())))
             self._check_lease()  # it may have given our place away
         return None
 
@@ -500,8 +540,8 @@ class SwiftAgent(SimpleElasticAgent):
         absent = set(range(len(self._now.incarnations))).difference(self._now.ledger.present())
         if not absent:
             return
-        whom = ", ".join(map(str, sorted(absent)))
-        console(f"the job ends while rank {whom} is absent: the others have done its share")
+        console(f"the job ends without {ranks(sorted(absent))}: the others have done the work")
+        self._story.forget(absent)
         self._due.clear()
         self._fleet.cancel_starts()
         for one in list(self._fleet.live.values()):
@@ -516,7 +556,7 @@ class SwiftAgent(SimpleElasticAgent):
                     self._kill(one, "its state differs from its replicas'")
         elif name == "fail":
             rank, message = int(fields.get("rank", 0)), str(fields.get("message", value))
-            console(f"rank {rank} ends the job: {message}")
+            self._story.fails(f"rank {rank}: {message}")
             self._emit("end", rank=rank, result="failed", reason=message, replaced=self._replaced)
             pid = next((one.pid for one in self._fleet.live.values() if one.rank == rank), 0)
             return self._failed(rank, pid, 1, "", message)
@@ -525,8 +565,14 @@ class SwiftAgent(SimpleElasticAgent):
             self._told = True  # look at the signals again
         elif name == CHECKPOINTS:
             self._last_checkpoint.want()
+            if fields.get("checkpoint_dir") != self._options.config.checkpoint_dir:
+                self._story.checkpoints(fields.get("checkpoint_dir"))
             config = SwiftConfig.from_dict(asdict(self._options.config) | fields)
             self._options = replace(self._options, config=config)
+        elif name == worker.REPORTS:
+            if (done := self._story.report(fields)) is not None:
+                stall_s, lost, top = done
+                self._events.emit("resumed", rank=0, stall_s=stall_s, recomputed_steps=lost, top=top)
         elif name in ("handed", "declined"):
             if self._resizing.stay and fields.get("generation") == self._now.generation:
                 if name == "handed":
@@ -537,7 +583,7 @@ class SwiftAgent(SimpleElasticAgent):
             reason = str(fields.get("reason", value))
             if self._book.budget <= 0:
                 reason += "; no replacements are left (--max-restarts)"
-                console(f"ending the job: {reason}")
+                self._story.fails(reason)
                 self._emit("end", result="failed", reason=reason, replaced=self._replaced)
                 return self._failed(self._ranks()[0], 0, 1, "", reason)
             self._book.budget -= 1
@@ -554,7 +600,6 @@ class SwiftAgent(SimpleElasticAgent):
         if resizing.stay or self._lost or self._missing or self._now.goodbyes():
             resizing.schedule(now, len(self._ranks()))  # later
             return
-        console(f"the places of {resizing.full - len(self._ranks())} lost worker(s) are filled again")
         entry = self._now.next_generation((), time.time(), self._ranks())
         if entry is not None:
             resizing.begin(self._ranks(), resizing.full)
@@ -574,11 +619,11 @@ class SwiftAgent(SimpleElasticAgent):
         if not late or resizing.stay:
             return
         stay = sorted(set(self._ranks()) - set(late) - self._lost)
-        whose, limit = ", ".join(map(str, late)), self._options.config.replace_timeout_s
-        why = f"nobody has taken the place of rank {whose} in {limit:g} s"
+        limit = self._options.config.replace_timeout_s
+        why = f"nobody has taken the place of {ranks(late)} in {limit:g} s"
         if not stay:
             return
-        console(f"{why} (replace_timeout_s): the others go on")
+        console(f"{why} (replace_timeout_s): the others go on without")
         if (entry := self._now.next_generation((), time.time(), stay)) is not None:
             self._emit_generation(entry)
             resizing.begin(stay, len(stay))
@@ -600,14 +645,13 @@ class SwiftAgent(SimpleElasticAgent):
         if written is None:
             return  # another agent was first, or has seen another loss
         self._emit("resize", workers=resizing.target, before=before, top=top, stay=list(resizing.stay))
-        place = f"from batch top {top}" if top else "from where they had started"
-        console(f"{resizing.target} worker(s) go on {place}; they were {before}")
         self._go_on_resized(written)
 
     def _go_on_resized(self, entry: dict[str, Any]) -> None:
         """Kill every worker and start the next attempt with the number of workers that the ledger's entry says."""
         line = worker.Resized.from_json(entry["line"]) if entry["line"] else None
         group, workers = self._worker_group, int(entry["workers"])
+        before, reached = group.workers[0].world_size, self._reached
         self._kill_all()
         self._job.clear(keep=line.attempt if line is not None else None)
         self._number += 1
@@ -620,14 +664,23 @@ class SwiftAgent(SimpleElasticAgent):
             if line is not None:
                 self._crew.gather(entry["machines"], line)
         group.workers = [Worker(i, first + i, first + i, workers, workers) for i in here]
+        self._tell_of_resize(before, reached, line)
         self._resizing.done(time.monotonic(), workers, line)
         self._book.forget_ranks()  # they are others now
         self._start_workers(self._worker_group)
 
+    def _tell_of_resize(self, before: int, reached: int, line: worker.Resized | None) -> None:
+        workers = self._worker_group.workers[0].world_size
+        go_on = "goes on" if workers == 1 else "go on"
+        what = f"{count(workers, 'worker')} {go_on}"
+        whence = "" if line is None else f"from batch top {line.top}"
+        top = None if line is None else line.top
+        self._story.changes(Change(time.time(), what, "", whence, reached, top, before), tell=self._speaks)
+
     def _stay_as_many(self, reason: str) -> None:
         """The number of workers cannot change here: lost ones are replaced after all."""
         resizing = self._resizing
-        console(f"the number of workers cannot change at this moment ({reason})")
+        console(f"the number of workers cannot change now ({reason}): lost ones are replaced")
         self._emit("warning", message=f"the number of workers cannot change: {reason}")
         resizing.declined = True
         resizing.schedule(time.monotonic(), len(self._ranks()))
@@ -686,6 +739,7 @@ class SwiftAgent(SimpleElasticAgent):
         if entry is None:
             return
         self._note(entry)
+        self._story.counts(len(entry.get("lost", ())))
         for rank in entry.get("lost", ()):
             self._emit("lost", rank=rank, cause=entry["cause"][str(rank)], detected=entry["detected"])
         if restart:
@@ -727,8 +781,11 @@ class SwiftAgent(SimpleElasticAgent):
                 if tops and not inside and changed >= one.started and time.time() - changed > limit:
                     self._kill(one, f"no progress for {limit:g} s (progress_timeout_s), killed by the agent")
         self._fleet.look_after_standbys()
+        if self._attempt is not None and not self._released:
+            self._parting.look(self._now.finished(self._ranks()), self._ranks())
         self._shrink_late()
-        self._persisting.look(self._first_rank)
+        self._persisting.look(self._first_rank, self._run_id)
+        self._story.look()
         return True
 
     def _kill(self, one: LiveWorker, cause: str) -> None:
@@ -755,6 +812,7 @@ class SwiftAgent(SimpleElasticAgent):
             address,
             line,
             self._program.command,
+            self._run_id,
         )
         env[ERROR_FILE] = self._logs.error_file(local_rank, nth)
         threads = env.get("OMP_NUM_THREADS", "")
@@ -784,6 +842,7 @@ class SwiftAgent(SimpleElasticAgent):
         self._worker_group.workers[one.local_rank].id = one.pid
         self._missing.discard(one.rank)
         self._lost.discard(one.rank)
+        self._story.newcomer(one.rank, one.pid)
         if one.incarnation == 0:
             if not self._missing:
                 self._report_start()
@@ -792,12 +851,22 @@ class SwiftAgent(SimpleElasticAgent):
         self._emit(
             "newcomer_start", rank=one.rank, pid=one.pid, incarnation=one.incarnation, spawn_s=spawn_s, how=one.how
         )
-        console(f"rank {one.rank}: newcomer started (pid {one.pid}, {one.how}, {1e3 * spawn_s:.0f} ms)")
 
     def _report_start(self) -> None:
         """The ``start`` event, once an attempt: when all first workers run, or before the first loss."""
         if not self._start_reported:
             self._start_reported = True
+            pids = {one.rank: one.pid for one in self._fleet.live.values()}
+            if not any(self._now.incarnations[rank] for rank in pids):
+                self._story.starts(
+                    self._program.target,
+                    self._worker_group.workers[0].world_size,
+                    pids,
+                    self._options.config,
+                    self._options.events,
+                    [host_of(name) for name in self._now.ledger.machines if name],
+                    self._options.note,
+                )
             self._emit(
                 "start",
                 world_size=self._worker_group.workers[0].world_size,
@@ -806,7 +875,7 @@ class SwiftAgent(SimpleElasticAgent):
                 job_dir=str(self._job_dir),
                 agent=os.getpid(),
                 run_id=self._worker_group.spec.rdzv_handler.get_run_id(),
-                pids={str(one.rank): one.pid for one in self._fleet.live.values()},
+                pids={str(rank): pid for rank, pid in pids.items()},
             )
 
     def _restart_all(self, reason: str, delay_s: float, *, line: worker.Resized | None) -> None:
@@ -821,11 +890,16 @@ class SwiftAgent(SimpleElasticAgent):
     def _start_again(self, entry: dict[str, Any], delay_s: float) -> None:
         """Kill every worker and start all again as generation 0 of the next attempt."""
         folder, line = self._options.config.checkpoint_dir, None
-        whence = f"from the newest checkpoint in {folder}" if folder else "from the start, as no checkpoint_dir is set"
+        whence = "from the start" if folder else "from the start, as no checkpoint_dir is set"
         if entry.get("line"):
             line = worker.Resized.from_json(entry["line"])
-            whence = f"from batch top {line.top}, where their number had changed, or a newer checkpoint"
-        console(f"restarting all workers {whence}: {entry['reason']}")
+            whence = f"from batch top {line.top}, where their number had changed"
+        many = self._worker_group.workers[0].world_size
+        what = "the worker is back" if many == 1 else f"all {many} workers are back"
+        top = line.top if line is not None else None
+        why = "" if self._options.config.on_failure == "restart" else str(entry["reason"])
+        change = Change(time.time(), what, why, whence, self._reached, top)
+        self._story.changes(change, tell=self._speaks)
         self._kill_all()
         self._resizing.done(time.monotonic(), len(self._ranks()), line)
         self._job.clear(keep=line.attempt if line is not None else None)  # of what the attempt before published
@@ -840,13 +914,19 @@ class SwiftAgent(SimpleElasticAgent):
         """SIGKILL to every worker, those that are just being forked included; returns when all are reaped."""
         self._due.clear()
         self._fleet.cancel_starts()
+        # One that hangs in a file system cannot be killed, and its place must not be taken twice.
+        wait = Wait("the launcher", self._killed, math.inf, ends="it goes on when they have ended")
         while self._fleet.live or self._fleet.starting:
+            wait.look()
             self._fleet.started()
             for one in self._fleet.live.values():
                 self._kill(one, CANCELLED)
             self._wakeup.wait(self._tick_s)
             self._fleet.reap()
             self._fleet.look_after_standbys()
+
+    def _killed(self) -> str:
+        return f"{ranks_text(one.rank for one in self._fleet.live.values())} to end, killed with SIGKILL"
 
     def _emit_generation(self, entry: dict[str, Any]) -> None:
         self._emit("generation", **{name: value for name, value in entry.items() if name != "generation"})

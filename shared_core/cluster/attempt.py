@@ -151,6 +151,10 @@ class Attempt:
         """Whether any worker has finished."""
         return any(self._client.check([key]) for key in self._done_keys)
 
+    def finished(self, ranks: Sequence[int]) -> list[int]:
+        """Which of these have finished."""
+        return [rank for rank in ranks if self._client.check([self._done_keys[rank]])]
+
     def append(self, make: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
         """As :meth:`Ledger.append`; those that are lost come back and say goodbye again, and other agents are woken."""
 

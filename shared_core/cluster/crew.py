@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,15 @@ from shared_core.cluster.attempt import Attempt, Team
 from shared_core.cluster.fencing import Fenced, sever
 from shared_core.cluster.jobdir import CHECKPOINTS, MIRROR
 from shared_core.cluster.ledger import RESTART, Ledger
-from shared_core.cluster.machines import reassign
+from shared_core.cluster.machines import Reassignment, reassign
 from shared_core.cluster.meeting import Meeting
 from shared_core.cluster.mirror import MirrorServer
 from shared_core.cluster.neighbour import Copies, Sender
 from shared_core.cluster.resizing import Resizing
+from shared_core.cluster.story import host_of, listed
 from shared_core.cluster.worker import Resized
 from shared_core.events import console
+from shared_core.waiting import Wait, ranks_text
 
 
 class Crew:
@@ -52,6 +56,11 @@ class Crew:
         meeting.mirror_port = self._server.port
         meeting.pause, meeting.changed, meeting.attempt = pause, wake, number
         meeting.fence = self._on_fence
+
+    @property
+    def run_id(self) -> str:
+        """Of this start of the job, equal on all machines."""
+        return self._meeting.run_id
 
     @property
     def address(self) -> str:
@@ -123,8 +132,7 @@ class Crew:
             entry: dict[str, Any] = {"lost": [], "cause": {}, "detected": detected, "machines": machines}
             why = ""
             if change is not None:
-                gone = ", ".join(f"{name} (place {place})" for place, name in change.lost.items())
-                why = f"machine {gone} is lost" if gone else "a spare machine has come"
+                why = _reason(change)
                 if restart:
                     return {"over": RESTART, "reason": why, "machines": change.machines}
                 entry["lost"] = change.ranks(nproc)
@@ -135,12 +143,12 @@ class Crew:
                 stay = [place * nproc + local_rank for place in held for local_rank in range(nproc)]
                 entry |= {"stay": [rank for rank in stay if rank not in entry["lost"]], "after": after}
                 why = f"{why}; " if why else ""
-                why += f"{len(after)} machine(s) go on"
+                why += "1 machine goes on" if len(after) == 1 else f"{len(after)} machines go on"
             return entry | {"reason": why} if why else None
 
         entry = attempt.append(make)
         if entry is not None:
-            console(f"{entry['reason']}; places: {entry['machines']}")
+            console(str(entry["reason"]))
         return entry
 
     def regroup(self, machines: Sequence[str | None], number: int) -> int:
@@ -165,19 +173,18 @@ class Crew:
             return self._job_dir / f"rank{rank}" / f"attempt{line.attempt}"
 
         away = [rank for rank in range(line.world_size) if not here(rank).exists()]
-        got = sum(mirror.fetch(machines, away, line.attempt, self._job_dir).values())
-        if not any((here(rank) / mirror.REPLICATED).exists() for rank in line.stay):
-            got += mirror.fetch_replicated(machines, line.stay, line.attempt, self._job_dir)
-        if away:
-            console(f"state of ranks {', '.join(map(str, away))}: {got} bytes from other machines")
+        with _from_others(away):
+            mirror.fetch(machines, away, line.attempt, self._job_dir)
+            if not any((here(rank) / mirror.REPLICATED).exists() for rank in line.stay):
+                mirror.fetch_replicated(machines, line.stay, line.attempt, self._job_dir)
 
     def fetch(self, ledger: Ledger, ranks: Sequence[int], number: int) -> None:
         """Get what the last holders of ``ranks``, on a machine that is lost, had published, from who kept it."""
         taken = [rank for rank in ranks if ledger.incarnations[rank] > 0]
         if taken:
             others = [machine for machine in ledger.machines if machine != self._meeting.name]
-            fetched = mirror.fetch(others, taken, number, self._job_dir)
-            console(f"state of ranks {', '.join(map(str, taken))}: {sum(fetched.values())} bytes from other machines")
+            with _from_others(taken):
+                mirror.fetch(others, taken, number, self._job_dir)
 
     @property
     def job_ends_here(self) -> bool:
@@ -197,3 +204,23 @@ class Crew:
         self._sender.close()
         self._server.close()
         self._copies.close()
+
+
+def _reason(change: Reassignment) -> str:
+    """What has happened to the machines, in words."""
+    takers = {place: host_of(str(change.machines[place])) for place in change.filled}
+    parts = []
+    for place, name in change.lost.items():
+        taker = takers.pop(place, "")
+        after = f" and {taker} takes its place" if taker else ", and no spare one is there"
+        parts.append(f"machine {host_of(name)} is lost{after}")
+    if takers:
+        parts.append(f"machine {listed(list(takers.values()))} takes the place of a lost one")
+    return "; ".join(parts)
+
+
+def _from_others(ranks: Sequence[int]) -> AbstractContextManager[None]:
+    """Says so when it takes long to get what ranks had published; each connection has its own time-out."""
+    whom = f"other machines to send what {ranks_text(ranks)} had published"
+    ends = "what does not come is done without"
+    return Wait("this machine", whom, math.inf, ends=ends).announced()

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from shared_core.cluster import process, worker
 from shared_core.cluster.request import Mode, StartRequest
+from shared_core.cluster.title import set_title
 
 _HERE = Path(__file__).resolve()
 #: Folder that holds the package; stays importable for workers where the package is run from a checkout.
@@ -45,6 +46,7 @@ def enter(request: StartRequest, *, forked: bool) -> None:
     os.environ.update(request.env)
     if request.mode == "exec":
         _exec(request)
+    set_title(f"rank {request.env['RANK']}", request.target, request.args)
     if forked:
         _freshen(request)
     # First registered, so last to run: everything else that ends a worker still has its peers.

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shared_core.checkpoint.command import Command
 from shared_core.cluster import worker
 from shared_core.cluster.attempt import Attempt
 from shared_core.cluster.standby import clean_env
+from shared_core.events import RUN
 
 
 def worker_env(
@@ -22,7 +24,8 @@ def worker_env(
     config_json: str,
     address: str = "",
     resized: worker.Resized | None = None,
-    command: str = "",
+    command: Command | None = None,
+    run: str = "",
 ) -> dict[str, str]:
     """Everything a worker finds in its environment, except the error file.
 
@@ -35,10 +38,11 @@ def worker_env(
         config_json: options of the job.
         address: of this machine, where there are several.
         resized: the attempt from which this one goes on, if the number of workers has changed.
-        command: stands for the program and its arguments.
+        command: the program and its arguments.
+        run: id of this start of the job.
     """
     spec, member = group.spec, group.workers[local_rank]
-    env = clean_env(os.environ)
+    env = worker.left_environment(job_dir, member.global_rank) | clean_env(os.environ)
     env |= {
         "RANK": str(member.global_rank),
         "LOCAL_RANK": str(local_rank),
@@ -64,8 +68,11 @@ def worker_env(
         worker.EVENTS: events or "",
         worker.CONFIG: config_json,
         worker.RESTART: str(attempt.number),
-        worker.COMMAND: command,
+        worker.COMMAND: (command or Command()).to_json(),
+        RUN: run,
     }
+    if worker.HANDED_OVER in os.environ:
+        env[worker.HANDED_OVER] = "1"
     if resized is not None:
         env[worker.RESIZED] = resized.to_json()
     if address:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from shared_core.cluster import process
 from shared_core.cluster.request import StartRequest
 from shared_core.cluster.standby import Preload, Standby, start_fresh
+from shared_core.errors import WaitTimeout
+from shared_core.waiting import Wait, ranks_text
 
 #: A standby that does not answer a request for so long is replaced, in seconds.
 ANSWER_TIMEOUT_S = 10.0
@@ -61,6 +63,7 @@ class Fleet:
         preload: what a zygote is told.
         say: prints a line for the user.
         early: a zygote that was started before, to save time; it is told the modules here.
+        wait_timeout_s: longest time that a zygote may import when a worker waits for it.
     """
 
     def __init__(
@@ -71,6 +74,8 @@ class Fleet:
         preload: Preload,
         say: Callable[[str], None],
         early: Standby | None = None,
+        *,
+        wait_timeout_s: float = 300.0,
     ) -> None:
         self.live: dict[int, LiveWorker] = {}
         self._selector = selector
@@ -82,6 +87,8 @@ class Fleet:
         self._starting: dict[int, LiveWorker] = {}
         self._asked: dict[int, float] = {}
         self._waiting: list[LiveWorker] = []
+        self._wait: Wait | None = None
+        self._wait_timeout_s = wait_timeout_s
         self._new: list[LiveWorker] = []
         self._early_deaths: dict[int, int] = {}
         self._failed_standbys = 0
@@ -204,6 +211,25 @@ class Fleet:
         for standby in self._standbys:
             if process.state_of(standby.pid) == "T" or (late and standby.outstanding):
                 process.kill_group(standby.pid)
+        self._look_at_wait()
+
+    def _look_at_wait(self) -> None:
+        """Workers wait for a zygote that imports: say so, and after a while do without that one."""
+        if not self._waiting:
+            self._wait = None
+            return
+        if self._wait is None:
+            whom = f"a standby to import {', '.join(self._preload.modules) or 'torch'}, from which they start"
+            who, ends = ranks_text(worker.rank for worker in self._waiting), "it is replaced"
+            self._wait = Wait(who, whom, self._wait_timeout_s, ends=ends, say=self._say, advice="It is replaced.")
+        try:
+            self._wait.look()
+        except WaitTimeout as error:
+            self._say(str(error))
+            self._wait = None
+            for standby in self._standbys:
+                if not standby.ready:
+                    process.kill_group(standby.pid)
 
     def _lost_standby(self, standby: Standby) -> None:
         self._standbys.remove(standby)

@@ -19,6 +19,14 @@ NOT_TOLD = (
     " was not told to the launcher, which must know it: set SWIFT_RECOVERY_{}={}, give swiftrun a --swift-config FILE "
     "with it (or --on-failure), or start the script with 'python', which starts swiftrun with the script's options"
 )
+#: Debuggers that are started with ``python -m``.
+_DEBUGGERS = frozenset({"pdb", "ipdb", "pudb", "debugpy"})
+#: With the debugger's name.
+LEFT_BEHIND = (
+    "the debugger ({}) is left behind: this process becomes swiftrun, and the script runs in its workers. To debug a "
+    "rank, have the script call debugpy.listen() and debugpy.wait_for_client() in it; or train in one process "
+    "(Lightning: devices=1, Accelerate: SWIFT_RECOVERY=0)"
+)
 
 
 def launched_by_swiftrun() -> bool:
@@ -83,11 +91,29 @@ def hand_over(nproc: int, standbys: int = 1, extra: Sequence[str] = ()) -> NoRet
     if nproc < 1:
         raise SwiftError(f"cannot hand over to swiftrun with {nproc} workers: at least 1 is needed")
     command = _command()
+    if debugger := _debugger():
+        console(LEFT_BEHIND.format(debugger))
     sys.stdout.flush()
     sys.stderr.flush()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing's spawn does
+    os.environ[worker.HANDED_OVER] = "1"
     options = ["--standbys", str(standbys), "--nproc-per-node", str(nproc), *extra]
     os.execv(sys.executable, [sys.executable, *flags, "-m", "shared_core.cli.swiftrun", *options, *command])
+
+
+def _debugger() -> str:
+    """Name of the debugger that runs this process; empty if there is none."""
+    if "pydevd" in sys.modules:
+        return "debugpy" if "debugpy" in sys.modules else "pydevd"
+    # With no breakpoint set, pdb stops tracing once it is told to continue.
+    module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
+    if module and module[0] in _DEBUGGERS:
+        return module[0]
+    owner = getattr(sys.gettrace(), "__self__", None)
+    if any(kind.__module__ == "bdb" for kind in type(owner).__mro__):
+        return type(owner).__module__.partition(".")[0]
+    monitoring = getattr(sys, "monitoring", None)  # Python 3.12
+    return str(monitoring.get_tool(monitoring.DEBUGGER_ID) or "") if monitoring is not None else ""
 
 
 def _command() -> list[str]:

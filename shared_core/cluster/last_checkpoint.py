@@ -2,7 +2,8 @@
 
 SIGTERM is what clouds and schedulers send before they take a machine away, SIGUSR1 and SIGUSR2 what SLURM can be asked
 to send some time before a job's limit (``--signal=USR1@120``). Rank 0 finds the request at its next batch top; all
-ranks stop at the same one and say so when the checkpoint is committed.
+ranks stop at the same one and say so when the checkpoint is committed. What came of it is said once, at the very end,
+when nobody writes any more: before, nobody knows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shared_core.checkpoint.command import Command
+from shared_core.checkpoint.spool import FOLDER, Spool
+from shared_core.checkpoint.verdict import verdict
+from shared_core.config import SwiftConfig
 from shared_core.events import console
 
 #: Name of a file in the job's folder, and of a key in the attempt's store: rank 0 finds there that the job ends.
@@ -58,6 +63,7 @@ class LastCheckpoint:
         self._job_dir, self._set_key = job_dir, set_key
         self._handled = 0
         self._over = self._committed = False
+        self._top = 0
         self.deadline: float | None = None
 
     def want(self) -> None:
@@ -84,8 +90,7 @@ class LastCheckpoint:
                 self.deadline = min(self.deadline, time.monotonic() + self._grace_s * (1 - _RESERVE))
             elif number == signal.SIGTERM:
                 self._over = True
-        if self.deadline is not None and time.monotonic() >= self.deadline and not self._over:
-            console("the last checkpoint is not committed in time: the newest one before it is what is left")
+        if self.deadline is not None and time.monotonic() >= self.deadline:
             self._over = True
         return self.deadline is not None and not self._over
 
@@ -102,14 +107,32 @@ class LastCheckpoint:
         if self.deadline is None:
             return  # another machine's: this one goes on
         self._committed = bool(fields.get("done"))
-        if self._committed:
-            console(f"the last checkpoint is committed, at batch top {fields['top']}: nothing is lost")
-        else:
-            console(f"no checkpoint could be committed at batch top {fields.get('top')}")
+        self._top = int(fields.get("top", 0))
         self._over = True
 
+    @property
     def left_s(self) -> float:
-        """Grace time that is left for ending the workers and for the writer."""
+        """Grace time that is left for ending the workers. Where their last checkpoint is committed they wait only for
+        their end.
+        """
+        return 0.0 if self._committed else self.writer_s
+
+    @property
+    def writer_s(self) -> float:
+        """Grace time that is left for the writer."""
         if self.deadline is None:
             return self._grace_s
-        return 0.0 if self._committed else max(0.0, self.deadline - time.monotonic()) + self._grace_s * _RESERVE
+        return max(0.0, self.deadline - time.monotonic()) + self._grace_s * _RESERVE
+
+    def say(self, config: SwiftConfig, command: Command, reached: int) -> None:
+        """The end of a job that was told to end, or whose writer was cut off: say what is committed.
+
+        Args:
+            config: options of the job.
+            command: the program with its arguments.
+            reached: batch tops that the workers of this machine have passed.
+        """
+        if config.checkpoint_dir is not None:
+            spool = Spool(self._job_dir / FOLDER)
+            reached = self._top or reached
+            console(verdict(config.checkpoint_dir, command, spool, reached, continues=config.continues))

@@ -53,8 +53,23 @@ class Observations:
         return late
 
 
+@dataclass
+class _Duty:
+    """A lease that must be renewed for the workers to go on."""
+
+    name: str
+    renew: Callable[[], bool]
+    length_s: float
+    renewed: float = field(default_factory=time.monotonic)
+
+    @property
+    def end(self) -> float:
+        """When to stop the workers if it is not renewed before."""
+        return self.renewed + FENCE * self.length_s
+
+
 class Lease:
-    """This machine's lease and its view of the others', kept by two threads.
+    """This machine's lease and its view of the others', kept by threads.
 
     Attributes:
         lost: machines that were seen to be lost or to have left.
@@ -67,7 +82,8 @@ class Lease:
         lease_s: length of a lease in seconds.
         changed: called on a thread when a machine was lost or has come.
         fence: called on a thread when this machine must stop its workers at once; gets the reason.
-        also: renews the lease elsewhere too (that of the store's host, in etcd) and says whether it could.
+        also: renews a lease elsewhere too (that of the store's host, in etcd) and says whether it could.
+        also_s: length of that lease in seconds.
         guard: stop when it cannot be renewed in time; not needed where the only store is in this process.
     """
 
@@ -79,6 +95,7 @@ class Lease:
         changed: Callable[[], None],
         fence: Callable[[str], None],
         also: Callable[[], bool] | None = None,
+        also_s: float = 0.0,
         *,
         guard: bool = True,
     ) -> None:
@@ -86,20 +103,23 @@ class Lease:
         self.alive: tuple[str, ...] = ()
         self.fenced = ""
         self._store, self._machine, self._lease_s = connect(), machine, lease_s
-        self._changed, self._fence, self._also = changed, fence, also
+        self._changed, self._fence = changed, fence
         self._expected: set[str] = set()
         self._observations = Observations(lease_s)
         self._stop = threading.Event()
         self._count = 0
-        self._renewed = time.monotonic()
+        self._own = _Duty("its lease", self._renew, lease_s)
+        # On a thread of its own: while etcd does not answer, the others must see that this machine lives.
+        duties = [self._own, *([_Duty("its lease in etcd", also, also_s)] if also is not None else [])]
+        self._duties = tuple(duties) if guard else ()
         self._renew()
         place = self._store.add(f"{_PREFIX}count", 1)
         self._store.set(f"{_PREFIX}member/{place}", machine)
         self._threads = [
-            threading.Thread(target=run, name=f"swift-{name}", daemon=True)
-            for name, run in (("lease", self._keep), ("fence", self._guard))
-            if guard or run != self._guard
+            threading.Thread(target=self._keep, args=(duty,), name="swift-lease", daemon=True) for duty in duties
         ]
+        if guard:
+            self._threads.append(threading.Thread(target=self._guard, name="swift-fence", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -121,23 +141,24 @@ class Lease:
 
     # -- threads --------------------------------------------------------------------------------------------------
 
-    def _keep(self) -> None:
-        while not self._stop.wait(self._lease_s / RENEWALS):
+    def _keep(self, duty: _Duty) -> None:
+        while not self._stop.wait(duty.length_s / RENEWALS):
             try:
-                self._renew()
-                self._look()
+                sent = time.monotonic()
+                if duty.renew():
+                    duty.renewed = sent
+                if duty is self._own:
+                    self._look()
             except RuntimeError:  # a connection that broke stays broken: nobody listens there any more
                 if not self._stop.is_set():
                     self._cut("the store of the job is gone")
                 return
 
-    def _renew(self) -> None:
-        sent = time.monotonic()
+    def _renew(self) -> bool:
         self._count += 1
         self._store.set(f"{_PREFIX}beat/{self._machine}", str(self._count))
         self._store.check([f"{_PREFIX}count"])  # answered after the renewal took effect
-        if self._also is None or self._also():
-            self._renewed = sent
+        return True
 
     def _look(self) -> None:
         count = self._store.add(f"{_PREFIX}count", 0)
@@ -158,10 +179,11 @@ class Lease:
 
     def _guard(self) -> None:
         # In a thread of its own: the one that renews may be stuck in a connection that does not answer.
-        while not self._stop.wait(max(0.0, self._renewed + FENCE * self._lease_s - time.monotonic())):
-            silent = time.monotonic() - self._renewed
-            if silent >= FENCE * self._lease_s:
-                self._cut(f"its lease could not be renewed for {silent:.1f} s")
+        first = self._own
+        while not self._stop.wait(max(0.0, first.end - time.monotonic())):
+            first = min(self._duties, key=lambda duty: duty.end)
+            if time.monotonic() >= first.end:
+                self._cut(f"{first.name} could not be renewed for {time.monotonic() - first.renewed:.1f} s")
                 return
 
     def _cut(self, reason: str) -> None:

@@ -34,6 +34,7 @@ class Ledger:
         machines: for each place, the machine that holds it; None while nobody does. Empty for a job on one machine.
         over: the last entry once the attempt is over.
         gone: machines that have lost their place; each has another name if it comes back.
+        detected: when the loss was noticed that the newest generation answers; 0 before there is one.
         change: ``stay`` and ``after`` of the newest generation, while the number of workers changes.
         absent: ranks that were lost and without which the others went on, as of the newest generation; None where every
             loss is answered by forming a generation with its newcomer.
@@ -52,6 +53,7 @@ class Ledger:
         self.machines = list(machines)
         self.over: dict[str, Any] | None = None
         self.gone: set[str] = set()
+        self.detected = 0.0
         self.change: dict[str, Any] = {}
         self.absent: frozenset[int] | None = None
         self._news: list[dict[str, Any]] = []
@@ -129,5 +131,6 @@ class Ledger:
             self.absent = frozenset(entry["absent"]) if "absent" in entry else None
             self.change = {name: entry[name] for name in ("stay", "after") if name in entry}
             self.generation, self.incarnations = entry["generation"], entry["incarnations"]
+            self.detected = float(entry.get("detected", 0.0))
         if not ours:
             self._news.append(entry)

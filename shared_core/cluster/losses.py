@@ -124,6 +124,9 @@ class LossBook:
             return Verdict(
                 "end", reason=f"rank {death.rank} raised {death.error.kind}, as any newcomer would", first=death
             )
+        if death.error is not None and death.error.kind == "CollectiveTimeout":
+            reason = f"rank {death.rank} waited in vain, and so would a newcomer: {death.error.summary}"
+            return Verdict("end", reason=reason, first=death)
         twins = [other for other in streak[:-1] if _same_exception(other, death)]
         if twins:
             return Verdict(

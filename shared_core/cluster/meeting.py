@@ -8,6 +8,7 @@ where the store is; all else is in the store.
 
 from __future__ import annotations
 
+import socket
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
@@ -28,8 +29,10 @@ from shared_core.cluster.attempt import Team, connect, first_of, prefix_of
 from shared_core.cluster.lease import FIRST_S, Lease
 from shared_core.cluster.ledger import RELEASE, RESIZE, RESTART, Ledger
 from shared_core.cluster.register import C10D, Gone, Register, own_address, probe
-from shared_core.errors import ConfigError, SwiftError
+from shared_core.cluster.story import host_of, ranks
+from shared_core.errors import ConfigError, SwiftError, WaitTimeout
 from shared_core.events import console
+from shared_core.waiting import Wait
 
 _LOOK_S = 0.05
 _RETRY_S = 0.25
@@ -37,6 +40,9 @@ _RETRY_S = 0.25
 _SURE = 1.25
 #: How long the store's host waits for the others to go, in seconds.
 _LAST_S = 10.0
+#: The least length of the lease of the store's host in etcd, in seconds. Members of etcd that have lost their leader
+#: answer nobody until they have another; up to 3 s were measured.
+HOLD_S = 6.0
 FORMING, RUNNING, ENDED = "forming", "running", "ended"
 
 
@@ -90,7 +96,8 @@ class Meeting(RendezvousHandler):
         team: this machine's place, once it has one.
         lease: its lease, once it has met the others.
         address: of this machine.
-        name: of this machine in this part of its life, ``ADDRESS:MIRROR_PORT#RANDOM``.
+        name: of this machine in this part of its life, ``ADDRESS:MIRROR_PORT#HOST.RANDOM``.
+        run_id: id of this start of the job, equal on all machines; empty before they have met.
         mirror_port: where this machine's agent keeps copies for others.
         port: of the store, 0 before there is one.
         pause: called to wait so many seconds; may raise to give up.
@@ -107,7 +114,7 @@ class Meeting(RendezvousHandler):
         self.team: Team | None = None
         self.lease: Lease | None = None
         self.address = options.address or ""
-        self.name = ""
+        self.name = self.run_id = ""
         self.mirror_port = 0
         self.port = 0
         self.pause: Callable[[float], None] = time.sleep
@@ -199,9 +206,12 @@ class Meeting(RendezvousHandler):
         with suppress(RuntimeError, RendezvousConnectionError):
             lease.leave()
             if self.hosts_store:
-                deadline = time.monotonic() + _LAST_S
-                while set(lease.alive) - {self.name} and not lease.fenced and time.monotonic() < deadline:
-                    time.sleep(_LOOK_S)
+                what = "the other machines to leave, because it hosts the store"
+                wait = Wait("this machine", what, _LAST_S, bound="a fixed limit", ends="it leaves")
+                with suppress(WaitTimeout):
+                    while set(lease.alive) - {self.name} and not lease.fenced:
+                        wait.look()
+                        time.sleep(_LOOK_S)
                 if over:
                     self._register.change(lambda doc: (doc or {}) | {"phase": ENDED})
 
@@ -219,13 +229,15 @@ class Meeting(RendezvousHandler):
     def _join(self) -> RendezvousInfo:
         deadline = time.monotonic() + self._options.join_s
         self._open(deadline)
+        whom = ""
+        wait = Wait("this machine", lambda: whom, self._options.join_s + _RETRY_S, bound="--rdzv-conf join_timeout")
         self.address = self.address or own_address(self._register.endpoint)
-        self.name = f"{self.address}:{self.mirror_port}#{uuid.uuid4().hex[:8]}"
+        self.name = f"{self.address}:{self.mirror_port}#{socket.gethostname()}.{uuid.uuid4().hex[:8]}"
         seen: tuple[Any, float] = (None, 0.0)
         while True:
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
-                    f"{self._options.nnodes} machines did not meet at {self._where} within "
+                    f"{self._options.nnodes} machines did not meet at {self._register.where} within "
                     f"{self._options.join_s:.0f} s (--rdzv-conf join_timeout=...)"
                 )
             try:
@@ -234,38 +246,50 @@ class Meeting(RendezvousHandler):
                 raise _Again from error
             assert document is not None
             if document["phase"] == ENDED:
-                raise JobOver(f"the job {self._register.run_id} at {self._where} has ended", failed=False)
+                raise JobOver(f"the job {self._register.run_id} at {self._register.where} has ended", failed=False)
             if seen[0] != document:
                 seen = (document, time.monotonic())
             least = self._options.least or self._options.nnodes
             waited = time.monotonic() - seen[1]
             self._enough = least <= len(document["members"]) and waited > self._options.last_call_s
+            if document["phase"] == RUNNING:
+                whom = f"the store at {':'.join(map(str, document['store']))} to answer"
+            else:
+                come = f"{len(document['members'])} of {self._options.nnodes} have come"
+                whom = f"other machines at {self._register.where}: {come}"
+            wait.look()
             if document["phase"] == RUNNING and self._reach(tuple(document["store"])):
                 self._round = document["round"]
                 return self._take_place(document)
             # A host that renews nothing is lost: it has stopped its workers by now, so the others begin anew.
-            patience = self._options.lease_s if document["phase"] == RUNNING else max(self._options.lease_s, FIRST_S)
+            patience = self._hold_s if document["phase"] == RUNNING else max(self._options.lease_s, FIRST_S)
             complete = document["phase"] == RUNNING or len(document["members"]) == self._options.nnodes
             if self._register.backend != C10D and complete and time.monotonic() - seen[1] > 1.25 * patience:
                 self._begin_anew(document)
             self.pause(_LOOK_S)
 
     @property
-    def _where(self) -> str:
-        host, port = self._register.endpoint
-        return f"{host}:{port} ({self._register.backend})"
+    def _hold_s(self) -> float:
+        return max(self._options.lease_s, HOLD_S)
 
     def _open(self, deadline: float) -> None:
-        said = False
+        said, why, where = False, "", self._register.where
+        limit_s = deadline - time.monotonic() + 2 * _RETRY_S
+        wait = Wait(
+            "this machine",
+            lambda: f"the rendezvous at {where} to answer ({why})",
+            limit_s,
+            bound="--rdzv-conf join_timeout",
+        )
         while True:
             try:
                 return self._register.open()
             except Gone as error:
                 if self._met:
                     raise JobOver(
-                        f"nobody listens at {self._where} any more: the job has ended, or the machine that hosted the "
+                        f"nobody listens at {where} any more: the job has ended, or the machine that hosted the "
                         "rendezvous was lost, which with c10d ends the job. Start it again with --resume to go on from "
-                        "its newest checkpoint; with --rdzv-backend etcd-v2 it would have survived",
+                        "its newest checkpoint; with --rdzv-backend etcd it would have survived",
                         failed=True,
                     ) from error
                 why = str(error)
@@ -274,11 +298,15 @@ class Meeting(RendezvousHandler):
             if not said and self._met:
                 said = True
                 console(
-                    f"this machine cannot reach {self._where} ({why}); it tries for {self._options.join_s:.0f} s to "
-                    "come back as a spare machine"
+                    f"this machine cannot reach {where} ({why}); it tries for {self._options.join_s:.0f} s to come "
+                    "back as a spare machine"
                 )
+            elif not self._met:
+                wait.look()
             if time.monotonic() > deadline:
-                raise RendezvousTimeoutError(f"no rendezvous at {self._where} in {self._options.join_s:.0f} s: {why}")
+                raise RendezvousTimeoutError(
+                    f"no rendezvous at {self._register.where} in {self._options.join_s:.0f} s: {why}"
+                )
             self.pause(_RETRY_S)
 
     def _enter(self, document: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -286,7 +314,9 @@ class Meeting(RendezvousHandler):
         options = self._options
         nnodes = f"{options.least or options.nnodes}:{options.nnodes}"
         me = {"name": self.name, "nproc": options.nproc, "nnodes": nnodes}
-        document = document or {"phase": FORMING, "round": 0, "attempt": int(self._options.resume), "members": []}
+        if document is None:
+            attempt = int(self._options.resume)
+            document = {"phase": FORMING, "round": 0, "attempt": attempt, "run": uuid.uuid4().hex[:12], "members": []}
         members = document["members"]
         if members and any(members[0][key] != me[key] for key in ("nproc", "nnodes")):
             raise ConfigError(
@@ -319,13 +349,14 @@ class Meeting(RendezvousHandler):
     def _begin_anew(self, document: dict[str, Any]) -> None:
         console("the machine that hosts the store is lost: the machines meet again, and all workers start again")
         fresh = {"phase": FORMING, "round": document["round"] + 1, "attempt": document["attempt"] + 1, "members": []}
+        fresh["run"] = document["run"]
         with suppress(RendezvousConnectionError):
             self._register.change(lambda newest: fresh if newest == document else None)
 
     def _take_place(self, document: dict[str, Any]) -> RendezvousInfo:
         """Renew a lease from now on, and follow the ledger until this machine has a place."""
         host, port = document["store"]
-        self.port = int(port)
+        self.port, self.run_id = int(port), document["run"]
         try:
             store = connect(host, port)
             hold = self._hold if self.hosts_store and self._register.backend != C10D else None
@@ -336,6 +367,7 @@ class Meeting(RendezvousHandler):
                 lambda: self.changed(),
                 lambda reason: self.fence(reason),
                 hold,
+                self._hold_s,
                 guard=not self.hosts_store or hold is not None,
             )
             first = [member["name"] for member in document["members"]]
@@ -358,7 +390,7 @@ class Meeting(RendezvousHandler):
                         raise _Again
                     if not waiting:
                         waiting = True
-                        console(f"this machine ({self.name}) waits as a spare")
+                        console(f"this machine, {host_of(self.name)}, waits as a spare one")
                         self._met = True
                     # Until a lease has gone by, a machine that is lost counts as one that lives.
                     if time.monotonic() - begun > _SURE * self._options.lease_s:
@@ -380,7 +412,8 @@ class Meeting(RendezvousHandler):
     ) -> RendezvousInfo:
         slot = ledger.machines.index(self.name)
         if self._met:
-            console(f"this machine takes place {slot}")
+            first = slot * self._options.nproc
+            console(f"this machine takes over {ranks(range(first, first + self._options.nproc))}")
         self._met = self._admitted = True
         self.team = Team(slot, machines, number, *place)
         prefixed = PrefixStore(prefix_of(number) + "ranks", store)
@@ -412,6 +445,6 @@ class Meeting(RendezvousHandler):
 
         try:
             document = self._register.change(renew)
-        except RendezvousConnectionError:
+        except (RendezvousConnectionError, ConfigError):
             return False
         return document is not None and document.get("beat") == self._beats and document["round"] == self._round

@@ -32,6 +32,8 @@ REPLICATED = "replicated"
 #: Longest wait for another machine, in seconds; a loss that is announced ends it before.
 _WAIT_S = 30.0
 _CONNECT_S = 3.0
+#: Without a copy for so long, and without a new generation, the user is told.
+_TROUBLE_S = 5.0
 
 
 def place_of(machine: str) -> tuple[str, int]:
@@ -177,6 +179,7 @@ class Mirror:
         self._lock = threading.RLock()
         self._sock: socket.socket | None = None
         self._keeper: str | None = None
+        self._trouble = threading.Timer(0.0, lambda: None)
 
     def follow(self, machines: Sequence[str | None]) -> None:
         """The places of machines are these now: if another one keeps the copies, it gets them all, on a thread of its
@@ -196,6 +199,7 @@ class Mirror:
     def _connect(self, chosen: str | None, ready: threading.Event) -> None:
         with self._lock:
             ready.set()
+            self._trouble.cancel()
             self._drop()
             if chosen is None or chosen != self._keeper:
                 return
@@ -251,7 +255,10 @@ class Mirror:
     def _give_up(self, error: OSError) -> None:
         # Mostly the other machine is being lost, and the next generation names another.
         self._drop()
-        console(f"rank {self._rank}: no copy of its state on another machine until the next generation ({error})")
+        message = f"rank {self._rank}: no copy of its state on another machine until the next generation ({error})"
+        self._trouble = threading.Timer(_TROUBLE_S, console, [message])
+        self._trouble.daemon = True
+        self._trouble.start()
 
     def _drop(self) -> None:
         if self._sock is not None:

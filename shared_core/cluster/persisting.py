@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -15,6 +16,8 @@ from pathlib import Path
 from shared_core.cluster import process
 from shared_core.cluster.jobdir import CHECKPOINTS
 from shared_core.cluster.worker import EVENTS, INCARNATION
+from shared_core.events import RUN
+from shared_core.waiting import Wait
 
 PROGRAM = "shared_core.checkpoint.writer"
 #: Deaths in a row, each soon after the start, until it is started no more.
@@ -40,14 +43,16 @@ class Persisting:
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd: int | None = None
         self._started = 0.0
-        self._starts, self._early_deaths, self._rank = 0, 0, 0
+        self._starts, self._early_deaths, self._rank, self._run = 0, 0, 0, ""
 
-    def look(self, rank: int = 0) -> None:
+    def look(self, rank: int = 0, run: str = "") -> None:
         """Start the writer if it is needed and does not run. Cheap: call it often.
 
         Args:
             rank: that faults for tests know it by; the first of this machine.
+            run: id of this start of the job, for its events.
         """
+        self._run = run
         if self._process is not None:
             if self.running:
                 return
@@ -71,36 +76,51 @@ class Persisting:
         watch.register(self._pidfd, select.POLLIN)
         return not watch.poll(0)
 
-    def finish(self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]) -> None:
+    def finish(self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]) -> bool:
         """Let it write what is there, then end it; if it is lost meanwhile, another does. A second call does nothing.
 
         Args:
             deadline: ``time.monotonic()`` until which it may go on; None as long as it takes.
             wait: waits for at most so many seconds, less where something happens; reaps no children.
             enough: whether it is to be ended at once.
+
+        Returns:
+            Whether it came to its end; False if it was ended while it still had something to do.
         """
         for _ in range(GIVE_UP_AFTER):
-            if self._process is None or not self._finish(deadline, wait, enough):
-                return
+            if self._process is None:
+                break
+            ended, code = self._finish(deadline, wait, enough)
+            if not ended or (code and deadline is not None and time.monotonic() >= deadline):
+                return False
+            if not code:
+                break
             self._start(self._rank)
+        return True
 
-    def _finish(self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]) -> bool:
-        """Whether it was lost although there was time."""
+    def _finish(
+        self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]
+    ) -> tuple[bool, int | None]:
+        """Whether it ended by itself, and its exit code, if anybody knows."""
         assert self._process is not None and self._process.stdin is not None
         limit = _PATIENT_S if deadline is None else max(0.0, deadline - time.monotonic())
         with suppress(OSError):
             self._process.stdin.write(f"{limit:.3f}\n".encode())
         with suppress(OSError):
             self._process.stdin.close()
+        whom, ends = "the last checkpoint to be written to storage", "it waits as long as that takes"
+        if deadline is not None:
+            ends = "what is not written by then is left out"
+        # The deadline is looked at first: the wait only says the line.
+        said = Wait("the launcher", whom, math.inf if deadline is None else limit + 1.0, ends=ends, say=self._say)
         while self.running and not enough() and (deadline is None or time.monotonic() < deadline):
+            said.look()
             wait(0.1)
-        if self.running:
-            self._say("the last checkpoint is not written to its end: the time for it is over")
+        ended = not self.running
+        if not ended:
             with suppress(ProcessLookupError):
                 self._process.kill()
-            self._collect()
-            return False
-        return self._collect() not in (0, None)
+        return ended, self._collect()
 
     def _start(self, rank: int) -> None:
         command = [sys.executable, "-m", PROGRAM, str(self._folder), f"--grace={self._grace_s}"]
@@ -122,6 +142,7 @@ class Persisting:
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [environ.get("PYTHONPATH", ""), root]))
         own = {"RANK": str(rank), INCARNATION: str(self._starts), EVENTS: self._events or "", "PYTHONPATH": path}
+        own[RUN] = self._run
         return {**environ, **own}
 
     def _bury(self) -> None:

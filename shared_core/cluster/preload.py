@@ -33,6 +33,8 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "accelerate_swift": ("accelerate_swift",),
     "shared_core.pipeline.warm": ("deepspeed", "import_deepspeed"),
     "torch.utils.tensorboard": ("tensorboard", "TensorBoardLogger"),
+    "wandb": ("wandb", "WandbLogger"),
+    "mlflow": ("mlflow", "MLFlowLogger"),
 }
 #: Packages of which a zygote imports exactly what the script names; others may do at import what only a worker should.
 KNOWN = frozenset(

@@ -5,107 +5,44 @@ Those offer a value that is replaced only by who knows its newest form; that is 
 
 from __future__ import annotations
 
-import base64
 import json
 import socket
-import ssl
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
+from shared_core.cluster.etcd import ETCD, EtcdBackend
 from shared_core.errors import ConfigError
 
-C10D, ETCD = "c10d", "etcd-v2"
+C10D = "c10d"
 BACKENDS = (C10D, ETCD)
 _PORTS = {C10D: 29400, ETCD: 2379}
-_ETCD_TTL_S = 7 * 86400
 
 
 class Gone(ConnectionError):
     """The machine of the rendezvous answers, but nothing listens at its port."""
 
 
-class EtcdBackend(RendezvousBackend):
-    """As torchelastic's ``etcd-v2`` backend, without the package ``python-etcd``, which is no longer maintained.
-
-    Args:
-        endpoint: host and port.
-        run_id: name of the job.
-        options: ``protocol`` (http or https), ``ca_cert``, ``ssl_cert``, ``ssl_cert_key``, as torchelastic's.
-        timeout_s: of one request.
-    """
-
-    def __init__(self, endpoint: tuple[str, int], run_id: str, options: dict[str, Any], timeout_s: float) -> None:
-        protocol = str(options.get("protocol", "http"))
-        host = f"[{endpoint[0]}]" if ":" in endpoint[0] else endpoint[0]
-        path = urllib.parse.quote(f"/v2/keys/torch/elastic/swift/{run_id}")
-        self._url = f"{protocol}://{host}:{endpoint[1]}{path}"
-        self._timeout_s = timeout_s
-        self._tls: ssl.SSLContext | None = None
-        if protocol == "https":
-            self._tls = ssl.create_default_context(cafile=options.get("ca_cert"))
-            if options.get("ssl_cert"):
-                self._tls.load_cert_chain(options["ssl_cert"], options.get("ssl_cert_key"))
-
-    @property
-    def name(self) -> str:
-        """See base class."""
-        return ETCD
-
-    def get_state(self) -> tuple[bytes, Token] | None:
-        """See base class."""
-        status, answer = self._call("GET", {"quorum": "true"})
-        return None if status == 404 else self._decode(answer)
-
-    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """See base class."""
-        condition = {"prevExist": "false"} if token is None else {"prevIndex": str(token)}
-        value = base64.b64encode(state).decode()
-        status, answer = self._call("PUT", condition, {"value": value, "ttl": str(_ETCD_TTL_S)})
-        if status in (200, 201):
-            return *self._decode(answer), True
-        now = self.get_state()
-        return None if now is None else (*now, False)
-
-    def _call(self, method: str, query: dict[str, str], form: dict[str, str] | None = None) -> tuple[int, Any]:
-        data = urllib.parse.urlencode(form).encode() if form else None
-        request = urllib.request.Request(f"{self._url}?{urllib.parse.urlencode(query)}", data=data, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s, context=self._tls) as reply:
-                return reply.status, json.load(reply)
-        except urllib.error.HTTPError as error:
-            with error:
-                if error.code in (404, 412) and b"errorCode" in (body := error.read()):
-                    return error.code, json.loads(body)
-            hint = "; etcd must be started with --enable-v2" if error.code == 404 else ""
-            raise RendezvousConnectionError(f"etcd at {self._url} answers {error.code}{hint}") from error
-        except (OSError, ValueError) as error:
-            raise RendezvousConnectionError(f"etcd at {self._url} cannot be reached: {error}") from error
-
-    @staticmethod
-    def _decode(answer: Any) -> tuple[bytes, Token]:
-        node = answer["node"]
-        return base64.b64decode(node["value"]), int(node["modifiedIndex"])
-
-
-def parse_endpoint(endpoint: str, backend: str) -> tuple[str, int]:
-    """Host and port of ``HOST[:PORT]``.
+def parse_endpoints(endpoints: str, backend: str) -> tuple[tuple[str, int], ...]:
+    """Hosts and ports of ``HOST[:PORT]``, with etcd several of them between commas.
 
     Raises:
         ConfigError: if it has another form.
     """
-    host, _, port = endpoint.strip().rpartition(":") if ":" in endpoint.rpartition("]")[2] else (endpoint, "", "")
-    if not host.strip("[]") or (port and not port.isdigit()):
-        raise ConfigError(f"--rdzv-endpoint {endpoint!r}: HOST:PORT is needed for several machines")
-    return host.strip("[]"), int(port) if port else _PORTS[backend]
+    found = []
+    for endpoint in endpoints.split(","):
+        host, _, port = endpoint.strip().rpartition(":") if ":" in endpoint.rpartition("]")[2] else (endpoint, "", "")
+        if not host.strip("[] ") or (port and not port.isdigit()) or "/" in host:
+            raise ConfigError(f"--rdzv-endpoint {endpoints!r}: HOST:PORT is needed for several machines")
+        found.append((host.strip("[] "), int(port) if port else _PORTS[backend]))
+    if backend == C10D and len(found) > 1:
+        raise ConfigError(f"--rdzv-endpoint {endpoints!r}: several endpoints are for --rdzv-backend {ETCD}")
+    return tuple(found)
 
 
 def is_here(host: str) -> bool:
@@ -151,30 +88,46 @@ class Register:
         hosts: whether this process hosts the rendezvous (c10d only).
 
     Args:
-        backend: ``c10d`` or ``etcd-v2``.
-        endpoint: host and port.
+        backend: ``c10d`` or ``etcd``.
+        endpoints: hosts and ports; one with c10d.
         run_id: name of the job.
         options: of ``--rdzv-conf``.
         timeout_s: of one request.
     """
 
     def __init__(
-        self, backend: str, endpoint: tuple[str, int], run_id: str, options: dict[str, Any], timeout_s: float
+        self,
+        backend: str,
+        endpoints: Sequence[tuple[str, int]],
+        run_id: str,
+        options: dict[str, Any],
+        timeout_s: float,
     ) -> None:
-        self.backend, self.endpoint, self.run_id = backend, endpoint, run_id
+        self.backend, self.endpoints, self.run_id = backend, tuple(endpoints), run_id
         self.hosts = False
         self._options, self._timeout_s = options, timeout_s
         self._server: Any = None
         self._backend: RendezvousBackend | None = None
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """The endpoint that was reached last, else the first."""
+        return self._backend.endpoint if isinstance(self._backend, EtcdBackend) else self.endpoints[0]
+
+    @property
+    def where(self) -> str:
+        """All endpoints, for messages."""
+        return f"{', '.join(f'{host}:{port}' for host, port in self.endpoints)} ({self.backend})"
 
     def open(self) -> None:
         """Connect, or host the rendezvous where the endpoint is this machine's.
 
         Raises:
             Gone, OSError, RendezvousConnectionError: if it cannot be reached now.
+            ConfigError: if it will not be by trying again.
         """
         if self.backend == ETCD:
-            self._backend = EtcdBackend(self.endpoint, self.run_id, self._options, self._timeout_s)
+            self._backend = EtcdBackend(self.endpoints, self.run_id, self._options, self._timeout_s)
             self._backend.get_state()
             return
         if self._server is None and is_here(self.endpoint[0]):
@@ -194,16 +147,6 @@ class Register:
         timeout = timedelta(seconds=max(1.0, self._timeout_s))
         return TCPStore(*self.endpoint, is_master=master, multi_tenant=True, timeout=timeout, wait_for_workers=False)
 
-    def read(self) -> dict[str, Any] | None:
-        """The document; None if there is none.
-
-        Raises:
-            RendezvousConnectionError: if the rendezvous cannot be reached.
-        """
-        assert self._backend is not None
-        state = self._backend.get_state()
-        return None if state is None else json.loads(state[0])
-
     def change(self, how: Callable[[dict[str, Any] | None], dict[str, Any] | None]) -> dict[str, Any] | None:
         """Replace the document by what ``how`` makes of its newest form; returns what it then is.
 
@@ -212,11 +155,12 @@ class Register:
 
         Raises:
             RendezvousConnectionError: if the rendezvous cannot be reached.
+            ConfigError: if something else is kept there.
         """
         assert self._backend is not None
         state = self._backend.get_state()
         while True:
-            document = None if state is None else json.loads(state[0])
+            document = None if state is None else self._decode(state[0])
             wanted = how(document)
             if wanted is None:
                 return document
@@ -227,3 +171,15 @@ class Register:
                 return wanted
             else:
                 state = answer[:2]
+
+    def _decode(self, raw: bytes) -> dict[str, Any]:
+        try:
+            document = json.loads(raw)
+        except ValueError:
+            document = None
+        if not isinstance(document, dict) or "phase" not in document:
+            raise ConfigError(
+                f"what is kept at {self.where} for the job {self.run_id} is not of this version of swiftrun: choose "
+                "another --rdzv-id"
+            )
+        return document

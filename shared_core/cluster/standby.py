@@ -44,10 +44,12 @@ class Preload:
     Attributes:
         modules: to import.
         job_dir: folder to remove if the agent is killed.
+        program: the user's script or module, for the title in ``ps``.
     """
 
     modules: tuple[str, ...]
     job_dir: str = ""
+    program: str = ""
 
 
 def _spawn_zygote(channel: socket.socket, env: dict[str, str]) -> int:
@@ -95,7 +97,8 @@ class Standby:
 
     def preload(self, what: Preload, *, more: bool = False) -> None:
         """Tell it what to import; with ``more`` it is not ready afterwards, because another call follows."""
-        self._send(json.dumps({"preload": what.modules, "job_dir": what.job_dir, "more": more}))
+        message = {"preload": what.modules, "job_dir": what.job_dir, "program": what.program, "more": more}
+        self._send(json.dumps(message))
 
     def start(self, request: StartRequest) -> None:
         """Ask for a worker; the pid comes with :meth:`answers`."""

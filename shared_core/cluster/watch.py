@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shared_core.cluster.last_checkpoint import SAVED
-from shared_core.cluster.worker import FOREVER_S, WORDS
+from shared_core.cluster.worker import FOREVER_S, REPORTS, WORDS
 
 _ONCE = ("fail", "restart", SAVED)
 _DIVERGENT = "divergent"
@@ -26,8 +26,8 @@ _AGAIN = ("handed", "declined")
 
 
 class KeyWatcher:
-    """Watches the keys of one attempt: ``fail``, ``restart``, ``saved``, ``divergent``, ``handed``, ``declined`` and
-    goodbyes.
+    """Watches the keys of one attempt: ``fail``, ``restart``, ``saved``, ``divergent``, ``handed``, ``declined``,
+    goodbyes, and the queue of ``reports``.
 
     Args:
         connect: makes a store client; one is made for the thread, one for :meth:`look`.
@@ -48,6 +48,7 @@ class KeyWatcher:
     ) -> None:
         self._prefix = prefix
         self._words = f"{prefix}{WORDS}/{slot}"
+        self._reports = f"{prefix}{REPORTS}/{slot}"
         self._ranks = frozenset(ranks)
         self._wake = wake
         self._stop = threading.Event()
@@ -78,6 +79,8 @@ class KeyWatcher:
                 if self._said.get(name) != raw:
                     self._said[name] = raw
                     heard.append((name, _decode(raw)))
+        for _ in range(store.queue_len(self._reports)):
+            heard.append((REPORTS, _decode(store.queue_pop(self._reports))))
         if mine := self._divergent():
             heard.append((_DIVERGENT, mine))
         return heard

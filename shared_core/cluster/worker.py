@@ -19,9 +19,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shared_core.checkpoint.command import Command
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, WaitTimeout
-from shared_core.events import console
+from shared_core.events import RUN, console
+from shared_core.waiting import Wait
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -38,14 +40,22 @@ RESIZED = "SWIFT_RECOVERY_RESIZED"
 MACHINES = "SWIFT_RECOVERY_MACHINES"
 JOB = "SWIFT_RECOVERY_JOB"
 COMMAND = "SWIFT_RECOVERY_COMMAND"
+#: Set where a script was started by itself and has become ``swiftrun``: its user gives no flags.
+HANDED_OVER = "SWIFT_RECOVERY_HANDED_OVER"
 
 #: Layout of a progress file: batch tops passed, 1 inside a wait for a collective, ``time.time()`` of the last change.
 PROGRESS = struct.Struct("<QQd")
 PROGRESS_BYTES = 64
 #: A wait that is meant to last, in seconds: torch warns of each store wait that times out, and counts in 32 bits of ms.
 FOREVER_S = 20 * 86400.0
+#: Longest time to connect to the launcher's store, in seconds.
+_CONNECT_S = 60.0
 #: Store queues that wake the agents, one for each machine's place, under the attempt's prefix.
 WORDS = "words"
+#: Store queues of what workers report to the agent of their machine's place, under the attempt's prefix.
+REPORTS = "reports"
+#: File in a rank's folder: variables of the environment for its newcomers.
+_LEFT = "environment.json"
 
 _failed = False
 _done = False
@@ -97,9 +107,11 @@ class WorkerEnv:
         config: the options of the job.
         slot: place of this machine, from 0.
         job: what checkpoints name as the job they belong to, equal on all machines.
-        command: stands for the program and its arguments; equal in the next start of the same command.
+        command: the program and its arguments.
+        handed_over: the script was started by itself, so that its user gives ``swiftrun`` no flags.
         machines: who holds which place in the generation in which this worker starts; empty on one machine.
         resized: the attempt from which this one goes on, if the number of workers has changed.
+        run: id of this start of the job, equal on all machines and in all attempts.
     """
 
     rank: int
@@ -114,9 +126,11 @@ class WorkerEnv:
     config: SwiftConfig
     slot: int = 0
     job: str = ""
-    command: str = ""
+    command: Command = Command()
+    handed_over: bool = False
     machines: tuple[str | None, ...] = ()
     resized: Resized | None = None
+    run: str = ""
 
     @property
     def prefix(self) -> str:
@@ -158,10 +172,12 @@ def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
         events=Path(source[EVENTS]) if source.get(EVENTS) else None,
         config=SwiftConfig.from_env(source),
         job=source.get(JOB, source[JOB_DIR]),
-        command=source.get(COMMAND, ""),
+        command=Command.from_json(source.get(COMMAND, "")),
+        handed_over=HANDED_OVER in source,
         slot=int(source.get("GROUP_RANK", "0")),
         machines=tuple(json.loads(source.get(MACHINES) or "[]")),
         resized=Resized.from_json(source[RESIZED]) if source.get(RESIZED) else None,
+        run=source.get(RUN, ""),
     )
 
 
@@ -178,14 +194,18 @@ def connect_store(timeout_s: float = 60.0, where: WorkerEnv | None = None) -> TC
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     here = env() if where is None else where
+    whom, limit_s = f"the launcher's store at {here.store_host}:{here.store_port} to answer", min(timeout_s, _CONNECT_S)
     try:
-        return TCPStore(
-            here.store_host,
-            here.store_port,
-            is_master=False,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
+        with Wait(f"rank {here.rank}", whom, limit_s, bound="a fixed limit").announced():
+            store = TCPStore(
+                here.store_host,
+                here.store_port,
+                is_master=False,
+                timeout=timedelta(seconds=limit_s),
+                wait_for_workers=False,
+            )
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
     except RuntimeError as error:
         raise WaitTimeout(
             f"rank {here.rank}: no answer from the agent's store at {here.store_host}:{here.store_port} ({error}); "
@@ -208,6 +228,35 @@ def tell(store: TCPStore, name: str, value: Any, *, prefix: str | None = None) -
     store.set(prefix + name, json.dumps(value))
     slot = os.environ.get("GROUP_RANK", "0")
     store.queue_push(f"{prefix}{WORDS}/{slot}", name)  # one step: a worker killed here leaves no half-said word
+
+
+def report(store: TCPStore, value: Mapping[str, Any], *, prefix: str) -> None:
+    """Tell the agent of this machine something that it shows to the user; none of the reports is lost.
+
+    Args:
+        store: a client of the agent's store that no other thread is blocked in.
+        value: plain data.
+        prefix: key prefix of the attempt.
+    """
+    slot = os.environ.get("GROUP_RANK", "0")
+    store.queue_push(f"{prefix}{REPORTS}/{slot}", json.dumps(value))
+    store.queue_push(f"{prefix}{WORDS}/{slot}", REPORTS)
+
+
+def leave_environment(job_dir: Path, rank: int, variables: Mapping[str, str]) -> None:
+    """Have the newcomers of a rank find ``variables`` in their environment, where the user has not set them."""
+    new = job_dir / f"rank{rank}" / (_LEFT + ".new")
+    new.write_text(json.dumps(dict(variables)))
+    new.replace(new.with_name(_LEFT))
+
+
+def left_environment(job_dir: Path, rank: int) -> dict[str, str]:
+    """What predecessors on this machine have left with :func:`leave_environment`."""
+    try:
+        left: dict[str, str] = json.loads((job_dir / f"rank{rank}" / _LEFT).read_text())
+    except FileNotFoundError:
+        return {}
+    return left
 
 
 class ProgressFile:

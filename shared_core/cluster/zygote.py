@@ -24,6 +24,7 @@ from typing import Any
 
 from shared_core.cluster import entry, preload, process, worker
 from shared_core.cluster.request import StartRequest
+from shared_core.cluster.title import set_title
 
 #: Read when a library is loaded: with more than one thread, it starts them there and then, and a fork would lose them.
 SINGLE_THREADED = {
@@ -68,6 +69,7 @@ def serve(channel: socket.socket) -> StartRequest | None:
         message = json.loads(line)
         if "preload" in message:
             _Orphan.job_dir = message["job_dir"]
+            set_title("standby", message["program"])
             _preload(message["preload"], report)
             if not message.get("more"):
                 _answer(channel, _settle(report))

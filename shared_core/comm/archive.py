@@ -28,6 +28,7 @@ from shared_core.comm import segments
 from shared_core.comm.segments import Key, Place, Segment
 from shared_core.errors import CorruptFile, WaitTimeout
 from shared_core.events import console
+from shared_core.waiting import Wait
 
 __all__ = ["Archive", "Key", "Stats"]
 
@@ -327,10 +328,15 @@ class Archive:
             return
         self._stats.blocked_times += 1
         begin = time.monotonic()
-        in_time = self._changed.wait_for(room, self._stall_s)
-        self._stats.blocked_s += time.monotonic() - begin
-        if not in_time:
+        whom, ends = "its disk to take logged messages", "nothing more is logged to disk"
+        try:
+            Wait(f"the log in {self.folder}", whom, self._stall_s, bound="a fixed limit", ends=ends).until(
+                self._changed, room
+            )
+        except WaitTimeout:
             self._stop(TimeoutError(errno.ETIMEDOUT, f"the disk is too slow: waited {self._stall_s:g} s for it"))
+        finally:
+            self._stats.blocked_s += time.monotonic() - begin
 
     def _drop(self, segment: Segment) -> None:
         """Forget the records of a segment and have its file deleted."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +18,10 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Store
 
 from shared_core.cluster.worker import ADDRESS
-from shared_core.errors import GenerationAbandoned, NotConnected, WaitTimeout
+from shared_core.comm.quiet import quiet
+from shared_core.errors import GenerationAbandoned, NotConnected
+from shared_core.testing import inject
+from shared_core.waiting import Wait, poll, wait_for
 
 #: Untyped, because torch's stubs leave out most of it.
 _Store: Any = Store
@@ -29,68 +31,48 @@ _device_lock = threading.Lock()
 STUCK_S = 0.25
 
 
-def wait_for(store: Store, keys: list[str], abandoned: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Wait until all ``keys`` are in ``store``.
-
-    Raises:
-        GenerationAbandoned: as soon as ``abandoned()`` holds.
-        WaitTimeout: after ``timeout_s`` seconds; the message names ``what``.
-    """
-    # Polled, because a store's own wait can neither be given up nor time out without a warning on the console; a look
-    # takes some 50 microseconds.
-    end = time.monotonic() + timeout_s
-    pause = 0.0002
-    while not store.check(keys):
-        if abandoned():
-            raise GenerationAbandoned(what)
-        if time.monotonic() > end:
-            missing = [key for key in keys if not store.check([key])]
-            raise WaitTimeout(
-                f"waited {timeout_s:.0f} s for {what}, still missing: {', '.join(missing)}. A worker may hang in its "
-                "start-up; "
-                "raise wait_timeout_s if it is merely slow."
-            )
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.01)
-
-
-def finish(work: Any, abandoned: Callable[[], bool], what: str) -> None:
+def finish(work: Any, abandoned: Callable[[], bool], what: str, wait: Wait | None = None) -> None:
     """Wait for a collective of an inner group, which is cut when the generation is abandoned.
 
     Raises:
         GenerationAbandoned: if it was cut and gloo does not give the operation back, as happens now and then.
         RuntimeError: what gloo reports.
+        WaitTimeout: at the limit of ``wait``, where one is given.
     """
     done, future = threading.Event(), work.get_future()
     future.add_done_callback(lambda _: done.set())
     while not done.wait(0.05):
         if abandoned() and not done.wait(STUCK_S):
             raise GenerationAbandoned(what)
+        if wait is not None:
+            wait.look()
     future.value()
 
 
-def finish_message(work: Any, inner: InnerGroup, timeout: timedelta, what: str) -> None:
+def finish_message(work: Any, inner: InnerGroup, timeout: timedelta, wait: Wait) -> None:
     """Wait for a message of ``inner``, on a thread that can be left behind: a sender whose connection is cut while its
     message waits for room in the socket's buffer is not woken by gloo.
 
     Raises:
         GenerationAbandoned: if the group was cut and gloo does not give the message back.
         RuntimeError: what gloo reports.
+        WaitTimeout: at the limit of ``wait``.
     """
     done = threading.Event()
     failed: list[RuntimeError] = []
 
-    def wait() -> None:
+    def run() -> None:
         try:
             work.wait(timeout)
         except RuntimeError as error:
             failed.append(error)
         done.set()
 
-    threading.Thread(target=wait, name="swift-message", daemon=True).start()
+    threading.Thread(target=run, name="swift-message", daemon=True).start()
     while not done.wait(0.05):
         if inner.severed and not done.wait(STUCK_S):
-            raise GenerationAbandoned(what)
+            raise GenerationAbandoned(wait.text)
+        wait.look()
     if failed:
         raise failed[0]
 
@@ -98,12 +80,12 @@ def finish_message(work: Any, inner: InnerGroup, timeout: timedelta, what: str) 
 class _AbortableStore(_Store):  # type: ignore[misc]
     """Store given to gloo's rendezvous whose waits end when the generation is abandoned."""
 
-    def __init__(self, inner: Any, abandoned: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def __init__(self, inner: Any, abandoned: Callable[[], bool], timeout_s: float, who: str, what: str) -> None:
         super().__init__()
-        self._inner, self._abandoned, self._timeout_s, self._what = inner, abandoned, timeout_s, what
+        self._inner, self._abandoned, self._timeout_s, self._who, self._what = inner, abandoned, timeout_s, who, what
 
     def clone(self) -> _AbortableStore:
-        return _AbortableStore(self._inner, self._abandoned, self._timeout_s, self._what)
+        return _AbortableStore(self._inner, self._abandoned, self._timeout_s, self._who, self._what)
 
     def set(self, key: str, value: bytes) -> None:
         self._inner.set(key, value)
@@ -118,7 +100,8 @@ class _AbortableStore(_Store):  # type: ignore[misc]
         return int(self._inner.add(key, amount))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        wait_for(self._inner, list(keys), self._abandoned, self._timeout_s, self._what)
+        inject.point("recovery.connecting")
+        poll(lambda: self.check(list(keys)), self._abandoned, Wait(self._who, self._what, self._timeout_s))
 
 
 def _listening() -> dict[str, str]:
@@ -155,11 +138,17 @@ class InnerGroup:
 
     Attributes:
         pg: gloo's process group; the operations of the generation run on it.
+        rank: global rank of this process.
+        members: global ranks of all, in group order.
+        wait_timeout_s: longest wait for one of them in a recovery.
         severed: its connections were cut.
     """
 
-    def __init__(self, pg: Any, place: str, peers: frozenset[str]) -> None:
+    def __init__(
+        self, pg: Any, place: str, peers: frozenset[str], rank: int, members: tuple[int, ...], wait_timeout_s: float
+    ) -> None:
         self.pg = pg
+        self.rank, self.members, self.wait_timeout_s = rank, members, wait_timeout_s
         self.severed = False
         self._place = place
         self._peers = peers
@@ -169,15 +158,27 @@ class InnerGroup:
         cls,
         store: Store,
         rank: int,
-        size: int,
+        members: Sequence[int],
         *,
         operation_timeout: timedelta,
         connect_timeout_s: float,
         wait_timeout_s: float,
         abandoned: Callable[[], bool],
         what: str,
+        silent: bool = False,
     ) -> InnerGroup:
         """Meet the other members in ``store`` (already prefixed by generation and group) and connect to them.
+
+        Args:
+            store: where they meet.
+            rank: of this process, among all.
+            members: ranks, in group order.
+            operation_timeout: of the group's operations.
+            connect_timeout_s: longest time to connect the sockets.
+            wait_timeout_s: longest wait for a member.
+            abandoned: whether the generation has ended.
+            what: the group, and where, for the line that says who is waited for.
+            silent: leave that line to whoever waits for the group's operations.
 
         Raises:
             GenerationAbandoned: if the generation ends meanwhile.
@@ -189,22 +190,24 @@ class InnerGroup:
             device = _default_device()
             new = [place for link, place in _listening().items() if link not in before]
         place = new[0] if new else "unknown"
-        store.set(f"port/{rank}", place)
-        keys = [f"port/{r}" for r in range(size)]
-        wait_for(store, keys, abandoned, wait_timeout_s, what)
-        peers = frozenset(bytes(raw).decode() for raw in store.multi_get(keys)) - {"unknown"}
+        own, keys = list(members).index(rank), {each: f"port/{at}" for at, each in enumerate(members)}
+        store.set(f"port/{own}", place)
+        wait_for(store, keys, abandoned, wait_timeout_s, rank, f"to connect {what}", silent=silent)
+        peers = frozenset(bytes(raw).decode() for raw in store.multi_get(list(keys.values()))) - {"unknown"}
         options = ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=connect_timeout_s)
         options._threads = 2  # what torch's own gloo group has
         options._devices = [device]
         try:
-            pg = ProcessGroupGloo(_AbortableStore(store, abandoned, wait_timeout_s, what), rank, size, options)
+            met = _AbortableStore(store, abandoned, wait_timeout_s, f"rank {rank}", f"the sockets of {what}")
+            with quiet():
+                pg = ProcessGroupGloo(met, own, len(members), options)
         except RuntimeError as error:
             if isinstance(error, GenerationAbandoned) or abandoned():
                 raise GenerationAbandoned(f"{what}: {error}") from error
             raise NotConnected(f"{what}: {error}") from error
         pg._set_default_timeout(operation_timeout)
-        return cls(pg, place, peers)
+        return cls(pg, place, peers, rank, tuple(members), wait_timeout_s)
 
     def discard(self) -> None:
         """Cut the group and let it go. Its destructor waits for gloo's threads, so it runs on a thread nobody waits

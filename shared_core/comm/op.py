@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -36,11 +37,13 @@ class Op:
         kept: inputs kept for ``redo``.
         full: every member contributes, so its end proves that all have come so far.
         awaited: the program's thread does nothing but wait for it.
+        begun: ``time.monotonic()`` when it was issued, in this generation.
     """
 
     __slots__ = (
         "attempt",
         "awaited",
+        "begun",
         "checksum",
         "copy_results",
         "full",
@@ -78,6 +81,7 @@ class Op:
         self.top = 0
         self.attempt = 0
         self.awaited = False
+        self.begun = time.monotonic()
         self.signature = signature
         self.start = start
         self.results = results
@@ -122,12 +126,12 @@ class SwiftWork(dist.Work):
             WaitTimeout: after ``timeout``, if one is given.
         """
         future = self._op.future
+        self._op.awaited = threading.current_thread() is threading.main_thread()
         if timeout is not None and timeout.total_seconds() > 0 and not future.done():
             done = threading.Event()
             future.add_done_callback(lambda _: done.set())
             if not done.wait(timeout.total_seconds()):
                 raise WaitTimeout(f"{self._op.signature[0]} did not finish within {timeout.total_seconds():.0f} s")
-        self._op.awaited = threading.current_thread() is threading.main_thread()
         with self._turn.passed_on():
             future.wait()
         if self._op.lazy:

@@ -5,6 +5,7 @@ receiver cannot need it again.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,9 @@ class P2PWork(dist.Work):
         self.channels, self.channel, self.index, self.tensor = channels, channel, index, tensor
         self.inner_work: Any = None
         self.done = False
-        self.error: RuntimeError | None = None
+        self.awaited = False
+        self.begun = time.monotonic()
+        self.error: Exception | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the message is through.
@@ -128,8 +131,13 @@ class Channels:
         """Whether a message is being waited for."""
         return any(self._works.values())
 
+    def waits(self) -> P2PWork | None:
+        """The receive that the program's thread waits for. Callers hold the lock."""
+        return next((work for works in self._works.values() for work in works if work.awaited and not work.done), None)
+
     def wait(self, work: P2PWork) -> None:
         """Wait for ``work``, across failures."""
+        work.awaited = threading.current_thread() is threading.main_thread()
         with self._runtime.turn.passed_on():
             self._wait(work)
 
@@ -253,7 +261,7 @@ class Channels:
             for work in works:
                 work.inner_work = None
 
-    def fail(self, error: RuntimeError) -> None:
+    def fail(self, error: Exception) -> None:
         """No loss explains why operations failed: whoever waits for such a message is told. Callers hold the lock."""
         for works in self._works.values():
             for work in works:
@@ -279,6 +287,7 @@ class Channels:
         source, _, tag = work.channel
         try:
             work.inner_work = self._inner().recv([work.tensor], source, tag)
+            work.begun = time.monotonic()
         except RuntimeError as error:
             self._refused(error)
         self._runtime.changed.notify_all()

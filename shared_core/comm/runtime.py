@@ -8,6 +8,7 @@ or issued again in the next generation.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import zlib
@@ -25,8 +26,18 @@ from shared_core.comm.log import BufferPool, Entry, GroupLog, Signature, read_si
 from shared_core.comm.op import Op
 from shared_core.comm.turn import Turn
 from shared_core.consistency.frontier import Done
-from shared_core.errors import ConfigError, GenerationAbandoned, NotConnected, ReplayDivergence, SwiftError, Unsupported
+from shared_core.errors import (
+    CollectiveTimeout,
+    ConfigError,
+    GenerationAbandoned,
+    NotConnected,
+    ReplayDivergence,
+    SwiftError,
+    Unsupported,
+    WaitTimeout,
+)
 from shared_core.testing import inject
+from shared_core.waiting import ranks_text
 
 if TYPE_CHECKING:
     from shared_core.comm.p2p import Channels
@@ -141,6 +152,8 @@ class Runtime:
         self.note: dict[str, Any] = {}
         self.unreadable: Callable[[SwiftError], None] = lambda error: None
         self._waiting = 0
+        #: What the program's thread waits for outside of the program's groups: since when, of whom, what.
+        self.beside: tuple[float, tuple[int, ...], str] | None = None
         #: Results to serve to the next operations, whatever their place: DDP's agreement on buckets is repeated from
         #: records.
         self.scripted: deque[list[torch.Tensor]] = deque()
@@ -167,20 +180,29 @@ class Runtime:
             self.first_group()
         elif not self.starting and not self.broken:
             try:
-                self.connect(group, self.generation)
+                # A group that the program makes: a member may be late for reasons of its own, as without this product.
+                self.connect(group, self.generation, self.longest_s(group))
             except GenerationAbandoned:
                 pass  # the recovery under way connects it
+            except WaitTimeout as error:
+                raise CollectiveTimeout(f"{error} {self.whereabouts()}") from error
 
-    def connect(self, group: GroupState, generation: int) -> None:
+    def connect(self, group: GroupState, generation: int, limit_s: float | None = None) -> None:
         """Connect ``group`` in ``generation`` and issue what is pending in it.
+
+        Args:
+            group: which one.
+            generation: for which.
+            limit_s: longest wait for a member; ``wait_timeout_s`` if None.
 
         Raises:
             GenerationAbandoned: if the generation ended meanwhile.
             NotConnected: if the members do not reach each other in many attempts.
+            WaitTimeout: if a member does not come.
         """
         for attempt in range(MAX_ATTEMPTS):
             try:
-                inner = self.new_inner(group, generation, attempt)
+                inner = self.new_inner(group, generation, attempt, limit_s)
                 break
             except NotConnected:
                 if attempt + 1 == MAX_ATTEMPTS:
@@ -192,29 +214,45 @@ class Runtime:
             group.inner = inner
             self._reissue(group)
 
-    def new_inner(self, group: GroupState, generation: int, attempt: int) -> InnerGroup:
+    def new_inner(self, group: GroupState, generation: int, attempt: int, limit_s: float | None = None) -> InnerGroup:
         """A fresh gloo group for ``group``, not yet used by it.
 
         Gloo now and then waits for its whole time-out before it repeats a connection attempt, so the first time-
         outs are
         short.
 
+        Args:
+            group: which one.
+            generation: for which.
+            attempt: its number.
+            limit_s: longest wait for a member; ``wait_timeout_s`` if None.
+
         Raises:
             GenerationAbandoned: if the generation ended meanwhile.
             NotConnected: if a member was not reached; all members make the next attempt then.
+            WaitTimeout: if a member does not come.
         """
         return InnerGroup.connect(
             self.new_store(f"inner/{generation}.{attempt}/{group.name}"),
-            group.rank,
-            group.size,
+            self.rank,
+            group.ranks,
             operation_timeout=group.timeout,
             connect_timeout_s=min(self.connect_timeout_s, 0.5 * 2**attempt),
-            wait_timeout_s=self.wait_timeout_s,
+            wait_timeout_s=self.wait_timeout_s if limit_s is None else limit_s,
             abandoned=lambda: self.latest > generation,
-            what=f"the members of group {group.name!r} in generation {generation} (rank {self.rank})",
+            what=f"{self.called(group)} in generation {generation}",
+            silent=limit_s is None and group is not self.world,
         )
 
-    def side_group(self, name: str, ranks: Sequence[int], generation: int, *, attempt: int | None = None) -> InnerGroup:
+    def side_group(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        generation: int,
+        *,
+        attempt: int | None = None,
+        operation_timeout: timedelta = timedelta(days=10),
+    ) -> InnerGroup:
         """A group of some ranks beside those of the program, for one generation; cut when that ends.
 
         Args:
@@ -222,6 +260,7 @@ class Runtime:
             ranks: its members, this rank among them.
             generation: which one.
             attempt: the first ones have short time-outs, see :meth:`new_inner`; None: there is only one.
+            operation_timeout: of its operations.
 
         Raises:
             GenerationAbandoned: if the generation ends meanwhile.
@@ -230,13 +269,13 @@ class Runtime:
         """
         inner = InnerGroup.connect(
             self.new_store(f"side/{generation}/{name}"),
-            list(ranks).index(self.rank),
-            len(ranks),
-            operation_timeout=timedelta(days=10),
+            self.rank,
+            ranks,
+            operation_timeout=operation_timeout,
             connect_timeout_s=min(self.connect_timeout_s, 0.5 * 2 ** (attempt if attempt is not None else 9)),
             wait_timeout_s=self.wait_timeout_s,
             abandoned=lambda: self.latest > generation,
-            what=f"the members of side group {name!r} in generation {generation} (rank {self.rank})",
+            what=f"side group {name!r} in generation {generation}",
         )
         with self.lock:
             if self.latest > generation:
@@ -252,6 +291,14 @@ class Runtime:
             if len(kept) < len(self._sides):
                 self._sides = kept
                 inner.discard()
+
+    def called(self, group: GroupState) -> str:
+        """The group in the user's words."""
+        return "the default group" if group is self.world else f"group {group.name!r} of {ranks_text(group.ranks)}"
+
+    def longest_s(self, group: GroupState) -> float:
+        """How long a member that was never lost is waited for, in seconds: as long as torch does, at least."""
+        return max(self.wait_timeout_s, group.timeout.total_seconds())
 
     def inner_backend(self, group: GroupState) -> Any:
         """The inner gloo backend, waiting for one while a recovery runs."""
@@ -337,7 +384,7 @@ class Runtime:
                 self._answer(group, op, inputs, served)
                 return
             if self.absent and group.size > 1:
-                self.cannot_complete(f"{_describe(op.signature)} of group {group.name!r}")
+                self.cannot_complete(f"{describe(op.signature)} of group {group.name!r}")
             op.seq, op.top = group.next, self.top
             group.next += 1
             logged = group.replay.pop(op.seq, None)
@@ -363,6 +410,7 @@ class Runtime:
         with torch.no_grad():  # again on a thread that does not know the caller's mode
             op.inner_work = op.start(inner.pg)
         op.attempt = attempt = op.attempt + 1
+        op.begun = time.monotonic()
         group.inflight += 1
         try:
             future = op.inner_work.get_future()
@@ -433,11 +481,11 @@ class Runtime:
 
     def _serve(self, group: GroupState, op: Op, logged: Signature, results: list[torch.Tensor]) -> None:
         if not same_call(logged, op.signature):
-            raise self._end(
+            raise self.end(
                 ReplayDivergence(
-                    f"rank {self.rank} takes over from a lost worker and calls {_describe(op.signature)} as "
+                    f"rank {self.rank} takes over from a lost worker and calls {describe(op.signature)} as "
                     f"operation {op.seq} of group "
-                    f"{group.name!r}, but its predecessor had called {_describe(logged)} there. The training code "
+                    f"{group.name!r}, but its predecessor had called {describe(logged)} there. The training code "
                     "must do the same when it is run "
                     "again: seed every random number, and do not branch on time or on files the run itself writes."
                 )
@@ -453,11 +501,11 @@ class Runtime:
     def _check(self, group: GroupState, op: Op) -> None:
         expected = self.expected.pop((group.id, op.seq), None)
         if expected is not None and expected != op.checksum and self.exact():
-            raise self._end(
+            raise self.end(
                 ReplayDivergence(
                     f"rank {self.rank} takes over from a lost worker, and its input to operation {op.seq} of group "
                     f"{group.name!r} "
-                    f"({_describe(op.signature)}) has checksum {op.checksum:08x}, its predecessor's had "
+                    f"({describe(op.signature)}) has checksum {op.checksum:08x}, its predecessor's had "
                     f"{expected:08x}. The training code computed "
                     "something else when it was run again: an unseeded or unregistered random number, or state that "
                     "was not registered "
@@ -574,7 +622,7 @@ class Runtime:
         except GenerationAbandoned:
             return
         except SwiftError as error:
-            self._end(error)
+            self.end(error)
 
     _redo: dict[str, set[int]] = {}
     _has: dict[str, dict[str, int]] = {}
@@ -598,7 +646,7 @@ class Runtime:
         with self.lock:
             for group in self.groups.values():
                 if group.size > 1 and group.pending:
-                    return f"{_describe(next(iter(group.pending.values())).signature)} of group {group.name!r}"
+                    return f"{describe(next(iter(group.pending.values())).signature)} of group {group.name!r}"
                 if group.channels.awaited():
                     return f"a receive in group {group.name!r}"
         return ""
@@ -652,14 +700,27 @@ class Runtime:
                 failed = [op for op in group.pending.values() if op.inner_work is None]
                 for op in failed:
                     del group.pending[op.seq]
-                stuck += failed
+                    stuck.append((op, self.overdue(error, group, f"{describe(op.signature)} (#{op.seq}")))
                 if isinstance(error, RuntimeError):
-                    group.channels.fail(error)
+                    group.channels.fail(self.overdue(error, group, "a message ("))
             self.changed.notify_all()
-        for op in stuck:
-            op.future.set_exception(error)
+        for op, why in stuck:
+            op.future.set_exception(why)
 
-    def _end(self, error: SwiftError) -> SwiftError:
+    def overdue(self, error: Exception, group: GroupState, call: str) -> Exception:
+        """What to raise for an operation that failed although nobody was lost; more is said of one that ran out of
+        time.
+        """
+        if not re.search("(?i)timed out", str(error)):
+            return error
+        limit_s = group.timeout.total_seconds()
+        return CollectiveTimeout(
+            f"rank {self.rank} waited {limit_s:g} s (time-out of the process group) in {call} of "
+            f"{self.called(group)}). {self.whereabouts()}Another rank is too slow, hangs, or is in another operation: "
+            f"raise timeout= of init_process_group or new_group if it is slow. ({error})"
+        )
+
+    def end(self, error: SwiftError) -> SwiftError:
         """Remember that the job cannot go on, wake everybody, and return ``error``."""
         with self.lock:
             self.ended = error
@@ -668,6 +729,8 @@ class Runtime:
         return error
 
     failed: Callable[[SwiftError], None] = staticmethod(lambda error: None)
+    #: Where the ranks are that are waited for, in a sentence and a space; empty if it is not known.
+    whereabouts: Callable[[], str] = staticmethod(lambda: "")
     cannot_complete: Callable[[str], None] = staticmethod(lambda what: None)
     #: Called before a collective of all ranks while some are absent. Returns True when they are in again, False if
     #: nobody lets them in.
@@ -712,7 +775,8 @@ class _Waited:
             raise self._error
 
 
-def _describe(logged: Signature) -> str:
+def describe(logged: Signature) -> str:
+    """A call in words."""
     name, shapes, dtypes, _ = logged
     tensors = (dtype.removeprefix("torch.") + str(list(shape)) for shape, dtype in zip(shapes, dtypes, strict=True))
     return f"{name}({', '.join(tensors)})"

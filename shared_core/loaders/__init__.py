@@ -2,12 +2,15 @@
 
 from shared_core.loaders.randomness import RandomParts, changed, read_random, seed_random, write_random
 from shared_core.loaders.resumable import Orders, Position, ResumableLoader, wrap_loader
+from shared_core.loaders.tracked import Loaders, TrackedLoader
 
 __all__ = [
+    "Loaders",
     "Orders",
     "Position",
     "RandomParts",
     "ResumableLoader",
+    "TrackedLoader",
     "changed",
     "read_random",
     "seed_random",

@@ -183,15 +183,15 @@ class OwnedState:
         return {"scalars": scalars, "generators": {p: generator_state(g) for p, g in self._generators.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Put back what :meth:`capture` took; attributes that are gone are left alone."""
-        for path, values in state["scalars"].items():
+        """Put back what :meth:`capture` took, or a part of it; attributes that are gone are left alone."""
+        for path, values in state.get("scalars", {}).items():
             if path in self._objects:
                 target = vars(self._objects[path])
                 for name, value in values.items():
                     # Written past __setattr__: DataLoader forbids setting some names, although nothing changes here.
                     if name not in target or type(target[name]) in _SCALARS and target[name] != value:
                         target[name] = value
-        for path, data in state["generators"].items():
+        for path, data in state.get("generators", {}).items():
             if path in self._generators:
                 set_generator_state(self._generators[path], data)
 

@@ -184,6 +184,8 @@ class ResumableLoader:
             workers; None where that will not be asked for.
         copied: workers may be given the state of a peer, which reads another part of the data; see :meth:`restore`
             and :func:`of_a_peer`.
+        beside: objects, by name, whose generators and counters reading the loader may change, although the loader does
+            not show that it holds them (a generator function that reads another loader).
 
     Raises:
         Unsupported: for ``in_order=False``, where the order of batches depends on time.
@@ -201,8 +203,10 @@ class ResumableLoader:
         lazy: bool = False,
         orders: Orders | None = None,
         copied: bool = False,
+        beside: Mapping[str, object] | None = None,
     ) -> None:
         self._swift_loader = loader
+        self._swift_roots = {"loader": loader, **(beside or {})}
         self._swift_ahead = ahead
         self._swift_keep = ahead if lazy else 0
         self._swift_lazy = lazy
@@ -238,9 +242,9 @@ class ResumableLoader:
         self._swift_notary = _Notary(orders) if orders is not None else None
         if self._swift_indices is not None and listed:
             self._swift_indices.announce = self._swift_notary
-        self._swift_owned = OwnedState({"loader": loader})
-        self._swift_copied, moves = copied, orders is not None or copied
-        self._swift_built = self._swift_owned.capture()["scalars"] if moves else None
+        self._swift_owned = OwnedState(self._swift_roots)
+        self._swift_copied = copied
+        self._swift_built = self._swift_owned.capture()["scalars"]
 
     # -- what the wrapper looks like ----------------------------------------------------------------------------------
 
@@ -338,12 +342,12 @@ class ResumableLoader:
             MARK: True,
             "ahead": self._swift_ahead,
             # Workers with another part of the data have built their own samplers: what has changed since then follows.
-            "moved": changes(self._swift_built, owned["scalars"]) if self._swift_built is not None else {},
+            "moved": changes(self._swift_built, owned["scalars"]),
             "live": found is not None,
             "iterations": iterations,
             "recent": recent,
             "owned": owned,
-            "built": (self._swift_built or {}) if self._swift_copied else {},
+            "built": self._swift_built if self._swift_copied else {},
         }
 
     def restore(self, state: Mapping[str, Any], position: Iterator[Any] | None = None, *, copied: bool = False) -> None:
@@ -400,6 +404,20 @@ class ResumableLoader:
             found._inner, found._record = iter(()), _Iteration(exhausted=True)
         self._swift_owned.restore(state["owned"])
 
+    def owned(self) -> dict[str, Any]:
+        """What has changed of the loader's own generators and counters since it was wrapped, as plain data."""
+        state = self._swift_owned.capture()
+        return {**state, "scalars": changes(self._swift_built, state["scalars"])}
+
+    def heed(self, state: Mapping[str, Any]) -> None:
+        """Take over what passes have changed of the loader, but no place in any of them."""
+        self._swift_count = state["count"]
+        self.set_owned({"scalars": state["moved"], "generators": state["owned"].get("generators", {})})
+
+    def set_owned(self, owned: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`owned`."""
+        self._swift_owned.restore(owned)
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _swift_position(self) -> Position | None:
@@ -419,7 +437,7 @@ class ResumableLoader:
     def _swift_start(self, record: _Iteration) -> Iterator[Any]:
         """``iter()`` of the loader, noting what it draws from."""
         continues = self._swift_continues()
-        self._swift_owned = OwnedState({"loader": self._swift_loader})
+        self._swift_owned = OwnedState(self._swift_roots)
         record.owned = self._swift_owned.capture()
         self._swift_place[2] = record.epoch
         before = RawRandom()

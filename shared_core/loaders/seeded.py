@@ -10,7 +10,15 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from shared_core.loaders.randomness import DrawLog, RandomParts, RawRandom, restore_raw, seed_random, write_random
+from shared_core.loaders.randomness import (
+    DrawLog,
+    OwnedState,
+    RandomParts,
+    RawRandom,
+    restore_raw,
+    seed_random,
+    write_random,
+)
 
 _SAMPLER = -1
 #: Number of a draw and the random parts it started from, for each draw that consumed global randomness.
@@ -88,10 +96,19 @@ class Indices:
         if listed is not None:
             yield from listed
             return
+        random, owner = RawRandom(), OwnedState({"sampler": self.inner})
+        owned = owner.capture()
         drawn = list(self.inner)
         if self.announce is not None:
             self.announce(drawn)
-        yield from drawn
+        if self._known:
+            # Drawn again as they are asked for: a pass that the script leaves early has drawn less, and at the end a
+            # RandomSampler draws once more.
+            restore_raw(random)
+            owner.restore(owned)
+            yield from self.inner
+        else:
+            yield from drawn
 
     def _watched(self, iterator: Iterator[Any], log: DrawLog, replay: Draws) -> Iterator[Any]:
         number = 0

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shared_core.comm.gloo import InnerGroup
-from shared_core.errors import SwiftError
+from shared_core.errors import SwiftError, WaitTimeout
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline.cost import Replay, shares
 from shared_core.pipeline.stage import Computed, Stage, Work
@@ -26,6 +26,8 @@ from shared_core.recovery.messages import receive, send
 from shared_core.recovery.replays import Replays
 
 _PROBE_BYTES = 1 << 20
+#: Longest time in which a helper computes its share, and is not asked for anything.
+_HELP_S = 1800.0
 
 
 def _flat(values: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
@@ -84,7 +86,7 @@ def meet(replays: Replays, replaying: Replaying, newcomer: int) -> InnerGroup:
 def _serve(replays: Replays, inner: InnerGroup, make: Callable[[], Stage]) -> None:
     stage: Stage | None = None
     while True:
-        head, tensors = receive(inner, 0)
+        head, tensors = receive(inner, 0, "to ask for help", _HELP_S, idle=True)
         if head["do"] == "end":
             return
         if head["do"] == "probe":
@@ -159,6 +161,7 @@ class Helpers:
 
         Raises:
             RuntimeError: a helper was lost; nothing was changed.
+            WaitTimeout: a helper does not answer.
         """
         sizes = shares(len(works), self.use + 1)
         mine, rest = works[: sizes[0]], works[sizes[0] :]
@@ -174,7 +177,7 @@ class Helpers:
             send(self.inner, place, {"do": "compute", "works": rows, "sum": not self.ordered}, parameters + tensors)
         done = compute_here(stage, mine)
         for place in range(1, len(lent) + 1):
-            head, results = receive(self.inner, place)
+            head, results = receive(self.inner, place, "to compute its share of the replay", _HELP_S)
             done += [Computed(*_computed(layout, results)) for layout in head["layouts"]]
         return done
 
@@ -183,7 +186,7 @@ class Helpers:
         try:
             for place in range(1, self.count + 1):
                 send(self.inner, place, {"do": "end"}, [])
-        except RuntimeError:
+        except (RuntimeError, WaitTimeout):
             return  # whoever is lost needs no word
         finally:
             self.replays.drop_side(self.inner)

@@ -10,7 +10,6 @@ from typing import Any
 
 from shared_core.cluster.worker import WorkerEnv
 from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError, Unsupported
-from shared_core.events import console
 from shared_core.recovery.checkpoints import Checkpoints, Restored, ends_before
 from shared_core.recovery.copies import unpack
 from shared_core.recovery.exchange import Received, Recovery
@@ -50,7 +49,11 @@ class Beginning:
         env, resized = self._env, self._env.resized
         begins_anew = not env.restart and not env.config.continues
         try:
-            checkpoint = None if begins_anew else self._checkpoints.newest()
+            checkpoint = None
+            if begins_anew:
+                self._checkpoints.begins_anew()
+            else:
+                checkpoint = self._checkpoints.newest()
         except CorruptFile as error:
             self._recovery.fall_back(str(error))
         except Unsupported as error:
@@ -187,15 +190,14 @@ class Beginning:
             self._recovery.fail(error)
             raise
 
-    def reached(self, place: Restored) -> None:
-        """The state is in place."""
+    def reached(self, place: Restored) -> str:
+        """The state is in place. Returns the checkpoint that all begin from, in words; empty if it is none."""
+        whence = ""
         if self._restored is None and place.tier:
             self._board.forget_tops()  # of places that are now ahead
         elif place.tier:
             of = f", which {place.workers} workers have made" if place.resized else ""
-            console(
-                f"rank {self._env.rank}: continues from the checkpoint at batch top {place.top.index} "
-                f"({place.tier}){of}"
-            )
+            whence = f"the checkpoint at batch top {place.top.index} ({place.tier}){of}"
         self._restored = self._saved = None
         self._recovery.knocks = False
+        return whence

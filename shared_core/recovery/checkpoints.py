@@ -11,39 +11,39 @@ import json
 import os
 import threading
 import time
-import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shared_core.checkpoint import lineage
 from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Target
-from shared_core.checkpoint.storage import open_storage
 from shared_core.cluster import worker
 from shared_core.cluster.last_checkpoint import ENDING, SAVED, leave_signals_to_the_agent
 from shared_core.cluster.worker import WorkerEnv
 from shared_core.consistency import Top
-from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError
+from shared_core.errors import ConfigError, CorruptFile, RecoveryFailed, SwiftError, WaitTimeout
 from shared_core.events import console
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.recovery import lines, renumber
 from shared_core.recovery.board import Board
 from shared_core.recovery.decisions import Decisions, FileEntries, StoreEntries
 from shared_core.recovery.lines import Collect, Line, Loaded
+from shared_core.recovery.origins import Origins
 from shared_core.recovery.plain import dumps
 from shared_core.recovery.pricing import Pricing
 from shared_core.recovery.state import Replicated
 from shared_core.recovery.updates import Updates
 from shared_core.testing import inject
+from shared_core.waiting import Wait
 
 if TYPE_CHECKING:
     from shared_core.recovery.exchange import Recovery
 
-#: Folder of marks in the storage: runs that have ended well, which nobody goes on with.
-ENDED = "ended"
-#: Key in the store: the run that this attempt goes on with, for newcomers that do not read its checkpoint.
+#: Key in the store: the run of this attempt and what it had adopted, for newcomers that do not read its checkpoint.
 _RUN = "run"
 #: Longest wait for a checkpoint where each is waited for, in seconds.
 _AWAIT_S = 60.0
@@ -105,13 +105,16 @@ class Checkpoints:
         self._decisions: Decisions | None = None
         self.pricing: Pricing | None = None
         self._session = ""
-        self._run = ""
+        self._run = self._adopted = ""
+        self._beginning = ""
         self._known: set[int] | None = None
         # A newcomer passes batch tops again: only beyond its predecessor's it may decide anew.
         progress = worker.read_progress(env.rank_dir / "progress") if env.incarnation else None
         self._level = progress[0] if progress is not None else 0
+        self._origins: Origins | None = None
         if self._dir is None:
             return
+        self._origins = Origins(env, self._dir, self._spool, self._store, lambda: self.session)
         leave_signals_to_the_agent()
         if config.policy != "none":
             several = len(env.machines) > 1
@@ -120,7 +123,7 @@ class Checkpoints:
             self._snapshots = self._make_snapshots(self._dir)
             updates.fence = self._snapshots.fence
             if env.rank == 0 and config.policy != "fixed":
-                self.pricing = Pricing(config, env.world_size, env.command)
+                self.pricing = Pricing(config, env.world_size, env.command.key)
         if env.rank == 0:
             worker.at_end(self._mark_ended)
 
@@ -134,6 +137,7 @@ class Checkpoints:
 
         Where the job is about to end it is the last one, and this does not return if the whole job ends.
         """
+        self._say_how_it_begins()
         if self._decisions is None:
             return
         self._look()
@@ -166,7 +170,7 @@ class Checkpoints:
         """
         self.due_top = top.index if saved else 0
         if self._dir is not None and self._env.incarnation and not self._run and self._store().check([_RUN]):
-            self._run = self._store().get(_RUN).decode()
+            self._run, self._adopted = json.loads(self._store().get(_RUN))
         if self._decisions is not None:
             self._decisions.joined(top.version)
 
@@ -223,6 +227,7 @@ class Checkpoints:
                 for place in self._updates.outside.local:  # the script may change them while they are being read
                     tensors[place] = tensors[place].clone()
                 images[lines.replicated_part(top)] = named(self._updates.replicated, description, tensors)
+            self._snapshots.into(self._folder)
             taken = self._snapshots.take(top.index, {lines.local_part(rank): dumps(local)}, images, self._meta(top))
         except (SwiftError, OSError) as error:
             generation = self._recovery.runtime.generation
@@ -242,16 +247,24 @@ class Checkpoints:
 
     def _meta(self, top: Top) -> dict[str, Any]:
         env = self._env
-        return meta_of(
+        return lineage.meta_of(
             top.index,
             top.version,
             session=self.session,
             run=self.run,
             command=env.command,
             world_size=env.world_size,
+            continues=env.config.continues,
+            adopted=self._adopted,
             attempt=env.restart,
             job=env.job,
         )
+
+    @property
+    def _folder(self) -> str:
+        """Of this run, in storage."""
+        assert self._dir is not None
+        return lineage.folder_of(self._dir, self._env.command, self.run)
 
     @property
     def run(self) -> str:
@@ -262,7 +275,7 @@ class Checkpoints:
     def session(self) -> str:
         """A name of this attempt that no other has, equal on all ranks."""
         if not self._session:
-            mine = uuid.uuid4().hex[:12]
+            mine = lineage.new_run()
             self._session = self._store().compare_set("session", "", mine).decode() or mine
         return self._session
 
@@ -288,12 +301,16 @@ class Checkpoints:
             return False
         self._snapshots.fence()
         runtime = self._recovery.runtime
-        generation, deadline = runtime.generation, time.monotonic() + min(self._env.config.wait_timeout_s, _AWAIT_S)
-        done = False
-        while not done and runtime.latest == generation and time.monotonic() < deadline:
-            done = self._spool.wait_committed(top.index, 0.05)
-            if not done and self._spool.status().failed >= top.index:
-                break
+        generation, limit_s, done = runtime.generation, min(self._env.config.wait_timeout_s, _AWAIT_S), False
+        what, ends = f"the checkpoint at batch top {top.index} to be committed", "it goes on without it"
+        speaks = lambda: self._env.rank == 0  # noqa: E731 (all ranks wait for the same)
+        wait = Wait("rank 0", what, limit_s, bound="wait_timeout_s, at most 60 s", ends=ends, speaks=speaks)
+        with suppress(WaitTimeout):
+            while not done and runtime.latest == generation:
+                wait.look()
+                done = self._spool.wait_committed(top.index, 0.05)
+                if not done and self._spool.status().failed >= top.index:
+                    break
         self._look()
         return done
 
@@ -315,8 +332,7 @@ class Checkpoints:
         if not self.due_top and not self._run:
             return
         try:
-            assert self._dir is not None
-            open_storage(self._dir).write(f"{ENDED}/{self.run}", [b"{}"], 2)
+            lineage.mark_ended(self._folder, self.newest_top)
         except (OSError, SwiftError) as error:
             if not self.newest_top:
                 return  # nothing was ever written
@@ -325,27 +341,45 @@ class Checkpoints:
     # -- reading -----------------------------------------------------------------------------------
 
     def newest(self) -> Restored | None:
-        """What this attempt started from: the newest checkpoint of the attempts before, or of a job of the same command
-        that did not end well, that all ranks can read; None for none.
+        """What this attempt starts from: the newest checkpoint of the attempts before, or of a job of the same command
+        that did not end well, or what it was told to begin with, that all ranks can read; None for none.
 
         Raises:
-            Unsupported: if there are some, all of other numbers of workers, that this number cannot go on from.
+            Unsupported: if there are some, all of other numbers of workers, that this number cannot go on from; if
+                there is nothing of what it was told to begin with.
         """
-        if self._dir is None:
+        if self._origins is None:
             return None
-        env, found = self._env, self._lines()
-        if env.resized is None:  # otherwise what was handed on is at least as new
-            others = lines.in_storage(self._dir)
-            found += [each for each in others if each.world_size not in (0, env.world_size)]
-        mine = [each for each in found if self._before(each)]
-        loaded = lines.agree(env, self._store(), mine, lambda line: renumber.load(line, env))
+        runtime = self._recovery.runtime
+        # At the start nobody was lost: a script comes here when it does, as without this product.
+        limit_s = runtime.longest_s(runtime.world) if runtime.world is not None else None
+        try:
+            loaded = self._origins.choose(limit_s)
+        except WaitTimeout as error:
+            self._recovery.give_up(error)
         if loaded is None:
+            self.begins_anew()
             return None
-        self._run = str(loaded.line.meta["run"])
-        self._store().set(_RUN, self._run)
+        line = loaded.line
+        self._run, self._adopted = line.run, str(line.meta.get("adopted", ""))
+        if line.adopts:
+            self._run, self._adopted = self.session, self._origins.told
+            self._beginning = self._origins.adopted(line)
+        self._store().set(_RUN, json.dumps([self._run, self._adopted]))
         if self.pricing is not None:
             self.pricing.went_back = True
         return _restored(loaded)
+
+    def begins_anew(self) -> None:
+        """This attempt begins at the beginning: find out what it leaves behind, to say so when training begins."""
+        self._beginning = self._origins.left_behind() if self._origins is not None else ""
+
+    def _say_how_it_begins(self) -> None:
+        if self._beginning:
+            console(self._beginning)
+            self._beginning = ""
+        if self._dir is None and self._env.config.resume_from and not self._env.incarnation:
+            raise ConfigError("resume_from needs checkpoint_dir: say where this job's own checkpoints go")
 
     def tops(self) -> list[Top]:
         """Batch tops of this attempt at which this rank's state is in a checkpoint that can be read, oldest first."""
@@ -370,31 +404,14 @@ class Checkpoints:
                 return _restored(lines.load(line, self._env.rank))
         raise CorruptFile(f"rank {self._env.rank}: the checkpoint at batch top {index} is gone from {self._dir}")
 
-    def _lines(self, *, near: bool = True) -> list[Line]:
-        assert self._dir is not None
-        env = self._env
-        found = lines.at_neighbours(env.machines, env.rank, env.world_size) if near else []
-        found += lines.in_memory(self._spool, env.rank, env.world_size)
-        return found + lines.in_storage(self._dir, env.world_size)
-
     def _mine(self) -> list[Line]:
         """Of this attempt. Operations are counted from its start: logs go with its checkpoints."""
         if self._dir is None:
             return []
-        return [each for each in self._lines(near=False) if each.session == self.session]
-
-    def _before(self, line: Line) -> bool:
-        """Whether this attempt may begin with it."""
-        meta, env = line.meta, self._env
-        if line.session == self.session:
-            return False
-        if meta.get("job") == env.job:
-            return True
-        return env.config.continues and meta.get("command") == env.command and not self._ended(meta)
-
-    def _ended(self, meta: Mapping[str, Any]) -> bool:
-        assert self._dir is not None
-        return str(meta.get("run")) in open_storage(self._dir).names(ENDED)
+        env = self._env
+        found = lines.in_memory(self._spool, env.rank, env.world_size)
+        found += lines.in_storage(self._folder, env.world_size)
+        return [each for each in found if each.session == self.session]
 
     def _has(self, step: int) -> bool:
         """Whether a predecessor has made this checkpoint."""
@@ -403,25 +420,6 @@ class Checkpoints:
         if self._known is None:
             self._known = {each.step for each in self._mine()}
         return step in self._known
-
-
-def meta_of(
-    top: int, version: int, *, session: str, run: str, command: str, world_size: int, attempt: int = 0, job: str = ""
-) -> dict[str, Any]:
-    """What a checkpoint says of itself; equal on all ranks.
-
-    Args:
-        top: batch tops passed.
-        version: updates made.
-        session: a name that no other attempt has.
-        run: a name that a run keeps over all restarts.
-        command: stands for the program and its arguments.
-        world_size: ranks of the job.
-        attempt: number of the session in its job.
-        job: name of the launcher's job; none without one.
-    """
-    who = {"attempt": attempt, "session": session, "job": job, "run": run, "command": command}
-    return who | {"world_size": world_size, "top": top, "version": version}
 
 
 def named(

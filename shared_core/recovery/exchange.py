@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shared_core.cluster.ledger import let_in_key
-from shared_core.cluster.worker import FOREVER_S, Resized, WorkerEnv, connect_store, tell
+from shared_core.cluster.worker import FOREVER_S, Resized, WorkerEnv, connect_store, report, tell
 from shared_core.comm.archive import Archive
-from shared_core.comm.gloo import InnerGroup, finish, wait_for
+from shared_core.comm.gloo import InnerGroup, finish
 from shared_core.comm.log import Signature, read_signature
 from shared_core.comm.runtime import MAX_ATTEMPTS, GroupState, Runtime
 from shared_core.consistency import Frontier, GroupFrontier, Offer, Plan, Top, choose_cut, decide, let_in
-from shared_core.errors import CorruptFile, GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError
+from shared_core.errors import CorruptFile, GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError, WaitTimeout
 from shared_core.events import EventLog, console
 from shared_core.recovery.board import Board
 from shared_core.recovery.copies import pack
@@ -38,6 +38,7 @@ from shared_core.recovery.donor import Donor
 from shared_core.recovery.messages import receive, send
 from shared_core.recovery.resize import local_state
 from shared_core.testing import inject
+from shared_core.waiting import Wait, ranks_text, wait_for
 
 #: Exit code of a newcomer that prepared for a batch top which a further loss made useless; the agent starts another.
 EXIT_STALE = 75
@@ -46,6 +47,8 @@ DIVERGENT = "state differs from its replicas'"
 #: Results to serve: per group and sequence number, what was called and what it gave.
 Replay = dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]]
 _FOREVER = timedelta(days=365)
+#: How long the launcher may take to end a worker that has ended the job, in seconds.
+_END_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,11 @@ class Recovery:
         self.new_store("")
         tell(self._client, name, value, prefix=self.env.prefix)
 
+    def report(self, value: dict[str, Any]) -> None:
+        """Tell the agent something that it shows to the user."""
+        self.new_store("")
+        report(self._client, value, prefix=self.env.prefix)
+
     # -- life --------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
@@ -169,6 +177,8 @@ class Recovery:
                 continue
             except RecoveryFailed as error:
                 self.fall_back(str(error))
+            except WaitTimeout as error:
+                self.give_up(error)
         self.target = plan.tops.get(self.env.rank)
         with self.runtime.lock:
             self._prepared_for = generation
@@ -195,7 +205,10 @@ class Recovery:
         while True:
             with self.runtime.lock:
                 # While the number of workers changes nothing is formed.
-                self.runtime.changed.wait_for(lambda: "stay" not in self._records.get(self.runtime.latest, {}))
+                self._wait(
+                    "the others to hand their state on, because the number of workers changes",
+                    lambda: "stay" not in self._records.get(self.runtime.latest, {}),
+                )
                 generation = self.runtime.latest
             try:
                 with (
@@ -207,6 +220,8 @@ class Recovery:
                     self.runtime.changed.wait_for(lambda seen=generation: self.runtime.latest > seen, timeout=0.5)  # type: ignore[misc]
             except RecoveryFailed as error:
                 self.fall_back(str(error))
+            except WaitTimeout as error:
+                self.give_up(error)
 
     def _watch(self) -> None:
         """Thread: follow the announcements; a survivor recovers here."""
@@ -350,13 +365,13 @@ class Recovery:
         inject.point("resize.severed")
         store, key = self.new_store(""), f"gen/{generation}"
 
-        def wait(keys: list[str], what: str) -> None:
-            wait_for(store, keys, lambda: self._abandoned(generation), self.runtime.wait_timeout_s, what)
+        def wait(keys: dict[int, str], what: str) -> None:
+            self._wait_for(store, keys, generation, f"{what} (the number of workers changes)")
 
         store.set(f"{key}/offer/{self.env.rank}", self.state.offer().to_json())
-        keys = [f"{key}/offer/{rank}" for rank in stay]
-        wait(keys, f"what the workers have that stay in generation {generation} (rank {self.env.rank})")
-        offers = [Offer.from_json(bytes(raw).decode()) for raw in store.multi_get(keys)]
+        keys = {rank: f"{key}/offer/{rank}" for rank in stay}
+        wait(keys, "to say what state they have")
+        offers = [Offer.from_json(bytes(raw).decode()) for raw in store.multi_get(list(keys.values()))]
         cut = choose_cut({offer.rank: offer for offer in offers})
         inject.point("resize.cut")
         if self.env.rank in cut.donors.values():
@@ -366,10 +381,7 @@ class Recovery:
             resized = Resized(self.env.restart, self.env.world_size, tuple(stay), cut.top)
             if cut.top and not self.env.machines:
                 local_state(self.env, resized)  # only to know that it can be done
-            wait(
-                [f"{key}/handed/{rank}" for rank in cut.donors.values()],
-                f"the state to be handed on in generation {generation} (rank {self.env.rank})",
-            )
+            wait({rank: f"{key}/handed/{rank}" for rank in cut.donors.values()}, "to hand their state on")
             self.tell("handed", {"generation": generation, "top": cut.top})
 
     def _stay(self) -> None:
@@ -387,6 +399,8 @@ class Recovery:
                 return  # the thread of the next generation takes over
             except RecoveryFailed as error:
                 self.fall_back(str(error))
+            except WaitTimeout as error:
+                self.give_up(error)
             except Exception:
                 # This worker cannot go on, but another may take its place; the agent bounds how often.
                 traceback.print_exc()
@@ -426,19 +440,49 @@ class Recovery:
     def _abandoned(self, generation: int) -> bool:
         return self.runtime.latest > generation
 
+    def _wait_for(self, store: Store, keys: dict[int, str], generation: int, what: str) -> None:
+        """Wait for keys that ranks set in a generation.
+
+        Raises:
+            GenerationAbandoned: if it ends meanwhile.
+            WaitTimeout: if one does not come.
+        """
+        limit_s, bound, world = self.runtime.wait_timeout_s, "wait_timeout_s", self.runtime.world
+        if generation == 0 and world is not None and self.runtime.longest_s(world) > limit_s:
+            # Nobody was lost: the scripts come here when they do, as without this product.
+            limit_s, bound = self.runtime.longest_s(world), "time-out of the process group"
+        wait_for(store, keys, lambda: self._abandoned(generation), limit_s, self.env.rank, what, bound=bound)
+
+    def _wait(self, whom: str, done: Callable[[], bool], *, speaks: bool = True) -> None:
+        """Wait for what a change of the runtime says. Callers hold its lock.
+
+        Raises:
+            WaitTimeout: if it does not come.
+        """
+        who, limit_s = f"rank {self.env.rank}", self.runtime.wait_timeout_s
+        advice = "See above why that does not happen; raise wait_timeout_s if it is only slow."
+        wait = Wait(who, whom, limit_s, speaks=lambda: speaks, advice=advice)
+        wait.until(self.runtime.changed, done)
+
+    def _why(self, do: str, generation: int) -> str:
+        """Why ranks are waited for that are to do something, for the line that says so."""
+        record = self._records.get(generation, {})
+        lost = record.get("lost")
+        if None in record.get("machines", ()):
+            return f"to {do} (their machine was lost, and no other one has taken its place yet)"
+        if not lost:
+            return f"to {do}"
+        its = "its newcomer runs" if len(lost) == 1 else "their newcomers run"
+        verb = "was" if len(lost) == 1 else "were"
+        return f"to {do} ({ranks_text(lost)} {verb} lost, {its} the script up to there)"
+
     def _post_front(self, store: Store, generation: int, front: Frontier) -> None:
         store.set(f"gen/{generation}/front/{self.env.rank}", front.to_json())
 
     def _fronts(self, store: Store, generation: int) -> dict[int, Frontier]:
-        keys = [f"gen/{generation}/front/{rank}" for rank in range(self.env.world_size)]
-        wait_for(
-            store,
-            keys,
-            lambda: self._abandoned(generation),
-            self.runtime.wait_timeout_s,
-            f"the frontiers of all ranks in generation {generation} (rank {self.env.rank})",
-        )
-        fronts = [Frontier.from_json(bytes(raw).decode()) for raw in store.multi_get(keys)]
+        keys = {rank: f"gen/{generation}/front/{rank}" for rank in range(self.env.world_size)}
+        self._wait_for(store, keys, generation, self._why("create the process group", generation))
+        fronts = [Frontier.from_json(bytes(raw).decode()) for raw in store.multi_get(list(keys.values()))]
         return {front.rank: front for front in fronts}
 
     def _newcomer_front(self) -> Frontier:
@@ -490,13 +534,8 @@ class Recovery:
                 message="batch top no longer reachable, starting over",
             )
             os._exit(EXIT_STALE)
-        wait_for(
-            store,
-            [f"gen/{generation}/ready/{rank}" for rank in range(self.env.world_size)],
-            lambda: self._abandoned(generation),
-            self.runtime.wait_timeout_s,
-            f"all ranks to be ready in generation {generation} (rank {self.env.rank})",
-        )
+        ready = {rank: f"gen/{generation}/ready/{rank}" for rank in range(self.env.world_size)}
+        self._wait_for(store, ready, generation, self._why("reach the training loop", generation))
         inner, replay, received = self._connect(plan, generation)
         survivors = tuple(sorted(fronts.keys() - plan.tops.keys()))
         logs = any(fronts[rank].together for rank in survivors)
@@ -520,7 +559,9 @@ class Recovery:
             console(f"rank {self.env.rank} starts again together with rank {lost}: they share a group of log_groups")
             os._exit(EXIT_STALE)
         with self.runtime.lock:
-            self.runtime.changed.wait_for(lambda: self._abandoned(generation), timeout=self.runtime.wait_timeout_s)
+            whom = f"{ranks_text(plan.leave)} to end, which start again together with {ranks_text(plan.newcomers)}"
+            first = min(set(range(self.env.world_size)) - set(plan.leave), default=0)
+            self._wait(whom, lambda: self._abandoned(generation), speaks=self.env.rank == first)
         raise GenerationAbandoned("others start again")
 
     def _connect(self, plan: Plan, generation: int) -> tuple[InnerGroup, Replay, Received]:
@@ -560,7 +601,8 @@ class Recovery:
             inject.point("recovery.connected")
             replay = self._move(inner, plan, received)
             inject.point("recovery.exchanged")
-            finish(inner.pg.barrier(dist.BarrierOptions()), lambda: self._abandoned(generation), "the last barrier")
+            last = inner.pg.barrier(dist.BarrierOptions())
+            finish(last, lambda: self._abandoned(generation), "the last barrier", self._exchanged(plan))
         except RuntimeError as error:
             inner.discard()
             if isinstance(error, (SwiftError, inject.FaultInjected)):
@@ -574,6 +616,19 @@ class Recovery:
             with self.runtime.lock:
                 self._forming = None
         return inner, replay, received
+
+    def _exchanged(self, plan: Plan) -> Wait:
+        """For the barrier after the exchange."""
+        busy = {*plan.donors, *plan.donors.values()}
+        busy |= {rank for each in plan.transfers for rank in (each.source, each.destination)}
+        whom = ranks_text(busy - {self.env.rank} or set(range(self.env.world_size)) - {self.env.rank})
+        return Wait(
+            f"rank {self.env.rank}",
+            f"{whom} to move state and logged messages in the recovery",
+            self.runtime.wait_timeout_s,
+            speaks=lambda: self.env.rank == min(set(range(self.env.world_size)) - busy, default=min(busy, default=0)),
+            advice="One of them may hang, or the network is too slow: raise wait_timeout_s.",
+        )
 
     def _install(
         self,
@@ -694,17 +749,27 @@ class Recovery:
     def fall_back(self, reason: str) -> NoReturn:
         """Nobody can serve a newcomer: the whole job goes back to its checkpoint. Does not return."""
         self.tell("restart", reason)
-        while True:
-            threading.Event().wait()
+        with self.runtime.lock:
+            try:
+                self._wait("the launcher to restart all workers", lambda: False)
+            except WaitTimeout as error:
+                console(str(error))
+        os._exit(1)
 
     def fail(self, error: BaseException) -> None:
         """End the job with this error."""
         self.tell("fail", {"rank": self.env.rank, "message": f"{type(error).__name__}: {error}"})
 
+    def give_up(self, error: WaitTimeout) -> NoReturn:
+        """A wait has run out of time: end the job with that, which the launcher prints. Does not return."""
+        self.fail(error)
+        threading.Event().wait(_END_S)
+        os._exit(1)
+
     def _fatal(self, error: BaseException) -> None:
         traceback.print_exception(error)
         self.fail(error)
-        threading.Event().wait(60.0)
+        threading.Event().wait(_END_S)
         os._exit(1)
 
 

@@ -9,35 +9,43 @@ the others let it in when all of them stand at a batch top, as a copy of one of 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from shared_core.cluster.ledger import lane_key
-from shared_core.cluster.worker import FOREVER_S
-from shared_core.comm.gloo import STUCK_S, InnerGroup, finish, wait_for
+from shared_core.comm.gloo import STUCK_S, InnerGroup, finish
 from shared_core.comm.runtime import MAX_ATTEMPTS, SUSPECT_S, Runtime
-from shared_core.errors import ConfigError, GenerationAbandoned, LaneBroken, NotConnected, SwiftError
+from shared_core.errors import (
+    ConfigError,
+    GenerationAbandoned,
+    LaneBroken,
+    NotConnected,
+    SwiftError,
+    WaitTimeout,
+)
 from shared_core.recovery.exchange import Received, Recovery
 from shared_core.testing import inject
+from shared_core.waiting import Keys, ranks_text, wait_for
 
-#: Time-out of one operation; a loss ends it at once.
+#: Longest that a tensor is kept until it is sent.
 _PATIENCE = timedelta(days=10)
 
 
 class LaneWork:
     """A message that is being received."""
 
-    def __init__(self, lane: Lane, work: Any) -> None:
-        self._lane, self._work = lane, work
+    def __init__(self, lane: Lane, work: Any, rank: int) -> None:
+        self._lane, self._work, self._rank = lane, work, rank
         self._error: RuntimeError | None = None
         self._waiter: threading.Thread | None = None
 
@@ -49,7 +57,7 @@ class LaneWork:
             RuntimeError: what gloo reported, if none was.
         """
         inject.point("lane.wait")
-        with self._lane.waiting():
+        with self._lane.waiting((self._rank,), "the training step (a message)"):
             if self._waiter is None:
                 self._run()
             else:
@@ -74,7 +82,7 @@ class LaneWork:
         if work is None:
             return  # waited for before
         try:
-            work.wait(_PATIENCE)
+            work.wait(self._lane.timeout)
         except RuntimeError as error:
             self._error = error
 
@@ -93,6 +101,8 @@ class Lane:
     ) -> None:
         self.generation, self.ranks, self.finished = generation, ranks, finished
         self._runtime, self._inner = runtime, inner
+        #: Of one operation; a loss ends it at once.
+        self.timeout = runtime.world.timeout if runtime.world is not None else _PATIENCE
         self._sent: SimpleQueue[tuple[Any, torch.Tensor] | None] = SimpleQueue()
         threading.Thread(target=_keep, args=(self._sent,), name="swift-lane-sends", daemon=True).start()
 
@@ -126,7 +136,7 @@ class Lane:
         Raises:
             LaneBroken: if a worker was lost meanwhile.
         """
-        return LaneWork(self, self._issue(lambda pg: pg.recv([tensor], self.ranks.index(rank), tag)))
+        return LaneWork(self, self._issue(lambda pg: pg.recv([tensor], self.ranks.index(rank), tag)), rank)
 
     def exchange(self, value: Any) -> dict[int, Any]:
         """What each rank gives, by rank.
@@ -159,16 +169,23 @@ class Lane:
         self._run(lambda pg: pg.barrier(dist.BarrierOptions()))
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """In here this worker waits for others: the progress time-out does not run, and helpers may compute."""
+    def waiting(self, ranks: Sequence[int], what: str) -> Iterator[None]:
+        """In here this worker waits for others: the progress time-out does not run, and helpers may compute.
+
+        Args:
+            ranks: who is waited for.
+            what: what they are to do, for the line that a long wait prints.
+        """
         with self._runtime.turn.passed_on():
             with self._runtime.lock:
                 self._runtime.note_waiting(+1)
+                self._runtime.beside = time.monotonic(), tuple(ranks), what
             try:
                 yield
             finally:
                 with self._runtime.lock:
                     self._runtime.note_waiting(-1)
+                    self._runtime.beside = None
 
     def explain(self, error: RuntimeError) -> None:
         """An operation failed. Raises LaneBroken once a loss is announced that explains it, else ``error``."""
@@ -177,7 +194,9 @@ class Lane:
             self._runtime.raise_if_ended()
         if self.broken():
             raise LaneBroken(f"a worker was lost after generation {self.generation}") from error
-        raise error
+        assert self._runtime.world is not None
+        others = ranks_text(rank for rank in self.ranks if rank != self._runtime.rank)
+        raise self._runtime.overdue(error, self._runtime.world, f"the training step (with {others},")
 
     def close(self) -> None:
         """Cut the connections."""
@@ -196,7 +215,9 @@ class Lane:
     def _run(self, start: Callable[[Any], Any]) -> None:
         inject.point("lane.wait")
         work = self._issue(start)
-        with self.waiting():
+        with self.waiting(
+            [rank for rank in self.ranks if rank != self._runtime.rank], "the training step (an exchange)"
+        ):
             try:
                 finish(work, self.broken, "a lane that is cut")
                 return
@@ -246,11 +267,11 @@ class Lanes:
         return self._lane is not None
 
     def lane(self) -> Lane:
-        """The lane of the ranks that are present; blocks until all of them have called this.
+        """The lane of the ranks that are present; blocks until all of them have called this. If one does not come in
+        the time-out of the process group, the job ends.
 
         Raises:
             ConfigError: if ``on_failure`` is not ``reroute``.
-            WaitTimeout: if one does not come, with its rank.
         """
         runtime, started = self._runtime, time.time()
         if self._env.config.on_failure != "reroute":
@@ -294,18 +315,18 @@ class Lanes:
         store, meeting = self._recovery.new_store(""), f"gen/{generation}/{name}"
         store.set(f"{meeting}/{rank}", "1")
         arrivals = _Arrivals(store, meeting)
-        self._wait(
-            cast(Store, arrivals),
-            list(map(str, present)),
-            generation,
-            runtime.wait_timeout_s,
-            f"ranks to come to the lane of generation {generation} (rank {rank})",
-        )
+        # As long as torch waits at least: nobody that is present was lost, so whoever is late computes.
+        limit_s = runtime.longest_s(runtime.world) if runtime.world is not None else runtime.wait_timeout_s
+        what = f"to begin the next training step (in generation {generation}, without the lost ranks)"
+        self._wait(arrivals, {each: str(each) for each in present}, generation, limit_s, what)
         # Whoever comes here does not finish in between, and whoever has finished does not come.
         ranks = tuple(each for each in present if arrivals.come(each))
+        timeout = runtime.world.timeout if runtime.world is not None else _PATIENCE
         for attempt in range(MAX_ATTEMPTS):
             try:
-                inner = runtime.side_group(f"{name}.{attempt}", ranks, generation, attempt=attempt)
+                inner = runtime.side_group(
+                    f"{name}.{attempt}", ranks, generation, attempt=attempt, operation_timeout=timeout
+                )
             except NotConnected:
                 continue
             lane = Lane(runtime, inner, generation, ranks, tuple(each for each in present if each not in ranks))
@@ -320,12 +341,30 @@ class Lanes:
                     raise
         raise NotConnected(f"rank {rank}: nobody was lost, and yet ranks {ranks} do not reach each other for a lane")
 
-    def _wait(self, store: Store, keys: list[str], generation: int, timeout_s: float, what: str) -> None:
+    def _wait(
+        self,
+        store: Keys,
+        keys: dict[int, str],
+        generation: int,
+        limit_s: float,
+        what: str,
+        *,
+        bound: str = "time-out of the process group",
+        ends: str = "this ends with an error",
+    ) -> None:
+        """Wait for keys, and end the job if they do not come.
+
+        Raises:
+            GenerationAbandoned: if another rank is lost meanwhile.
+        """
         with self._runtime.lock:
             self._runtime.note_waiting(+1)
         try:
             with self._runtime.turn.passed_on():
-                wait_for(store, keys, lambda: self._runtime.latest > generation, timeout_s, what)
+                abandoned = lambda: self._runtime.latest > generation  # noqa: E731
+                wait_for(store, keys, abandoned, limit_s, self._env.rank, what, bound=bound, ends=ends)
+        except WaitTimeout as error:
+            self._recovery.give_up(error)
         finally:
             with self._runtime.lock:
                 self._runtime.note_waiting(-1)
@@ -338,10 +377,8 @@ class Lanes:
         Args:
             entry: number of the entry call in which this worker is. Who waits in another cannot be let in here: where
                 that is waited for, all go back to the checkpoint.
-            wait: block until they do, or another rank is lost.
-
-        Raises:
-            WaitTimeout: if they do not come in ``rejoin_after_s`` and ``wait_timeout_s``.
+            wait: block until they do, or another rank is lost. If they do not come in ``rejoin_after_s`` and
+                ``wait_timeout_s``, the job ends.
         """
         with self._runtime.lock:
             generation, record = self._runtime.latest, self._recovery.record
@@ -353,7 +390,9 @@ class Lanes:
         if wait:
             timeout_s = self._env.config.rejoin_after_s + self._runtime.wait_timeout_s
             try:
-                self._wait(store, keys, generation, timeout_s, f"newcomers of ranks {absent}")
+                what = "to be let in (they were lost, and their newcomers run the script up to the training loop)"
+                bound = "rejoin_after_s and wait_timeout_s"
+                self._wait(store, dict(zip(absent, keys, strict=True)), generation, timeout_s, what, bound=bound)
             except GenerationAbandoned:
                 return ()
         elif not store.check(keys):
@@ -402,8 +441,10 @@ class Lanes:
         while True:
             generation = runtime.latest
             try:
-                what = f"the others to let rank {self._env.rank} in"
-                self._wait(store, [f"gen/{generation}/letting"], generation, FOREVER_S, what)
+                others = set(range(self._env.world_size)) - self._runtime.absent
+                what = f"and the others to let rank {self._env.rank} in, at their next batch top"
+                letting = {min(others, default=0): f"gen/{generation}/letting"}
+                self._wait(store, letting, generation, math.inf, what, ends="it waits as long as they train")
                 return recovery.let_in(generation)
             except GenerationAbandoned:
                 self._await_next(generation)

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from shared_core.checkpoint import image, store
+from shared_core.checkpoint import image, lineage, store
 from shared_core.checkpoint.spool import Spool
 from shared_core.cluster import near
 from shared_core.cluster.worker import WorkerEnv
-from shared_core.comm.gloo import wait_for
 from shared_core.consistency import Top
 from shared_core.errors import CorruptFile, SwiftError, Unsupported
 from shared_core.events import console
 from shared_core.recovery.plain import loads
 from shared_core.recovery.state import Replicated
+from shared_core.waiting import wait_for
 
 #: Tiers in the order in which they are preferred.
 MEMORY, NEIGHBOUR, STORAGE = TIERS = "memory", "neighbour", "storage"
@@ -74,6 +74,8 @@ class Line:
         tier: where it is.
         meta: of the checkpoint.
         open: gives the bytes or the file of a part.
+        time: when it was committed, in seconds since the epoch; 0 in memory.
+        adopts: where it lies, if the job was told to begin with it, whosever it is; else empty.
     """
 
     step: int
@@ -81,6 +83,20 @@ class Line:
     tier: str
     meta: Mapping[str, Any]
     open: Callable[[str], bytes | Path]
+    time: float = 0.0
+    adopts: str = ""
+
+    @property
+    def run(self) -> str:
+        """Whose it is."""
+        return str(self.meta.get("run", ""))
+
+    @property
+    def preference(self) -> tuple[Any, ...]:
+        """The largest is tried first: what the job itself has made before what it adopts, and of its newest run."""
+        if self.adopts:
+            return 0, self.time, self.step
+        return 1, lineage.age_key(self.run), self.step, -TIERS.index(self.tier)
 
     @property
     def world_size(self) -> int:
@@ -148,16 +164,51 @@ def _reader(found: store.Checkpoint) -> Callable[[str], bytes | Path]:
     return lambda name: store.read_part(found, name)
 
 
-def in_storage(where: str, world_size: int | None = None) -> list[Line]:
+def in_storage(where: str, world_size: int | None = None, key: str | None = None) -> list[Line]:
     """Committed checkpoints of jobs of so many ranks (None: any), oldest first; nothing where the storage cannot be
     read.
+
+    Args:
+        where: the folder.
+        world_size: see above.
+        key: of the command whose they are; None for those of all.
     """
     try:
-        found = store.committed(where, world_size)
+        found = lineage.contents(where, key).saved
     except (OSError, SwiftError) as error:
         console(f"checkpoints in {where} cannot be listed: {error}")
         return []
-    return [Line(each.step, str(each.meta.get("session")), STORAGE, each.meta, _reader(each)) for each in found]
+    mine = sorted(found, key=lambda each: (lineage.age_key(each.run), each.step))
+    made = (_of_storage(each) for each in mine)
+    return [line for line in made if world_size is None or line.world_size == world_size]
+
+
+def to_adopt(where: str, *, needed: bool = True) -> list[Line]:
+    """What a job may begin with that was told to begin with ``where``.
+
+    Args:
+        where: a folder.
+        needed: there is nothing else to begin with.
+
+    Raises:
+        Unsupported: there is nothing, and it is needed.
+    """
+    try:
+        found = lineage.adoptable(where)
+    except (OSError, SwiftError) as error:
+        raise Unsupported(f"resume_from: {where} cannot be read: {error}") from error
+    if not found and needed:
+        raise Unsupported(
+            f"resume_from: there is no whole checkpoint at {where}; name the folder of one (step-...), or a folder "
+            "that holds some: swiftctl checkpoints DIR lists them"
+        )
+    return [_of_storage(each, adopts=str(each.checkpoint.path)) for each in found]
+
+
+def _of_storage(saved: lineage.Saved, adopts: str = "") -> Line:
+    found = saved.checkpoint
+    session = str(found.meta.get("session"))
+    return Line(found.step, session, STORAGE, found.meta, _reader(found), saved.time, adopts)
 
 
 def load(line: Line, rank: int) -> Loaded:
@@ -219,7 +270,11 @@ def _unreadable(line: Line, error: Exception) -> CorruptFile:
 
 
 def agree(
-    env: WorkerEnv, client: Store, mine: list[Line], read: Callable[[Line], Loaded] | None = None
+    env: WorkerEnv,
+    client: Store,
+    mine: list[Line],
+    read: Callable[[Line], Loaded] | None = None,
+    limit_s: float | None = None,
 ) -> Loaded | None:
     """The newest checkpoint that all ranks have and can read; None if there is none.
 
@@ -230,6 +285,7 @@ def agree(
         client: of the agents' store, below the attempt's prefix.
         mine: what this rank may go on from.
         read: reads this rank's part of one; :func:`load` unless given.
+        limit_s: longest wait for all ranks to start; ``wait_timeout_s`` if None.
 
     Raises:
         CorruptFile: if the others have begun with one that this rank, which came later, cannot read.
@@ -246,9 +302,9 @@ def agree(
     ranks = range(env.world_size)
     client.set(f"line/has/{env.rank}", json.dumps(list(offers)))
     has = [f"line/has/{rank}" for rank in ranks]
-    _wait(env, client, has, "all ranks to say which checkpoints they have")
+    _wait(env, client, has, "to create the process group, and say which checkpoints they have", limit_s)
     common = set(offers).intersection(*(json.loads(client.get(key)) for key in has))
-    order = sorted(common, key=lambda key: (offers[key].step, -TIERS.index(offers[key].tier), key), reverse=True)
+    order = sorted(common, key=lambda key: (offers[key].preference, key), reverse=True)
     refusal: Unsupported | None = None
     for number, key in enumerate(order):
         loaded, why = None, _FINE
@@ -260,7 +316,7 @@ def agree(
             refusal, why = refusal or error, str(error)
         client.set(f"line/try{number}/{env.rank}", why)
         tries = [f"line/try{number}/{rank}" for rank in ranks]
-        _wait(env, client, tries, "all ranks to read their part of a checkpoint")
+        _wait(env, client, tries, "to read their part of a checkpoint")
         failed = {rank: said for rank in ranks if (said := client.get(tries[rank]).decode()) != _FINE}
         if not failed:
             client.set(_CHOSEN, key)
@@ -275,8 +331,10 @@ def agree(
 
 
 def _key(line: Line) -> str:
-    return f"{line.step}/{line.tier}/{line.session}"
+    return f"{line.step}/{line.tier}/{line.session}" + "/adopted" * bool(line.adopts)
 
 
-def _wait(env: WorkerEnv, client: Store, keys: list[str], what: str) -> None:
-    wait_for(client, keys, lambda: False, env.config.wait_timeout_s, what)
+def _wait(env: WorkerEnv, client: Store, keys: list[str], what: str, limit_s: float | None = None) -> None:
+    own = env.config.wait_timeout_s
+    bound = "wait_timeout_s" if limit_s in (None, own) else "time-out of the process group"
+    wait_for(client, dict(enumerate(keys)), lambda: False, limit_s or own, env.rank, what, bound=bound)

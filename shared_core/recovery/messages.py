@@ -9,10 +9,11 @@ import torch
 
 from shared_core.comm.gloo import InnerGroup, finish_message
 from shared_core.recovery.state import pack, unpack
+from shared_core.waiting import Wait
 
 _TAG = 2**30
-#: Longest time for one message of an exchange; a loss ends it at once.
-_TRANSFER = timedelta(minutes=30)
+#: Gloo's own time-out of a message; ours ends it before, and a loss at once.
+_FOREVER = timedelta(days=10)
 _CHUNK = 32 << 20
 
 
@@ -29,16 +30,30 @@ def _chunks(sizes: list[int]) -> list[list[int]]:
     return out
 
 
+def _wait(inner: InnerGroup, place: int, what: str, limit_s: float | None = None, *, idle: bool = False) -> Wait:
+    """For one chunk."""
+    return Wait(
+        f"rank {inner.rank}",
+        f"rank {inner.members[place]} {what}",
+        inner.wait_timeout_s if limit_s is None else limit_s,
+        bound="wait_timeout_s" if limit_s is None else "a fixed limit",
+        advice="It may hang, or the network is too slow: raise wait_timeout_s.",
+        speaks=lambda: not idle,
+    )
+
+
 def send(inner: InnerGroup, destination: int, head: dict[str, Any], tensors: list[torch.Tensor]) -> None:
     """Send plain data and tensors to a rank of the group, which calls :func:`receive`.
 
     Raises:
         RuntimeError: if a connection breaks.
         GenerationAbandoned: if the group was cut.
+        WaitTimeout: if the other does not take part in time.
     """
 
     def put(tensor: torch.Tensor) -> None:
-        finish_message(inner.pg.send([tensor], destination, _TAG), inner, _TRANSFER, f"a message to {destination}")
+        wait = _wait(inner, destination, "to take over what this one sends it in the recovery")
+        finish_message(inner.pg.send([tensor], destination, _TAG), inner, _FOREVER, wait)
 
     layout = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
     packed = pack({"head": head, "layout": layout})
@@ -51,16 +66,32 @@ def send(inner: InnerGroup, destination: int, head: dict[str, Any], tensors: lis
             put(chunk)
 
 
-def receive(inner: InnerGroup, source: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def receive(
+    inner: InnerGroup,
+    source: int,
+    what: str = "to send state and logged messages in the recovery",
+    limit_s: float | None = None,
+    *,
+    idle: bool = False,
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """What :func:`send` was given.
+
+    Args:
+        inner: the group.
+        source: place of the sender in it.
+        what: the sender is to do, for the line that a long wait prints.
+        limit_s: of one chunk; ``wait_timeout_s`` if None.
+        idle: nothing depends on this message, so that a long wait is not worth a line.
 
     Raises:
         RuntimeError: if a connection breaks.
         GenerationAbandoned: if the group was cut.
+        WaitTimeout: if the other does not take part in time.
     """
 
     def get(tensor: torch.Tensor) -> torch.Tensor:
-        finish_message(inner.pg.recv([tensor], source, _TAG), inner, _TRANSFER, f"a message from {source}")
+        wait = _wait(inner, source, what, limit_s, idle=idle)
+        finish_message(inner.pg.recv([tensor], source, _TAG), inner, _FOREVER, wait)
         return tensor
 
     size = get(torch.zeros(1, dtype=torch.int64))

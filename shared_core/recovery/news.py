@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from shared_core.cluster.worker import WorkerEnv
 from shared_core.comm import Runtime
-from shared_core.events import EventLog
+from shared_core.events import EventLog, console
 from shared_core.recovery.exchange import Received
 from shared_core.recovery.updates import Updates
 
@@ -19,14 +21,30 @@ class News:
     """The recoveries of one worker.
 
     Args:
+        env: what the launcher told this worker.
         events: the job's log.
         runtime: the groups.
         updates: says which steps were made again.
         rolled_back: called when newcomers have gone back to a checkpoint.
+        report: tells the agent something that it shows to the user.
     """
 
-    def __init__(self, events: EventLog, runtime: Runtime, updates: Updates, rolled_back: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        env: WorkerEnv,
+        events: EventLog,
+        runtime: Runtime,
+        updates: Updates,
+        rolled_back: Callable[[], None],
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
         self._events, self._runtime, self._updates, self._rolled_back = events, runtime, updates, rolled_back
+        self._report = report
+        self._first = env.rank == 0 and env.incarnation == 0
+        #: What the agent is told once this worker trains; None where nobody waits for it.
+        self._awaited: dict[str, Any] | None = {"rank": env.rank} if self._first and env.restart else None
+        self._tops = 0
+        self._until = -1
         self._recovered: deque[dict[str, Any]] = deque()
         self._listeners: list[Listener] = []
         self._stalled_since: float | None = None
@@ -41,7 +59,11 @@ class News:
         self._listeners.append(listener)
 
     def deliver(self) -> None:
-        """Tell those that listen, on this thread."""
+        """Tell those that listen, on this thread, at each batch top."""
+        if self._awaited is not None:
+            self._tops += 1
+            if self._tops > 1:  # the first batch is done, perhaps without an update
+                self._say_so()
         while self._recovered:
             fields = self._recovered.popleft()
             for listener in self._listeners:
@@ -49,6 +71,9 @@ class News:
 
     def joined(self, received: Received | None, **fields: Any) -> None:
         """This newcomer has joined; with None from the beginning."""
+        self._awaited = (self._awaited or {}) | {"rank": self._runtime.rank}
+        self._tops = 1 if received else 0
+        self._until = received.replaying.complete if received and received.replaying else -1
         self.emit(
             "newcomer_ready",
             bytes_moved=received.nbytes if received else 0,
@@ -82,7 +107,27 @@ class News:
         """Recovery thread of a survivor that goes on without a lost rank."""
         self._stalled_since = detected
 
+    def began(self, top: int, whence: str) -> None:
+        """This worker has reached the place that it begins from.
+
+        Args:
+            top: batch top.
+            whence: the checkpoint that all begin from, if it is one.
+        """
+        if self._awaited is not None:
+            self._awaited |= {"top": top, "whence": whence}
+        elif whence and self._first:
+            console(f"the job continues from {whence}")
+
+    def _say_so(self) -> None:
+        if self._updates.version <= self._until:
+            return  # it catches up with the others
+        said, self._awaited = self._awaited, None
+        self._report({"pid": os.getpid(), "time": time.time()} | (said or {}))
+
     def _after_update(self) -> None:
+        if self._awaited is not None:
+            self._say_so()
         if self._stalled_since is not None:
             since, self._stalled_since = self._stalled_since, None
             self.emit("resumed", stall_s=time.time() - since, recomputed_steps=self._updates.recomputed)

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Sequence
 
 from shared_core.cluster.worker import WorkerEnv
-from shared_core.comm.gloo import wait_for
 from shared_core.errors import GenerationAbandoned, ReplicaMismatch, WaitTimeout
+from shared_core.events import console
 from shared_core.recovery.exchange import Recovery
 from shared_core.recovery.updates import Updates
+from shared_core.waiting import wait_for
 
 _WAIT_S = 60.0
 
@@ -53,12 +54,17 @@ class Replicas:
     def _judge(self, key: str, members: Sequence[int], names: list[str]) -> None:
         runtime, store = self._recovery.runtime, self._recovery.new_store("")
         generation = runtime.generation
-        keys = [f"{key}/{rank}" for rank in members]
+        keys = {rank: f"{key}/{rank}" for rank in members}
+        what = "to give the checksums of their parameters after the recovery"
+        abandoned, fate = lambda: runtime.latest > generation, "they are not compared"
         try:
-            wait_for(store, keys, lambda: runtime.latest > generation, _WAIT_S, "the checksums of all replicas")
-        except (GenerationAbandoned, WaitTimeout):
+            wait_for(store, keys, abandoned, _WAIT_S, self._env.rank, what, bound="a fixed limit", ends=fate)
+        except GenerationAbandoned:
             return
-        reports = [json.loads(store.get(each)) for each in keys]
+        except WaitTimeout as error:
+            console(f"{error} Replicas are not compared after this recovery")
+            return
+        reports = [json.loads(store.get(each)) for each in keys.values()]
         if len({report["version"] for report in reports}) != 1:
             return
         verdict = minority([report["sums"] for report in reports])

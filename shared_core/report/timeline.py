@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from shared_core.events import Event
 from shared_core.report.text import columns, in_bytes, in_seconds
 
+#: What stands for the id of a run in a file of an older version.
+NO_ID = "none"
 #: Kinds that say something about one generation's recovery.
 _OF_A_RECOVERY = frozenset({"survivor_ready", "newcomer_start", "newcomer_ready", "recovered", "resumed"})
 
@@ -30,10 +33,11 @@ class Loss:
 
 @dataclass
 class Recovery:
-    """One generation that was formed after a loss; durations are in seconds, from ``detected`` if not said otherwise.
+    """One answer to a loss, or one change of the number of workers; durations are in seconds, from ``detected`` if not
+    said otherwise.
 
     Attributes:
-        generation: its number, from 1.
+        generation: number of the generation that was formed; for a restart, of the one that ended.
         attempt: how often all workers had been started again before, also because their number changed.
         losses: workers whose loss made it necessary.
         detected: when the first of them was noticed, in seconds since the epoch.
@@ -48,6 +52,7 @@ class Recovery:
         top: batch top the newcomer started from; ``None`` if it was not said.
         resolution: how differing survivors were brought to the same state, in words.
         superseded_by: number of the generation that took over because another worker was lost meanwhile.
+        answer: ``replace``, ``reroute``, ``restart``, or ``4 to 3`` where the number of workers changed.
     """
 
     generation: int
@@ -65,6 +70,7 @@ class Recovery:
     top: int | None = None
     resolution: str = ""
     superseded_by: int | None = None
+    answer: str = "replace"
 
     @property
     def lost(self) -> list[int]:
@@ -96,32 +102,58 @@ class Recovery:
 
 
 def recoveries(events: Iterable[Event]) -> list[Recovery]:
-    """Group events into recoveries, one for each generation formed after a loss, in the order in which they began.
+    """Group events into recoveries in the order in which they began: one for each generation formed after a loss, each
+    restart of all workers, and each change of their number.
 
-    Events of one job in the order of their file. Whatever a killed writer could not say is left at its default.
+    Events of one run (see :func:`shared_core.events.by_run`) in the order of their file. Whatever a killed writer could
+    not say is left at its default.
     """
-    found: dict[tuple[int, int], Recovery] = {}
+    found: dict[tuple[int, int, str], Recovery] = {}
     unplaced: list[tuple[int, Event]] = []
     attempt = 0
+    all_end: Recovery | None = None
     for event in events:
-        key = (attempt, event.generation)
+        key = (attempt, event.generation, "")
         if event.kind in ("restart", "resize"):  # generations count from 0 again
+            if key in found and found[key].complete:
+                key = (attempt, event.generation, event.kind)
+            all_end = found.setdefault(key, Recovery(event.generation, attempt, detected=event.time))
+            _end_all(all_end, event, unplaced)
             attempt += 1
+        elif event.kind == "resumed" and event.generation == 0 and all_end is not None:
+            _add(all_end, event)
         elif event.kind == "lost":
             unplaced.append((attempt, event))
         elif event.kind == "generation" and (event.fields.get("lost") or not event.fields.get("stay")):
             recovery = found.setdefault(key, Recovery(event.generation, attempt, detected=event.time))
             for rank in event.fields.get("lost", []):
                 recovery.losses.append(_take_loss(unplaced, attempt, int(rank)))
-            times = [loss.detected for loss in recovery.losses if loss.detected is not None]
-            recovery.detected = min([recovery.detected, *times])
+            if "absent" in event.fields:
+                recovery.answer = "reroute"
+            _date(recovery)
         elif event.kind in _OF_A_RECOVERY and event.generation > 0:
             _add(found.setdefault(key, Recovery(event.generation, attempt, detected=event.time)), event)
     ordered = list(found.values())
     for earlier, later in zip(ordered, ordered[1:], strict=False):
-        if not earlier.complete and earlier.attempt == later.attempt:
+        if not earlier.complete and earlier.attempt == later.attempt and earlier.generation < later.generation:
             earlier.superseded_by = later.generation
     return ordered
+
+
+def _end_all(recovery: Recovery, event: Event, unplaced: list[tuple[int, Event]]) -> None:
+    """All workers end, and others begin: the losses that nothing has answered yet are the reason."""
+    if event.kind == "restart":
+        recovery.answer = "restart"
+    else:
+        recovery.answer = f"{event.fields.get('before', '?')} to {event.fields.get('workers', '?')}"
+    for rank in sorted({lost.rank for of_attempt, lost in unplaced if of_attempt == recovery.attempt}):
+        recovery.losses.append(_take_loss(unplaced, recovery.attempt, rank))
+    _date(recovery)
+
+
+def _date(recovery: Recovery) -> None:
+    times = [loss.detected for loss in recovery.losses if loss.detected is not None]
+    recovery.detected = min([recovery.detected, *times])
 
 
 def _take_loss(unplaced: list[tuple[int, Event]], attempt: int, rank: int) -> Loss:
@@ -163,6 +195,7 @@ def format_recoveries(found: Sequence[Recovery], start: float) -> str:
         "generation",
         "lost",
         "cause",
+        "answer",
         "detected",
         "survivors ready",
         "newcomer ready",
@@ -178,8 +211,9 @@ def format_recoveries(found: Sequence[Recovery], start: float) -> str:
         rows.append(
             (
                 str(one.generation),
-                ", ".join(map(str, one.lost)),
-                _short("; ".join(dict.fromkeys(loss.cause or "unknown" for loss in one.losses))),
+                ", ".join(map(str, one.lost)) or "-",
+                _short("; ".join(dict.fromkeys(loss.cause or "unknown" for loss in one.losses)) or "-"),
+                one.answer,
                 f"+{one.detected - start:.2f} s",
                 in_seconds(one.slowest_survivor_ready_s),
                 in_seconds(max(one.newcomer_ready_s.values(), default=None)),
@@ -220,6 +254,26 @@ def _line(event: Event, start: float, color: bool) -> str:
     return f"{event.time - start:+10.3f} s  gen {event.generation:<3} {who:<8} {kind} {say(event.fields)}".rstrip()
 
 
+def format_runs(shown: str, begun: Sequence[tuple[str, float]], most: int = 10) -> str:
+    """One line about the other runs of a file, the newest first; empty if there are none.
+
+    Args:
+        shown: id of the run that is shown.
+        begun: id and beginning, in seconds since the epoch, of each run of the file, in order.
+        most: how many are named.
+    """
+    others = [
+        f"{run or NO_ID} ({time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(when))})"
+        for run, when in reversed(begun)
+        if run != shown
+    ]
+    if not others:
+        return ""
+    how_many = "1 other run" if len(others) == 1 else f"{len(others)} other runs"
+    more = f", and {len(others) - most} older" if len(others) > most else ""
+    return f"run {shown or NO_ID}; the file holds {how_many}: {', '.join(others[:most])}{more} (--run ID)"
+
+
 def _any_fields(said: dict[str, Any]) -> str:
     return ", ".join(f"{name} {_value(name, value)}" for name, value in said.items())
 
@@ -233,6 +287,8 @@ def _generation(said: dict[str, Any]) -> str:
         return f"ranks {', '.join(map(str, said['stay']))} hand on to another number of workers"
     if said.get("absent"):
         return f"the others go on without rank {', '.join(map(str, said['absent']))}"
+    if not said.get("lost"):
+        return "the number of workers stays as it is"
     return f"replaces rank {', '.join(map(str, said.get('lost', [])))}"
 
 

@@ -44,6 +44,8 @@ POINTS: tuple[str, ...] = (
     "checkpoint.prune",
     "recovery.severed",
     "recovery.frontier",
+    # Others know where this worker listens, and connect to it.
+    "recovery.connecting",
     "recovery.connected",
     "recovery.exchanged",
     "recovery.installed",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.errors import ConfigError
-from shared_core.events import EventLog
+from shared_core.events import RUN, EventLog
 from shared_core.testing.faults import ANY_STEP, EXIT_CODE, Fault, loads
 
 FAULTS = "SWIFT_FAULTS"
@@ -232,7 +232,8 @@ def _record(fault: Fault, index: int, tops: int) -> None:
     events = os.environ.get("SWIFT_RECOVERY_EVENTS")
     if events:
         generation = int(os.environ.get("SWIFT_RECOVERY_GENERATION", "0"))
-        EventLog(events).emit("fault", rank=fault.rank, generation=generation, fault=fault.to_dict(), tops=tops)
+        log = EventLog(events, os.environ.get(RUN, ""))
+        log.emit("fault", rank=fault.rank, generation=generation, fault=fault.to_dict(), tops=tops)
     print(f"[swift] fault injector: {fault}", file=sys.stderr, flush=True)
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import shared_core
+from shared_core.checkpoint import lineage
+from shared_core.checkpoint.command import Command
 from shared_core.errors import ConfigError, Unsupported
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +22,12 @@ SCRIPT = ROOT / "tests" / "scripts" / "checkpointed.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def run(folder: Path, policy: str, *launcher: str, **env: str) -> tuple[int, dict[int, tuple[int, str]]]:
-    """Exit status, and of each rank where it began and how it ended."""
+#: Of each rank where it began and how it ended.
+Ends = dict[int, tuple[int, str]]
+
+
+def told(folder: Path, policy: str, *launcher: str, **env: str) -> tuple[int, Ends, list[str]]:
+    """Exit status, where ranks began and how they ended, and the lines of ours."""
     done = subprocess.run(
         [sys.executable, *launcher, str(SCRIPT), str(folder), policy],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env,
@@ -31,10 +37,28 @@ def run(folder: Path, policy: str, *launcher: str, **env: str) -> tuple[int, dic
     )
     found = re.findall(r"^rank (\d) began (\d+) (digest \w+ loss \S+)$", done.stdout, re.MULTILINE)
     assert found or done.returncode, done.stderr
-    return done.returncode, {int(rank): (int(began), end) for rank, began, end in found}
+    lines = [line.removeprefix("[swift] ") for line in done.stderr.splitlines() if line.startswith("[swift]")]
+    return done.returncode, {int(rank): (int(began), end) for rank, began, end in found}, lines
 
 
-def ends(found: dict[int, tuple[int, str]]) -> dict[int, str]:
+def run(folder: Path, policy: str, *launcher: str, **env: str) -> tuple[int, Ends]:
+    """The same without what was said."""
+    return told(folder, policy, *launcher, **env)[:2]
+
+
+def following(folder: Path, policy: str) -> str:
+    """What the next start does, as it is said beforehand."""
+    found = lineage.contents(folder)
+    return str(lineage.next_start(found, Command.of(str(SCRIPT), [str(folder), policy])))
+
+
+def went_on(said: list[str]) -> int:
+    """The batch top from which a start says that it goes on; 0 for none."""
+    found = [re.search(r"going on from the checkpoint at batch top (\d+) ", line) for line in said]
+    return next((int(match[1]) for match in found if match), 0)
+
+
+def ends(found: Ends) -> dict[int, str]:
     return {rank: end for rank, (_, end) in found.items()}
 
 
@@ -43,19 +67,77 @@ def check(folder: Path, *launcher: str) -> None:
     assert status == 0 and not folder.exists()
     status, _ = run(folder, "young", *launcher, DIE="30")
     assert status != 0
-    status, _ = run(folder, "young", *launcher, END="40")
+    status, _, said = told(folder, "young", *launcher, END="40")
     assert status == (1 if launcher else 128 + signal.SIGTERM)
-    status, resumed = run(folder, "young", *launcher)
+    verdicts = [line for line in said if "checkpoint" in line and "going on" not in line]
+    assert len(verdicts) == 1 and verdicts[0].endswith(f"nothing is lost; {following(folder, 'young')}"), said
+    status, resumed, said = told(folder, "young", *launcher)
     assert status == 0 and ends(resumed) == ends(plain)
     assert all(40 < began < 45 for began, _ in resumed.values()), "nothing was lost"
+    assert verdicts[0].endswith(f" goes on from step {went_on(said)}")
 
 
 def test_one_process(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     check(folder)
-    # The run has ended: the next start begins anew.
-    status, again = run(folder, "young")
-    assert status == 0 and again[0][0] == 0
+    # The run has ended: the next start begins anew, and so does another command; neither touches what is there.
+    step = max(each.step for each in lineage.contents(folder).saved)
+    assert "begins anew: its last run has ended" in following(folder, "young")
+    status, other, said = told(folder, "fixed")
+    assert status == 0 and other[0][0] == 0
+    words = f"checkpointed.py {folder} young"
+    assert said[0] == f"{folder} holds step {step} of another command ({words}); begins anew; resume_from adopts it"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_each_command_goes_on_with_its_own_or_adopts(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    _, plain = run(folder, "none")
+    run(folder, "young", DIE="30")
+    run(folder, "fixed", DIE="50")
+    first, newest = following(folder, "young"), following(folder, "fixed")
+    _, adopted, said = told(folder, "daly", ADOPT=str(folder))  # the newest, which is of "fixed"
+    assert ends(adopted) == ends(plain) and f"of 'checkpointed.py {folder} fixed'" in said[0]
+    assert newest.endswith(f"from step {went_on(said)}") and following(folder, "young") == first
+    for policy in ("young", "fixed"):
+        expected = following(folder, policy)
+        status, resumed, said = told(folder, policy)
+        assert status == 0 and ends(resumed) == ends(plain) and expected.endswith(f"from step {went_on(said)}")
+        assert "begins anew: its last run has ended" in following(folder, policy)
+    status, again, said = told(folder, "young")
+    assert status == 0 and again[0][0] == 0 and "of this command, which has ended; begins anew" in said[0]
+
+
+@pytest.mark.nightly
+def test_two_commands_train_at_the_same_time(tmp_path: Path) -> None:
+    """The first stands still until the other has ended, with checkpoints of the same batch tops."""
+    folder = tmp_path / "checkpoints"
+    _, plain = run(folder, "none")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), str(folder), "young"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as first:
+        while first.poll() is None and not list(folder.glob("*/step-*/manifest.json")):
+            os.sched_yield()
+        first.send_signal(signal.SIGSTOP)
+        status, other, said = told(folder, "fixed")
+        first.send_signal(signal.SIGCONT)
+        out, _ = first.communicate()
+    assert status == first.returncode == 0 and ends(other) == ends(plain) and plain[0][1] in out
+    assert "of another command" in said[0]
+    found = lineage.contents(folder)
+    assert [len({each.run for each in found.saved if each.command == one}) for one in found.commands()] == [1, 1]
+
+
+@pytest.mark.nightly
+def test_told_to_end_while_storage_is_slow(tmp_path: Path) -> None:
+    status, _, said = told(tmp_path, "fixed", END="40", SLOW="1")
+    assert status == 128 + signal.SIGTERM
+    verdicts = [line for line in said if "last checkpoint" in line]
+    assert verdicts == said[-1:] and "was not written in time" in said[-1], said
+    assert said[-1].endswith(f"; {following(tmp_path, 'fixed')}")
+    status, _, again = told(tmp_path, "fixed")
+    assert status == 0 and said[-1].endswith(f" goes on from step {went_on(again)}")
 
 
 @pytest.mark.nightly

@@ -38,6 +38,28 @@ def test_script_arguments_and_flags_are_handed_over(tmp_path: Path, how: list[st
     job.check_nothing_left()
 
 
+def test_a_debugger_is_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    job = start_command(tmp_path, [sys.executable, "-m", "pdb", "-c", "continue", "script.py"]).finish()
+    assert job.code == 0 and job.stderr.count("the debugger (pdb) is left behind") == 1, job.stderr
+    assert job.stdout.count('"rank"') == 2, "the script has run in both workers"
+
+
+@pytest.mark.parametrize(
+    ("before", "found"),
+    [
+        ("import bdb; bdb.Bdb().set_trace()", "bdb"),  # as at a breakpoint
+        ("sys.modules['pydevd'] = sys.modules['debugpy'] = sys", "debugpy"),  # as in an editor
+        ("sys.settrace(lambda *_: None)", ""),  # as where coverage is measured
+    ],
+)
+def test_which_debugger_there_is(before: str, found: str) -> None:
+    code = f"import sys; from shared_core.cluster.handover import _debugger\n{before}; found = _debugger()\n"
+    command = [sys.executable, "-c", code + "sys.settrace(None); print([found])"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == f"[{found!r}]\n", done.stderr
+
+
 def test_no_script_no_hand_over() -> None:
     code = "from shared_core.cluster.handover import hand_over; hand_over(2)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

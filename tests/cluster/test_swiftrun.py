@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from util import ROOT, Job, run, start, start_command, tagged
 
-from shared_core.cli.swiftrun import build_config, parse_args
+from shared_core.cli.swiftrun import _one_thread_each, build_config, parse_args
 from shared_core.errors import ConfigError
 
 #: Ranks meet at keys of the store, so that a script knows when the others have come to a place.
@@ -126,7 +126,7 @@ if rank == 2:
 raise ValueError("a mistake")
 """
         job = run(tmp_path, script + mistakes, nproc=3, options=["--max-restarts=1"])
-        causes = re.findall(r"lost \(pid \d+\): (.*?) \(at", job.stderr)
+        causes = [str(event.fields["cause"]).partition(" (at")[0] for event in job.of("lost")]
         assert job.code != 0 and causes == ["ValueError: a mistake"] * 2, job.stderr
     else:
         job = run(tmp_path, script, nproc=3)
@@ -142,7 +142,13 @@ def test_a_lost_worker_is_replaced_and_its_siblings_stay(tmp_path: Path) -> None
 reach(f"up{me.incarnation}")
 if me.rank == 0:
     show(pid=os.getpid(), started=open("/proc/self/stat").read().split()[21])
-    os.kill(await_("up0", 1), signal.SIGKILL)
+    pid = await_("up0", 1)
+    # as a user would
+    ours = ["pgrep", "--parent", str(os.getppid())]
+    found = subprocess.run([*ours, "-f", "swift rank 1: .*script.py --lr 0.1"], capture_output=True, text=True).stdout
+    show(found=found.split() == [str(pid)], named=subprocess.getoutput(f"ps -o comm= -p {pid}"),
+         standby=subprocess.getoutput(" ".join([*ours, "-f", "-a", "'swift standby: .*script.py'"])))
+    os.kill(int(found), signal.SIGKILL)
     show(gen=generation(1))
     await_("up1", 1)
     reach("exit")
@@ -164,9 +170,11 @@ elif me.rank == 2 and me.incarnation < 2:
 show(rank=me.rank, incarnation=me.incarnation, generation=me.generation)
 """
     )
-    job = run(tmp_path, script, nproc=3)
+    job = run(tmp_path, "import subprocess" + script, "--lr", "0.1", nproc=3)
     assert job.code == 0, job.stderr
     said = shown(job)
+    [titles] = [one for one in said if "found" in one]
+    assert titles["found"] and titles["named"] == "swift rank 1" and "swift standby: " in titles["standby"], titles
     own = [one for one in said if "pid" in one]
     assert len(own) == 2 and own[0] == own[1]
     gens = [one["gen"] for one in said if "gen" in one]
@@ -187,7 +195,7 @@ show(rank=me.rank, incarnation=me.incarnation, generation=me.generation)
     assert [event.fields["incarnation"] for event in newcomers] == [1, 2, 1, 2]
     assert all(event.fields["how"] == "standby" for event in newcomers)
     assert job.of("end")[0].fields == {"result": "succeeded", "replaced": 4}
-    assert "rank 1 lost" in job.stderr and "newcomer started" in job.stderr
+    assert "ranks 1 and 2 are back after" in job.stderr and "killed by SIGTERM; now pid" in job.stderr, job.stderr
 
 
 def test_losses_are_noticed_fast_and_reach_the_worker_group(
@@ -225,6 +233,16 @@ else:
         for name, value in one.items():
             record_property(name, value)
             print(f"{name}: {1e3 * value:.1f} ms")
+
+
+def test_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's choice, without its banner."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert _one_thread_each(2) == "" and os.environ["OMP_NUM_THREADS"] == "3"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert _one_thread_each(1) == "" and "OMP_NUM_THREADS" not in os.environ
+    assert _one_thread_each(2) == "1 thread each, as OMP_NUM_THREADS is not set"
+    assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_forked_worker_is_as_a_fresh_interpreter(tmp_path: Path) -> None:
@@ -421,7 +439,7 @@ show(rank=me.rank, restart=me.restart)
     job = run(tmp_path, script, options=["--on-failure", "restart", "--checkpoint-dir", "saved", "--max-restarts", "1"])
     assert job.code == 0, job.stderr
     assert sorted((one["rank"], one["restart"]) for one in shown(job)) == [(0, 1), (1, 1)]
-    assert f"restarting all workers from the newest checkpoint in {tmp_path / 'saved'}" in job.stderr
+    assert "all 2 workers are back after" in job.stderr and "checkpoints: saved" in job.stderr
 
 
 def test_what_workers_say_is_done(tmp_path: Path) -> None:
@@ -447,7 +465,7 @@ signal.pause()
     (said,) = shown(job)
     assert said["gen"]["cause"] == {"1": "its state differs from its replicas'"}
     assert job.of("restart")[0].fields["reason"] == "nobody can serve rank 1"
-    assert "rank 1 ends the job: ReplayDivergence: rank 1 differs" in job.stderr
+    assert "rank 1: ReplayDivergence: rank 1 differs" in job.stderr
     assert "rank      : 1" in job.stderr
     assert job.of("end")[0].fields["reason"] == "ReplayDivergence: rank 1 differs"
 
@@ -475,6 +493,8 @@ while True:
     assert job.process.stdout is not None
     agent = json.loads(job.process.stdout.readline())["agent"]
     assert agent == job.process.pid
+    open_ports = [one for one in psutil.Process(agent).net_connections() if one.status == psutil.CONN_LISTEN]
+    assert len(open_ports) == 1, "the store of the attempt, and no rendezvous"
     os.kill(agent, number)
     job.finish(20)
     job.check_nothing_left()
@@ -546,7 +566,8 @@ def test_modules_programs_and_exit_codes(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--nnodes", "2", "--rdzv-backend", "c10d", "x.py"], "need --rdzv-endpoint"),
-        (["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "h:1", "x.py"], "need one of c10d, etcd-v2"),
+        (["--nnodes", "2", "--rdzv-backend", "zeus", "--rdzv-endpoint", "h:1", "x.py"], "need one of c10d, etcd"),
+        (["--nnodes", "2", "--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "h:1", "x.py"], "has no v2 API any more"),
         (["--nnodes", "1:2", "--rdzv-backend", "c10d", "x.py"], "need --rdzv-endpoint"),
         (["--nnodes", "3:2", "x.py"], "a number of machines or MIN:MAX"),
         (["--nnodes", "2", "--lease", "0", "x.py"], "--lease must be between"),

@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--seedable", action="store_true")
     parser.add_argument("--no-epochs", action="store_true")
     parser.add_argument("--average", action="store_true", help="of the weights, with which it evaluates")
+    parser.add_argument("--prepare-inside", action="store_true", help="new loaders in each epoch")
     parser.add_argument("--checkpoints")
     parser.add_argument("--every", type=int, default=0)
     args = parser.parse_args()
@@ -98,6 +99,10 @@ def main() -> None:
     if args.average:
         accelerator.register_for_checkpointing(average)
     for epoch in epochs:
+        if args.prepare_inside:
+            noisy = Noisy(images[epoch:], labels[epoch:])
+            train = accelerator.prepare(DataLoader(noisy, batch_size=args.batch, shuffle=True))
+            evaluate = accelerator.prepare(DataLoader(TensorDataset(images[:50], labels[:50]), batch_size=16))
         model.train()
         for number, (x, y) in enumerate(train):
             stand_still(epoch * len(train) + number)

@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="begin from a checkpoint that this run writes first")
-    parser.add_argument("--tensorboard", action="store_true")
+    parser.add_argument("--trackers", action="store_true", help="those of services too")
     args = parser.parse_args()
     report, out = Report(), Path(os.environ[OUT])
     handlers = []
@@ -93,14 +93,15 @@ def main() -> None:
         plugin = SwiftPlugin()
         handlers.append(plugin)
     naming = not args.resume
+    services = ["tensorboard", "wandb", "mlflow"] if args.trackers else []
     project = ProjectConfiguration(str(out / "project"), automatic_checkpoint_naming=naming, total_limit=2)
     accelerator = Accelerator(
         cpu=True,
         kwargs_handlers=handlers,
         project_config=project,
-        log_with=[Lines(str(out / "lines.jsonl")), *(["tensorboard"] if args.tensorboard else [])],
+        log_with=[Lines(str(out / "lines.jsonl")), *services],
     )
-    accelerator.init_trackers("text", config={"epochs": args.epochs})
+    accelerator.init_trackers("text", config={"epochs": args.epochs}, init_kwargs={"wandb": {"dir": str(out)}})
     set_seed(11)
     config = GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=1, n_head=2)
     with accelerator.main_process_first():

@@ -1,22 +1,26 @@
 """Plain PyTorch with a Checkpointer, or without: one process, or DDP under torchrun. Prints a digest of the end.
 
 What happens to it is in the environment, so that its arguments are those of the next start:
-``DIE``: step at which it is killed, ``END``: step at which it is told to end, by itself; ``END_RANK``: the rank that is
-told so, all if not given; ``ACCUMULATE``: batches between two updates; ``OUTSIDE``: keep an average and clip weights.
+``DIE``: step at which it is killed, ``END``: step at which it is told to end, by itself; ``END_RANK``: the rank that
+is told so, all if not given; ``SLOW``: its writer stands still by then, with a checkpoint committed; ``ACCUMULATE``:
+batches between two updates; ``OUTSIDE``: keep an average and clip weights. ``ADOPT`` is the option ``resume_from``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from tqdm import tqdm
 
 import shared_core
 from shared_core.testing.digest import digest
@@ -46,7 +50,13 @@ def main() -> None:
     if POLICY == "none":
         loop = shared_core.attach(model, optimizer, scheduler, *outside)
     else:
-        options = {"checkpoint_every_steps": 4} if POLICY == "fixed" else {"checkpoint_policy": POLICY}
+        options: dict[str, Any] = {"checkpoint_policy": POLICY}
+        if POLICY == "fixed":
+            options |= {"checkpoint_every_steps": 4}
+        if "SLOW" in os.environ:
+            options |= {"wait_timeout_s": 1.0}
+        if "ADOPT" in os.environ:
+            options |= {"resume_from": os.environ["ADOPT"]}
         loop = shared_core.Checkpointer(FOLDER, model, optimizer, scheduler, *outside, **options)
     seen = loop.register(loss=0.0, first=-1)
     rank = dist.get_rank() if several else 0
@@ -54,7 +64,8 @@ def main() -> None:
     for epoch in loop.epochs(EPOCHS):
         if sampler is not None:
             sampler.set_epoch(epoch)
-        for step, (inputs, labels) in loop.steps(loader):
+        for _, (inputs, labels) in loop.steps(tqdm(loader)):
+            step = loop.total_steps
             began = step if began is None else began
             loss = nn.functional.cross_entropy(model(inputs), labels)
             loss.backward()
@@ -85,9 +96,24 @@ def strike(step: int, rank: int) -> None:
         if step == int(os.environ.get(name, -1)):
             if number == signal.SIGTERM and rank != int(os.environ.get("END_RANK", rank)):
                 continue
-            while number == signal.SIGKILL and not list(Path(FOLDER).glob("step-*/manifest.json")):
+            waits = number == signal.SIGKILL or "SLOW" in os.environ
+            while waits and not list(Path(FOLDER).glob("*/step-*/manifest.json")):
                 os.sched_yield()
+            if "SLOW" in os.environ:
+                os.kill(writer(), signal.SIGSTOP)
             os.kill(os.getpid(), number)
+
+
+def writer() -> int:
+    """The process that writes checkpoints, a child of this one."""
+    me = str(os.getpid())
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            if b"shared_core.checkpoint.writer" in words and parent == me:
+                return int(entry.name)
+    raise AssertionError("there is no writer")
 
 
 if __name__ == "__main__":

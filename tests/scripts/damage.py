@@ -27,7 +27,8 @@ def do(kind: str) -> None:
         assert job.config.checkpoint_dir is not None
         for spool in Spool(job.folder / FOLDER).all_attempts():
             spool.drop(int(top))  # that in memory would do as well
-        _CHECKPOINTS[name](Path(job.config.checkpoint_dir) / f"step-{int(top):010d}")
+        (folder,) = Path(job.config.checkpoint_dir).glob(f"*/step-{int(top):010d}")
+        _CHECKPOINTS[name](folder)
         return
     archive = job._runtime.archive
     if archive is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,10 @@ def main() -> None:
     parser.add_argument("--twice", action="store_true")
     parser.add_argument("--checkpoints")
     parser.add_argument("--files")
+    parser.add_argument("--trackers", action="store_true", help="report to services")
     args = parser.parse_args()
     report, out = Report(), Path(os.environ[OUT])
+    os.environ["WANDB_DIR"] = str(out)
     kind: Any = Trainer
     if not os.environ.get("SWIFT_BASELINE"):
         from accelerate_swift import SwiftPlugin
@@ -88,7 +91,7 @@ def main() -> None:
         save_strategy="steps",
         save_steps=4,
         save_total_limit=1,
-        report_to="none",
+        report_to=["tensorboard", "wandb", "mlflow"] if args.trackers else "none",
         disable_tqdm=True,
         seed=5,
         full_determinism=False,
@@ -101,7 +104,8 @@ def main() -> None:
     trainer = kind(model, arguments, train_dataset=Bytes(72), eval_dataset=Bytes(20), callbacks=callbacks)
     if args.average:
         trainer.accelerator.register_for_checkpointing(average.model)
-    trainer.train()
+    speed = trainer.train().metrics
+    ended = time.time()
     if args.twice:
         trainer.evaluate()
         trainer.train()
@@ -111,7 +115,8 @@ def main() -> None:
     extra = {"history": history, "falls": counting.falls, "step": trainer.state.global_step}
     inner = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     digests = training_digest([inner, average.model], [trainer.optimizer.optimizer], [trainer.lr_scheduler], extra)
-    report.finish(digests | {"generators": generators_digest()}, history=history)
+    began = ended - speed["train_runtime"]
+    report.finish(digests | {"generators": generators_digest()}, history=history, began=began, speed=speed)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,8 @@ def main() -> None:
     seen = job.register(losses=[], exact=[], worlds=[], used=[], total=0.0, batches=0)
     for epoch in job.epochs(200):
         sampler.set_epoch(epoch)
-        for step, (indices, x) in job.steps(loader):
+        for _, (indices, x) in job.steps(loader):
+            step = job.total_steps
             report.count(f"batch {step}")
             FIRST.batch(step, model)
             guess, uses = ddp(indices, x)

@@ -16,7 +16,7 @@ def connect(store: dist.Store, rank: int, out: dict[int, InnerGroup]) -> None:
     out[rank] = InnerGroup.connect(
         store,
         rank,
-        2,
+        range(2),
         operation_timeout=timedelta(seconds=300),
         connect_timeout_s=10.0,
         wait_timeout_s=10.0,

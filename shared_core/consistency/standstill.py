@@ -1,0 +1,144 @@
+"""Whether ranks that wait wait for each other, so that none can ever go on; pure functions on what each has said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from shared_core.waiting import ranks_text
+
+#: Calls in which all members must give the same shapes.
+_ALIKE = ("all_reduce", "broadcast", "barrier")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank stands that waits, or has finished.
+
+    Attributes:
+        rank: which one.
+        generation: in which it waits.
+        look: number of this report; a rank makes one every few seconds while it waits.
+        waited_s: for how long it has waited.
+        limit_s: after how long its wait ends by itself.
+        call: what it waits in, in words; empty if it has finished.
+        group: name of the group of this call; empty for a wait outside of the program's groups.
+        called: the group in words.
+        members: ranks of the group; of a wait outside, those that are waited for.
+        number: sequence number of the call in its group, or of the message in its channel.
+        channel: of a message that is waited for; empty for a collective.
+        source: rank that sends it; -1 for a collective.
+        issued: per group, how many collectives the rank has issued.
+        pending: per group and sequence number, those that are not finished.
+        sent: per group and channel, how many messages it has sent.
+    """
+
+    rank: int
+    generation: int
+    look: int
+    waited_s: float = 0.0
+    limit_s: float = 0.0
+    call: str = ""
+    group: str = ""
+    called: str = ""
+    members: tuple[int, ...] = ()
+    number: int = -1
+    channel: str = ""
+    source: int = -1
+    issued: dict[str, int] = field(default_factory=dict)
+    pending: dict[str, dict[str, str]] = field(default_factory=dict)
+    sent: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Inverse of :meth:`from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, raw: str) -> Standing:
+        """Inverse of :meth:`to_json`."""
+        values = json.loads(raw)
+        return cls(**values | {"members": tuple(values["members"])})
+
+    @property
+    def finished(self) -> bool:
+        """Whether the rank's program has ended."""
+        return not self.call
+
+    @property
+    def place(self) -> tuple[str, str, int, str]:
+        """Equal as long as the rank waits for the same."""
+        return self.call, self.group, self.number, self.channel
+
+    @property
+    def where(self) -> str:
+        """The call and its place: ``all_reduce(float32[4]) (#12 of the default group)``."""
+        if self.channel:
+            return f"recv (message {self.number} from rank {self.source} in {self.called})"
+        return f"{self.call} (#{self.number} of {self.called})" if self.group else self.call
+
+
+def lacks(one: Standing, other: Standing) -> bool:
+    """Whether ``one`` waits for something that ``other`` has not done yet."""
+    if one.finished or other.rank == one.rank:
+        return False
+    if one.channel:
+        return other.rank == one.source and other.sent.get(one.group, {}).get(one.channel, 0) <= one.number
+    if not one.group or other.rank not in one.members:
+        return False
+    if other.issued.get(one.group, 0) <= one.number:
+        return True
+    there = other.pending.get(one.group, {}).get(str(one.number))
+    return there is not None and not _matches(one.call, there)
+
+
+def _matches(one: str, other: str) -> bool:
+    name = one.partition("(")[0]
+    return one == other if name in _ALIKE else name == other.partition("(")[0]
+
+
+def stuck(standings: Mapping[int, Standing]) -> dict[int, tuple[int, ...]]:
+    """Ranks that wait for ranks that wait themselves, or have finished, so that none of them can go on; each with those
+    it waits for. Who is not in ``standings`` may be computing, and holds nobody up for ever.
+    """
+    left = dict(standings)
+    while True:
+        held = {
+            rank: tuple(other for other in sorted(left) if lacks(one, left[other]))
+            for rank, one in left.items()
+            if not one.finished
+        }
+        free = [rank for rank, others in held.items() if not others]
+        if not free:
+            return dict(sorted(held.items()))
+        for rank in free:
+            del left[rank]
+
+
+def awaited(one: Standing, standings: Mapping[int, Standing]) -> tuple[int, ...]:
+    """Ranks that ``one`` waits for, as far as is known."""
+    if one.channel:
+        return (one.source,)
+    others = (rank for rank in one.members if rank != one.rank)
+    if not one.group:
+        return tuple(others)
+    return tuple(rank for rank in others if rank not in standings or lacks(one, standings[rank]))
+
+
+def describe(standings: Mapping[int, Standing], waits: Mapping[int, tuple[int, ...]]) -> str:
+    """``ranks 0, 2 wait for rank 1 in barrier() (#3 of the default group)``, for all that wait.
+
+    Args:
+        standings: by rank, what is known.
+        waits: by rank, for whom it waits.
+    """
+    alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for rank, whom in waits.items():
+        alike.setdefault((standings[rank].where, whom), []).append(rank)
+    parts = []
+    for (where, whom), ranks in alike.items():
+        ended = [rank for rank in whom if rank in standings and standings[rank].finished]
+        verb = "waits" if len(ranks) == 1 else "wait"
+        why = f", though the program of {ranks_text(ended)} has ended" if ended else ""
+        parts.append(f"{ranks_text(ranks)} {verb} for {ranks_text(whom)} in {where}{why}")
+    return "; ".join(parts)

@@ -1,0 +1,343 @@
+"""The loaders of a training loop: which there are, and where a newcomer puts each of them.
+
+An object has no identity that another process knows. A loader that exists before the loop is known by the variable that
+holds it; a pass that is in progress by its place: the n-th of its epoch, and inside another pass by the order in which
+they were begun.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+from torch.utils.data import DataLoader
+
+from shared_core.config import SwiftConfig
+from shared_core.errors import Unsupported
+from shared_core.loaders.randomness import read_random, write_random
+from shared_core.loaders.resumable import Orders, Position, of_a_peer, wrap_loader
+from shared_core.loaders.script import held_by, variables_of
+
+#: Loaders that no variable holds are remembered as long as they are among the last so many.
+_REMEMBERED = 16
+
+
+class Worker(Protocol):
+    """What loaders need to know of the worker they belong to."""
+
+    rank: int
+    added: bool
+
+    @property
+    def orders(self) -> Orders | None:
+        """Where the order of each pass is published, where that may be asked for."""
+
+    @property
+    def reroutes(self) -> bool:
+        """Whether others compute this worker's share when it is lost."""
+
+    @property
+    def joining(self) -> bool:
+        """Whether it has not reached its predecessor's place yet."""
+
+
+class TrackedLoader:
+    """A loader whose place in the data is published at batch tops.
+
+    Args:
+        loader: any iterable.
+        worker: that reads it.
+        config: options.
+        ahead: items that are fetched before they are used.
+        epoch: number of its first pass; with ``data="seeded"`` part of the seed.
+        beside: what else reading it may change; see :class:`ResumableLoader`.
+
+    Attributes:
+        loader: what to iterate in its stead.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        worker: Worker,
+        config: SwiftConfig,
+        ahead: int = 0,
+        epoch: int = 0,
+        beside: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.loader = wrap_loader(
+            loader,
+            mode=config.data,
+            seed=config.seed,
+            rank=worker.rank,
+            first_epoch=epoch,
+            ahead=ahead,
+            lazy=worker.joining,
+            orders=worker.orders,
+            copied=worker.reroutes,
+            beside=beside,
+        )
+        self._pending: Mapping[str, Any] | None = None
+        self._worker = worker
+
+    def capture(self) -> Mapping[str, Any]:
+        """Where it is, or where it will go on when it is next asked for an item, as plain data."""
+        return self.loader.state() if self._pending is None else self._pending
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go there: at once, or, where an iteration was in progress, when it is asked for its first item."""
+        if self._worker.reroutes and self._worker.added:
+            state = of_a_peer(state)
+        if state["live"]:
+            self._pending = state
+        else:  # nothing has begun to read it: what the script gave it in both processes stays
+            self.loader.restore({**state, "owned": {**state["owned"], "scalars": state["moved"]}})
+
+    def resume(self, position: Iterator[Any]) -> list[Any]:
+        """Put ``position`` where the predecessor's iteration was, if one was in progress.
+
+        Returns:
+            The items that the predecessor had fetched ahead of their use.
+        """
+        if self._pending is None:
+            return []
+        state, self._pending = self._pending, None
+        self.go_to(state, position)
+        return position.last_items if isinstance(position, Position) else []
+
+    def go_to(self, state: Mapping[str, Any], position: Iterator[Any]) -> None:
+        """Put ``position`` where an iteration of the predecessor's was; the global generators stay as they are."""
+        random = read_random()  # of the batch top; reading items again draws from the generators
+        self.loader.restore(state, position)
+        write_random(random)
+
+
+class Pass:
+    """One pass of a script over what it iterates.
+
+    Args:
+        given: what the script iterates.
+        tracked: the loader that is read: ``given`` itself, or what a progress bar around it shows the progress of.
+
+    Attributes:
+        index: of the next item, as ``enumerate`` counts.
+        position: the iterator of the loader.
+    """
+
+    def __init__(self, given: Any, tracked: TrackedLoader, key: Hashable) -> None:
+        self.tracked, self.key, self.index = tracked, key, 0
+        self.position = iter(tracked.loader)
+        self._given, self._bar = given, given is not tracked.loader.wrapped
+        self._stream: Iterator[Any] | None = None
+
+    def capture(self) -> dict[str, Any]:
+        """Its place, as plain data."""
+        return {"key": self.key, "index": self.index, "state": self.tracked.loader.state(self.position)}
+
+    def go_to(self, place: Mapping[str, Any]) -> None:
+        """Go on where a pass of the predecessor's was."""
+        self.index = place["index"]
+        if place["state"]["live"]:
+            self.tracked.go_to(place["state"], self.position)
+        if self._bar and hasattr(self._given, "n"):
+            self._given.n = self._given.initial = self.index
+
+    def next(self) -> Any:
+        """The next item.
+
+        Raises:
+            StopIteration: at the end.
+        """
+        if self._stream is None:
+            self._stream = self.position
+            if self._bar:
+                self._given.iterable = self.position
+                self._stream = iter(self._given)
+        return next(self._stream)
+
+    def close(self) -> None:
+        """The script has left it."""
+        if self._bar:
+            self._given.iterable = self.tracked.loader.wrapped
+
+
+class Loaders:
+    """All loaders of one training loop.
+
+    Args:
+        worker: that reads them.
+        config: options.
+    """
+
+    def __init__(self, worker: Worker, config: SwiftConfig) -> None:
+        self._worker, self._config = worker, config
+        self._published: WeakValueDictionary[Hashable, TrackedLoader] = WeakValueDictionary()
+        self._attached: dict[Hashable, TrackedLoader] = {}
+        self._found: dict[Hashable, TrackedLoader] = {}  # by variable
+        self._streams: dict[Hashable, Iterator[Any]] = {}  # iterators that were made before the loop, by variable
+        self._beside: dict[str, Any] = {}
+        self._recent: OrderedDict[int, TrackedLoader] = OrderedDict()
+        self._passes: list[Pass] = []
+        self._unclaimed: dict[Hashable, Mapping[str, Any]] = {}
+        self._places: deque[Mapping[str, Any]] = deque()
+
+    # -- which there are ----------------------------------------------------------------------------------------------
+
+    def track(self, loader: Any, key: Hashable, ahead: int = 0) -> TrackedLoader:
+        """A tracked loader around ``loader``; it is published for as long as the caller keeps it.
+
+        Args:
+            loader: any iterable.
+            key: plain data that identifies the loader; equal in a worker and its newcomer.
+            ahead: items that are fetched before they are used.
+        """
+        return self._publish(key, TrackedLoader(loader, self._worker, self._config, ahead))
+
+    def forget(self, key: Hashable) -> None:
+        """Another loader will have this key."""
+        self._published.pop(key, None)
+        self._unclaimed.pop(key, None)
+
+    def attach(self, loader: Any) -> None:
+        """The script has named this loader."""
+        key = f"attached {len(self._attached)}"
+        self._attached[key] = self.track(loader, key)
+
+    def look_around(self, frame: types.FrameType | None, phase: int) -> None:
+        """Find what the script's variables hold at this point, in the place of what they held at an earlier one.
+
+        Args:
+            frame: that of the loop.
+            phase: number of the loop.
+        """
+        known = {id(tracked.loader.wrapped): tracked for tracked in self._found.values()}
+        attached = {id(tracked.loader.wrapped) for tracked in self._attached.values()}
+        self._found, self._streams, self._beside = {}, {}, {}
+        for name, value in variables_of(frame).items():
+            key = f"{phase} {name}"
+            if isinstance(value, Iterator):
+                self._streams[key] = value
+            else:
+                self._beside[name] = value
+            if id(value) in attached or (isinstance(value, Iterator) and id(value) not in known):
+                continue
+            try:
+                tracked = known.get(id(value)) or TrackedLoader(value, self._worker, self._config)
+            except Unsupported:
+                continue  # said when the script iterates it
+            self._found[key] = self._publish(key, tracked)
+
+    def begin(self, given: Any, epoch: int) -> Pass:
+        """The script begins a pass.
+
+        Args:
+            given: what it iterates.
+            epoch: number of the epoch.
+
+        Raises:
+            Unsupported: if it reads from an iterator that other passes read from too.
+        """
+        loader = given
+        if not isinstance(given, DataLoader) and "iterable" in getattr(given, "__dict__", {}):
+            loader = given.iterable
+        for key, tracked in (*self._attached.items(), *self._found.items()):
+            if tracked.loader.wrapped is loader:
+                return Pass(given, tracked, key)
+        for key, stream in self._streams.items():
+            if stream is loader:
+                self._found[key] = self._publish(key, self._new(loader, epoch))
+                return Pass(given, self._found[key], key)
+        if isinstance(loader, Iterator):  # it ends with this pass
+            return Pass(given, self._new(loader, epoch), None)
+        found = self._recent.get(id(loader)) or self._new(loader, epoch)
+        self._recent[id(loader)] = found
+        self._recent.move_to_end(id(loader))
+        if len(self._recent) > _REMEMBERED:
+            self._recent.popitem(last=False)
+        return Pass(given, found, None)
+
+    def _new(self, loader: Any, epoch: int) -> TrackedLoader:
+        if isinstance(loader, DataLoader):
+            return TrackedLoader(loader, self._worker, self._config, epoch=epoch)
+        if shared := held_by(loader, self._streams):
+            variable = shared[0].split(".", 1)[-1]
+            raise Unsupported(
+                f"rank {self._worker.rank}: this {type(loader).__name__} reads from {variable!r}, an iterator that was "
+                "made before the loop and goes on from one pass to the next. A replacement cannot find its place in "
+                "it: pass the iterator itself to steps() and leave the pass with break, or make it inside the epoch"
+            )
+        return TrackedLoader(loader, self._worker, self._config, epoch=epoch, beside=self._beside)
+
+    def _publish(self, key: Hashable, tracked: TrackedLoader) -> TrackedLoader:
+        self._published[key] = tracked
+        if key in self._unclaimed:
+            tracked.restore(self._unclaimed.pop(key))
+        return tracked
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def enter(self, begun: Pass) -> None:
+        """A pass is in progress from here on; a newcomer's goes on where its predecessor's was."""
+        self._passes.append(begun)
+        place = next((each for each in self._places if each["key"] == begun.key), None)
+        if place is not None:
+            self._places.remove(place)
+            begun.go_to(place)
+
+    def leave(self, ended: Pass) -> None:
+        """A pass has ended, or the script has left it."""
+        ended.close()
+        if ended in self._passes:
+            self._passes.remove(ended)
+        if not self._passes:
+            self._places.clear()  # those inside it that the script did not come back to
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """Where all loaders and passes are, as plain data."""
+        busy = {id(each.tracked) for each in self._passes}
+        idle = {key: each.capture() for key, each in self._published.items() if id(each) not in busy}
+        return {
+            "idle": self._unclaimed | idle,
+            "passes": [*(each.capture() for each in self._passes), *self._places],
+        }
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Put loaders where those of the predecessor were; passes follow when they are begun.
+
+        Raises:
+            Unsupported: for the state of an earlier version.
+        """
+        if "passes" not in states:
+            raise Unsupported(
+                f"rank {self._worker.rank}: this checkpoint was made by an earlier version of swift-recovery, which "
+                "numbered loaders in another way: begin again with resume='never'"
+            )
+        self._unclaimed = {}
+        self._places = deque(states["passes"])
+        for (
+            place
+        ) in self._places:  # where the script does not come back to a pass, it has changed its loader all the same
+            if (tracked := self._published.get(place["key"])) is not None:
+                tracked.loader.heed(place["state"])
+        for key, state in states["idle"].items():
+            if (tracked := self._published.get(key)) is not None:
+                tracked.restore(state)
+            else:
+                self._unclaimed[key] = state
+
+    def owned(self) -> dict[Hashable, Any]:
+        """Generators and counters that variables of the script hold, as plain data."""
+        named = (self._attached | self._found).items()
+        return {key: each.loader.owned() for key, each in named if not isinstance(each.loader.wrapped, Iterator)}
+
+    def set_owned(self, owned: Mapping[Hashable, Any]) -> None:
+        """Inverse of :meth:`owned`."""
+        named = self._attached | self._found
+        for key, state in owned.items():
+            if key in named:
+                named[key].loader.set_owned(state)

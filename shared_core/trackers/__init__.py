@@ -1,0 +1,10 @@
+"""What experiment trackers are told: each row once, in one run, although the process that tells them was replaced.
+
+Weights & Biases and MLflow are imported only in here, and only where the script uses them.
+"""
+
+from shared_core.trackers.rows import Rows, Service
+from shared_core.trackers.runs import note_file, note_runs, prepare, take_up
+from shared_core.trackers.services import Mlflow, of_wandb
+
+__all__ = ["Mlflow", "Rows", "Service", "note_file", "note_runs", "of_wandb", "prepare", "take_up"]

@@ -1,0 +1,222 @@
+"""Runs of different commands in one folder: none touches another's, and each start goes on with its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_tools import finish, run_writer, snapshot, wait_until, writing
+
+from shared_core.checkpoint import Spool, lineage, store
+from shared_core.checkpoint.command import Command
+from shared_core.checkpoint.lineage import adoptable, candidates, contents, folder_of, goes_on, next_start
+from shared_core.checkpoint.verdict import sentence, verdict
+
+A, B = (Command.of("/work/train.py", ["--lr", rate], "script") for rate in ("0.1", "0.2"))
+EARLY, LATE = "20260101T000000-00000a", "20260102T000000-00000b"
+
+
+@pytest.fixture
+def where(in_memory: Path) -> Path:
+    return in_memory / "storage"
+
+
+def of(command: Command, run: str, **more: Any) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    return {"command": command.key, "words": command.words, "run": run, **more}
+
+
+def save(where: Path, command: Command, run: str, *steps: int, ended: bool = False, **more: Any) -> None:
+    """Checkpoints of a run, as its writer makes them."""
+    folder = folder_of(str(where), command, run)
+    spool = Spool(where.parent / f"spool-{command.key}-{run}")
+    for step in steps:
+        snapshot(spool, step, folder, **of(command, run, **more))
+        assert run_writer(spool) == (0, [])
+    if ended:
+        lineage.mark_ended(folder, max(steps))
+
+
+def digests(folder: str) -> dict[str, str]:
+    """Of all files of a run."""
+    paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def next_of(where: Path, command: Command) -> int | None:
+    """The step from which the next start of a command goes on."""
+    saved = next_start(contents(where), command).saved
+    return saved.step if saved is not None else None
+
+
+SAME = {
+    "workers": (["--devices", "2"], ["--devices", "4"]),
+    "workers, named with an equals sign": (["--nproc_per_node=2"], []),
+    "adopted": (["--resume-from", "x/step-0000000040"], []),
+    "adopted, named with an equals sign": (["--resume_from=x"], ["--resume_from=y"]),
+}
+OTHER = {
+    "a value": (["--lr", "0.1"], ["--lr", "0.2"]),
+    "order": (["--a", "1", "--b", "2"], ["--b", "2", "--a", "1"]),
+    "devices that are no number": (["--devices", "left"], ["--devices", "right"]),
+    "what follows a flag of ours": (["--resume-from", "--fast"], ["--resume-from"]),
+    "loader workers": (["--num-workers", "2"], ["--num-workers", "4"]),
+}
+
+
+@pytest.mark.parametrize("name", [*SAME, *OTHER])
+def test_what_is_the_same_command(name: str) -> None:
+    first, second = (Command.of("/work/train.py", args, "script") for args in (SAME | OTHER)[name])
+    assert (first.key == second.key) == (name in SAME)
+
+
+def test_a_command_keeps_the_key_that_earlier_versions_gave_it() -> None:
+    words = ["script", "/work/train.py", "--lr", "0.1"]
+    assert A.key == hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
+    assert A.short == "train.py --lr 0.1" and Command.from_json(A.to_json()) == A
+
+
+def test_the_same_steps_of_another_command_stay_as_they_are(where: Path) -> None:
+    """Neither overwritten nor pruned nor counted, and neither gone on with."""
+    save(where, A, EARLY, 10, 20)
+    before = digests(folder_of(str(where), A, EARLY))
+    save(where, B, LATE, 10, 15, 20, 25)
+    assert digests(folder_of(str(where), A, EARLY)) == before
+    assert [each.step for each in candidates(contents(where), B.key)] == [25, 20]
+    assert (next_of(where, A), next_of(where, B)) == (20, 25)
+
+
+def test_two_commands_write_at_the_same_time(where: Path, tmp_path: Path) -> None:
+    """One waits in the middle of a file while the other commits, prunes and marks its end."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    slow, fast = Spool(tmp_path / "slow"), Spool(tmp_path / "fast")
+    with (
+        writing(slow, program="import gated", env={"GATE": str(gate)}) as writer,
+        open(os.open(gate, os.O_RDWR), "wb", buffering=0) as opened,
+    ):
+        snapshot(slow, 10, f"gated://{folder_of(str(where), A, LATE)}", **of(A, LATE))
+        wait_until(lambda: slow.status().writing == 10, "the first write")
+        for step in (10, 20, 30):
+            snapshot(fast, step, folder_of(str(where), B, EARLY), **of(B, EARLY))
+            assert run_writer(fast) == (0, [])
+        lineage.mark_ended(folder_of(str(where), B, EARLY), 30)
+        opened.write(bytes(20))  # as many as files will be written, and more
+        assert finish(writer) == (0, [])
+    assert next_of(where, A) == 10
+    assert [each.step for each in contents(where, B.key).saved] == [20, 30]
+
+
+RUNS = {
+    "one": ([EARLY], [], [EARLY]),
+    "it has ended": ([EARLY], [EARLY], []),
+    "a later one has ended": ([EARLY, LATE], [LATE], []),
+    "an earlier one has ended": ([EARLY, LATE], [EARLY], [LATE]),
+    "of an earlier version": (["0123456789ab", EARLY], [], ["0123456789ab", EARLY]),
+    "another of an earlier version has ended": (["0123456789ab"], ["ba9876543210"], ["0123456789ab"]),
+    "one has ended after that": (["0123456789ab"], [EARLY], []),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_which_runs_the_next_start_may_go_on_with(name: str) -> None:
+    runs, ended, wanted = RUNS[name]
+    assert [run for run in runs if goes_on(run, ended)] == wanted
+
+
+def test_the_newest_run_comes_first_however_far_an_earlier_one_had_got(where: Path) -> None:
+    save(where, A, EARLY, 100)
+    save(where, A, LATE, 10, 20)
+    assert [each.step for each in candidates(contents(where), A.key)] == [20, 10, 100]
+
+
+def test_what_ended_runs_of_the_same_command_have_left_goes_once_there_are_two_others(where: Path) -> None:
+    save(where, A, EARLY, 10, 20, ended=True)
+    save(where, B, EARLY, 10, ended=True)
+    save(where, A, LATE, 5)
+    assert len(contents(where, A.key).saved) == 3
+    save(where, A, LATE, 6)
+    assert [(each.run, each.step) for each in contents(where, A.key).saved] == [(LATE, 5), (LATE, 6)]
+    assert len(contents(where, B.key).saved) == 1
+
+
+def test_folders_of_earlier_versions_are_gone_on_with_and_never_written_to(where: Path) -> None:
+    spool, run = Spool(where.parent / "spool"), "0123456789ab"
+    for step in (10, 20):
+        snapshot(spool, step, where, **of(A, run))
+        assert run_writer(spool) == (0, [])
+    before = digests(str(where))
+    assert (next_of(where, A), next_of(where, B)) == (20, None)
+    save(where, A, run, 30, 40, 50)
+    assert next_of(where, A) == 50 and before.items() <= digests(str(where)).items()
+    lineage.mark_ended(folder_of(str(where), A, run), 50)
+    assert next_of(where, A) is None
+
+
+def test_an_end_that_an_earlier_version_noted_counts(where: Path) -> None:
+    spool, run = Spool(where.parent / "spool"), "0123456789ab"
+    snapshot(spool, 10, where, **of(A, run))
+    assert run_writer(spool) == (0, [])
+    (where / "ended").mkdir()
+    (where / "ended" / run).write_text("{}")
+    assert next_of(where, A) is None
+
+
+def test_what_can_be_adopted(where: Path) -> None:
+    save(where, A, EARLY, 10, 20, ended=True)
+    save(where, B, LATE, 5)
+    folder = folder_of(str(where), A, EARLY)
+    assert [each.step for each in adoptable(str(where))] == [5, 20, 10], "by the time of the commit"
+    assert [each.step for each in adoptable(folder)] == [20, 10]
+    assert [each.step for each in adoptable(f"file://{folder}/step-0000000010")] == [10]
+    assert adoptable(f"{folder}/step-0000000011") == [] and adoptable(f"{where}/nothing") == []
+    os.truncate(f"{folder}/step-0000000020/rank1", 5)
+    said: list[str] = []
+    found = lineage.first_whole(adoptable(folder), said.append)
+    assert found is not None and found.step == 10 and len(said) == 1
+
+
+# -- what is said at the end ------------------------------------------------------------------------------------------
+
+VERDICTS = {
+    "committed": ((41, 41), {}, "the last checkpoint is committed, at batch top 41: nothing is lost; NEXT"),
+    "not in time": ((57, 40), {}, "the last checkpoint, at batch top 57, was not written in time; NEXT"),
+    "never one": ((3, -1), {}, "the last checkpoint, at batch top 3, was not written in time; NEXT"),
+    "nothing begun": ((0, 40), {}, "nothing had to be written: no batch was begun since the start; NEXT"),
+    "ended": ((60, 55), {"ended": True}, "nothing had to be written: the run has ended; NEXT"),
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_one_sentence_for_each_end(name: str) -> None:
+    (reached, committed), more, wanted = VERDICTS[name]
+    assert sentence(reached, committed, "NEXT", **more) == wanted
+
+
+def test_another_run_s_checkpoint_is_not_the_last_one(where: Path, spool: Spool) -> None:
+    """A run before had got further, and this one was told to begin anew."""
+    save(where, A, EARLY, 100)
+    snapshot(spool, 7, folder_of(str(where), A, LATE), **of(A, LATE))
+    said = verdict(str(where), A, spool, 7, continues=False)
+    assert "batch top 7, was not written in time" in said and said.endswith("goes on from step 100")
+    assert run_writer(spool) == (0, [])
+    said = verdict(str(where), A, spool, 7, continues=False)
+    assert "committed, at batch top 7: nothing is lost" in said and said.endswith("goes on from step 7")
+
+
+def test_storage_that_does_not_answer_is_not_waited_for(where: Path, spool: Spool) -> None:
+    snapshot(spool, 7, folder_of(str(where), A, LATE), **of(A, LATE))
+    assert run_writer(spool) == (0, [])
+    said = verdict("nonsense://x", A, spool, 7, continues=False)
+    assert "nothing is lost" in said and "swiftctl checkpoints nonsense://x" in said
+
+
+def test_a_manifest_says_when_it_was_committed(where: Path) -> None:
+    save(where, A, EARLY, 10)
+    (found,) = contents(where).saved
+    assert found.time == found.checkpoint.time > 0
+    assert store.step_of(found.checkpoint.folder) == 10 and store.step_of("other") is None

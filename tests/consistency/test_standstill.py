@@ -1,0 +1,92 @@
+"""Ranks that wait for each other are told from ranks that wait for one that computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared_core.consistency.standstill import Standing, awaited, describe, stuck
+
+WORLD = {"group": "0", "called": "the default group", "members": (0, 1, 2)}
+SIDE = {"group": "1", "called": "group '1' of ranks 0, 1", "members": (0, 1)}
+
+
+def at(rank: int, call: str, number: int, group: dict[str, Any], **fields: Any) -> Standing:
+    """A rank that waits in its newest collective, and has made all those before."""
+    issued = {"0": 12, "1": 3} | {group["group"]: number + 1}
+    pending = {group["group"]: {str(number): call}}
+    return Standing(rank, 1, 7, call=call, number=number, **group, **{"issued": issued, "pending": pending} | fields)
+
+
+def all_of(*standings: Standing) -> dict[int, Standing]:
+    return {each.rank: each for each in standings}
+
+
+def test_ranks_in_different_groups_stand_still() -> None:
+    found = all_of(
+        at(0, "all_reduce(float32[4])", 12, WORLD),
+        at(1, "barrier()", 3, SIDE),
+        at(2, "all_reduce(float32[4])", 12, WORLD),
+    )
+    assert stuck(found) == {0: (1,), 1: (0,), 2: (1,)}
+    assert describe(found, stuck(found)) == (
+        "ranks 0, 2 wait for rank 1 in all_reduce(float32[4]) (#12 of the default group); "
+        "rank 1 waits for rank 0 in barrier() (#3 of group '1' of ranks 0, 1)"
+    )
+
+
+def test_a_rank_that_computes_holds_nobody_up_for_ever() -> None:
+    found = all_of(at(0, "barrier()", 12, WORLD), at(2, "barrier()", 12, WORLD))
+    assert stuck(found) == {}
+    assert awaited(found[2], found) == (1,)
+
+
+def test_who_waits_for_one_that_waits_for_one_that_computes_is_free() -> None:
+    behind = at(1, "barrier()", 3, SIDE | {"members": (1, 3)})
+    assert stuck(all_of(at(0, "barrier()", 12, WORLD), behind, at(2, "barrier()", 12, WORLD))) == {}
+
+
+def test_a_collective_that_all_are_in_is_under_way() -> None:
+    found = all_of(*(at(rank, "broadcast(float32[4])", 12, WORLD) for rank in range(3)))
+    assert stuck(found) == {} and awaited(found[0], found) == ()
+
+
+def test_a_broadcast_that_its_root_has_left_is_under_way() -> None:
+    root = at(0, "barrier()", 13, WORLD)
+    found = all_of(root, *(at(rank, "broadcast(float32[4])", 12, WORLD) for rank in (1, 2)))
+    assert stuck(found) == {}, "the root waits for the others, which wait for nobody"
+
+
+def test_other_calls_at_the_same_place_stand_still() -> None:
+    found = all_of(*(at(rank, call, 12, WORLD) for rank, call in enumerate(["barrier()", "gather(float32[4])"])))
+    assert stuck(found) == {0: (1,), 1: (0,)}
+    shapes = all_of(*(at(rank, f"all_reduce(float32[{rank}])", 12, WORLD) for rank in range(2)))
+    assert stuck(shapes) == {0: (1,), 1: (0,)}
+    pieces = all_of(*(at(rank, f"gather(float32[{rank}])", 12, WORLD) for rank in range(2)))
+    assert stuck(pieces) == {}
+
+
+def test_a_message_is_waited_for_until_it_is_sent() -> None:
+    waits = at(1, "recv", 5, WORLD, channel="0,1,0", source=0)
+    for sent, held in ((5, True), (6, False)):
+        sender = at(0, "barrier()", 12, WORLD, sent={"0": {"0,1,0": sent}})
+        assert (1 in stuck(all_of(sender, waits))) is held
+    assert waits.where == "recv (message 5 from rank 0 in the default group)"
+
+
+def test_a_program_that_has_ended_comes_no_more() -> None:
+    found = all_of(at(0, "barrier()", 12, WORLD), Standing(1, 0, 3, issued={"0": 12}))
+    assert stuck(found) == {0: (1,)}
+    assert describe(found, stuck(found)).endswith(", though the program of rank 1 has ended")
+    done = all_of(at(0, "broadcast(float32[4])", 11, WORLD), Standing(1, 0, 3, issued={"0": 12}))
+    assert stuck(done) == {}, "it has taken part in that one"
+
+
+def test_a_wait_outside_of_the_programs_groups_is_free() -> None:
+    outside = Standing(1, 1, 7, call="a message of the training step", members=(0,))
+    assert stuck(all_of(at(0, "barrier()", 12, WORLD), outside)) == {}
+    assert awaited(outside, {}) == (0,)
+
+
+def test_a_report_travels_as_json() -> None:
+    one = at(1, "recv", 5, WORLD, channel="0,1,0", source=0, sent={"0": {"0,1,0": 2}})
+    assert Standing.from_json(one.to_json()) == one

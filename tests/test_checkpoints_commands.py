@@ -1,0 +1,151 @@
+"""Commands that differ in one argument share a folder of checkpoints: each goes on with its own, and says what it does.
+
+What ``swiftctl checkpoints`` prints last is compared with what the next start does each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from checkpointed import committed, finished, options, running, saved, went_on_from
+from harness import SCRIPTS, Jobs
+
+from shared_core.cli.swiftctl import main
+from shared_core.testing.runner import JobResult, compare
+
+pytestmark = pytest.mark.timeout(300)
+
+SCRIPT = "plain_ddp.py"
+A, B, C = (["--norm", "--steps", steps] for steps in ("240", "241", "242"))
+RESTART = ["--on-failure=restart"]
+EVERY = 5
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def stopped(jobs: Jobs, folder: Path, args: Sequence[str], tops: int, *launcher: str) -> tuple[JobResult, int]:
+    """Kill all of a job once it has passed so many batch tops, and has made two checkpoints; its newest one."""
+    words, begun = " ".join([SCRIPT, *args]), time.time()
+
+    def made() -> list[int]:
+        return [each.step for each in saved(folder) if each.command.words == words and each.time > begun]
+
+    with running(jobs, SCRIPT, args, env=options(folder, EVERY), launcher_args=[*RESTART, *launcher]) as job:
+        job.until(lambda: job.tops() >= tops and len(made()) > 1)
+        job.kill()
+        result = job.end()
+    return result, made()[-1]
+
+
+def to_its_end(jobs: Jobs, folder: Path, args: Sequence[str], *launcher: str) -> JobResult:
+    """Let a job end well; its result is the one of a run without interruption."""
+    env = options(folder, EVERY)
+    with running(jobs, SCRIPT, args, env=env, launcher_args=[*RESTART, *launcher]) as job:
+        result = finished(job)
+    compare(result, jobs.reference(SCRIPT, args=args))
+    return result
+
+
+def following(folder: Path, args: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What ``swiftctl checkpoints`` says last of a command."""
+    main(["checkpoints", str(folder), "--for", str(SCRIPTS / SCRIPT), *args])
+    last: str = capsys.readouterr().out.splitlines()[-1]
+    return last
+
+
+def goes_on(args: Sequence[str], step: int) -> str:
+    return f"the next start of '{' '.join([SCRIPT, *args])}' goes on from step {step}"
+
+
+def said(result: JobResult) -> list[str]:
+    """Why it begins anew, as it says itself."""
+    lines = [line.removeprefix("[swift] ") for line in result.stderr.splitlines()]
+    return [line for line in lines if "begins anew" in line]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Of all files of the runs that are there."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+def test_a_changed_argument_leaves_the_first_command_s_checkpoints_alone(
+    jobs: Jobs, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, newest = stopped(jobs, folder, A, 20)
+    assert following(folder, A, capsys) == goes_on(A, newest)
+    before, predicted = digests(folder), following(folder, B, capsys)
+    assert predicted == (
+        f"{folder} holds step {newest} of another command ({SCRIPT} --norm --steps 240); begins anew; "
+        "--resume-from adopts it"
+    )
+    other, others = stopped(jobs, folder, B, newest + 10)  # over the same steps, and past them
+    assert said(other) == [predicted] and not went_on_from(other)
+    assert before.items() <= digests(folder).items(), "the second command has changed a file of the first"
+    assert following(folder, B, capsys) == goes_on(B, others)
+    assert went_on_from(to_its_end(jobs, folder, A)) == {newest}
+    assert "begins anew: its last run has ended" in following(folder, A, capsys)
+    assert following(folder, B, capsys) == goes_on(B, others)
+
+
+@pytest.mark.nightly
+def test_both_go_on_with_their_own_and_begin_anew_once_they_have_ended(
+    jobs: Jobs, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, first = stopped(jobs, folder, A, 40)
+    _, second = stopped(jobs, folder, B, 20)
+    assert went_on_from(to_its_end(jobs, folder, B)) == {second}
+    assert went_on_from(to_its_end(jobs, folder, A)) == {first}
+    for args in (A, B):
+        assert "begins anew: its last run has ended" in following(folder, args, capsys)
+        result, newest = stopped(jobs, folder, args, 20)
+        assert not went_on_from(result) and "of this command, which has ended; begins anew" in said(result)[0]
+        assert following(folder, args, capsys) == goes_on(args, newest)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ["a step", "the folder", "the run"])
+def test_resume_from_adopts(jobs: Jobs, folder: Path, way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The result is that of the run that made the checkpoint, in its length; started again it goes on with its own."""
+    _, newest = stopped(jobs, folder, A, 20)
+    path = saved(folder)[-1].checkpoint.path
+    told = f"--resume-from={ {'a step': path, 'the folder': folder, 'the run': path.parent}[way] }"
+    adopted, own = stopped(jobs, folder, B, newest + 20, told)
+    assert went_on_from(adopted) == {newest} and not said(adopted)
+    assert adopted.stderr.count(f"begins with step {newest} at {path}, of '{SCRIPT} --norm --steps 240'") == 1
+    assert own > newest and following(folder, B, capsys) == goes_on(B, own)
+    assert went_on_from(to_its_end(jobs, folder, B, told)) == {own}
+    assert following(folder, A, capsys) == goes_on(A, newest)
+
+
+@pytest.mark.nightly
+def test_nothing_to_adopt_ends_the_job(jobs: Jobs, folder: Path) -> None:
+    env = options(folder, EVERY)
+    told = [*RESTART, f"--resume-from={folder}/nothing"]
+    with running(jobs, SCRIPT, A, env=env, launcher_args=told) as job:
+        result = job.end()
+    assert result.status == 1 and "there is no whole checkpoint at" in result.stderr, result.tail()
+
+
+@pytest.mark.nightly
+def test_without_resume_the_same_command_says_that_it_begins_anew(
+    jobs: Jobs, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env, args = options(folder, EVERY), ["--norm", "--steps", "30"]
+    for number in range(2):
+        with running(jobs, SCRIPT, ["--norm", "--steps", "400"], env=env) as job:
+            job.until(lambda: bool(committed(folder)) and job.tops() > 40)
+            job.kill()
+            result = job.end()
+        assert bool(said(result)) == bool(number) and not went_on_from(result)
+    assert "of this command; begins anew; --resume goes on with it" in said(result)[0]
+    assert "was started without --resume" in following(folder, ["--norm", "--steps", "400"], capsys)
+    with running(jobs, SCRIPT, args, env=env) as job:
+        assert len(said(finished(job))) == 1

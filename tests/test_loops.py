@@ -1,0 +1,88 @@
+"""Loops as people write them lose workers in every epoch, and end with the bits of the stock script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpointed import options
+from harness import Jobs
+
+from shared_core.testing import Fault
+from shared_core.testing.runner import check_clean, compare, unconfirmed
+
+EACH = (
+    "tqdm fresh own_generator generator enumerate islice zip map wrapper list nested turns left empty rounds stream "
+    "bare_generator workers"
+).split()
+
+#: Forms, one after the other with two epochs each, and where workers are lost. The end of a pass is a batch top, too.
+JOBS: dict[str, tuple[str, list[Fault]]] = {
+    "one_source": (
+        "tqdm own_generator generator zip nested turns rounds stream",
+        [
+            Fault(1, 3, "bucket", "SIGKILL"),
+            Fault(0, 17, "forward", "SIGKILL"),
+            Fault(1, 28, "bucket", "SIGKILL", incarnation=1),
+            Fault(0, 33, "update.after", "SIGKILL", incarnation=1),
+            Fault(1, 49, "bucket", "SIGKILL", incarnation=2),
+            Fault(0, 58, "bucket", "SIGKILL", incarnation=2),
+            Fault(1, 79, "forward", "SIGKILL", incarnation=3),
+            Fault(0, 94, "bucket", "SIGKILL", incarnation=3),
+        ],
+    ),
+    "another_each_time": (
+        "fresh left empty bare_generator workers list",
+        [
+            Fault(1, 7, "bucket", "SIGKILL"),
+            Fault(0, 15, "bucket", "SIGKILL"),
+            Fault(1, 23, "collective.before", "SIGKILL", incarnation=1),
+            Fault(0, 31, "bucket", "SIGKILL", incarnation=1),
+            Fault(1, 39, "bucket", "SIGKILL", incarnation=2),
+            Fault(0, 49, "bucket", "SIGKILL", incarnation=2),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_losses_change_no_bit(name: str, jobs: Jobs) -> None:
+    forms, faults = JOBS[name]
+    jobs.check("loops.py", faults=faults, args=["--epochs", "2", *forms.split()])
+
+
+def test_restarts_from_checkpoints_change_no_bit(jobs: Jobs, tmp_path: Path) -> None:
+    args = ["--epochs", "2", *"tqdm own_generator zip turns rounds".split()]
+    env = options(tmp_path / "checkpoints", every=3, on_failure="restart", checkpoint_async="false")
+    faults = [Fault(1, 9, "bucket", "SIGKILL"), Fault(0, 28, "bucket", "SIGKILL"), Fault(1, 61, "forward", "SIGKILL")]
+    result = jobs.run("loops.py", args=args, faults=faults, env=env)
+    compare(result, jobs.reference("loops.py", args=args))
+    assert not unconfirmed(result), result.tail()
+    tops = [event.fields["top"] for event in result.kinds("checkpoint")]
+    assert tops == list(range(3, 64, 3)), "each start began at the newest checkpoint"
+
+
+def test_an_iterator_that_nobody_can_follow_is_refused_before_the_first_step(jobs: Jobs) -> None:
+    result = jobs.run("loops.py", args=["shared_stream"])
+    check_clean(result)
+    assert result.status == 1
+    assert "this islice reads from 'stream'" in result.stderr and "leave the pass with break" in result.stderr
+    assert {event.fields["tops"] for event in result.kinds("lost")} == {0}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("top", range(1, 16))
+@pytest.mark.parametrize("form", EACH)
+def test_every_form_at_every_top(form: str, top: int, jobs: Jobs) -> None:
+    """Where a top is the end of a pass nothing strikes, and the run is one without a loss."""
+    faults = [Fault(top % 2, top, "bucket", "SIGKILL")]
+    compare(jobs.run("loops.py", faults=faults, args=[form]), jobs.reference("loops.py", args=[form]))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("top", range(2, 16, 3))
+@pytest.mark.parametrize("form", EACH)
+def test_every_form_restarted(form: str, top: int, jobs: Jobs, tmp_path: Path) -> None:
+    env = options(tmp_path / "checkpoints", every=2, on_failure="restart", checkpoint_async="false")
+    faults = [Fault(top % 2, top, "batch_top", "SIGKILL")]
+    compare(jobs.run("loops.py", faults=faults, args=[form], env=env), jobs.reference("loops.py", args=[form]))

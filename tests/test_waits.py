@@ -1,0 +1,81 @@
+"""No wait of a job is silent, and none lasts for ever."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from harness import Jobs, most
+
+from shared_core.testing import Fault
+from shared_core.testing.runner import JobResult
+
+LOSS = [Fault(1, 3, "collective.after", "SIGKILL")]
+#: What the newcomer does instead of the collective its peers are in, and where the others are told that it is.
+ELSEWHERE = {
+    "group": r"rank 1 waits for rank 0 in barrier\(\) \(#0 of group '.+' of ranks 0, 1\)",
+    "message": r"rank 1 waits for rank 0 in recv \(message 0 from rank 0 in the default group\)",
+    "ends": r"#4 of the default group\), though the program of rank 1 has ended",
+}
+
+
+def _run(jobs: Jobs, how: str, *, wait_s: float, torch_s: float = 1800, loss: bool = True) -> JobResult:
+    env = {"SWIFT_RECOVERY_WAIT_TIMEOUT_S": str(wait_s)}
+    return jobs.run("waits.py", nproc=3, faults=LOSS if loss else [], args=[how, str(torch_s)], env=env)
+
+
+def _said(result: JobResult, words: str) -> list[str]:
+    return [line for line in result.stderr.splitlines() if re.match(rf"\[swift\] {words}", line)]
+
+
+@pytest.mark.parametrize("how", most(ELSEWHERE, "message", "ends"))
+def test_a_newcomer_in_another_collective_ends_the_job(how: str, jobs: Jobs) -> None:
+    """Its peers have a time-out of half an hour, which would be as good as a hang."""
+    result = _run(jobs, how, wait_s=4)
+    assert result.status == 1, result.tail()
+    held = rf"ranks 0, 2 wait for rank 1 in all_reduce\(float32\[4, 3\]\) .*{ELSEWHERE[how]}"
+    assert len(_said(result, rf"no rank can go on: {held}.*; this ends with an error in \d s \(wait_timeout_s\)$")) == 1
+    assert len(_said(result, r"rank [012] ends the job: ReplayDivergence: after the recovery in generation 1")) == 1
+    assert re.search(rf"no rank can go on, for \d+ s \(wait_timeout_s\): {held}", result.stderr), result.tail()
+    assert len(result.kinds("lost")) == 1
+
+
+def test_who_is_late_is_named_once(jobs: Jobs) -> None:
+    """Rank 0 computes until the others have said that they wait for it, and rank 1's newcomer likewise."""
+    result = _run(jobs, "slow", wait_s=6)
+    assert result.status == 0, result.tail()
+    late = (
+        r"rank [12] waits for rank 0 in all_reduce\(float32\[4, 3\]\) \(#1 of the default group\): rank 0 is not in a"
+    )
+    assert len(_said(result, late)) == 1, result.tail()
+    start = r"rank 0 waits for rank 1 to create the process group \(rank 1 was lost, its newcomer runs the script up to"
+    assert len(_said(result, start)) == 1, result.tail()
+    assert len([line for line in result.stderr.splitlines() if " waits for " in line and "rank 2" in line[:20]]) <= 1
+
+
+def test_a_newcomer_that_hangs_in_its_start_up_ends_the_job(jobs: Jobs) -> None:
+    result = _run(jobs, "hangs", wait_s=2)
+    assert result.status == 1, result.tail()
+    why = r"rank [02] waited 2 s \(wait_timeout_s\) for rank 1 to create the process group \(rank 1 was lost, its newc"
+    assert len(_said(result, rf"rank [02] ends the job: WaitTimeout: {why}")) == 1, result.tail()
+    assert not result.kinds("restart")
+
+
+@pytest.mark.nightly
+def test_torchs_time_out_holds_and_says_who_was_late(jobs: Jobs) -> None:
+    result = _run(jobs, "late", wait_s=300, torch_s=4, loss=False)
+    assert result.status == 1, result.tail()
+    why = (
+        r"CollectiveTimeout: rank \d waited 4 s \(time-out of the process group\) in all_reduce\(float32\[4, 3\]\) \(#1"
+    )
+    assert re.search(why, result.stderr), result.tail()
+    assert "waits for rank 0 in all_reduce" in result.stderr, result.tail()
+    assert "waited in vain, and so would a newcomer" in result.stderr, result.tail()
+
+
+@pytest.mark.nightly
+def test_a_standstill_without_a_loss_ends_as_torch_ends_it(jobs: Jobs) -> None:
+    result = _run(jobs, "mistake", wait_s=2, torch_s=8, loss=False)
+    assert result.status == 1, result.tail()
+    assert len(_said(result, r"no rank can go on: .* \(time-out of the process group\)$")) == 1, result.tail()
+    assert "ReplayDivergence" not in result.stderr and "CollectiveTimeout" in result.stderr, result.tail()
