@@ -203,7 +203,8 @@ def main() -> Any:
 
     for epoch in job.epochs(EPOCHS):
         sampler.set_epoch(epoch)
-        for step, (both,) in job.steps(loader):
+        for _, (both,) in job.steps(loader):
+            step = job.total_steps
             report.count(f"batch {step}")
             call(own.top, step)
             optimizer.zero_grad()
