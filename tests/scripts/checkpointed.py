@@ -9,6 +9,7 @@ batches between two updates; ``OUTSIDE``: keep an average and clip weights. ``AD
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -64,7 +65,7 @@ def main() -> None:
     for epoch in loop.epochs(EPOCHS):
         if sampler is not None:
             sampler.set_epoch(epoch)
-        for _, (inputs, labels) in loop.steps(tqdm(loader)):
+        for _, (inputs, labels) in loop.steps(tqdm(loader, file=io.StringIO())):
             step = loop.total_steps
             began = step if began is None else began
             loss = nn.functional.cross_entropy(model(inputs), labels)
