@@ -110,11 +110,13 @@ class Wait:
             if not over.wait(self._quiet_s):
                 self._announce(self._clock() - self._begin)
 
-        threading.Thread(target=announce, name="swift-waits", daemon=True).start()
+        thread = threading.Thread(target=announce, name="swift-waits", daemon=True)
+        thread.start()
         try:
             yield
         finally:
             over.set()
+            thread.join()
 
     def next_s(self) -> float:
         """Seconds until the next :meth:`look` has something to do; at most 1."""

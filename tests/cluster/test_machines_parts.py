@@ -143,12 +143,17 @@ def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> 
     assert fetch([here], [2], 1, tmp_path / "job") == {2: 0}  # of another attempt there is nothing
 
 
-def test_names_lead_nowhere_else(tmp_path: Path, server: MirrorServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_lead_nowhere_else(
+    tmp_path: Path, server: MirrorServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared_core.cluster.mirror._TROUBLE_S", 0.0)
     (tmp_path / "own").mkdir()
     mirror = Mirror(0, 0, 0, tmp_path / "own")
     mirror.follow((None, f"127.0.0.1:{server.port}#1"))
     mirror.write("../../escaped", [b"x"])
     mirror.sync()
+    assert mirror._trouble is not None
+    mirror._trouble.join()
     assert "no copy of its state on another machine" in capsys.readouterr().err
     assert not list(tmp_path.rglob("escaped*"))
 
