@@ -61,7 +61,7 @@ def following(folder: Path, args: Sequence[str], capsys: pytest.CaptureFixture[s
 
 
 def goes_on(args: Sequence[str], step: int) -> str:
-    return f"the next start of '{' '.join([SCRIPT, *args])}' goes on from step {step}"
+    return f"the next start of '{' '.join([SCRIPT, *args])}' continues from step {step}"
 
 
 def said(result: JobResult) -> list[str]:
@@ -145,7 +145,7 @@ def test_without_resume_the_same_command_says_that_it_begins_anew(
             job.kill()
             result = job.end()
         assert bool(said(result)) == bool(number) and not went_on_from(result)
-    assert "of this command; begins anew; --resume goes on with it" in said(result)[0]
+    assert "of this command; begins anew; --resume continues it" in said(result)[0]
     assert "was started without --resume" in following(folder, ["--norm", "--steps", "400"], capsys)
     with running(jobs, SCRIPT, args, env=env) as job:
         assert len(said(finished(job))) == 1

@@ -106,7 +106,7 @@ def test_told_to_end_nothing_is_lost(jobs: Jobs, tmp_path: Path, number: int, to
     newest = committed(tmp_path)[-1]
     assert verdicts(result) == [
         f"the last checkpoint is committed, at batch top {newest}: nothing is lost; the next start of "
-        f"'plain_ddp.py --norm --steps 400' goes on from step {newest}"
+        f"'plain_ddp.py --norm --steps 400' continues from step {newest}"
     ], result.tail()
     assert newest == reached, "batches were run that are in no checkpoint"
     with running(jobs, SCRIPT, LONG, env=env, launcher_args=[*RESTART, grace]) as job:
@@ -142,7 +142,7 @@ def test_told_to_end_while_storage_is_slow(jobs: Jobs, tmp_path: Path, again: bo
     (said,) = verdicts(result)
     top = int(said.removeprefix("the last checkpoint, at batch top ").split(",")[0])
     assert top >= reached and newest < top, result.tail()
-    following = f"the next start of 'plain_ddp.py --norm --steps 400' goes on from step {newest}"
+    following = f"the next start of 'plain_ddp.py --norm --steps 400' continues from step {newest}"
     assert said.endswith(f"was not written in time; {following}"), result.tail()
     with running(jobs, SCRIPT, LONG, env=env, launcher_args=args) as job:
         result = finished(job)

@@ -285,7 +285,7 @@ def left_behind(where: str, key: str, how: str, *, goes_on: bool, again: str) ->
         newest = max(found.saved, key=lambda each: (age_key(each.run), each.step))
         return f"{where} holds step {newest.step} of this command, which has ended; begins anew; {how} adopts it"
     if rest and not goes_on:
-        return f"{where} holds step {rest[0].step} of this command; begins anew; {again} goes on with it"
+        return f"{where} holds step {rest[0].step} of this command; begins anew; {again} continues it"
     return ""
 
 
@@ -335,8 +335,8 @@ class Next:
         if self.saved is None:
             return f"{who} begins anew: {self.anew}"
         if self.anew:
-            return f"{who} begins anew: {self.anew}, with which it goes on from step {self.saved.step}"
-        return f"{who} goes on from step {self.saved.step}"
+            return f"{who} begins anew: {self.anew}, with which it continues from step {self.saved.step}"
+        return f"{who} continues from step {self.saved.step}"
 
 
 # -- ends -----------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def check(folder: Path, *launcher: str) -> None:
     status, resumed, said = told(folder, "young", *launcher)
     assert status == 0 and ends(resumed) == ends(plain)
     assert all(40 < began < 45 for began, _ in resumed.values()), "nothing was lost"
-    assert verdicts[0].endswith(f" goes on from step {went_on(said)}")
+    assert verdicts[0].endswith(f" continues from step {went_on(said)}")
 
 
 def test_one_process(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_told_to_end_while_storage_is_slow(tmp_path: Path) -> None:
     assert verdicts == said[-1:] and "was not written in time" in said[-1], said
     assert said[-1].endswith(f"; {following(tmp_path, 'fixed')}")
     status, _, again = told(tmp_path, "fixed")
-    assert status == 0 and said[-1].endswith(f" goes on from step {went_on(again)}")
+    assert status == 0 and said[-1].endswith(f" continues from step {went_on(again)}")
 
 
 @pytest.mark.nightly

@@ -57,7 +57,7 @@ def test_list_and_what_a_restart_takes(where: str, capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert rows(out) == {10: "valid", 20: "valid", 30: "incomplete"}
     assert [line.split()[1:3] for line in out.splitlines() if line.startswith("*")] == [[RUN, "20"]]
-    assert out.splitlines()[-1] == "the next start of 'train.py --lr 0.1' goes on from step 20"
+    assert out.splitlines()[-1] == "the next start of 'train.py --lr 0.1' continues from step 20"
     assert "it was never completed" in out
 
 
@@ -66,7 +66,7 @@ def test_damage_is_found(folder: Path, where: str, capsys: pytest.CaptureFixture
     assert main(["checkpoints", where]) == 0
     out = capsys.readouterr().out
     assert rows(out) == {10: "valid", 20: "damaged", 30: "incomplete"}
-    assert "part 'rank1'" in out and "goes on from step 10" in out
+    assert "part 'rank1'" in out and "continues from step 10" in out
     assert main(["checkpoints", where, "--fast"]) == 0
     out = capsys.readouterr().out
     assert rows(out)[20] == "unchecked" and "from step 20 (if its parts are whole" in out

@@ -16,7 +16,7 @@ from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.lineage import adoptable, candidates, contents, folder_of, goes_on, next_start
 from shared_core.checkpoint.verdict import sentence, verdict
 
-A, B = (Command.of("/work/train.py", ["--lr", rate], "script") for rate in ("0.1", "0.2"))
+A, B = (Command.of("/home/me/train.py", ["--lr", rate], "script") for rate in ("0.1", "0.2"))
 EARLY, LATE = "20260101T000000-00000a", "20260102T000000-00000b"
 
 
@@ -70,12 +70,12 @@ OTHER = {
 
 @pytest.mark.parametrize("name", [*SAME, *OTHER])
 def test_what_is_the_same_command(name: str) -> None:
-    first, second = (Command.of("/work/train.py", args, "script") for args in (SAME | OTHER)[name])
+    first, second = (Command.of("/home/me/train.py", args, "script") for args in (SAME | OTHER)[name])
     assert (first.key == second.key) == (name in SAME)
 
 
 def test_a_command_keeps_the_key_that_earlier_versions_gave_it() -> None:
-    words = ["script", "/work/train.py", "--lr", "0.1"]
+    words = ["script", "/home/me/train.py", "--lr", "0.1"]
     assert A.key == hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
     assert A.short == "train.py --lr 0.1" and Command.from_json(A.to_json()) == A
 
@@ -202,10 +202,10 @@ def test_another_run_s_checkpoint_is_not_the_last_one(where: Path, spool: Spool)
     save(where, A, EARLY, 100)
     snapshot(spool, 7, folder_of(str(where), A, LATE), **of(A, LATE))
     said = verdict(str(where), A, spool, 7, continues=False)
-    assert "batch top 7, was not written in time" in said and said.endswith("goes on from step 100")
+    assert "batch top 7, was not written in time" in said and said.endswith("continues from step 100")
     assert run_writer(spool) == (0, [])
     said = verdict(str(where), A, spool, 7, continues=False)
-    assert "committed, at batch top 7: nothing is lost" in said and said.endswith("goes on from step 7")
+    assert "committed, at batch top 7: nothing is lost" in said and said.endswith("continues from step 7")
 
 
 def test_storage_that_does_not_answer_is_not_waited_for(where: Path, spool: Spool) -> None:
