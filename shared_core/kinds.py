@@ -12,6 +12,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shared_core.errors import NotAFile
+
 #: Largest whole number that a file, a socket or another process takes.
 MOST = 2**63 - 1
 #: Longest time, in seconds; more overflows what the system counts in.
@@ -134,12 +136,13 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a file to read it. What is no file, such as a pipe to which nobody writes, is refused at once.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        NotAFile: it is no regular file.
+        OSError: it cannot be opened.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        raise NotAFile(errno.EINVAL, "not a regular file", os.fspath(path))
     return os.fdopen(fd, "rb")
 
 

@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
 
 def one_line(message: object) -> str:
     """A message without line ends and other characters that a terminal acts on."""
-    text = " ".join(str(message).split())
+    text = " ".join(line.strip() for line in str(message).splitlines())
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
@@ -112,7 +112,7 @@ def signals(text: str) -> str:
 
 def event_handler(text: str) -> str:
     """``--event-log-handler``: one that torchelastic knows."""
-    from torch.distributed.elastic.events import get_logging_handler
+    from torch.distributed.elastic.events.handlers import get_logging_handler
 
     try:
         get_logging_handler(text)

@@ -48,7 +48,7 @@ def add_command(commands: Any) -> None:
         help="durations of forward, backward of input and of weights, optimizer, transfer (default: 1,1,1,3,0)",
     )
     parser.add_argument(
-        "--memory", type=number(above=True), metavar="N", help="micro-batches that a worker can hold from F to W"
+        "--memory", type=number(1.0), metavar="N", help="micro-batches that a worker can hold from F to W"
     )
     parser.add_argument(
         "--ordered", action="store_true", help="sums can be equal bit for bit: one peer for each lost worker"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from shared_core.cli import checkpoints, plan, policy, simulate
 from shared_core.cli.arguments import Parser, number, one_line
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="swiftctl", description="Look at what a swiftrun job left behind, and plan.")
-    commands = parser.add_subparsers(metavar="COMMAND")
+    commands: Any = parser.add_subparsers(metavar="COMMAND")
     events = commands.add_parser(
         "events",
         help="print the timeline of a job: losses and recoveries",
@@ -62,8 +63,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Print the plan that keeps within a budget or, without one, the trade-off of storage and time.",
     )
     logging.add_argument("file", metavar="PROFILE.json", type=Path, help="what was measured; see docs/logging.md")
-    logging.add_argument("--storage", metavar="BYTES", type=number(), help="most that all logs together may take")
-    logging.add_argument("--bandwidth", metavar="BYTES", type=number(), help="most that they may grow by in a second")
+    logging.add_argument(
+        "--storage", metavar="BYTES", type=number(most=1e300), help="most that all logs together may take"
+    )
+    logging.add_argument(
+        "--bandwidth", metavar="BYTES", type=number(most=1e300), help="most that they may grow by in a second"
+    )
     logging.add_argument("--curve", action="store_true", help="print the trade-off too, with the plan marked by a star")
     logging.add_argument("--json", action="store_true", help="print JSON instead")
     logging.set_defaults(run=_plan_logging)

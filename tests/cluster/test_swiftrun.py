@@ -13,7 +13,6 @@ import pytest
 from util import ROOT, Job, run, start, start_command, tagged
 
 from shared_core.cli.swiftrun import _one_thread_each, build_config, parse_args
-from shared_core.errors import ConfigError
 
 #: Ranks meet at keys of the store, so that a script knows when the others have come to a place.
 PRELUDE = """
@@ -560,30 +559,6 @@ def test_modules_programs_and_exit_codes(tmp_path: Path) -> None:
     job.check_nothing_left()
     job = start_command(tmp_path, [*base, "--max-restarts", "0", "--no-python", "sh", "-c", "exit 4"]).finish()
     assert job.code == 1 and "exitcode  : 4" in job.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--nnodes", "2", "--rdzv-backend", "c10d", "x.py"], "need --rdzv-endpoint"),
-        (["--nnodes", "2", "--rdzv-backend", "zeus", "--rdzv-endpoint", "h:1", "x.py"], "need one of c10d, etcd"),
-        (["--nnodes", "2", "--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "h:1", "x.py"], "has no v2 API any more"),
-        (["--nnodes", "1:2", "--rdzv-backend", "c10d", "x.py"], "need --rdzv-endpoint"),
-        (["--nnodes", "3:2", "x.py"], "a number of machines or MIN:MAX"),
-        (["--nnodes", "2", "--lease", "0", "x.py"], "--lease must be between"),
-        (["--standbys", "-1", "x.py"], "--standbys must not be negative"),
-        (["--numa-binding", "node", "x.py"], "--numa-binding: not in this version"),
-        (["-m", "--no-python", "x.py"], "exclude each other"),
-        (["--swift-config", "c.json", "x.py"], "did you mean 'on_failure'"),
-    ],
-)
-def test_options_that_cannot_be_honoured_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], words: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.json").write_text('{"on_failur": "replace"}')
-    with pytest.raises(ConfigError, match=words):
-        build_config(parse_args(options))
 
 
 def test_options_come_from_file_environment_and_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
