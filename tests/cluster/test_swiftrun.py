@@ -589,3 +589,22 @@ def test_a_refusal_is_one_line(tmp_path: Path) -> None:
     job.finish()
     assert job.code == 2
     assert job.stderr.splitlines() == ["swiftrun: ConfigError: the training script 'missing.py' does not exist"]
+
+
+def test_a_foreign_entry_in_the_ledger_ends_the_job_with_a_line(tmp_path: Path) -> None:
+    job = run(
+        tmp_path,
+        """
+        import time
+        from shared_core.cluster import worker
+        me = worker.env()
+        if me.rank == 0:
+            worker.connect_store().set(me.prefix + "gen/1", '{"generation": 0}')
+        time.sleep(600)
+        """,
+    )
+    assert job.code in (1, 2)
+    (said,) = [line for line in job.stderr.splitlines() if "is damaged or was written by something else" in line]
+    assert said.startswith("swiftrun: DamagedRecord: the entry "), job.stderr
+    assert "Traceback" not in job.stderr
+    job.check_nothing_left()
