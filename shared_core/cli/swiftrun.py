@@ -196,9 +196,6 @@ def _check_program(args: argparse.Namespace) -> None:
         raise ConfigError(f"the training script {target!r} must be a file, or a folder with __main__.py")
     if args.log_dir is not None and (found := no_folder(args.log_dir)):
         raise ConfigError(f"--log-dir {args.log_dir}: {found} is not a folder")
-    for name in filter(None, map(str.strip, args.preload.split(","))):
-        if not preload.installed([name]):
-            raise ConfigError(f"--preload {name}: no module of this name is installed")
 
 
 def _check_folders(args: argparse.Namespace, config: SwiftConfig) -> None:

@@ -599,7 +599,7 @@ def test_a_foreign_entry_in_the_ledger_ends_the_job_with_a_line(tmp_path: Path) 
         from shared_core.cluster import worker
         me = worker.env()
         if me.rank == 0:
-            worker.connect_store().set(me.prefix + "gen/1", '{"generation": 0}')
+            worker.connect_store().set(me.prefix + "gen/1", '{"generation": 0, "incarnations": [0, 0]}')
         time.sleep(600)
         """,
     )

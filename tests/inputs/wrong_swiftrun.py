@@ -106,7 +106,6 @@ CASES: list[tuple[str, str, str]] = [
     ("--resume-from @absent --checkpoint-dir own SCRIPT", "absent", "no such folder"),
     ("--resume-from @noise SCRIPT", "noise", "not a folder"),
     ("--resume-from nonsense://x SCRIPT", "nonsense", "known"),
-    ("--preload no_such_module_anywhere SCRIPT", "--preload", "no_such_module_anywhere"),
 ]
 
 #: The same from the environment.
