@@ -5,27 +5,56 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from shared_core.errors import ConfigError, MissingExtra
+from shared_core.kinds import MOST, Choice, Kind, Number, Place, Truth, Whole, open_regular
 
 ENV_PREFIX = "SWIFT_RECOVERY_"
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "on_failure": ("replace", "reroute", "shrink", "restart"),
-    "data_policy": ("exact", "drop"),
-    "data": ("refetch", "seeded"),
-    "preimages": ("auto", "always", "never"),
-    "log_messages": ("auto", "always", "never"),
-    "randomness": ("stock", "seeded"),
-    "parallel_replay": ("auto", "always", "never"),
-    "replay_sums": ("ordered", "slices"),
-    "reroute_plan": ("staggered", "decoupled", "coupled"),
-    "reduction": ("sum", "ordered"),
-    "checkpoint_policy": ("auto", "fixed", "value", "young", "daly", "exact", "checkfreq", "coci", "coci_literal"),
-    "resume": ("auto", "always", "never"),
+_SECONDS, _ABOVE, _COUNT = Number(), Number(above=True), Whole()
+_KINDS: dict[str, Kind] = {
+    "on_failure": Choice(("replace", "reroute", "shrink", "restart")),
+    "data_policy": Choice(("exact", "drop")),
+    "data": Choice(("refetch", "seeded")),
+    "preimages": Choice(("auto", "always", "never")),
+    "log_messages": Choice(("auto", "always", "never")),
+    "randomness": Choice(("stock", "seeded")),
+    "parallel_replay": Choice(("auto", "always", "never")),
+    "replay_sums": Choice(("ordered", "slices")),
+    "reroute_plan": Choice(("staggered", "decoupled", "coupled")),
+    "reduction": Choice(("sum", "ordered")),
+    "checkpoint_policy": Choice(
+        ("auto", "fixed", "value", "young", "daly", "exact", "checkfreq", "coci", "coci_literal")
+    ),
+    "resume": Choice(("auto", "always", "never")),
+    "replace_timeout_s": _SECONDS,
+    "rejoin_after_s": _SECONDS,
+    "grow_after_s": _SECONDS,
+    "checkpoint_dir": Place("a folder or a URL"),
+    "checkpoint_every_steps": _COUNT,
+    "checkpoint_price": Number(most=1e300),
+    "checkpoint_history": Place("a file"),
+    "checkpoint_async": Truth(),
+    "checkpoint_keep": Whole(2),
+    "checkpoint_quota_bytes": _COUNT,
+    "resume_from": Place("a folder or a URL"),
+    "wait_timeout_s": _ABOVE,
+    "progress_timeout_s": _ABOVE,
+    "connect_timeout_s": _ABOVE,
+    "verify_checksums": Truth(),
+    "log_spill_bytes": _COUNT,
+    "seed": Whole(-MOST - 1),
+    "reroute_ahead": _COUNT,
+    "log_groups": Place("worker, machine, auto, plan or ranges of ranks such as 0-3,4-7"),
+    "log_budget_bytes": _COUNT,
+    "log_dir": Place("a folder"),
+    "log_ring_bytes": _COUNT,
+    "log_segment_bytes": _COUNT,
+    "log_recoveries": Truth(),
 }
 #: Options that say how checkpoints are made; a script may give them to workers that run already.
 CHECKPOINT_OPTIONS = frozenset(
@@ -171,31 +200,13 @@ class SwiftConfig:
     log_recoveries: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, allowed))}")
-        for name in ("wait_timeout_s", "progress_timeout_s", "connect_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in (
-            "checkpoint_every_steps",
-            "checkpoint_price",
-            "checkpoint_quota_bytes",
-            "log_spill_bytes",
-            "log_ring_bytes",
-            "log_budget_bytes",
-            "log_segment_bytes",
-            "replace_timeout_s",
-            "rejoin_after_s",
-            "reroute_ahead",
-            "grow_after_s",
-        ):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.checkpoint_keep < 2:
-            raise ConfigError(
-                f"checkpoint_keep must be at least 2, got {self.checkpoint_keep}: the newest may be damaged"
-            )
+        for option in fields(self):
+            given = getattr(self, option.name)
+            try:
+                object.__setattr__(self, option.name, _KINDS[option.name].read(given))
+            except ValueError as error:
+                raise ConfigError(f"{option.name} {error}") from None
+        ranges_of(self.log_groups)
         if self.checkpoint_policy == "fixed" and not self.checkpoint_every_steps:
             raise ConfigError("checkpoint_policy='fixed' needs checkpoint_every_steps")
         if self.checkpoint_policy not in ("auto", "fixed") and self.checkpoint_every_steps:
@@ -242,15 +253,13 @@ class SwiftConfig:
         Raises:
             ConfigError: for an unknown option (with the closest known name) or a bad value.
         """
-        known = {f.name: f for f in fields(cls)}
-        clean: dict[str, Any] = {}
-        for name, value in values.items():
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
+        for name in values:
+            if name not in _KINDS:
+                known = [option.name for option in fields(cls)]
+                close = difflib.get_close_matches(str(name), known, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else f"; known options: {', '.join(known)}"
                 raise ConfigError(f"unknown option {name!r}{hint}")
-            clean[name] = _convert(name, known[name].default, value)
-        return cls(**clean)
+        return cls(**values)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> SwiftConfig:
@@ -260,7 +269,11 @@ class SwiftConfig:
             ConfigError: if it cannot be read or holds an unknown option.
             MissingExtra: for YAML when PyYAML is not installed.
         """
-        return cls.from_dict(_read(Path(path)))
+        values = _read(Path(path))
+        try:
+            return cls.from_dict(values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, base: SwiftConfig | None = None) -> SwiftConfig:
@@ -270,7 +283,7 @@ class SwiftConfig:
         env = os.environ if env is None else env
         values: dict[str, Any] = asdict(base) if base is not None else {}
         if ENV_PREFIX + "CONFIG" in env:
-            values |= json.loads(env[ENV_PREFIX + "CONFIG"])
+            values |= _parse(env[ENV_PREFIX + "CONFIG"], ENV_PREFIX + "CONFIG", is_json=True)
         if ENV_PREFIX + "FILE" in env:
             values |= _read(Path(env[ENV_PREFIX + "FILE"]))
         for key, value in env.items():
@@ -285,38 +298,56 @@ class SwiftConfig:
         return json.dumps(self.changed)
 
 
+def ranges_of(groups: str) -> list[range]:
+    """The ranges of ranks in ``log_groups``, none where it is a word.
+
+    Raises:
+        ConfigError: it is neither, or a rank is in two ranges.
+    """
+    found: list[range] = []
+    for part in () if groups in ("auto", "plan", "worker", "machine") else groups.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
+        ranks = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        if not ranks:
+            raise ConfigError(
+                f"log_groups={groups!r}: {part!r} is no range of ranks; write for example 0-3,4-7, or worker, machine, "
+                "auto or plan"
+            )
+        if any(ranks.start < other.stop and other.start < ranks.stop for other in found):
+            raise ConfigError(f"log_groups={groups!r}: {part!r} names a rank of another group")
+        found.append(ranks)
+    return found
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_regular(path) as file:
+            text = file.read().decode()
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
-    if path.suffix == ".json":
-        loaded = json.loads(text)
-    else:
-        try:
-            import yaml
-        except ImportError as error:
-            raise MissingExtra(
-                f"reading {path} needs PyYAML: pip install 'swift-recovery[lightning]', or use a .json file"
-            ) from error
-        loaded = yaml.safe_load(text)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} must be a YAML or JSON file of options: it is no text") from error
+    return _parse(text, str(path), is_json=path.suffix == ".json")
+
+
+def _parse(text: str, source: str, *, is_json: bool) -> dict[str, Any]:
+    try:
+        loaded = json.loads(text) if is_json else _parse_yaml(text, source)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source} must hold options as YAML or JSON: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{path} must hold a mapping of options, not {type(loaded).__name__}")
+        raise ConfigError(f"{source} must hold a mapping of options, not {type(loaded).__name__}")
     return loaded
 
 
-def _convert(name: str, default: Any, value: Any) -> Any:
-    """``value`` in the type of the option; environment variables arrive as text."""
-    if value is None or default is None:
-        return value
+def _parse_yaml(text: str, source: str) -> Any:
     try:
-        if isinstance(default, bool):
-            if isinstance(value, str):
-                lowered = value.lower()
-                if lowered not in ("0", "1", "true", "false", "yes", "no", "on", "off"):
-                    raise ValueError(value)
-                return lowered in ("1", "true", "yes", "on")
-            return bool(value)
-        return type(default)(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} must be a {type(default).__name__}, got {value!r}") from error
+        import yaml
+    except ImportError as error:
+        raise MissingExtra(
+            f"reading {source} needs PyYAML: pip install 'swift-recovery[lightning]', or use a .json file"
+        ) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error

@@ -51,6 +51,14 @@ class CorruptFile(SwiftError, RuntimeError):
     """A checkpoint, publication or log file fails its checksum."""
 
 
+class DamagedRecord(SwiftError, ValueError):
+    """What the job's store holds is not what this product writes there: something else has written to it."""
+
+
+class NotAFile(SwiftError, OSError):
+    """A name that must be a regular file's is that of a pipe, a device, a folder or a socket."""
+
+
 class WaitTimeout(SwiftError, TimeoutError):
     """A wait ran out of time; the message says what was waited for and what to do."""
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared_core.checkpoint.storage import FULL
 from shared_core.errors import CorruptFile, StorageFull, SwiftError, Unsupported
+from shared_core.kinds import open_regular
 from shared_core.testing import inject
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ def load(source: str | os.PathLike[str] | bytes) -> tuple[dict[str, torch.Tensor
         data = bytearray(source)
     else:
         try:
-            with open(source, "rb") as file:
+            with open_regular(source) as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise CorruptFile(f"image {os.fspath(source)} cannot be read: {error}") from error

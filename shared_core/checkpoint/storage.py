@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shared_core.errors import ConfigError, MissingExtra, StorageFull
+from shared_core.kinds import no_folder, open_regular
 from shared_core.testing import inject
 
 TEMPORARY = ".tmp-"
@@ -70,6 +71,9 @@ class Storage(Protocol):
 
     def names(self, folder: str = "") -> list[str]:
         """What is in a folder, temporary files included; nothing where it is absent."""
+
+    def exists(self) -> bool:
+        """Whether the folder itself is there."""
 
     def size(self, name: str) -> int:
         """Of a file, in bytes.
@@ -149,7 +153,7 @@ class LocalStorage:
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """See :class:`Storage`."""
-        with open(os.path.join(self.root, name), "rb") as file:
+        with open_regular(os.path.join(self.root, name)) as file:
             while chunk := file.read(CHUNK):
                 yield chunk
 
@@ -159,6 +163,10 @@ class LocalStorage:
             return sorted(os.listdir(os.path.join(self.root, folder)))
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    def exists(self) -> bool:
+        """See :class:`Storage`."""
+        return os.path.isdir(self.root)
 
     def size(self, name: str) -> int:
         """See :class:`Storage`."""
@@ -238,6 +246,12 @@ class UrlStorage:
             return []
         return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
 
+    def exists(self) -> bool:
+        """See :class:`Storage`."""
+        files, path = self._at("")
+        files.invalidate_cache()
+        return bool(files.exists(path))
+
     def size(self, name: str) -> int:
         """See :class:`Storage`."""
         files, path = self._at(name)
@@ -290,6 +304,20 @@ def open_storage(where: str | os.PathLike[str]) -> Storage:
         return LocalStorage(text)
     _file_system(text)
     return UrlStorage(text)
+
+
+def check_place(option: str, where: str) -> Storage:
+    """The storage there, which need not be there yet.
+
+    Raises:
+        ConfigError: it cannot be a folder, or fsspec knows no such kind of URL; the message names ``option``.
+        MissingExtra: as :func:`open_storage`.
+    """
+    storage = open_storage(where)
+    local = storage.local()
+    if local is not None and (found := no_folder(local)):
+        raise ConfigError(f"{option}={where!r} must be a folder or a URL: {found} is not a folder")
+    return storage
 
 
 def _file_system(url: str) -> tuple[Any, str]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.checkpoint.storage import TEMPORARY, Storage, open_storage
-from shared_core.errors import CorruptFile
+from shared_core.errors import CorruptFile, NotAFile
 from shared_core.events import console
 from shared_core.testing import inject
 
@@ -393,7 +393,7 @@ def load_manifest(dir: Where, step: int) -> Checkpoint:
         return Checkpoint(storage, step, manifest["parts"], manifest["meta"], sizes, when)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptFile("it was never completed (no manifest)") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (NotAFile, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptFile(f"the manifest cannot be read ({error})") from error
 
 

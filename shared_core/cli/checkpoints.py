@@ -14,8 +14,9 @@ from typing import Any
 from shared_core.checkpoint import lineage, store
 from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.lineage import Contents, Next, Saved
-from shared_core.checkpoint.storage import open_storage
-from shared_core.errors import SwiftError
+from shared_core.checkpoint.storage import check_place, open_storage
+from shared_core.cli import arguments
+from shared_core.errors import ConfigError, SwiftError
 from shared_core.report.text import columns, in_bytes
 
 
@@ -35,7 +36,9 @@ def add_command(commands: Any) -> None:
         nargs=argparse.REMAINDER,
         help="say only what the next start of this command does; comes last",
     )
-    parser.add_argument("--world-size", type=int, metavar="N", help="only checkpoints of N workers can be gone on with")
+    parser.add_argument(
+        "--world-size", type=arguments.whole(1), metavar="N", help="only checkpoints of N workers can be gone on with"
+    )
     parser.add_argument("--fast", action="store_true", help="do not read the parts to compare their checksums")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.set_defaults(run=_run)
@@ -63,11 +66,16 @@ class _Row:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.command is not None and not options.command:
+        raise ConfigError("--for needs the command: SCRIPT ARG ...")
     try:
-        contents = lineage.contents(open_storage(options.dir))
+        storage = check_place("DIR", options.dir)
+        if not storage.exists():
+            raise FileNotFoundError("there is no such folder")
+        contents = lineage.contents(storage)
         rows = _rows(options.dir, check=not options.fast, contents=contents)
     except (OSError, SwiftError) as error:
-        print(f"swiftctl: cannot read {options.dir}: {error}", file=sys.stderr)
+        print(f"swiftctl: cannot read {options.dir}: {arguments.one_line(error)}", file=sys.stderr)
         return 2
     following = _following(options, contents, rows)
     picked = [each.saved for each in following if each.saved is not None]

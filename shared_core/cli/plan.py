@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shared_core.cli.arguments import number, whole
 from shared_core.errors import ConfigError
 from shared_core.reroute.check import Memory
 from shared_core.reroute.draw import draw_file, draw_text
@@ -29,10 +30,10 @@ def add_command(commands: Any) -> None:
         help="what the survivors compute while workers of a pipeline are lost",
         description="Plan an iteration in which data-parallel peers compute a lost worker's micro-batches.",
     )
-    parser.add_argument("--dp", type=int, required=True, metavar="N", help="data-parallel pipelines")
-    parser.add_argument("--pp", type=int, required=True, metavar="N", help="stages of each pipeline")
+    parser.add_argument("--dp", type=whole(1), required=True, metavar="N", help="data-parallel pipelines")
+    parser.add_argument("--pp", type=whole(1), required=True, metavar="N", help="stages of each pipeline")
     parser.add_argument(
-        "--micro-batches", type=int, required=True, metavar="N", help="of each pipeline in an iteration"
+        "--micro-batches", type=whole(1), required=True, metavar="N", help="of each pipeline in an iteration"
     )
     parser.add_argument(
         "--failed", action="append", default=[], metavar="D:S", help="a lost worker: pipeline:stage, from 0; repeatable"
@@ -46,13 +47,19 @@ def add_command(commands: Any) -> None:
         metavar="F,I,W,OPT,COMM",
         help="durations of forward, backward of input and of weights, optimizer, transfer (default: 1,1,1,3,0)",
     )
-    parser.add_argument("--memory", type=float, metavar="N", help="micro-batches that a worker can hold from F to W")
+    parser.add_argument(
+        "--memory", type=number(1.0), metavar="N", help="micro-batches that a worker can hold from F to W"
+    )
     parser.add_argument(
         "--ordered", action="store_true", help="sums can be equal bit for bit: one peer for each lost worker"
     )
     parser.add_argument("--normalise", action="store_true", help="survivors may take lost places of other stages first")
     parser.add_argument(
-        "--time-limit", type=float, default=10.0, metavar="S", help="of the exact solver; 0: greedy only (default: 10)"
+        "--time-limit",
+        type=number(),
+        default=10.0,
+        metavar="S",
+        help="of the exact solver; 0: greedy only (default: 10)",
     )
     parser.add_argument("--draw", type=Path, metavar="FILE", help="write a picture: .svg, .png or .txt")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON instead")
@@ -69,7 +76,10 @@ def run(options: argparse.Namespace) -> int:
     """
     topology = Topology(options.dp, options.pp, options.micro_batches)
     times, memory, variant = _times(options.times), Memory(options.memory), Variant(options.variant)
-    lost = tuple(sorted({parse_worker(text) for text in options.failed}))
+    try:
+        lost = tuple(sorted({parse_worker(text) for text in options.failed}))
+    except ConfigError as error:
+        raise ConfigError(f"--failed: {error}") from error
     moves: tuple[Move, ...] = ()
     if options.normalise:
         normalised = normalise(topology, lost, times=times, variant=variant)
@@ -116,6 +126,9 @@ def _times(text: str) -> Times:
         forward, first, second, optimizer, communication = map(float, text.split(","))
     except ValueError as error:
         raise ConfigError(f"--times needs five numbers F,I,W,OPT,COMM, got {text!r}") from error
+    for value in (forward, first, second, optimizer, communication):
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"--times needs five numbers of at least 0, got {text!r}")
     return Times((StageTimes(forward, first, second, optimizer),), communication)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,9 @@ from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve
 from shared_core.checkpoint.ending import Ending, from_history
 from shared_core.checkpoint.policy import POLICIES
+from shared_core.cli.arguments import number, whole
 from shared_core.errors import ConfigError, MissingExtra
+from shared_core.kinds import LONGEST_S, MOST
 from shared_core.report.policies import draw_policies, format_policies, policy_to_dict
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ _NUMBERS = (
     ("--power", 0.5, "of the loss, which falls like (step + shift)^-power from 1"),
     ("--shift", 500.0, "in steps"),
 )
-_MAY_BE_ZERO = frozenset({"stall_s", "slowdown_s", "persist_s", "restart_s", "abrupt", "price", "shift"})
+_MAY_BE_ZERO = frozenset({"--stall-s", "--slowdown-s", "--persist-s", "--restart-s", "--abrupt", "--price", "--shift"})
 
 
 def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,8 +49,11 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "docs/checkpoints.md.",
     )
     for flag, value, text in _NUMBERS:
-        command.add_argument(flag, metavar="X", type=float, default=value, help=f"{text} ({value:g})")
-    command.add_argument("--end-h", metavar="H", type=float, help="mean hours until an early end (there is none)")
+        kind = number(above=flag not in _MAY_BE_ZERO, most=1.0 if flag == "--abrupt" else LONGEST_S)
+        command.add_argument(flag, metavar="X", type=kind, default=value, help=f"{text} ({value:g})")
+    command.add_argument(
+        "--end-h", metavar="H", type=number(above=True), help="mean hours until an early end (there is none)"
+    )
     command.add_argument("--history", metavar="FILE", type=Path, help="job history that tells of early ends instead")
     command.add_argument("--curve", metavar="FILE", type=Path, help="recorded losses, as CSV rows step,loss, instead")
     command.add_argument(
@@ -55,8 +61,8 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("--policies", metavar="NAME", nargs="+", default=list(POLICIES), help="which (all)")
     command.add_argument("--simulate", action="store_true", help="simulate many lives of the job")
-    command.add_argument("--lives", metavar="N", type=int, default=4000, help="how many (4000)")
-    command.add_argument("--seed", metavar="N", type=int, default=0, help="for everything that is drawn (0)")
+    command.add_argument("--lives", metavar="N", type=whole(1), default=4000, help="how many (4000)")
+    command.add_argument("--seed", metavar="N", type=whole(-MOST), default=0, help="for everything that is drawn (0)")
     command.add_argument("--json", action="store_true", help="print JSON instead")
     command.add_argument("--plot", metavar="FILE", type=Path, help="draw it, as PNG, SVG or PDF")
     command.set_defaults(run=_run)
@@ -74,14 +80,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> list[PolicyResult]:
-    for flag, _, _ in _NUMBERS:
-        name = flag[2:].replace("-", "_")
-        value = getattr(options, name)
-        if not (value > 0 or (value == 0 and name in _MAY_BE_ZERO)) or value == float("inf"):
-            least = "at least" if name in _MAY_BE_ZERO else "above"
-            raise ConfigError(f"{flag} must be {least} 0, not {value:g}")
-    if options.abrupt > 1 or options.lives < 1 or (options.end_h is not None and not options.end_h > 0):
-        raise ConfigError("--abrupt must be at most 1, --lives at least 1 and --end-h above 0")
     if options.stall_s + options.slowdown_s <= 0:
         raise ConfigError("a checkpoint must cost something: give --stall-s or --slowdown-s")
     try:
@@ -109,6 +107,8 @@ def _compare(options: argparse.Namespace) -> list[PolicyResult]:
 def _ending(options: argparse.Namespace) -> Ending:
     if options.history is None:
         return Ending.constant(1 / (options.end_h * 3600) if options.end_h is not None else 0.0, options.abrupt)
+    if not options.history.exists():
+        raise FileNotFoundError(f"--history {options.history}: there is no such file")
     found = from_history(history.read(options.history).runs)
     if found is None:
         raise ConfigError(f"the job history {options.history} holds no run that has trained")
@@ -122,6 +122,11 @@ def _workers(text: str) -> tuple[tuple[float, int], ...]:
     except ValueError as error:
         raise ConfigError(f"--workers must look like 0:8,2:4, not {text!r}") from error
     hours = [hour for hour, _ in found]
-    if hours[0] != 0 or hours != sorted(set(hours)) or min(count for _, count in found) < 1:
+    if (
+        not all(map(math.isfinite, hours))
+        or hours[0] != 0
+        or hours != sorted(set(hours))
+        or min(count for _, count in found) < 1
+    ):
         raise ConfigError(f"--workers must begin at hour 0, ascend, and have at least one worker, not {text!r}")
     return found

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shared_core.cli.arguments import number, whole
 from shared_core.errors import ConfigError
+from shared_core.kinds import MOST
 from shared_core.report.simulations import draw_results, format_results, result_to_dict
 from shared_core.simulate import choices
 from shared_core.simulate.engine import Result, simulate
@@ -28,15 +30,21 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     forms = ", ".join(f"{name}:{form}" for name, form in FORMS.items())
     command.add_argument("--trace", metavar="TRACE", default="gcp", help=f"a file, gcp (24 workers), {forms}")
-    command.add_argument("--workers", metavar="N", type=int, help="where the trace does not say it")
-    command.add_argument("--stages", metavar="N", type=int, default=4, help="pipeline stages (4)")
-    command.add_argument("--micro-batches", metavar="N", type=int, help="of a pipeline in a step (3 times the stages)")
+    command.add_argument("--workers", metavar="N", type=whole(1), help="where the trace does not say it")
+    command.add_argument("--stages", metavar="N", type=whole(1), default=4, help="pipeline stages (4)")
+    command.add_argument(
+        "--micro-batches", metavar="N", type=whole(1), help="of a pipeline in a step (3 times the stages)"
+    )
     command.add_argument(
         "--systems", metavar="NAME", nargs="+", default=list(choices.DEFAULT), help="which; an unknown one lists them"
     )
-    command.add_argument("--hours", metavar="H", type=float, help="length of the trace (24, or all of a file)")
-    command.add_argument("--seed", metavar="N", type=int, default=0, help="for everything that is drawn (0)")
-    command.add_argument("--spares", metavar="N", type=int, default=0, help="spare workers, which take over at once")
+    command.add_argument(
+        "--hours", metavar="H", type=number(above=True), help="length of the trace (24, or all of a file)"
+    )
+    command.add_argument("--seed", metavar="N", type=whole(-MOST), default=0, help="for everything that is drawn (0)")
+    command.add_argument(
+        "--spares", metavar="N", type=whole(), default=0, help="spare workers, which take over at once"
+    )
     seconds = (
         ("--step-s", 10.0, "a step without failures"),
         ("--write-s", times.write_s, "stall of a checkpoint"),
@@ -45,17 +53,24 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         ("--reconfigure-s", times.reconfigure_s, "stall of Oobleck"),
     )
     for flag, value, text in seconds:
-        command.add_argument(flag, metavar="S", type=float, default=value, help=f"{text} ({value:g})")
-    command.add_argument("--interval-s", metavar="S", type=float, help="work between checkpoints (Young's)")
-    command.add_argument("--layers", metavar="N", type=int, default=times.layers, help="of the model, for Oobleck (32)")
+        kind = number(above=flag in ("--step-s", "--write-s"))
+        command.add_argument(flag, metavar="S", type=kind, default=value, help=f"{text} ({value:g})")
+    command.add_argument(
+        "--interval-s", metavar="S", type=number(above=True), help="work between checkpoints (Young's)"
+    )
+    command.add_argument(
+        "--layers", metavar="N", type=whole(1), default=times.layers, help="of the model, for Oobleck (32)"
+    )
     command.add_argument(
         "--overhead",
         metavar="X",
-        type=float,
+        type=number(above=True),
         default=measured.overhead,
         help=f"step time with this system over that without ({measured.overhead:g}, measured on CPU)",
     )
-    command.add_argument("--fault-free", metavar="X", type=float, help="samples/s without failures: adds a column")
+    command.add_argument(
+        "--fault-free", metavar="X", type=number(above=True), help="samples/s without failures: adds a column"
+    )
     command.add_argument("--json", action="store_true", help="print JSON instead")
     command.add_argument("--plot", metavar="FILE", type=Path, help="draw it, as PNG, SVG or PDF")
     command.set_defaults(run=_run)
@@ -73,13 +88,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> list[Result]:
-    for name in ("step_s", "overhead", "hours", "interval_s", "write_s", "fault_free"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
-    for name in ("restart_s", "copy_s", "reconfigure_s", "spares", "layers"):
-        if getattr(options, name) < (name == "layers"):
-            raise ConfigError(f"--{name.replace('_', '-')} must not be {getattr(options, name):g}")
     trace = choices.trace_of(options.trace, options.workers, options.hours, options.seed)
     if options.workers is not None and options.workers != trace.workers:
         raise ConfigError(f"the trace {options.trace} has {trace.workers} workers, not {options.workers}")

@@ -8,10 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from shared_core.cli import checkpoints, plan, policy, simulate
+from shared_core.cli.arguments import Parser, number, one_line
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import by_run, read_events
+from shared_core.kinds import open_regular
 from shared_core.pipeline.grouping import Budget, Plan, Profile, plan_groups, trade_off
 from shared_core.report.plans import format_plans
 from shared_core.report.timeline import NO_ID, format_recoveries, format_runs, format_timeline, recoveries
@@ -19,24 +22,27 @@ from shared_core.report.timeline import NO_ID, format_recoveries, format_runs, f
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; the exit status: 0, 1 if it cannot be done, 2 for wrong usage."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if "run" not in options:
+        parser.error("COMMAND is missing: events, plan-logging, checkpoints, plan, simulate, policy")
     try:
         status: int = options.run(options)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stderr.close()
         return 0
     except ConfigError as error:
-        print(f"swiftctl: {error}", file=sys.stderr)
+        print(f"swiftctl: {one_line(error)}", file=sys.stderr)
         return 2
     except (SwiftError, OSError, ValueError) as error:  # what a file holds, or that it cannot be read or written
-        print(f"swiftctl: {error}", file=sys.stderr)
+        print(f"swiftctl: {one_line(error)}", file=sys.stderr)
         return 1
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="swiftctl", description="Look at what a swiftrun job left behind, and plan.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = Parser(prog="swiftctl", description="Look at what a swiftrun job left behind, and plan.")
+    commands: Any = parser.add_subparsers(metavar="COMMAND")
     events = commands.add_parser(
         "events",
         help="print the timeline of a job: losses and recoveries",
@@ -57,8 +63,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Print the plan that keeps within a budget or, without one, the trade-off of storage and time.",
     )
     logging.add_argument("file", metavar="PROFILE.json", type=Path, help="what was measured; see docs/logging.md")
-    logging.add_argument("--storage", metavar="BYTES", type=float, help="most that all logs together may take")
-    logging.add_argument("--bandwidth", metavar="BYTES", type=float, help="most that they may grow by in a second")
+    logging.add_argument(
+        "--storage", metavar="BYTES", type=number(most=1e300), help="most that all logs together may take"
+    )
+    logging.add_argument(
+        "--bandwidth", metavar="BYTES", type=number(most=1e300), help="most that they may grow by in a second"
+    )
     logging.add_argument("--curve", action="store_true", help="print the trade-off too, with the plan marked by a star")
     logging.add_argument("--json", action="store_true", help="print JSON instead")
     logging.set_defaults(run=_plan_logging)
@@ -72,11 +82,13 @@ def _parser() -> argparse.ArgumentParser:
 def _events(options: argparse.Namespace) -> int:
     torn: list[str] = []
     try:
+        if options.file.is_fifo():
+            raise OSError("not a regular file")
         runs = by_run(read_events(options.file, torn))
     except OSError as error:
         print(f"swiftctl: cannot read {options.file}: {error}; it must be the events.jsonl of a job", file=sys.stderr)
         return 1
-    if torn and not runs:
+    if not runs:
         print(f"swiftctl: cannot read {options.file}: it must be the events.jsonl of a job", file=sys.stderr)
         return 1
     if torn:
@@ -118,9 +130,10 @@ def _chosen(runs: Sequence[str], wanted: str | None) -> str:
 
 def _plan_logging(options: argparse.Namespace) -> int:
     try:
-        profile = Profile.from_dict(json.loads(options.file.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        print(f"swiftctl: cannot read {options.file}: {error}; see docs/logging.md", file=sys.stderr)
+        with open_regular(options.file) as file:
+            profile = Profile.from_dict(json.loads(file.read()))
+    except (OSError, ValueError, RecursionError) as error:
+        print(f"swiftctl: cannot read {options.file}: {one_line(error)}; see docs/logging.md", file=sys.stderr)
         return 1
     chosen = plan_groups(profile, Budget(options.storage, options.bandwidth))
     budgeted = options.storage is not None or options.bandwidth is not None

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shared_core.checkpoint.storage import absolute
+from shared_core.checkpoint.storage import absolute, check_place, open_storage
+from shared_core.cli import arguments
 from shared_core.cli.section import find_section
 from shared_core.cluster import preload
 from shared_core.cluster.handover import srun_tasks
@@ -22,8 +23,11 @@ from shared_core.cluster.title import set_name
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import console
+from shared_core.kinds import no_folder
 
 DEFAULT_BUDGET = 100
+#: Rendezvous backends that a command line for one machine may name; none of them is used.
+_ALONE = ("static", "c10d", "etcd", "etcd-v2")
 
 
 def get_args_parser() -> argparse.ArgumentParser:
@@ -31,14 +35,17 @@ def get_args_parser() -> argparse.ArgumentParser:
     from torch.distributed.argparse_util import env
     from torch.distributed.run import get_args_parser as torchrun_parser
 
-    parser: argparse.ArgumentParser = torchrun_parser()
-    parser.prog = "swiftrun"
-    parser.allow_abbrev = False  # options of the script may begin like one of ours
-    parser.description = (
-        "Starts a distributed training job with torchrun's flags. A worker that is lost is replaced by a newcomer, "
-        "which takes its place bit for bit; the other workers go on."
+    _check_switches()
+    parser = arguments.Parser(
+        prog="swiftrun",
+        allow_abbrev=False,  # options of the script may begin like one of ours
+        description="Starts a distributed training job with torchrun's flags. A worker that is lost is replaced by a "
+        "newcomer, which takes its place bit for bit; the other workers go on.",
+        parents=[torchrun_parser()],
+        add_help=False,  # torchrun's has it
     )
     for action in parser._actions:
+        action.type = arguments.TORCHRUN.get(action.dest, action.type)
         if action.dest == "max_restarts":
             action.help = (
                 "How many lost workers may be replaced in the whole job (a restart of all counts once). "
@@ -55,7 +62,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--standbys",
         action=env,
-        type=int,
+        type=arguments.whole(),
         default=1,
         help="Standby processes that have imported what the job imports and from which workers are forked. "
         "0: every worker is a fresh interpreter, and a newcomer waits for its imports. Default: 1.",
@@ -97,7 +104,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         "--crash-loop",
         "--crash_loop",
         action=env,
-        type=int,
+        type=arguments.whole(1),
         default=3,
         metavar="K",
         help="A rank that dies K times in a row, alike and without progress, ends the job. Default: 3.",
@@ -106,7 +113,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         "--spare-nodes",
         "--spare_nodes",
         action=env,
-        type=int,
+        type=arguments.whole(),
         default=0,
         metavar="K",
         help="Machines beyond --nnodes that may join and wait, to take the place of one that is lost. Default: 0.",
@@ -129,7 +136,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--lease",
         action=env,
-        type=float,
+        type=arguments.number(0.2, 3600.0),
         default=2.0,
         metavar="SECONDS",
         help="A machine that gives no sign of life for so long is lost. Default: 2.",
@@ -147,22 +154,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     args = get_args_parser().parse_args(argv)
     low, high = parse_min_max_nnodes(args.nnodes)
-    if low < 1 or high < low:
-        raise ConfigError(f"--nnodes must be a number of machines or MIN:MAX, at least 1, got {args.nnodes}")
-    if args.spare_nodes < 0:
-        raise ConfigError(f"--spare-nodes must not be negative, got {args.spare_nodes}")
-    if not 0.2 <= args.lease <= 3600:
-        raise ConfigError(f"--lease must be between 0.2 and 3600 seconds, got {args.lease}")
     args.several = high > 1 or args.spare_nodes > 0
     args.machines = (low, high)
     if args.several:
         _check_meeting(args)
-    if args.standbys < 0:
-        raise ConfigError(f"--standbys must not be negative, got {args.standbys}")
-    if args.crash_loop < 1:
-        raise ConfigError(f"--crash-loop must be at least 1, got {args.crash_loop}")
-    if args.max_restarts < 0:
-        raise ConfigError(f"--max-restarts must not be negative, got {args.max_restarts}")
+    elif args.rdzv_backend not in _ALONE:
+        raise ConfigError(f"--rdzv-backend {args.rdzv_backend}: one machine needs none, or one of {', '.join(_ALONE)}")
     if args.numa_binding is not None:
         raise ConfigError("--numa-binding: not in this version; bind in the script, or use torchrun.")
     if args.module and args.no_python:
@@ -175,6 +172,42 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.rdzv_id = args.rdzv_id if args.rdzv_id != "none" and not args.standalone else str(uuid.uuid4())
     args.master_port = args.master_port or 29500
     return args
+
+
+def _check_switches() -> None:
+    """Switches in the environment, which torchrun reads without a word of its own."""
+    for name in ("STANDALONE", "MODULE", "NO_PYTHON", "RUN_PATH", "VIRTUAL_LOCAL_RANK"):
+        if (value := os.environ.get(f"PET_{name}", "0")) not in ("0", "1"):
+            raise ConfigError(f"PET_{name} must be 0 or 1, got {value!r}")
+
+
+def _check_program(args: argparse.Namespace) -> None:
+    """Is there what is to be run, and can there be logs?"""
+    target = args.training_script
+    if args.no_python and not args.run_path:
+        if shutil.which(target) is None:
+            raise ConfigError(f"--no-python: the program {target!r} does not exist or cannot be executed")
+    elif args.module:
+        if not preload.is_there(target):
+            raise ConfigError(f"--module: the module {target!r} does not exist here or in the Python path")
+    elif not os.path.exists(target):
+        raise ConfigError(f"the training script {target!r} does not exist")
+    elif os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
+        raise ConfigError(f"the training script {target!r} must be a file, or a folder with __main__.py")
+    if args.log_dir is not None and (found := no_folder(args.log_dir)):
+        raise ConfigError(f"--log-dir {args.log_dir}: {found} is not a folder")
+
+
+def _check_folders(args: argparse.Namespace, config: SwiftConfig) -> None:
+    """Can the folders of the options be there?"""
+    for option in ("checkpoint_dir", "resume_from"):
+        if (where := getattr(config, option)) is not None:
+            check_place(option, where)
+    if args.several or config.resume_from is None or config.checkpoint_dir is None:
+        return
+    # The next start goes on with its own checkpoints; what it began with may be gone by then.
+    if not open_storage(config.resume_from).exists() and not open_storage(config.checkpoint_dir).exists():
+        raise ConfigError(f"resume_from={config.resume_from!r}: there is no such folder")
 
 
 def _check_meeting(args: argparse.Namespace) -> None:
@@ -205,7 +238,9 @@ def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = N
         ConfigError: for an unknown or bad option.
     """
     base = SwiftConfig.from_dict(section or {})
-    if args.swift_config:
+    if args.swift_config is not None:
+        if not args.swift_config:
+            raise ConfigError("--swift-config must name a YAML or JSON file of options")
         given_there = SwiftConfig.from_file(args.swift_config)
         base = given_there if section is None else SwiftConfig.from_dict({**section, **given_there.changed})
     config = SwiftConfig.from_env(base=base)
@@ -214,10 +249,10 @@ def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = N
         given.setdefault("on_failure", "shrink")  # what --nnodes MIN:MAX means
     if args.resume:
         given["resume"] = "always"
-    if args.resume_from:
+    if args.resume_from is not None:
         given["resume_from"] = args.resume_from
     for name in ("checkpoint_dir", "resume_from"):
-        if name in given:
+        if given.get(name):
             given[name] = absolute(given[name])
     return SwiftConfig.from_dict(dataclasses.asdict(config) | given)
 
@@ -229,7 +264,15 @@ def _events_path(args: argparse.Namespace) -> str | None:
         path = Path(args.events)
     else:
         path = Path(args.log_dir or ".") / "events.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    flag = f"--events {path}" if args.events else str(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise ConfigError(f"{flag} must be a file, not a folder")
+        if path.is_fifo() or path.is_socket():
+            raise ConfigError(f"{flag} must be a regular file")
+    except OSError as error:
+        raise ConfigError(f"{flag} must lie in a folder that is there or can be made: {error}") from error
     return str(path.absolute())
 
 
@@ -292,6 +335,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     from shared_core.cluster.logs import WorkerLogs
 
     threads = torch.get_num_threads()
+    _check_program(args)
     set_name("agent")
     try:
         note = _one_thread_each(determine_local_world_size(args.nproc_per_node))
@@ -302,13 +346,12 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         console(
             f"srun has started swiftrun {srun_tasks()} times, and each runs a job of its own. For one job: srun -N1 -n1"
         )
-    if not args.no_python and not args.module and not os.path.exists(args.training_script):
-        raise ConfigError(f"the training script {args.training_script!r} does not exist")
     mode: Any = "exec" if args.no_python and not args.run_path else "module" if args.module else "script"
     extra = [name.strip() for name in args.preload.split(",") if name.strip()]
     script = preload.find_script(args.training_script, module=args.module) if mode != "exec" else None
     section = find_section(script, args.training_script_args) if mode != "exec" else None
     config = build_config(args, section)
+    _check_folders(args, config)
     program = Program(
         mode,
         args.training_script,
@@ -420,7 +463,7 @@ def _start_early(argv: Sequence[str]) -> Standby | None:
 
 
 def _refuse(error: SwiftError) -> NoReturn:
-    print(f"swiftrun: {type(error).__name__}: {error}", file=sys.stderr)
+    print(f"swiftrun: {type(error).__name__}: {arguments.one_line(error)}", file=sys.stderr)
     raise SystemExit(2) from None
 
 

@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared_core.errors import DamagedRecord
+from shared_core.events import console
+
 #: Part of its lease after which a machine that could not renew it stops its workers.
 FENCE = 0.75
 #: Renewals in the length of a lease.
@@ -21,6 +24,10 @@ RENEWALS = 10
 #: Seconds that a machine may take from its place in the rendezvous to its first renewal.
 FIRST_S = 15.0
 _PREFIX = "machines/"
+#: More machines than any job has seen come.
+_MOST = 1_000_000
+#: The counter of a lease that holds no number: it stands still.
+_UNREADABLE = -1
 
 
 @dataclass
@@ -108,6 +115,7 @@ class Lease:
         self._observations = Observations(lease_s)
         self._stop = threading.Event()
         self._count = 0
+        self._unreadable: set[str] = set()
         self._own = _Duty("its lease", self._renew, lease_s)
         # On a thread of its own: while etcd does not answer, the others must see that this machine lives.
         duties = [self._own, *([_Duty("its lease in etcd", also, also_s)] if also is not None else [])]
@@ -149,6 +157,9 @@ class Lease:
                     duty.renewed = sent
                 if duty is self._own:
                     self._look()
+            except DamagedRecord as error:
+                self._cut(str(error))
+                return
             except RuntimeError:  # a connection that broke stays broken: nobody listens there any more
                 if not self._stop.is_set():
                     self._cut("the store of the job is gone")
@@ -162,13 +173,17 @@ class Lease:
 
     def _look(self) -> None:
         count = self._store.add(f"{_PREFIX}count", 0)
+        if not 0 <= count <= _MOST:
+            raise DamagedRecord(f"the job's store says that {count} machines have come: something else wrote to it")
         keys = [f"{_PREFIX}member/{place}" for place in range(1, count + 1)]
         keys = [key for key in keys if self._store.check([key])]
-        names = [raw.decode() for raw in self._store.multi_get(keys)]
+        names = [raw.decode(errors="backslashreplace") for raw in self._store.multi_get(keys)]
         watched = [name for name in dict.fromkeys([*names, *sorted(self._expected)]) if name not in self.lost]
         known = [name for name in watched if self._store.check([f"{_PREFIX}beat/{name}"])]
         beats = self._store.multi_get([f"{_PREFIX}beat/{name}" for name in known]) if known else []
-        counters = dict.fromkeys(watched, 0) | {name: int(raw) for name, raw in zip(known, beats, strict=True)}
+        counters = dict.fromkeys(watched, 0) | {
+            name: self._read_beat(name, raw) for name, raw in zip(known, beats, strict=True)
+        }
         gone = {name for name in watched if self._store.check([f"{_PREFIX}left/{name}"])}
         late = self._observations.look(time.monotonic(), counters) - {self._machine}
         alive = tuple(name for name in names if name not in late | gone | self.lost)
@@ -176,6 +191,18 @@ class Lease:
             self.lost = self.lost | late | gone
             self.alive = alive
             self._changed()
+
+    def _read_beat(self, name: str, raw: bytes) -> int:
+        """How often a machine has renewed its lease. What is no number is no renewal, which is said once."""
+        if raw.isdigit() and len(raw) < 20:
+            return int(raw)
+        if name not in self._unreadable:
+            self._unreadable.add(name)
+            console(
+                f"the lease of machine {name} holds {raw[:80]!r}, which is no number: something else has written to "
+                "the job's store; the machine is lost unless it renews its lease"
+            )
+        return _UNREADABLE
 
     def _guard(self) -> None:
         # In a thread of its own: the one that renews may be stuck in a connection that does not answer.

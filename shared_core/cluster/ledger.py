@@ -8,8 +8,11 @@ Workers follow the same keys.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from shared_core.errors import DamagedRecord
 
 #: What ends an attempt: all workers said goodbye, all start again, another number goes on, the job failed.
 RELEASE, RESTART, RESIZE, FAIL = "release", "restart", "resize", "fail"
@@ -23,6 +26,61 @@ def lane_key(rank: int, incarnation: int) -> str:
 def let_in_key(generation: int) -> str:
     """Whether the absent ranks of a generation were let in: ``yes`` or ``no``, whatever was said first."""
     return f"gen/{generation}/let_in"
+
+
+def read_entry(raw: bytes, key: str, generation: int, world_size: int) -> dict[str, Any]:
+    """An entry as :meth:`Ledger.append` has written it.
+
+    Args:
+        raw: what the store holds.
+        key: its key, for the message.
+        generation: the entry's number.
+        world_size: number of logical ranks.
+
+    Raises:
+        DamagedRecord: it is another's, or damaged. To follow it could start workers in an endless loop.
+    """
+    try:
+        entry = json.loads(raw)
+        wrong = _wrong_in(entry, generation, world_size)
+    except (ValueError, RecursionError) as error:
+        wrong = f"it is no JSON ({error})"
+    if wrong:
+        raise DamagedRecord(
+            f"the entry {key} in the job's store is damaged or was written by something else: {wrong}; "
+            "start the job again, and let nothing else reach its store"
+        )
+    return dict(entry)
+
+
+def _wrong_in(entry: Any, generation: int, world_size: int) -> str:
+    """What is wrong in an entry; empty if nothing is."""
+    if not isinstance(entry, dict):
+        return f"it holds {entry!r:.80}"
+    if not _is_count(entry.get("generation")) or entry["generation"] != generation:
+        return f"its generation is {entry.get('generation')!r:.80}, not {generation}"
+    counts = entry.get("incarnations")
+    if not isinstance(counts, list) or len(counts) != world_size or not all(map(_is_count, counts)):
+        return f"its incarnations are {counts!r:.80}, not {world_size} counts"
+    for name in ("lost", "absent", "stay"):
+        ranks = entry.get(name, [])
+        if not isinstance(ranks, list) or not all(_is_count(rank) and rank < world_size for rank in ranks):
+            return f"{name} is {ranks!r:.80}, not a list of ranks below {world_size}"
+    for name in ("machines", "after"):
+        names = entry.get(name, [])
+        if not isinstance(names, list) or not all(each is None or isinstance(each, str) for each in names):
+            return f"{name} is {names!r:.80}, not a list of machines"
+    detected = entry.get("detected", 0.0)
+    if isinstance(detected, bool) or not isinstance(detected, int | float) or not math.isfinite(detected):
+        return f"detected is {detected!r:.80}, not a time"
+    over = entry.get("over")
+    if over and over not in (RELEASE, RESTART, RESIZE, FAIL):
+        return f"over is {over!r:.80}"
+    return ""
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 class Ledger:
@@ -59,7 +117,11 @@ class Ledger:
         self._news: list[dict[str, Any]] = []
 
     def follow(self) -> list[dict[str, Any]]:
-        """Entries of others since the last call, in order."""
+        """Entries of others since the last call, in order.
+
+        Raises:
+            DamagedRecord: an entry is none.
+        """
         while self.over is None and self._store.check([self._next]):
             self._take(self._store.get(self._next), ours=False)
         news, self._news = self._news, []
@@ -122,7 +184,7 @@ class Ledger:
         return f"{self._prefix}gen/{self.generation + 1}"
 
     def _take(self, raw: bytes, *, ours: bool) -> None:
-        entry = json.loads(raw)
+        entry = read_entry(raw, self._next, self.generation + 1, len(self.incarnations))
         before, self.machines = self.machines, entry.get("machines", self.machines)
         self.gone |= {name for name in before if name is not None and name not in self.machines}
         if entry.get("over"):

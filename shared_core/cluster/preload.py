@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.machinery
 import importlib.util
 import io
+import os
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,6 +90,15 @@ def installed(modules: Sequence[str]) -> list[str]:
         except (ImportError, ValueError):
             continue
     return found
+
+
+def is_there(module: str) -> bool:
+    """Whether ``python -m`` can find a module's outermost package; nothing is imported."""
+    outermost = module.partition(".")[0]
+    with suppress(ImportError, ValueError):
+        here = importlib.machinery.PathFinder.find_spec(outermost, [os.getcwd()])
+        return here is not None or importlib.util.find_spec(outermost) is not None
+    return False
 
 
 def load(name: str) -> None:

@@ -37,8 +37,10 @@ def parse_endpoints(endpoints: str, backend: str) -> tuple[tuple[str, int], ...]
     found = []
     for endpoint in endpoints.split(","):
         host, _, port = endpoint.strip().rpartition(":") if ":" in endpoint.rpartition("]")[2] else (endpoint, "", "")
-        if not host.strip("[] ") or (port and not port.isdigit()) or "/" in host:
+        if not host.strip("[] ") or (port and not port.isdecimal()) or "/" in host:
             raise ConfigError(f"--rdzv-endpoint {endpoints!r}: HOST:PORT is needed for several machines")
+        if len(port) > 5 or int(port or 1) not in range(1, 65536):
+            raise ConfigError(f"--rdzv-endpoint {endpoints!r}: the port must be between 1 and 65535")
         found.append((host.strip("[] "), int(port) if port else _PORTS[backend]))
     if backend == C10D and len(found) > 1:
         raise ConfigError(f"--rdzv-endpoint {endpoints!r}: several endpoints are for --rdzv-backend {ETCD}")

@@ -137,7 +137,7 @@ class Budget:
             limit = math.floor(self.storage_bytes) // profile.steps_between_checkpoints
         if self.bytes_per_s is not None:
             if profile.step_s is None:
-                raise ConfigError("a budget in bytes per second needs 'step_s' in the profile")
+                raise ConfigError("a budget in bytes per second (--bandwidth) needs 'step_s' in the profile")
             limit = min(limit, self.bytes_per_s * profile.step_s)
         return limit
 

@@ -21,6 +21,7 @@ import torch
 from shared_core.checkpoint import lineage
 from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Target
+from shared_core.checkpoint.storage import check_place
 from shared_core.cluster import worker
 from shared_core.cluster.last_checkpoint import ENDING, SAVED, leave_signals_to_the_agent
 from shared_core.cluster.worker import WorkerEnv
@@ -114,6 +115,7 @@ class Checkpoints:
         self._origins: Origins | None = None
         if self._dir is None:
             return
+        check_place("checkpoint_dir", self._dir)  # a script may have said it
         self._origins = Origins(env, self._dir, self._spool, self._store, lambda: self.session)
         leave_signals_to_the_agent()
         if config.policy != "none":

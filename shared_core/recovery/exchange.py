@@ -9,7 +9,6 @@ formed: nothing is ever half-installed.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shared_core.cluster.ledger import let_in_key
+from shared_core.cluster.ledger import let_in_key, read_entry
 from shared_core.cluster.worker import FOREVER_S, Resized, WorkerEnv, connect_store, report, tell
 from shared_core.comm.archive import Archive
 from shared_core.comm.gloo import InnerGroup, finish
@@ -159,7 +158,12 @@ class Recovery:
         self._tops = (*self.saved_tops(), *self.board.tops())
         self._watcher.start()
         store = self.new_store("")
-        record = self._records[self.env.generation] = json.loads(store.get(f"gen/{self.env.generation}"))
+        record = self._records[self.env.generation] = read_entry(
+            store.get(f"gen/{self.env.generation}"),
+            f"gen/{self.env.generation}",
+            self.env.generation,
+            self.env.world_size,
+        )
         if self.env.rank in record.get("stay", ()):  # started while the number of workers changes
             threading.Thread(target=self._leave, args=(record,), name="swift-leave", daemon=True).start()
         if record.get("absent"):
@@ -231,7 +235,7 @@ class Recovery:
             while True:
                 key = f"gen/{self.runtime.latest + 1}"
                 store.wait([key], _FOREVER)
-                record = json.loads(store.get(key))
+                record = read_entry(store.get(key), key, self.runtime.latest + 1, self.env.world_size)
                 if record.get("over"):
                     return  # the agent does what follows
                 if record["incarnations"][self.env.rank] > self.env.incarnation:

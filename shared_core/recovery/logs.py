@@ -20,6 +20,7 @@ from shared_core.cluster.jobdir import log_folder
 from shared_core.cluster.worker import WorkerEnv
 from shared_core.comm import Runtime
 from shared_core.comm.archive import Archive
+from shared_core.config import ranges_of
 from shared_core.errors import ConfigError, RecoveryFailed, SwiftError
 
 #: Who waits for a peer waits for its replay too, which may take longer than a program expects of an operation.
@@ -45,21 +46,14 @@ def together(groups: str, rank: int, world_size: int, local_world_size: int) -> 
     if groups == "machine":
         first = rank - rank % local_world_size
         return tuple(range(first, first + local_world_size))
-    named: list[int] = []
-    mine: tuple[int, ...] = (rank,)
-    for part in [] if groups == "worker" else groups.split(","):
-        low, _, high = part.strip().partition("-")
-        if not low.isdecimal() or not (high or low).isdecimal() or not int(low) <= int(high or low) < world_size:
+    for ranks in ranges_of(groups):
+        if ranks.stop > world_size:
             raise ConfigError(
-                f"log_groups={groups!r}: {part!r} is no range of ranks from 0 to {world_size - 1}; write for example "
-                "0-3,4-7, or worker, machine or auto"
+                f"log_groups={groups!r} names rank {ranks.stop - 1}; there are ranks 0 to {world_size - 1}"
             )
-        ranks = range(int(low), int(high or low) + 1)
-        if set(named) & set(ranks):
-            raise ConfigError(f"log_groups={groups!r}: {part!r} names a rank of another group")
-        named += ranks
-        mine = tuple(ranks) if rank in ranks else mine
-    return mine
+        if rank in ranks:
+            return tuple(ranks)
+    return (rank,)
 
 
 class Logs:

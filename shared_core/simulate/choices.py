@@ -113,8 +113,7 @@ def trace_of(spec: str, workers: int | None, hours: float | None, seed: int) -> 
         seed: for what is drawn.
 
     Raises:
-        ConfigError: if there is no such trace, or workers and hours are missing.
-        OSError: if the file cannot be read.
+        ConfigError: if there is no such trace, its file cannot be read, or workers and hours are missing.
     """
     if spec.partition(":")[0] in generators.FORMS:
         if workers is None:

@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from shared_core.checkpoint.curve import fit_exponential
 from shared_core.checkpoint.ending import Ending
 from shared_core.checkpoint.policy import Exponential, LossCurve, Policy, Situation
 from shared_core.errors import ConfigError
+from shared_core.kinds import open_regular
 
 Array = npt.NDArray[np.float64]
 
@@ -53,8 +53,10 @@ class Recorded:
             ConfigError: it is no such file, or the loss does not fall.
             OSError: it cannot be read.
         """
-        lines = Path(path).read_text(encoding="utf-8").splitlines()[1:]
+        with open_regular(path) as file:
+            content = file.read()
         try:
+            lines = content.decode().splitlines()[1:]
             losses = np.array([float(line.split(",")[1]) for line in lines if line])
         except (ValueError, IndexError) as error:
             raise ConfigError(f"{path} must hold a header and rows step,loss: {error}") from error

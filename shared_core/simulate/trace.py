@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 
 from shared_core.errors import ConfigError
+from shared_core.kinds import open_regular
 
 HOUR_S = 3600.0
 
@@ -115,10 +117,18 @@ def read_trace(path: Path, workers: int | None = None, seed: int = 0) -> Trace:
         seed: for the choice of victims.
 
     Raises:
-        ConfigError: if it is not a trace.
-        OSError: if it cannot be read.
+        ConfigError: if it is not a trace, or cannot be read.
     """
-    return _parse(path.read_text(encoding="utf-8"), path.suffix.lower() == ".json", str(path), workers, seed)
+    try:
+        with open_regular(path) as file:
+            text = file.read().decode()
+    except OSError as error:
+        raise ConfigError(f"--trace {path} is neither a file that can be read nor gcp: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is no trace of (seconds, change of workers): no text; see docs/simulator.md"
+        ) from error
+    return _parse(text, path.suffix.lower() == ".json", str(path), workers, seed)
 
 
 def gcp_trace(seed: int = 0) -> Trace:
@@ -134,7 +144,9 @@ def _parse(text: str, is_json: bool, name: str, workers: int | None, seed: int) 
         size = int(said["workers"]) if "workers" in said else workers
         duration = float(said.get("duration_s", max((time for time, _ in changes), default=0.0)))
         resolution = float(said.get("resolution_s", 0.0))
-    except (ValueError, TypeError, AttributeError) as error:
+        if not all(map(math.isfinite, [duration, resolution, *(time for time, _ in changes)])):
+            raise ValueError("its times must be finite")
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"{name} is no trace of (seconds, change of workers): {error}; see docs/simulator.md"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from shared_core.cluster.ledger import FAIL, Ledger, lane_key, let_in_key
 from shared_core.cluster.machines import reassign
 from shared_core.cluster.mirror import Mirror, MirrorServer, fetch, keeper, place_of
 from shared_core.cluster.register import is_here, parse_endpoints
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, DamagedRecord
 
 
 def test_a_counter_that_stands_still_is_late() -> None:
@@ -90,6 +91,70 @@ def test_nothing_follows_the_last_entry() -> None:
     assert other.append(lambda: {"lost": [1]}) is None
     assert [entry["over"] for entry in other.follow()] == [FAIL]
     assert other.generation == 0 and other.follow() == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"generation": 0},
+        {"generation": 2},
+        {"generation": "1"},
+        {"generation": True},
+        {"generation": 1.0},
+        {"incarnations": [0]},
+        {"incarnations": [0, "1"]},
+        {"incarnations": [0, -1]},
+        {"incarnations": 5},
+        {"absent": [2]},
+        {"absent": "1"},
+        {"lost": [0.5]},
+        {"stay": {"0": 1}},
+        {"machines": [1]},
+        {"machines": "m"},
+        {"after": [["a"]]},
+        {"detected": "now"},
+        {"detected": float("nan")},
+        {"over": "perhaps"},
+        {"over": 1},
+    ],
+)
+def test_a_damaged_entry_is_refused(damage: dict[str, object]) -> None:
+    """Followed blindly, the first would be read again and again."""
+    store = HashStore()
+    entry = {"generation": 1, "incarnations": [0, 1], "lost": [1], "detected": 1.5}
+    store.set("p/gen/1", json.dumps(entry))
+    assert Ledger(store, "p/", 2).follow() == [entry]
+    store.set("p/gen/1", json.dumps(entry | damage))
+    with pytest.raises(DamagedRecord, match="the entry p/gen/1 in the job's store is damaged"):
+        Ledger(store, "p/", 2).follow()
+    with pytest.raises(DamagedRecord):
+        Ledger(store, "p/", 2).append(lambda: {"lost": [0]})
+
+
+@pytest.mark.parametrize("raw", ["", "[1]", "{", "null", "[" * 100_000, "\xff"])
+def test_what_is_no_entry_is_refused(raw: str) -> None:
+    store = HashStore()
+    store.set("p/gen/1", raw)
+    with pytest.raises(DamagedRecord, match="p/gen/1"):
+        Ledger(store, "p/", 2).follow()
+
+
+def test_a_lease_that_is_no_number_runs_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said, and the machine that looks goes on looking."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connect = lambda: TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)  # noqa: E731
+    changed = threading.Event()
+    store.set("machines/beat/two", "text")
+    store.set("machines/member/1", "two")
+    store.add("machines/count", 1)
+    one = Lease(connect, "one", 0.6, changed.set, lambda _: None)
+    try:
+        while "two" not in one.lost:
+            assert changed.wait(5.0)
+            changed.clear()
+    finally:
+        one.close()
+    assert capsys.readouterr().err.count("the lease of machine two holds b'text', which is no number") == 1
 
 
 def test_who_is_absent() -> None:

@@ -13,7 +13,6 @@ import pytest
 from util import ROOT, Job, run, start, start_command, tagged
 
 from shared_core.cli.swiftrun import _one_thread_each, build_config, parse_args
-from shared_core.errors import ConfigError
 
 #: Ranks meet at keys of the store, so that a script knows when the others have come to a place.
 PRELUDE = """
@@ -562,30 +561,6 @@ def test_modules_programs_and_exit_codes(tmp_path: Path) -> None:
     assert job.code == 1 and "exitcode  : 4" in job.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--nnodes", "2", "--rdzv-backend", "c10d", "x.py"], "need --rdzv-endpoint"),
-        (["--nnodes", "2", "--rdzv-backend", "zeus", "--rdzv-endpoint", "h:1", "x.py"], "need one of c10d, etcd"),
-        (["--nnodes", "2", "--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "h:1", "x.py"], "has no v2 API any more"),
-        (["--nnodes", "1:2", "--rdzv-backend", "c10d", "x.py"], "need --rdzv-endpoint"),
-        (["--nnodes", "3:2", "x.py"], "a number of machines or MIN:MAX"),
-        (["--nnodes", "2", "--lease", "0", "x.py"], "--lease must be between"),
-        (["--standbys", "-1", "x.py"], "--standbys must not be negative"),
-        (["--numa-binding", "node", "x.py"], "--numa-binding: not in this version"),
-        (["-m", "--no-python", "x.py"], "exclude each other"),
-        (["--swift-config", "c.json", "x.py"], "did you mean 'on_failure'"),
-    ],
-)
-def test_options_that_cannot_be_honoured_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], words: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.json").write_text('{"on_failur": "replace"}')
-    with pytest.raises(ConfigError, match=words):
-        build_config(parse_args(options))
-
-
 def test_options_come_from_file_environment_and_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c.json").write_text('{"seed": 1, "wait_timeout_s": 1, "on_failure": "restart"}')
     monkeypatch.setenv("SWIFT_RECOVERY_WAIT_TIMEOUT_S", "2")
@@ -614,3 +589,22 @@ def test_a_refusal_is_one_line(tmp_path: Path) -> None:
     job.finish()
     assert job.code == 2
     assert job.stderr.splitlines() == ["swiftrun: ConfigError: the training script 'missing.py' does not exist"]
+
+
+def test_a_foreign_entry_in_the_ledger_ends_the_job_with_a_line(tmp_path: Path) -> None:
+    job = run(
+        tmp_path,
+        """
+        import time
+        from shared_core.cluster import worker
+        me = worker.env()
+        if me.rank == 0:
+            worker.connect_store().set(me.prefix + "gen/1", '{"generation": 0, "incarnations": [0, 0]}')
+        time.sleep(600)
+        """,
+    )
+    assert job.code in (1, 2)
+    (said,) = [line for line in job.stderr.splitlines() if "is damaged or was written by something else" in line]
+    assert said.startswith("swiftrun: DamagedRecord: the entry "), job.stderr
+    assert "Traceback" not in job.stderr
+    job.check_nothing_left()

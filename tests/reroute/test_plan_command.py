@@ -58,23 +58,6 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert out[2:] == picture.read_text().splitlines() and len(out) == 13
 
 
-@pytest.mark.parametrize(
-    ("options", "status", "message"),
-    [
-        (["--failed", "1-2"], 2, "a worker is given as PIPELINE:STAGE"),
-        (["--failed", "1:4"], 2, "lost worker 1:4 does not exist: there are 3 pipelines of 4 stages"),
-        (["--failed", "0:1", "--failed", "1:1", "--failed", "2:1"], 2, "all 3 workers of stage 1 are lost"),
-        (["--times", "1,2"], 2, "--times needs five numbers F,I,W,OPT,COMM, got '1,2'"),
-        (["--memory", "0"], 2, "must be able to hold at least 1 micro-batch"),
-        (["--draw", "plan.pdf"], 2, "the name must end in .svg, .png or .txt"),
-        (["--draw", "/nowhere/plan.txt"], 1, "No such file or directory"),
-    ],
-)
-def test_what_is_refused(options: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert swiftctl.main([*EXAMPLE, *options]) == status
-    assert message in capsys.readouterr().err
-
-
 def test_it_needs_no_more_than_python(tmp_path: Path) -> None:
     for name in ("torch", "deepspeed", "ortools", "matplotlib"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('it is not here')")

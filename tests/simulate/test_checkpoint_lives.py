@@ -177,29 +177,6 @@ def test_the_policy_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert found[0]["lost"]["mean"] < found[1]["lost"]["mean"]
 
 
-@pytest.mark.parametrize(
-    "arguments, status, message",
-    [
-        (["--policies", "magic"], 2, "unknown checkpoint policy 'magic': choose from value"),
-        (["--hours", "0"], 2, "--hours must be above 0"),
-        (["--stall-s", "-1"], 2, "--stall-s must be at least 0"),
-        (["--stall-s", "0"], 2, "must cost something"),
-        (["--abrupt", "2"], 2, "--abrupt must be at most 1"),
-        (["--workers", "0:8,x"], 2, "must look like 0:8,2:4"),
-        (["--workers", "1:8"], 2, "must begin at hour 0"),
-        (["--curve", "nowhere.csv"], 1, "nowhere.csv"),
-        (["--history", "nowhere.jsonl"], 2, "holds no run that has trained"),
-        (["--plot", "a.nonsense"], 1, "nonsense"),
-    ],
-)
-def test_wrong_usage_of_the_policy_command(
-    arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*QUICK, *arguments]) == status
-    printed = capsys.readouterr()
-    assert message in printed.err and printed.err.startswith("swiftctl: ") and not printed.out
-
-
 def test_a_file_that_is_no_curve(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "curve.csv"
     for text, message in (("step,loss\n1;2\n", "must hold a header"), ("step,loss\n1,2\n", "at least 10 losses")):

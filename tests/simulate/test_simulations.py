@@ -67,27 +67,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(one["losses"] > 50 and 0 < one["useful"] < 1 and one["seconds"] == 720_000 for one in found)
 
 
-@pytest.mark.parametrize(
-    "arguments, status, message",
-    [
-        (["--systems", "magic"], 2, "unknown system 'magic': choose from reroute"),
-        (["--stages", "5"], 2, "24 workers do not make whole pipelines of 5 stages"),
-        (["--workers", "32"], 2, "has 24 workers, not 32"),
-        (["--trace", "exponential:0", "--workers", "8"], 2, "numbers above 0"),
-        (["--trace", "nowhere.csv"], 1, "nowhere.csv"),
-        (["--step-s", "0"], 2, "--step-s must be above 0"),
-        (["--micro-batches", "0"], 2, "must be at least 1"),
-        (["--plot", "a.nonsense"], 1, "nonsense"),
-    ],
-)
-def test_wrong_usage(
-    arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert main(["simulate", *arguments]) == status
-    printed = capsys.readouterr()
-    assert message in printed.err and printed.err.startswith("swiftctl: ") and not printed.out
-
-
 def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "trace.svg"

@@ -1,0 +1,160 @@
+"""Kinds of values that users give, in code, files, variables or command lines, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import reprlib
+import stat
+from dataclasses import dataclass
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shared_core.errors import NotAFile
+
+#: Largest whole number that a file, a socket or another process takes.
+MOST = 2**63 - 1
+#: Longest time, in seconds; more overflows what the system counts in.
+LONGEST_S = 1e9
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Whole numbers from ``least`` to ``most``."""
+
+    least: int = 0
+    most: int = MOST
+
+    def read(self, value: Any) -> int:
+        """``value`` as such a number; text and floats without a fraction count too.
+
+        Raises:
+            ValueError: it is none; says what is allowed.
+        """
+        found = None
+        if isinstance(value, str):
+            try:
+                found = int(value)
+            except ValueError:
+                found = None
+        elif isinstance(value, bool):
+            found = None
+        elif isinstance(value, Integral) or (isinstance(value, float) and value.is_integer()):
+            found = int(value)
+        if found is None or not self.least <= found <= self.most:
+            wanted = "a whole number" if self.least < 0 else f"a whole number of at least {self.least}"
+            limit = f", at most {self.most}" if self.most != MOST or (found or 0) > self.most else ""
+            raise _wrong(wanted + limit, value)
+        return found
+
+
+@dataclass(frozen=True)
+class Number:
+    """Finite numbers from ``least`` to ``most``, ``least`` itself left out if they must be ``above`` it."""
+
+    least: float = 0.0
+    above: bool = False
+    most: float = LONGEST_S
+
+    def read(self, value: Any) -> float:
+        """``value`` as such a number; text counts too.
+
+        Raises:
+            ValueError: it is none; says what is allowed.
+        """
+        found = math.nan
+        if isinstance(value, str) or (isinstance(value, Real) and not isinstance(value, bool)):
+            try:
+                found = float(value)
+            except (ValueError, OverflowError):
+                found = math.nan
+        if not math.isfinite(found) or not self.least <= found <= self.most or (self.above and found == self.least):
+            limit = f", at most {self.most:g}" if self.most != LONGEST_S or found > self.most else ""
+            raise _wrong(f"a finite number {'above' if self.above else 'of at least'} {self.least:g}{limit}", value)
+        return found
+
+
+@dataclass(frozen=True)
+class Truth:
+    """True or false."""
+
+    def read(self, value: Any) -> bool:
+        """``value`` as such; 0 and 1 count too, and so do words.
+
+        Raises:
+            ValueError: it is neither; says what is allowed.
+        """
+        word = str(value).lower() if isinstance(value, str | Integral) else ""
+        if word not in _YES + _NO:
+            raise _wrong("true or false", value)
+        return word in _YES
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of several words."""
+
+    allowed: tuple[str, ...]
+
+    def read(self, value: Any) -> str:
+        """``value``, if it is one of them.
+
+        Raises:
+            ValueError: it is not; says which there are.
+        """
+        if not isinstance(value, str) or value not in self.allowed:
+            raise _wrong(f"one of {', '.join(map(repr, self.allowed))}", value)
+        return value
+
+
+@dataclass(frozen=True)
+class Place:
+    """The name of a file or folder, or None for none."""
+
+    what: str
+
+    def read(self, value: Any) -> str | None:
+        """``value`` as text.
+
+        Raises:
+            ValueError: it is no name; says what is allowed.
+        """
+        if value is None:
+            return None
+        if not isinstance(value, str | os.PathLike) or not (name := os.fspath(value)) or "\0" in str(name):
+            raise _wrong(self.what, value)
+        return str(name)
+
+
+Kind = Whole | Number | Truth | Choice | Place
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file to read it. What is no file, such as a pipe to which nobody writes, is refused at once.
+
+    Raises:
+        NotAFile: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise NotAFile(errno.EINVAL, "not a regular file", os.fspath(path))
+    return os.fdopen(fd, "rb")
+
+
+def no_folder(path: str | os.PathLike[str]) -> Path | None:
+    """What is in the way of a folder at ``path``: the nearest thing above or at it that is there and no folder."""
+    found = Path(path).absolute()
+    while not os.path.lexists(found) and found != found.parent:
+        found = found.parent
+    return None if found.is_dir() else found
+
+
+def _wrong(wanted: str, value: Any) -> ValueError:
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 100
+    return ValueError(f"must be {wanted}, got {short.repr(value)}")
