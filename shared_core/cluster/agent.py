@@ -36,7 +36,7 @@ from torch.distributed.elastic.utils.api import macros
 
 from shared_core.checkpoint.command import Command
 from shared_core.cluster import process, worker
-from shared_core.cluster.attempt import Attempt
+from shared_core.cluster.attempt import LOOPBACK, Attempt
 from shared_core.cluster.crew import Crew
 from shared_core.cluster.environment import worker_env
 from shared_core.cluster.fencing import Fenced
@@ -223,7 +223,7 @@ class SwiftAgent(SimpleElasticAgent):
             self._events = EventLog(self._options.events, self._run_id)
         if self._attempt is not None:
             self._attempt.close()
-        place = (worker_group.spec.local_addr or "localhost", 0 if self._number else self._options.store_port)
+        place = (worker_group.spec.local_addr or LOOPBACK, 0 if self._number else self._options.store_port)
         if team is not None and self._crew is not None:
             if self._attempt is None and self._crew.line:  # given a place in the middle of the job
                 self._resizing.line = worker.Resized.from_json(self._crew.line)
