@@ -62,6 +62,7 @@ _RESERVED = frozenset(
         "JOB",
         "COMMAND",
         "HANDED_OVER",
+        "SECRET_FILE",
     }
 )
 

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,7 @@ class AgentOptions:
         store_port: port of the store; 0 takes a free one.
         machines: how many there are at least, and at most.
         note: something else for the line at the start.
+        secret: that the user has given for a job on several machines; None for none.
     """
 
     config: SwiftConfig
@@ -115,6 +116,7 @@ class AgentOptions:
     store_port: int = 0
     machines: tuple[int, int] = (1, 1)
     note: str = ""
+    secret: bytes | None = field(default=None, repr=False)
 
 
 class SwiftAgent(SimpleElasticAgent):
@@ -188,6 +190,7 @@ class SwiftAgent(SimpleElasticAgent):
                 wake=self._wake,
                 stop_workers=self._stop_at_once,
                 number=lambda: self._number,
+                secret=options.secret,
             )
 
     # -- torchelastic's face ------------------------------------------------------------------------------------------

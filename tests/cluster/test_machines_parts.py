@@ -13,8 +13,9 @@ from torch.distributed import HashStore, TCPStore
 from shared_core.cluster.lease import FENCE, FIRST_S, Lease, Observations
 from shared_core.cluster.ledger import FAIL, Ledger, lane_key, let_in_key
 from shared_core.cluster.machines import reassign
-from shared_core.cluster.mirror import Mirror, MirrorServer, fetch, keeper, place_of
+from shared_core.cluster.mirror import Mirror, MirrorServer, fetch, keeper
 from shared_core.cluster.register import is_here, parse_endpoints
+from shared_core.cluster.wire import place_of
 from shared_core.errors import ConfigError
 
 
@@ -143,12 +144,16 @@ def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> 
     assert fetch([here], [2], 1, tmp_path / "job") == {2: 0}  # of another attempt there is nothing
 
 
-def test_names_lead_nowhere_else(tmp_path: Path, server: MirrorServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_lead_nowhere_else(
+    tmp_path: Path, server: MirrorServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared_core.cluster.mirror._TROUBLE_S", 0.0)
     (tmp_path / "own").mkdir()
     mirror = Mirror(0, 0, 0, tmp_path / "own")
     mirror.follow((None, f"127.0.0.1:{server.port}#1"))
     mirror.write("../../escaped", [b"x"])
     mirror.sync()
+    mirror._trouble.join(10.0)
     assert "no copy of its state on another machine" in capsys.readouterr().err
     assert not list(tmp_path.rglob("escaped*"))
 
