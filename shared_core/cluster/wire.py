@@ -57,8 +57,9 @@ def send_frame(
     if length < 65536:
         sock.sendall(b"".join((head, *data)))
     else:
-        for each in (head, *data):
-            sock.sendall(each)
+        for each in (head, *data):  # in pieces: a time-out is for each
+            for at in range(0, len(each), _PIECE):
+                sock.sendall(memoryview(each)[at : at + _PIECE])
 
 
 def receive(sock: socket.socket, count: int) -> bytes:
