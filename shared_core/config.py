@@ -91,6 +91,7 @@ _RESERVED = frozenset(
         "JOB",
         "COMMAND",
         "HANDED_OVER",
+        "SECRET_FILE",
     }
 )
 

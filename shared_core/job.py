@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shared_core.cluster import worker
+from shared_core.cluster import secret, worker
 from shared_core.cluster.handover import NOT_TOLD
 from shared_core.cluster.last_checkpoint import CHECKPOINTS
 from shared_core.cluster.mirror import Mirror
@@ -709,7 +709,8 @@ def _mirror(env: worker.WorkerEnv) -> Mirror | None:
     """Copies on another machine, where there are several."""
     if len(env.machines) < 2:
         return None
-    return Mirror(env.rank, env.restart, env.slot, env.rank_dir / f"attempt{env.restart}")
+    folder = env.rank_dir / f"attempt{env.restart}"
+    return Mirror(env.rank, env.restart, env.slot, folder, secret.of_job(env.job_dir))
 
 
 _job: Job | None = None

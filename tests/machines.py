@@ -14,6 +14,7 @@ from typing import Any
 
 from shared_core.cluster import jobdir, worker
 from shared_core.cluster.process import state_of
+from shared_core.cluster.secret import VARIABLE
 from shared_core.testing.faults import Fault, dumps
 from shared_core.testing.inject import FAULTS, STRUCK
 from shared_core.testing.namespaces import Machine, write_hosts
@@ -85,6 +86,10 @@ class Cluster:
         self.argv += [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={name or self._mark}"]
         self.argv += [f"--events={out / 'events.jsonl'}", *options, str(script), *args]
         self.argv = list(command) or self.argv
+        secret = out / "secret"
+        secret.write_text(uuid.uuid4().hex)
+        secret.chmod(0o600)
+        env[VARIABLE] = str(secret)
         hosts = write_hosts(on, out / "hosts")
         warm.start_all(
             [

@@ -134,6 +134,15 @@ def get_args_parser() -> argparse.ArgumentParser:
         "checkpoints, of which the newest whole one is taken. The next start goes on with what this one makes.",
     )
     ours.add_argument(
+        "--secret-file",
+        "--secret_file",
+        action=env,
+        default=None,
+        metavar="PATH",
+        help="Several machines: file (mode 0600) of a secret, equal on all of them, without which nobody is let in to "
+        "the copies of the training state. Default: SWIFT_RECOVERY_SECRET_FILE.",
+    )
+    ours.add_argument(
         "--lease",
         action=env,
         type=arguments.number(0.2, 3600.0),
@@ -333,6 +342,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
 
     from shared_core.cluster.agent import AgentOptions, Program, SwiftAgent
     from shared_core.cluster.logs import WorkerLogs
+    from shared_core.cluster.secret import of_user
 
     threads = torch.get_num_threads()
     _check_program(args)
@@ -382,6 +392,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         store_port=args.store_port,
         machines=args.machines,
         note=note,
+        secret=of_user(args.secret_file) if args.several else None,
     )
 
     logs_specs = torchrun.logs_specs or DefaultLogsSpecs()

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from torch.distributed.elastic.utils.api import macros
 
 from shared_core.checkpoint.command import Command
 from shared_core.cluster import process, worker
-from shared_core.cluster.attempt import Attempt
+from shared_core.cluster.attempt import LOOPBACK, Attempt
 from shared_core.cluster.crew import Crew
 from shared_core.cluster.environment import worker_env
 from shared_core.cluster.fencing import Fenced
@@ -103,6 +103,7 @@ class AgentOptions:
         store_port: port of the store; 0 takes a free one.
         machines: how many there are at least, and at most.
         note: something else for the line at the start.
+        secret: that the user has given for a job on several machines; None for none.
     """
 
     config: SwiftConfig
@@ -115,6 +116,7 @@ class AgentOptions:
     store_port: int = 0
     machines: tuple[int, int] = (1, 1)
     note: str = ""
+    secret: bytes | None = field(default=None, repr=False)
 
 
 class SwiftAgent(SimpleElasticAgent):
@@ -188,6 +190,7 @@ class SwiftAgent(SimpleElasticAgent):
                 wake=self._wake,
                 stop_workers=self._stop_at_once,
                 number=lambda: self._number,
+                secret=options.secret,
             )
 
     # -- torchelastic's face ------------------------------------------------------------------------------------------
@@ -223,7 +226,7 @@ class SwiftAgent(SimpleElasticAgent):
             self._events = EventLog(self._options.events, self._run_id)
         if self._attempt is not None:
             self._attempt.close()
-        place = (worker_group.spec.local_addr or "localhost", 0 if self._number else self._options.store_port)
+        place = (worker_group.spec.local_addr or LOOPBACK, 0 if self._number else self._options.store_port)
         if team is not None and self._crew is not None:
             if self._attempt is None and self._crew.line:  # given a place in the middle of the job
                 self._resizing.line = worker.Resized.from_json(self._crew.line)

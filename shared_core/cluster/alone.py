@@ -8,6 +8,8 @@ from __future__ import annotations
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from shared_core.cluster.attempt import LOOPBACK
+
 
 class Alone(RendezvousHandler):
     """One machine, which has the first place.
@@ -25,7 +27,7 @@ class Alone(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The first of one place. The store is empty and nobody else's: the agent hosts one for each attempt."""
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("localhost", 0))
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, 0))
 
     def is_closed(self) -> bool:
         """See base class."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,13 +16,41 @@ from shared_core.cluster.ledger import RELEASE, Ledger
 from shared_core.cluster.losses import Death
 from shared_core.cluster.watch import KeyWatcher
 from shared_core.cluster.worker import WORDS
+from shared_core.errors import ConfigError
 
+#: Where the store of a job on one machine listens, unless the user says otherwise.
+LOOPBACK = "127.0.0.1"
 _FIRST = "first"
 
 
 def connect(host: str, port: int, timeout_s: float = 30.0) -> Any:
     """A client of a store; ``timeout_s`` bounds its waits."""
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def host_store(host: str, port: int) -> Any:
+    """The server of a store that listens at this address only; torch's own listens on every interface of the machine.
+
+    Args:
+        host: an address of this machine, or its name.
+        port: 0 for a free one.
+
+    Raises:
+        ConfigError: if it cannot listen there.
+    """
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(place[:2], family=family, backlog=128)
+    except OSError as error:
+        raise ConfigError(
+            f"the store of the job cannot listen at {host}:{port} ({error.strerror}): choose another --master-port, or "
+            "an address of this machine for --local-addr"
+        ) from error
+    port = int(listener.getsockname()[1])
+    # The store owns the descriptor from now on.
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+    )
 
 
 def prefix_of(number: int) -> str:
@@ -90,7 +119,7 @@ class Attempt:
         self.host, self.port = place
         self._server: Any = None
         if team is None:
-            self._server = TCPStore(*place, is_master=True, wait_for_workers=False, multi_tenant=True)
+            self._server = host_store(*place)
             self.port = int(self._server.port)
         self._slot = team.slot if team else 0
         self._slots = len(team.machines) if team else 1

@@ -19,6 +19,7 @@ from shared_core.cluster.meeting import Meeting
 from shared_core.cluster.mirror import MirrorServer
 from shared_core.cluster.neighbour import Copies, Sender
 from shared_core.cluster.resizing import Resizing
+from shared_core.cluster.secret import derive, leave
 from shared_core.cluster.story import host_of, listed
 from shared_core.cluster.worker import Resized
 from shared_core.events import console
@@ -35,6 +36,7 @@ class Crew:
         wake: called on a thread when there is something to look at.
         stop_workers: called on a thread when the workers of this machine must be killed at once.
         number: gives the number of the attempt.
+        secret: that the user has given; None for none.
     """
 
     def __init__(
@@ -46,13 +48,21 @@ class Crew:
         wake: Callable[[], None],
         stop_workers: Callable[[], None],
         number: Callable[[], int],
+        secret: bytes | None = None,
     ) -> None:
         self._meeting, self._job_dir = meeting, job_dir
         self._wake, self._stop_workers = wake, stop_workers
         self._gone: set[str] = set()
         copies = self._copies = Copies(job_dir / CHECKPOINTS)
-        self._server = MirrorServer(job_dir / MIRROR, copies.serve)
-        self._sender = Sender(copies, lambda: meeting.name)
+        key = derive(secret, meeting.get_run_id())
+        leave(job_dir, key)
+        if key is None:
+            console(
+                "without --secret-file, anybody who reaches this machine's ports can read and replace the copies of "
+                "the training state (docs/security.md)"
+            )
+        self._server = MirrorServer(job_dir / MIRROR, copies.serve, key)
+        self._sender = Sender(copies, lambda: meeting.name, key)
         meeting.mirror_port = self._server.port
         meeting.pause, meeting.changed, meeting.attempt = pause, wake, number
         meeting.fence = self._on_fence

@@ -79,6 +79,9 @@ def worker_env(
         env[worker.ADDRESS] = address
         env[worker.JOB] = spec.rdzv_handler.get_run_id()
         env[worker.MACHINES] = json.dumps(attempt.ledger.machines)
+    else:
+        # For groups of plain gloo, which would listen at the address that belongs to the machine's name.
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if spec.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
         env["CUDA_VISIBLE_DEVICES"] = _device(os.environ, local_rank)

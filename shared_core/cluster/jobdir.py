@@ -9,6 +9,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from shared_core.cluster.secret import FILE as SECRET
+
 PREFIX = "swift_"
 _LOGS = "swift-log-"
 _LOCK = "lock"
@@ -64,7 +66,7 @@ class JobDir:
             self._clear_before(keep)
             return
         for entry in self.path.iterdir():
-            if entry.name in (MIRROR, CHECKPOINTS):
+            if entry.name in (MIRROR, CHECKPOINTS, SECRET):
                 continue
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)

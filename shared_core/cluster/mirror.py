@@ -4,24 +4,25 @@ What a rank publishes lies in the memory of its machine. Each worker also sends 
 next place, and goes on when that agent has it: before the rank contributes to any collective of that batch. A spare
 machine that takes a place asks the others for what they hold of its ranks.
 
-One frame: kind, rank, attempt, length of a name, length of the data; then both. Files are written whole and renamed.
+It goes in the frames of :mod:`~shared_core.cluster.wire`. Files are written whole and renamed.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import socket
-import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from shared_core.cluster import secret
+from shared_core.cluster.wire import CONNECT_S, WAIT_S, connect, frames, receive, send_frame
 from shared_core.events import console
 
-_HEAD = struct.Struct("<cIIHQ")
 _WRITE, _APPEND, _REMOVE, _BEGIN, _END, _SYNC, _GET = b"w", b"a", b"r", b"b", b"e", b"s", b"g"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OK = b"."
@@ -29,17 +30,14 @@ _OK = b"."
 _LOCAL = frozenset({"checks"})
 #: Name of the replicated state that a rank hands on when the number of workers changes; asked for by its name.
 REPLICATED = "replicated"
-#: Longest wait for another machine, in seconds; a loss that is announced ends it before.
-_WAIT_S = 30.0
-_CONNECT_S = 3.0
+#: Longest request that is no file, in bytes.
+_REQUEST_BYTES = 64 << 20
+#: Connections at once, and those of them that have not said yet what they want.
+_MOST, _MOST_NEW = 1024, 64
+#: How long to wait when the machine has no descriptor or thread left for another connection, in seconds.
+_NO_ROOM_S = 0.1
 #: Without a copy for so long, and without a new generation, the user is told.
 _TROUBLE_S = 5.0
-
-
-def place_of(machine: str) -> tuple[str, int]:
-    """Where a machine's agent takes copies; it is part of the machine's name, ``HOST:PORT#...``."""
-    host, _, port = machine.partition("#")[0].rpartition(":")
-    return host, int(port)
 
 
 def keeper(machines: Sequence[str | None], slot: int) -> str | None:
@@ -49,44 +47,6 @@ def keeper(machines: Sequence[str | None], slot: int) -> str | None:
         if machine is not None:
             return machine
     return None
-
-
-def send_frame(
-    sock: socket.socket, kind: bytes, rank: int, attempt: int, name: str = "", data: Sequence[bytes | memoryview] = ()
-) -> None:
-    """Send one frame."""
-    raw = name.encode()
-    length = sum(map(len, data))
-    head = _HEAD.pack(kind, rank, attempt, len(raw), length) + raw
-    if length < 65536:
-        sock.sendall(b"".join((head, *data)))
-    else:
-        for each in (head, *data):
-            sock.sendall(each)
-
-
-def receive(sock: socket.socket, count: int) -> bytes:
-    """Exactly ``count`` bytes.
-
-    Raises:
-        OSError: the other side has gone.
-    """
-    buffer = bytearray(count)
-    view, at = memoryview(buffer), 0
-    while at < count:
-        got = sock.recv_into(view[at:])
-        if not got:
-            raise ConnectionError("the other side has gone")
-        at += got
-    return bytes(buffer)
-
-
-def frames(sock: socket.socket) -> Iterator[tuple[bytes, int, int, str, bytes]]:
-    """What comes: kind, rank, attempt, name and data of each frame."""
-    while True:
-        kind, rank, attempt, name_length, length = _HEAD.unpack(receive(sock, _HEAD.size))
-        name = receive(sock, name_length).decode()
-        yield kind, rank, attempt, name, receive(sock, length)
 
 
 def _write(folder: Path, name: str, data: bytes) -> None:
@@ -100,37 +60,109 @@ def _write(folder: Path, name: str, data: bytes) -> None:
 class MirrorServer:
     """Takes copies from other machines' workers, and gives them back. Runs in the agent.
 
+    Who has not proved to know the job's secret within seconds is sent away; so is one too many.
+
     Attributes:
         port: it listens at.
 
     Args:
         folder: where copies are kept, private to the user.
         more: answers frames of other kinds, given the connection, the kind and the data.
+        key: of the job; None lets everybody in.
     """
 
-    def __init__(self, folder: Path, more: Callable[[socket.socket, bytes, bytes], None] | None = None) -> None:
-        self._folder, self._more = folder, more
+    def __init__(
+        self,
+        folder: Path,
+        more: Callable[[socket.socket, bytes, bytes], None] | None = None,
+        key: bytes | None = None,
+    ) -> None:
+        self._folder, self._more, self._key = folder, more, key
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._new: dict[socket.socket, None] = {}  # the oldest first
+        self._served = 0
+        # Half of the descriptors are for the agent itself.
+        self._most = min(_MOST, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
         self._listener = socket.create_server(("", 0), backlog=128)
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="swift-mirror", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening."""
+        self._closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
+        while not self._closed.is_set():
+            try:
                 sock, _ = self._listener.accept()
+            except OSError:  # no descriptor is left, or no memory
+                self._closed.wait(_NO_ROOM_S)
+                continue
+            if not self._admit(sock):
+                sock.close()
+                continue
+            try:
                 threading.Thread(target=self._serve, args=(sock,), name="swift-mirror", daemon=True).start()
+            except RuntimeError:  # no thread is left
+                self._gone(sock)
+                sock.close()
+                self._closed.wait(_NO_ROOM_S)
+
+    def _admit(self, sock: socket.socket) -> bool:
+        """Whether there is room; the one that has been silent for longest gives it up."""
+        with self._lock:
+            if self._served >= self._most or len(self._new) >= min(_MOST_NEW, self._most // 2):
+                oldest = next(iter(self._new), None)
+                if oldest is None:
+                    return False
+                del self._new[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._new[sock] = None
+            self._served += 1
+            return True
+
+    def _known(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._new.pop(sock, None)
+
+    def _gone(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._new.pop(sock, None)
+            self._served -= 1
 
     def _serve(self, sock: socket.socket) -> None:
-        with suppress(OSError), sock:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for kind, rank, attempt, name, data in frames(sock):
-                self._do(sock, kind, rank, attempt, name, data)
+        patience: float | None = secret.PROOF_S
+
+        def idle(waits: bool) -> None:
+            if not waits:
+                self._known(sock)
+            sock.settimeout(patience if waits else WAIT_S)
+
+        try:
+            with suppress(OSError, MemoryError), sock:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                secret.ask(sock, self._key)
+                for kind, rank, attempt, name, data in frames(sock, self._longest, idle):
+                    # Between two publications a worker may compute for any time.
+                    patience = None if kind == _BEGIN or patience is None else WAIT_S
+                    self._do(sock, kind, rank, attempt, name, data)
+        finally:
+            self._gone(sock)
+
+    def _longest(self, kind: bytes) -> int:
+        """A file may be as long as there is room for it."""
+        if kind not in (_WRITE, _APPEND):
+            return _REQUEST_BYTES
+        with suppress(OSError):
+            stat = os.statvfs(self._folder if self._folder.exists() else self._folder.parent)
+            return max(_REQUEST_BYTES, stat.f_bavail * stat.f_frsize)
+        return _REQUEST_BYTES
 
     def _do(self, sock: socket.socket, kind: bytes, rank: int, attempt: int, name: str, data: bytes) -> None:
         folder = self._folder / f"rank{rank}" / f"attempt{attempt}"
@@ -142,6 +174,8 @@ class MirrorServer:
                     shutil.rmtree(other, ignore_errors=True)
             fresh.mkdir(mode=0o700, parents=True)
         elif kind == _END:
+            if not fresh.exists():
+                raise ConnectionError("a copy ends that has not begun")
             # In one step, so that what was here before is there until all of the new is.
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(fresh, folder)
@@ -172,10 +206,11 @@ class Mirror:
         attempt: of the job.
         slot: place of this machine.
         folder: the rank's publications on this machine.
+        key: of the job; None where the user has given no secret.
     """
 
-    def __init__(self, rank: int, attempt: int, slot: int, folder: Path) -> None:
-        self._rank, self._attempt, self._slot, self._folder = rank, attempt, slot, folder
+    def __init__(self, rank: int, attempt: int, slot: int, folder: Path, key: bytes | None = None) -> None:
+        self._rank, self._attempt, self._slot, self._folder, self._key = rank, attempt, slot, folder, key
         self._lock = threading.RLock()
         self._sock: socket.socket | None = None
         self._keeper: str | None = None
@@ -194,7 +229,7 @@ class Mirror:
                 sock.shutdown(socket.SHUT_RDWR)
         ready = threading.Event()
         threading.Thread(target=self._connect, args=(chosen, ready), name="swift-mirror", daemon=True).start()
-        ready.wait(_CONNECT_S)
+        ready.wait(CONNECT_S)
 
     def _connect(self, chosen: str | None, ready: threading.Event) -> None:
         with self._lock:
@@ -204,9 +239,7 @@ class Mirror:
             if chosen is None or chosen != self._keeper:
                 return
             try:
-                self._sock = socket.create_connection(place_of(chosen), _CONNECT_S)
-                self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._sock.settimeout(_WAIT_S)
+                self._sock = connect(chosen, self._key)
                 self._send(_BEGIN)
                 for path in sorted(self._folder.iterdir()):
                     if path.suffix != ".tmp" and path.name not in _LOCAL:
@@ -278,26 +311,28 @@ def fetch(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, jo
     Returns:
         Bytes received for each rank; 0 if nobody has anything.
     """
-    places = [place_of(machine) for machine in machines if machine is not None]
-    return {rank: _fetch_one(places, rank, attempt, job_dir / f"rank{rank}" / f"attempt{attempt}") for rank in ranks}
+    others, key = [machine for machine in machines if machine is not None], secret.of_job(job_dir)
+    return {
+        rank: _fetch_one(others, key, rank, attempt, job_dir / f"rank{rank}" / f"attempt{attempt}") for rank in ranks
+    }
 
 
 def fetch_replicated(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> int:
     """Get the replicated state that one of ``ranks`` has handed on. Returns its size in bytes, 0 if nobody has it."""
+    key = secret.of_job(job_dir)
     for machine in machines:
         for rank in ranks if machine is not None else ():
-            found = _ask(place_of(machine or ""), rank, attempt, REPLICATED).get(REPLICATED)
+            found = _ask(machine or "", key, rank, attempt, REPLICATED).get(REPLICATED)
             if found:
                 _write(job_dir / f"rank{rank}" / f"attempt{attempt}", REPLICATED, found)
                 return len(found)
     return 0
 
 
-def _ask(place: tuple[str, int], rank: int, attempt: int, name: str = "") -> dict[str, bytes]:
+def _ask(machine: str, key: bytes | None, rank: int, attempt: int, name: str = "") -> dict[str, bytes]:
     """What a machine has of a rank; nothing if it cannot be reached."""
     found: dict[str, bytes] = {}
-    with suppress(OSError), socket.create_connection(place, _CONNECT_S) as sock:
-        sock.settimeout(_WAIT_S)
+    with suppress(OSError), connect(machine, key) as sock:
         send_frame(sock, _GET, rank, attempt, name)
         for kind, _, _, file, data in frames(sock):
             if kind == _END:
@@ -306,11 +341,11 @@ def _ask(place: tuple[str, int], rank: int, attempt: int, name: str = "") -> dic
     return {}
 
 
-def _fetch_one(places: list[tuple[str, int]], rank: int, attempt: int, folder: Path) -> int:
+def _fetch_one(machines: list[str], key: bytes | None, rank: int, attempt: int, folder: Path) -> int:
     best: dict[str, bytes] = {}
     newest = -1
-    for place in places:
-        found = _ask(place, rank, attempt)
+    for machine in machines:
+        found = _ask(machine, key, rank, attempt)
         tops = [int(name[4:]) for name in found if name.startswith("top.") and name[4:].isdigit()]
         if found and max(tops, default=0) > newest:
             best, newest = found, max(tops, default=0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared_core.cluster.mirror import frames, place_of, receive, send_frame
+from shared_core.cluster.wire import connect, frames, receive, send_frame
 from shared_core.errors import CorruptFile
 
 #: Kinds of frames: a copy comes, what is there, one file of it.
@@ -22,8 +22,8 @@ PUT, LIST, GET = b"P", b"L", b"G"
 #: Bytes of a file, before it; -1 if it is not there.
 SIZE = struct.Struct("<q")
 _CHUNK, _DIGEST_BYTES = 1 << 20, 32
-#: Longest wait for another machine, in seconds.
-_CONNECT_S, _LIST_S, WAIT_S = 3.0, 10.0, 30.0
+#: Longest wait for another machine's list, in seconds.
+_LIST_S = 10.0
 #: Machines that are asked at once.
 _AT_ONCE = 16
 
@@ -59,17 +59,6 @@ def receive_file(sock: socket.socket, path: Path, size: int) -> str:
     return digest.hexdigest()
 
 
-def connect(machine: str) -> socket.socket:
-    """A connection to a machine's agent.
-
-    Raises:
-        OSError: there is none.
-    """
-    sock = socket.create_connection(place_of(machine), _CONNECT_S)
-    sock.settimeout(WAIT_S)
-    return sock
-
-
 def ask(sock: socket.socket, kind: bytes, header: Any) -> None:
     """Send a request."""
     send_frame(sock, kind, 0, 0, "", [json.dumps(header).encode()])
@@ -80,6 +69,7 @@ class _Source:
     """One rank's part of a snapshot in some machine's memory."""
 
     machine: str
+    secret: bytes | None
     where: str
     key: Key
     rank: int
@@ -88,7 +78,7 @@ class _Source:
     meta: Mapping[str, Any]
 
     def read(self, name: str) -> bytes:
-        with connect(self.machine) as sock:
+        with connect(self.machine, self.secret) as sock:
             ask(sock, GET, {"where": self.where, "key": self.key, "name": name})
             size = SIZE.unpack(receive(sock, SIZE.size))[0]
             if size < 0:
@@ -100,7 +90,7 @@ class _Source:
 
 
 def find(
-    machines: Iterable[str | None], rank: int, world_size: int
+    machines: Iterable[str | None], rank: int, world_size: int, secret: bytes | None = None
 ) -> list[tuple[int, Mapping[str, Any], Callable[[str], bytes]]]:
     """Snapshots in the memory of any machine that hold a rank's part, oldest first.
 
@@ -108,6 +98,7 @@ def find(
         machines: to ask; those that do not answer are passed over.
         rank: logical rank.
         world_size: of the job.
+        secret: the job's key; None where the user has given none.
 
     Returns:
         For each its step, its meta, and what reads a file of it from whoever has it, which raises CorruptFile.
@@ -116,7 +107,7 @@ def find(
     if not names:
         return []
     with ThreadPoolExecutor(min(len(names), _AT_ONCE), "swift-near") as pool:
-        held = [source for found in pool.map(_held_by, names) for source in found]
+        held = [source for found in pool.map(lambda name: _held_by(name, secret), names) for source in found]
     mine = {
         json.dumps([each.key, each.meta]): each for each in held if (each.rank, each.world_size) == (rank, world_size)
     }
@@ -127,14 +118,14 @@ def find(
     return found
 
 
-def _held_by(machine: str) -> list[_Source]:
+def _held_by(machine: str, secret: bytes | None) -> list[_Source]:
     """All that a machine's memory holds; nothing if it cannot be asked, which takes a few seconds at most."""
     try:
-        with connect(machine) as sock:
+        with connect(machine, secret) as sock:
             sock.settimeout(_LIST_S)
             ask(sock, LIST, {})
             answer = json.loads(next(frames(sock))[4])
-            return [_Source(machine, **(one | {"key": tuple(one["key"])})) for one in answer]
+            return [_Source(machine, secret, **(one | {"key": tuple(one["key"])})) for one in answer]
     except (OSError, KeyError, TypeError, ValueError):
         return []
 

@@ -23,12 +23,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shared_core.checkpoint.spool import SEALED, Spool
-from shared_core.cluster.mirror import keeper, receive
-from shared_core.cluster.near import GET, LIST, PUT, SIZE, WAIT_S, Key, ask, connect, receive_file, send_file
+from shared_core.checkpoint.spool import SEALED, Sealed, Spool, Target
+from shared_core.cluster.mirror import keeper
+from shared_core.cluster.near import GET, LIST, PUT, SIZE, Key, ask, receive_file, send_file
+from shared_core.cluster.wire import WAIT_S, connect, receive
 from shared_core.errors import StorageFull, SwiftError
 from shared_core.events import console
 
@@ -102,7 +104,9 @@ class Copies:
                 ask(sock, LIST, self._list())
             elif kind in (PUT, GET):
                 (self._take if kind == PUT else self._give)(sock, json.loads(data))
-        except (KeyError, TypeError, ValueError) as error:
+            else:
+                raise ConnectionError("no request of ours")
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ConnectionError(f"no request of ours: {error}") from error
 
     def _take(self, sock: socket.socket, header: Mapping[str, Any]) -> None:
@@ -112,6 +116,8 @@ class Copies:
         notes = {str(name): str(text) for name, text in header["notes"].items()}
         if not all(_NAME.fullmatch(name) for name in (*files, *notes)) or min(files.values(), default=0) < 0:
             raise ConnectionError("no names of a snapshot")
+        for name, text in notes.items():
+            _check_note(name, key[1], json.loads(text))
         before, self._busy = self._busy, sock
         if before is not None:  # its sender has been lost, or has given up
             with suppress(OSError):
@@ -215,6 +221,23 @@ class Copies:
         sock.sendall(digest)
 
 
+def _check_note(name: str, step: int, note: Any) -> None:
+    """Raises ValueError if this is not what seals a part of a snapshot of ``step``."""
+    if not (
+        isinstance(note, dict)
+        and set(note) == {each.name for each in fields(Sealed)}
+        and all(type(note[one]) is int and note[one] >= 0 for one in ("step", "rank", "world_size"))
+        and (note["step"], f"rank{note['rank']}{SEALED}") == (step, name)
+        and isinstance(note["local"], list)
+        and isinstance(note["files"], list)
+        and all(type(one) is int for one in note["local"])
+        and all(type(one) is str for one in note["files"])
+        and isinstance(note["meta"], dict)
+        and (note["target"] is None or set(note["target"]) == {each.name for each in fields(Target)})
+    ):
+        raise ValueError(f"{name} is no note of a snapshot")
+
+
 def _notes(spool: Spool, step: int) -> dict[str, str]:
     """The notes of a snapshot's parts, by name."""
     parts = spool.parts(step).values()
@@ -234,11 +257,12 @@ class Sender:
     Args:
         copies: of this machine.
         name: gives the name of this machine.
+        secret: the job's key; None where the user has given none.
     """
 
-    def __init__(self, copies: Copies, name: Callable[[], str]) -> None:
+    def __init__(self, copies: Copies, name: Callable[[], str], secret: bytes | None = None) -> None:
         self.machines: tuple[str | None, ...] = ()
-        self._copies, self._name = copies, name
+        self._copies, self._name, self._secret = copies, name, secret
         self._sent: tuple[str, Key] | None = None
         self._said = ""
         self._failures = 0
@@ -297,7 +321,7 @@ class Sender:
         parts, notes = spool.parts(key[1]), _notes(spool, key[1])
         paths = {name: spool.path_of(part, name) for part in parts.values() for name in part.files}
         sizes = {name: path.stat().st_size for name, path in paths.items()}
-        with connect(to) as self._sock:
+        with connect(to, self._secret) as self._sock:
             sock = self._sock
             ask(sock, PUT, {"attempt": key[0], "step": key[1], "files": sizes, "notes": notes})
             answer = receive(sock, 1)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Store
 
 from shared_core.cluster.worker import ADDRESS
+from shared_core.comm import peers
+from shared_core.comm.peers import Place
 from shared_core.comm.quiet import quiet
-from shared_core.errors import GenerationAbandoned, NotConnected
+from shared_core.errors import GenerationAbandoned, NotConnected, RecoveryFailed, WaitTimeout
 from shared_core.testing import inject
 from shared_core.waiting import Wait, poll, wait_for
 
@@ -183,6 +186,7 @@ class InnerGroup:
         Raises:
             GenerationAbandoned: if the generation ends meanwhile.
             NotConnected: if a member cannot be reached.
+            RecoveryFailed: if another user's process is in a member's place.
             WaitTimeout: if a member does not come within ``wait_timeout_s``.
         """
         with _device_lock:
@@ -193,7 +197,7 @@ class InnerGroup:
         own, keys = list(members).index(rank), {each: f"port/{at}" for at, each in enumerate(members)}
         store.set(f"port/{own}", place)
         wait_for(store, keys, abandoned, wait_timeout_s, rank, f"to connect {what}", silent=silent)
-        peers = frozenset(bytes(raw).decode() for raw in store.multi_get(list(keys.values()))) - {"unknown"}
+        places = frozenset(bytes(raw).decode() for raw in store.multi_get(list(keys.values()))) - {"unknown"}
         options = ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=connect_timeout_s)
         options._threads = 2  # what torch's own gloo group has
@@ -207,7 +211,27 @@ class InnerGroup:
                 raise GenerationAbandoned(f"{what}: {error}") from error
             raise NotConnected(f"{what}: {error}") from error
         pg._set_default_timeout(operation_timeout)
-        return cls(pg, place, peers, rank, tuple(members), wait_timeout_s)
+        group = cls(pg, place, places, rank, tuple(members), wait_timeout_s)
+        try:
+            who, whom = f"rank {rank}", f"its peers to accept the sockets of {what}"
+            poll(group._known, abandoned, Wait(who, whom, connect_timeout_s))
+        except PermissionError as error:
+            group.discard()
+            raise RecoveryFailed(
+                f"rank {rank}: {error} in {what}: nothing was sent to it. Find out who that is, or run the job where "
+                "others cannot reach 127.0.0.1 (docs/security.md)"
+            ) from error
+        except GenerationAbandoned:
+            group.discard()
+            raise
+        except WaitTimeout as error:
+            group.discard()
+            raise NotConnected(f"{what}: {error}") from error
+        return group
+
+    def _known(self) -> bool:
+        """Whether all ends on this machine belong to this user."""
+        return not peers.unknown(ends for _, ends in self._connections())
 
     def discard(self) -> None:
         """Cut the group and let it go. Its destructor waits for gloo's threads, so it runs on a thread nobody waits
@@ -226,6 +250,14 @@ class InnerGroup:
         """
         self.severed = True
         cut = 0
+        for sock, _ in self._connections():
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+                cut += 1
+        return cut
+
+    def _connections(self) -> Iterator[tuple[socket.socket, tuple[Place, Place]]]:
+        """Each connection of the group, with its own and its other end."""
         for fd, _ in _socket_fds():
             try:
                 with socket.socket(fileno=os.dup(fd)) as sock:
@@ -233,12 +265,11 @@ class InnerGroup:
                         continue
                     if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         continue
-                    if _place(sock.getsockname()) == self._place or _place(sock.getpeername()) in self._peers:
-                        sock.shutdown(socket.SHUT_RDWR)
-                        cut += 1
+                    own, theirs = sock.getsockname(), sock.getpeername()
+                    if _place(own) == self._place or _place(theirs) in self._peers:
+                        yield sock, (own[:2], theirs[:2])
             except OSError:
                 continue
-        return cut
 
 
 def _default_device() -> object:

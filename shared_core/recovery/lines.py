@@ -143,11 +143,13 @@ def in_memory(spool: Spool, rank: int, world_size: int) -> list[Line]:
     return found
 
 
-def at_neighbours(machines: Iterable[str | None], rank: int, world_size: int) -> list[Line]:
+def at_neighbours(
+    machines: Iterable[str | None], rank: int, world_size: int, secret: bytes | None = None
+) -> list[Line]:
     """Snapshots that hold this rank's part, with all that belongs to it in the memory of any machine; the oldest first.
     Ranks whose own machine has theirs list them too: all must go on from the same.
     """
-    found = near.find(machines, rank, world_size) if any(machines) else []
+    found = near.find(machines, rank, world_size, secret) if any(machines) else []
     return [Line(step, str(meta.get("session")), NEIGHBOUR, meta, read) for step, meta, read in found]
 
 

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import Store
 from shared_core.checkpoint import lineage
 from shared_core.checkpoint.spool import Spool
 from shared_core.checkpoint.storage import absolute
+from shared_core.cluster import secret
 from shared_core.cluster.worker import WorkerEnv
 from shared_core.errors import SwiftError, Unsupported
 from shared_core.recovery import lines, renumber
@@ -80,7 +81,7 @@ class Origins:
 
     def _own(self) -> list[Line]:
         env = self._env
-        found = lines.at_neighbours(env.machines, env.rank, env.world_size)
+        found = lines.at_neighbours(env.machines, env.rank, env.world_size, secret.of_job(env.job_dir))
         found += lines.in_memory(self._spool, env.rank, env.world_size)
         stored = lines.in_storage(self._where, None, env.command.key)
         if env.resized is not None:  # what was handed on is at least as new as any of another number of workers

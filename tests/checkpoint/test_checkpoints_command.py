@@ -125,5 +125,5 @@ def test_what_is_no_file_is_not_waited_for(
         assert main(["checkpoints", where]) == 0
         printed = capsys.readouterr()
         assert rows(printed.out)[20] in ("incomplete", "damaged"), printed.out
-        assert printed.out.splitlines()[-1] == "the next start of 'train.py --lr 0.1' goes on from step 10"
+        assert printed.out.splitlines()[-1] == "the next start of 'train.py --lr 0.1' continues from step 10"
         assert not printed.err

@@ -19,10 +19,11 @@ import pytest
 from shared_core.checkpoint import Sealed, Spool
 from shared_core.checkpoint.image import write_file
 from shared_core.checkpoint.writer import Writer
-from shared_core.cluster import near
-from shared_core.cluster.mirror import MirrorServer, send_frame
+from shared_core.cluster import secret
+from shared_core.cluster.mirror import MirrorServer
 from shared_core.cluster.near import find
 from shared_core.cluster.neighbour import Copies, Sender
+from shared_core.cluster.wire import connect, send_frame
 from shared_core.errors import CorruptFile, StorageFull
 from shared_core.events import EventLog
 
@@ -138,7 +139,7 @@ def test_a_copy_that_is_older_than_the_kept_one_is_refused(pair: list[OneMachine
     pair[0].snapshot(20)
     until(lambda: pair[1].copies.kept == (0, 20))
     header = b'{"attempt": 0, "step": 10, "files": {}, "notes": {}}'
-    with socket.create_connection(("127.0.0.1", pair[1].server.port), 5.0) as sock:
+    with connect(pair[1].name) as sock:
         send_frame(sock, b"P", 0, 0, "", [header])
         assert sock.recv(1) == b"n"
     assert pair[1].copies.kept == pair[1].copies.begun == (0, 20)
@@ -234,6 +235,7 @@ def test_what_was_let_go_while_it_was_sent_is_not_kept(pair: list[OneMachine], t
     listener = socket.create_server(("127.0.0.1", 0))
     other.sender.machines = (other.name, f"127.0.0.1:{listener.getsockname()[1]}#x")
     with listener, listener.accept()[0] as sock:
+        secret.ask(sock, None)
         until(lambda: sock.recv(1 << 16, socket.MSG_PEEK))
         sock.sendall(b"g")
         while len(got := sock.recv(1 << 20)) and not got.endswith(b"\0" * 1000):
@@ -248,7 +250,7 @@ def test_what_was_let_go_while_it_was_sent_is_not_kept(pair: list[OneMachine], t
 
 def test_names_lead_nowhere_else(pair: list[OneMachine], tmp_path: Path) -> None:
     header = b'{"attempt": 0, "step": 1, "files": {"../../escaped": 1}, "notes": {}}'
-    with socket.create_connection(("127.0.0.1", pair[0].server.port), 5.0) as sock:
+    with connect(pair[0].name) as sock:
         send_frame(sock, b"P", 0, 0, "", [header])
         assert sock.recv(1) == b""
     assert not list(tmp_path.rglob("escaped*"))
@@ -262,7 +264,7 @@ def test_notes_of_others_lead_nowhere_else(pair: list[OneMachine], tmp_path: Pat
     Spool(tmp_path / "notes").seal(Sealed(1, 0, 4, (0,), (away,)))
     note = (tmp_path / "notes/attempt0/step-0000000001/rank0.sealed").read_text()
     header = json.dumps({"attempt": 0, "step": 1, "files": {}, "notes": {"rank0.sealed": note}}).encode()
-    with socket.create_connection(("127.0.0.1", pair[0].server.port), 5.0) as sock:
+    with connect(pair[0].name) as sock:
         send_frame(sock, b"P", 0, 0, "", [header])
         assert sock.recv(1) == b"g"
         sock.sendall(b".")
@@ -274,7 +276,7 @@ def test_notes_of_others_lead_nowhere_else(pair: list[OneMachine], tmp_path: Pat
 
 def test_machines_that_do_not_answer_are_passed_over(pair: list[OneMachine], monkeypatch: pytest.MonkeyPatch) -> None:
     """One has gone, another is frozen: its kernel takes connections."""
-    monkeypatch.setattr(near, "_LIST_S", 0.2)
+    monkeypatch.setattr(secret, "PROOF_S", 0.5)
     pair[0].snapshot(10)
     with socket.create_server(("127.0.0.1", 0)) as frozen, socket.create_server(("127.0.0.1", 0)) as gone:
         places = [each.getsockname()[1] for each in (frozen, gone)]
@@ -289,7 +291,7 @@ def test_nothing_is_left_at_the_end(pair: list[OneMachine]) -> None:
     first, second = pair
     port = second.server.port
     header = b'{"attempt": 0, "step": 10, "files": {"rank0": 1000000}, "notes": {}}'
-    with socket.create_connection(("127.0.0.1", port), 5.0) as coming:
+    with connect(second.name) as coming:
         send_frame(coming, b"P", 0, 0, "", [header])
         assert coming.recv(1) == b"g"
         for each in pair:

@@ -1,0 +1,83 @@
+"""gloo on a machine that others use too: who is at the other end of a connection."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared_core.comm import peers
+
+ROOT = Path(__file__).resolve().parents[2]
+#: A user that owns nothing here.
+NOBODY = 65534
+
+CONNECT = """
+import os, sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+from shared_core.comm import peers
+from shared_core.comm.gloo import InnerGroup
+rank, port, user = map(int, sys.argv[1:])
+os.environ |= {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+if user:
+    os.setresuid(user, user, user)
+    peers.unknown = lambda connections: 0  # it does not mind who it talks to
+try:
+    InnerGroup.connect(
+        store, rank, range(2), operation_timeout=timedelta(seconds=20), connect_timeout_s=10.0, wait_timeout_s=20.0,
+        abandoned=lambda: False, what="the group",
+    )
+    print("connected", flush=True)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+store.set(f"tried{rank}", "")
+store.wait(["tried0", "tried1"])
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("stranger", [None, 0, 1])
+def test_another_user_takes_no_place(stranger: int | None) -> None:
+    """Whether it listens or connects: nothing is sent to it."""
+    from torch.distributed import TCPStore
+
+    if stranger is not None and os.geteuid():
+        pytest.skip("only root can become another user")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", CONNECT, str(rank), str(store.port), str(NOBODY * (rank == stranger))],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    said = [worker.communicate(timeout=60)[0].strip() for worker in workers]
+    if stranger is None:
+        assert said == ["connected"] * 2
+    else:
+        assert said[1 - stranger].startswith("RecoveryFailed") and f"user {NOBODY}" in said[1 - stranger], said
+
+
+@pytest.mark.parametrize("way", ["kernel", "table"])
+def test_an_end_without_an_owner_is_not_known(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "table":
+        monkeypatch.setattr(peers, "_ask_kernel", lambda own, other: None)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
+        pair = [(one.getsockname(), one.getpeername())]
+        assert peers.unknown(pair) == 1, "it is not accepted yet"
+        other = listener.accept()[0]
+        assert peers.unknown(pair) == 0 and peers.unknown([(b, a) for a, b in pair]) == 0
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(PermissionError, match="a process of user"):
+            peers.unknown(pair)
+        monkeypatch.undo()
+        other.close()
+        assert peers.unknown(pair) == 1, "it has gone"
