@@ -614,3 +614,37 @@ def test_a_refusal_is_one_line(tmp_path: Path) -> None:
     job.finish()
     assert job.code == 2
     assert job.stderr.splitlines() == ["swiftrun: ConfigError: the training script 'missing.py' does not exist"]
+
+
+FAULTY = """
+import os
+from shared_core.testing import point
+for step in range(3):
+    point("batch_top")
+print(f"rank {os.environ['RANK']} ends")
+"""
+_FAULTS = '[{"rank": 1, "step": 2, "point": "batch_top", "kind": "SIGKILL"}]'
+
+
+@pytest.mark.parametrize("standbys", ["0", "1"])
+def test_faults_are_armed_by_a_flag_alone(standbys: str, tmp_path: Path) -> None:
+    path = tmp_path / "faults.json"
+    path.write_text(_FAULTS)
+    options = ["--standbys", standbys]
+    if standbys == "0":
+        inherited = {"SWIFT_FAULTS": _FAULTS, "SWIFT_FAULTS_FILE": str(path), "SWIFT_FAULTS_LAUNCHER": str(os.getpid())}
+        job = run(tmp_path, FAULTY, options=options, env=inherited)
+        assert job.code == 0 and job.stdout.count("ends") == 2, job.stderr
+        assert not job.of("lost") and not job.of("fault")
+        assert "SWIFT_FAULTS in the environment has no effect" in job.stderr
+    else:
+        job = run(tmp_path, FAULTY, options=[*options, "--faults", str(path)])
+        assert job.code == 0 and job.stdout.count("ends") == 2, job.stderr
+        assert [event.rank for event in job.of("lost")] == [1] == [event.rank for event in job.of("fault")]
+
+
+def test_faults_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    job = start(tmp_path, "", options=["--standbys", "0", "--faults", "nowhere.json"]).finish()
+    assert job.code == 2
+    assert job.stderr.startswith("swiftrun: ConfigError: --faults: cannot read nowhere.json: "), job.stderr
+    assert job.stderr.count("\n") == 1
