@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shared_core.cluster.process import die_with_parent
+from shared_core.cluster.process import die_with_parent, run_module
 from shared_core.errors import ConfigError, CorruptFile, InvalidSchedule, SwiftError, WaitTimeout
 from shared_core.events import console
 from shared_core.reroute.check import NO_LIMIT, Memory
@@ -144,7 +144,7 @@ class PlanStore:
         """The same in a process of its own, of the lowest priority, which ends with this one."""
         path = self.folder / "settings.json"
         path.write_text(json.dumps(self.settings.to_dict()), encoding="utf-8")
-        command = [sys.executable, "-m", "shared_core.reroute.store", str(path), str(losses), str(os.getpid())]
+        command = run_module("shared_core.reroute.store", str(path), str(losses), str(os.getpid()))
         root = str(Path(__file__).resolve().parents[2])
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         return Filling(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))

@@ -648,3 +648,26 @@ def test_faults_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     assert job.code == 2
     assert job.stderr.startswith("swiftrun: ConfigError: --faults: cannot read nowhere.json: "), job.stderr
     assert job.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("standbys", [pytest.param("0", marks=pytest.mark.nightly), "1"])
+def test_imports_come_from_beside_the_script(standbys: str, tmp_path: Path) -> None:
+    """As under torchrun; the standby has imported ``calendar``, and torch ``fractions``, when the script begins."""
+    here, program = tmp_path / "here", tmp_path / "program"
+    here.mkdir()
+    program.mkdir()
+    for name in ("random", "selectors", "fractions", "calendar", "numpy", "sklearn"):
+        (here / f"{name}.py").write_text(f"raise SystemExit('{name} of the working directory was imported')")
+    for name in ("calendar", "fractions"):
+        (program / f"{name}.py").write_text("MINE = True")
+    (program / "script.py").write_text("""
+import calendar, fractions, os, random, sys
+import torch
+assert calendar.MINE and fractions.MINE and random.random() < 1 and torch.ones(1).sum() == 1
+assert sys.path[0] == os.path.dirname(__file__) and "" not in sys.path and os.getcwd() not in sys.path
+""")
+    swiftrun = str(Path(sys.executable).with_name("swiftrun"))
+    options = ["--nproc-per-node", "1", "--standbys", standbys, "--preload", "calendar,sklearn", "--events", ""]
+    job = start_command(here, [swiftrun, *options, str(program / "script.py")]).finish()
+    assert job.code == 0, job.stderr
+    assert "of the working directory" not in job.stderr
