@@ -56,12 +56,13 @@ class JobDir:
 
     Args:
         logs: parent of the folder for logs on disk, which is removed with it; see :func:`log_folder`.
+        logging: there may be such logs.
 
     Attributes:
         path: the folder.
     """
 
-    def __init__(self, logs: str | None = None) -> None:
+    def __init__(self, logs: str | None = None, *, logging: bool = True) -> None:
         self._log_lock = -1
         for parent in ("/dev/shm", tempfile.gettempdir()):
             with suppress(OSError):
@@ -71,7 +72,7 @@ class JobDir:
             raise OSError("no folder for temporary files can be written to: set TMPDIR")
         self._logs = log_folder(logs, self.path)
         try:
-            if own(self._logs):
+            if logging and own(self._logs):
                 self._log_lock = _lock(self._logs)
         except ConfigError:
             self.remove()
@@ -79,7 +80,7 @@ class JobDir:
         except OSError:
             pass  # whoever wants to write there says so
         sweep(self.path.parent)
-        sweep(self._logs.parent, _LOGS)  # their jobs may run where other folders in memory are seen
+        _sweep(self._logs.parent, _LOGS + PREFIX)  # their jobs may run where other folders in memory are seen
 
     def clear(self, keep: int | None = None) -> None:
         """Remove what an attempt has left, but not the lock, snapshots, and what is kept for other machines.
@@ -152,9 +153,15 @@ def _holds(fd: int, folder: Path) -> bool:
     return False
 
 
-def sweep(parent: Path, prefix: str = "") -> None:
-    """Remove folders that killed agents left in ``parent``: they are this user's, and nobody holds their locks."""
-    for folder in parent.glob(f"{prefix}{PREFIX}*"):
+def sweep(parent: Path) -> None:
+    """Remove folders that killed agents left in ``parent``, and their logs among temporary files: they are this user's,
+    and nobody holds their locks."""
+    _sweep(parent, PREFIX)
+    _sweep(Path(tempfile.gettempdir()), _LOGS + PREFIX)
+
+
+def _sweep(parent: Path, prefix: str) -> None:
+    for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError):
             found = os.lstat(folder)
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():

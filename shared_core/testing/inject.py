@@ -115,7 +115,7 @@ def _resolve() -> _Injector | None:
     global _active
     if _injector is None and _active and not arm_from_env():
         # A standby imports this before it has a rank; it keeps looking, all others are done.
-        _active = "RANK" not in os.environ
+        _active = FAULTS in os.environ and "RANK" not in os.environ
     return _injector
 
 
