@@ -252,7 +252,7 @@ class Alone:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         first = self.rank - local_rank
         self._local = range(first, min(first + local_size, self.world_size))
-        self._job_dir = JobDir() if local_rank == 0 else None
+        self._job_dir = JobDir(logging=False) if local_rank == 0 else None
         if self._job_dir is not None:
             path = self._job_dir.path
             if self.world_size > 1:

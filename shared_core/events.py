@@ -147,4 +147,11 @@ def by_run(events: Iterable[Event]) -> dict[str, list[Event]]:
 
 def console(message: str) -> None:
     """One readable line on stderr, marked as ours."""
-    print(f"[swift] {message}", file=sys.stderr, flush=True)
+    print(f"[swift] {visible(message)}", file=sys.stderr, flush=True)
+
+
+def visible(text: str) -> str:
+    """``text`` for a terminal: characters that would control it are written out, as ``\\x1b``."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

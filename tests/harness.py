@@ -22,6 +22,16 @@ from shared_core.testing.warm import WarmLauncher
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
+def armed(fault: Fault) -> str:
+    """Lines at the beginning of a script that is not started by ``swiftrun --faults``: its workers arm the fault."""
+    return f"""
+import os
+from shared_core.testing import Fault, arm
+if "SWIFT_RECOVERY_INCARNATION" in os.environ:
+    arm([{fault!r}], int(os.environ["RANK"]), int(os.environ["SWIFT_RECOVERY_INCARNATION"]))
+"""
+
+
 class Jobs:
     """Runs jobs for the tests of one session, from servers that hold the imports (unless ``SWIFT_TESTS_COLD`` is set).
 

@@ -16,7 +16,7 @@ from shared_core.cluster import jobdir, worker
 from shared_core.cluster.process import state_of
 from shared_core.cluster.secret import VARIABLE
 from shared_core.testing.faults import Fault, dumps
-from shared_core.testing.inject import FAULTS, STRUCK
+from shared_core.testing.inject import STRUCK
 from shared_core.testing.namespaces import Machine, write_hosts
 from shared_core.testing.processes import MARK
 from shared_core.testing.report import OUT, start_time
@@ -79,12 +79,19 @@ class Cluster:
         self._mark = os.environ.get(MARK, "") + uuid.uuid4().hex[:8]
         env = {name: value for name, value in os.environ.items() if not name.startswith("SWIFT_")}
         env |= {OUT: str(out), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: self._mark}
-        env |= {FAULTS: dumps(self.faults), STRUCK: str(out / "struck.jsonl")}
+        env[STRUCK] = str(out / "struck.jsonl")
+        (out / "faults.json").write_text(dumps(self.faults))
         endpoint = endpoint or f"{on[0].address}:29400"
         most = int(str(nnodes).rpartition(":")[2])
         self.argv = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", f"--spare-nodes={max(0, len(on) - most)}"]
         self.argv += [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={name or self._mark}"]
-        self.argv += [f"--events={out / 'events.jsonl'}", *options, str(script), *args]
+        self.argv += [
+            f"--faults={out / 'faults.json'}",
+            f"--events={out / 'events.jsonl'}",
+            *options,
+            str(script),
+            *args,
+        ]
         self.argv = list(command) or self.argv
         secret = out / "secret"
         secret.write_text(uuid.uuid4().hex)

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Jobs, most
+from harness import Jobs, armed, most
 
 from accelerate_swift import SwiftDeepSpeedPipelinePlugin
 from shared_core.errors import ConfigError
 from shared_core.testing import Fault
 from shared_core.testing.digest import digest
-from shared_core.testing.faults import dumps
 from shared_core.testing.runner import ROOT, compare
 
 ALL = ["--tied", "--clip", "0.5", "--evaluate"]
@@ -216,13 +215,16 @@ accelerator.end_training()
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_in(way: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT.replace("OPTIONS", "num_processes=2" if way == "python" else ""))
+    (tmp_path / "train.py").write_text(
+        armed(Fault(1, 6, "pipe.forward", "SIGKILL"))
+        + SCRIPT.replace("OPTIONS", "num_processes=2" if way == "python" else "")
+    )
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("SWIFT_RECOVERY", "ACCELERATE_"))}
     environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
     result = subprocess.run(
         [sys.executable, *WAYS[way], "train.py"],
         cwd=tmp_path,
-        env=environ | {"SWIFT_FAULTS": dumps([Fault(1, 6, "pipe.forward", "SIGKILL")])},
+        env=environ,
         capture_output=True,
         text=True,
         timeout=110,

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import most
+from harness import armed, most
 
 from shared_core.testing import Fault
-from shared_core.testing.faults import dumps
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
@@ -49,9 +48,14 @@ mixed_precision: 'no'
 
 
 def start(
-    folder: Path, *command: str, options: str = "", args: str = "cpu=True,", env: dict[str, str] | None = None
+    folder: Path,
+    *command: str,
+    options: str = "",
+    args: str = "cpu=True,",
+    env: dict[str, str] | None = None,
+    begin: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(SCRIPT.replace("OPTIONS", options).replace("ARGS", args))
+    (folder / "train.py").write_text(begin + SCRIPT.replace("OPTIONS", options).replace("ARGS", args))
     (folder / "accelerate.yaml").write_text(CONFIG)
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("SWIFT_RECOVERY", "ACCELERATE_"))}
     environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
@@ -86,8 +90,8 @@ WAYS: dict[str, tuple[tuple[str, ...], str, str]] = {
 )
 def test_a_lost_worker_is_replaced(way: str, tmp_path: Path) -> None:
     command, options, args = WAYS[way]
-    faults = dumps([Fault(1, 11, "bucket", "SIGKILL")])
-    result = start(tmp_path, *command, options=options, args=args, env={"SWIFT_FAULTS": faults})
+    begin = armed(Fault(1, 11, "bucket", "SIGKILL"))
+    result = start(tmp_path, *command, options=options, args=args, begin=begin)
     assert result.returncode == 0, result.stderr
     assert sorted(line for line in result.stdout.splitlines() if line.startswith("rank")) == [
         "rank 0 of 2: recovery True",

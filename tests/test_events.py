@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shared_core.cli import swiftctl
-from shared_core.events import Event, EventLog, by_run, read_events
+from shared_core.events import Event, EventLog, by_run, console, read_events
 from shared_core.report.timeline import Recovery, format_recoveries, format_timeline, recoveries
 
 START = 1000.0
@@ -251,6 +251,21 @@ def test_swiftctl_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "replica, stalled 302 ms, 500.0 kB moved, 0 steps recomputed" in out
     assert "from batch top 17, 2.0 MB moved, 4 operations served\n" in out
     assert "survivors ready" in out and "\x1b[" not in out
+
+
+def test_what_a_worker_says_does_not_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The text of an exception is the worker's; here it would clear the screen and set the title."""
+    cause = "ValueError: \x1b[2J\x1b]0;title\x07 \x9b31m ü\r"
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.emit("lost", rank=1, cause=cause)
+    log.emit("generation", generation=1)
+    assert swiftctl.main(["events", str(path)]) == 0
+    console(f"rank 1 is lost ({cause}): a newcomer takes its place")
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err):
+        assert "\\x1b[2J\\x1b]0;title\\x07 \\x9b31m ü\\r" in text
+        assert all(c.isprintable() or c == "\n" for c in text)
 
 
 def test_swiftctl_events_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,6 +96,7 @@ def test_faults_that_cannot_be_read_say_why(jobs: Jobs) -> None:
     done = _python(
         "from shared_core.testing import inject; inject.point('startup')",
         RANK="0",
+        SWIFT_FAULTS_LAUNCHER=str(os.getpid()),
         SWIFT_FAULTS='[{"rank": 0, "step": 1, "point": "buckets", "kind": "SIGKILL"}]',
     )
     assert done.returncode == 1

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import Jobs
+from harness import Jobs, armed
 from machines import Cluster
 
 from shared_core.testing import Fault
@@ -50,8 +50,9 @@ def test_a_script_of_the_readme(name: str, tmp_path: Path) -> None:
     script.write_text("import torch; torch.manual_seed(int(__import__('os').environ['RANK']))\n" + SCRIPTS[name])
     plain = stock(script)
     assert "mean loss" in plain.stdout
-    faults = dumps([Fault(1, 20, "bucket", "SIGKILL"), Fault(0, 40, "forward", "SIGKILL")])
-    lost = run(script, "shared_core.cli.swiftrun", env={"SWIFT_FAULTS": faults})
+    faults = tmp_path / "faults.json"
+    faults.write_text(dumps([Fault(1, 20, "bucket", "SIGKILL"), Fault(0, 40, "forward", "SIGKILL")]))
+    lost = run(script, "shared_core.cli.swiftrun", "--faults", str(faults))
     assert lost.returncode == 0, lost.stderr
     assert "; 2 workers were lost" in lost.stderr
     losses = [sorted(re.findall(r"mean loss [\d.]+", each.stdout)) for each in (plain, lost)]  # ranks in any order
@@ -63,7 +64,7 @@ def test_the_first_lines_of_the_readme(tmp_path: Path) -> None:
     lines = re.findall(r"```diff\n(.*?)```", README, re.S)[0].splitlines()
     snippet = "\n".join(line[2:] for line in lines if not line.startswith("-"))
     script = tmp_path / "train.py"
-    script.write_text(f"""
+    script.write_text(f"""{armed(Fault(2, 5, "bucket", "SIGKILL"))}
 from lightning.pytorch.demos.boring_classes import BoringModel
 {snippet}
 trainer.fit_loop.max_epochs = 1
@@ -71,11 +72,7 @@ trainer.fit(BoringModel())
 print(f"steps {{trainer.global_step}};")
 """)
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_")}
-    environ |= {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "SWIFT_FAULTS": dumps([Fault(2, 5, "bucket", "SIGKILL")]),
-    }
+    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110
     )

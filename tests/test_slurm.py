@@ -154,9 +154,9 @@ BOTH = ["rank 0 of 2", "rank 1 of 2"]
 )
 def test_a_lost_worker_is_replaced(script: str, cluster: Slurm, tmp_path: Path) -> None:
     """``SLURM_*`` says one task; the workers of ``swiftrun`` are two all the same, also to Lightning."""
-    faults = dumps([Fault(1, 11, "bucket", "SIGKILL")])
+    (tmp_path / "faults.json").write_text(dumps([Fault(1, 11, "bucket", "SIGKILL")]))
     script = script.replace("PROCESSES", "1")
-    job = start(cluster, tmp_path, script, "srun", *ONE_TASK, *SWIFTRUN, env={"SWIFT_FAULTS": faults})
+    job = start(cluster, tmp_path, script, "srun", *ONE_TASK, *SWIFTRUN[:-1], "--faults", "faults.json", SWIFTRUN[-1])
     code, out, err = finish(cluster, job)
     assert code == 0, err
     assert ranks(out) == BOTH, err
@@ -256,9 +256,11 @@ def test_the_batch_script_of_the_docs(cluster: Slurm, tmp_path: Path) -> None:
     assert found is not None
     assert "--cpus-per-task=4" in found[1]
     # The node of the test has two processors.
-    (tmp_path / "train.sbatch").write_text(found[1].replace("--cpus-per-task=4", "--cpus-per-task=2"))
-    faults = dumps([Fault(1, 3, "bucket", "SIGKILL")])
-    job = start(cluster, tmp_path, plain(6), "sbatch", "--wait", "train.sbatch", env={"SWIFT_FAULTS": faults})
+    assert found[1].count("swiftrun ") == 1
+    (tmp_path / "faults.json").write_text(dumps([Fault(1, 3, "bucket", "SIGKILL")]))
+    batch = found[1].replace("--cpus-per-task=4", "--cpus-per-task=2")
+    (tmp_path / "train.sbatch").write_text(batch.replace("swiftrun ", "swiftrun --faults faults.json "))
+    job = start(cluster, tmp_path, plain(6), "sbatch", "--wait", "train.sbatch")
     code, out, err = finish(cluster, job)
     (log,) = (path.read_text() for path in tmp_path.glob("train-*.log"))
     assert code == 0, f"{out}{err}{log}"

@@ -27,7 +27,7 @@ from examples.demo.plot import side_by_side, write_png
 from shared_core.events import Event, read_events
 from shared_core.report import Recovery, format_recoveries, recoveries
 from shared_core.testing.faults import ANY_STEP, Fault, dumps
-from shared_core.testing.inject import FAULTS, STRUCK, read_struck
+from shared_core.testing.inject import STRUCK, read_struck
 
 WORKERS = 4
 TRAIN = Path(__file__).with_name("train.py")
@@ -243,6 +243,14 @@ def problems(
     return found
 
 
+def _armed(run: Run, strikes: Sequence[Strike]) -> str:
+    """Write the faults of a run beside its folder; the option that arms them."""
+    path = run.out.with_name(run.out.name + "-faults.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dumps([fault for strike in strikes for fault in strike.faults]))
+    return f"--faults={path}"
+
+
 def pipelines(out: Path, stages: int, strikes: Sequence[Strike]) -> dict[str, Any]:
     """Run a pipeline of ``stages`` stages without and with failures; returns what the report says of it."""
     name = f"pipeline {stages} x {WORKERS // stages}"
@@ -255,13 +263,12 @@ def pipelines(out: Path, stages: int, strikes: Sequence[Strike]) -> dict[str, An
     for strike in strikes:
         print(f"   step {strike.faults[0].step:>3}: {strike.title}", flush=True)
     env = {
-        FAULTS: dumps([fault for strike in strikes for fault in strike.faults]),
         STRUCK: str(faulty.out / "struck.jsonl"),
         "SWIFT_RECOVERY_CHECKPOINT_DIR": str(faulty.out / "checkpoints"),
         "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "5",
     }
     path = faulty.out / "events.jsonl"
-    swift = ["shared_core.cli.swiftrun", f"--nproc-per-node={WORKERS}", f"--events={path}"]
+    swift = ["shared_core.cli.swiftrun", f"--nproc-per-node={WORKERS}", f"--events={path}", _armed(faulty, strikes)]
     execute(faulty, swift, [*script, "swift"], PIPELINE_STEPS, env)
     events = list(read_events(path)) if path.exists() else []
     found = recoveries(events)
@@ -326,12 +333,9 @@ def main() -> int:
     for strike in strikes:
         when = min(fault.step for fault in strike.faults if fault.step != ANY_STEP and "recovery" not in fault.point)
         print(f"   step {when:>3}: {strike.title}", flush=True)
-    env = {
-        FAULTS: dumps([fault for strike in strikes for fault in strike.faults]),
-        STRUCK: str(faulty.out / "struck.jsonl"),
-    }
+    env = {STRUCK: str(faulty.out / "struck.jsonl")}
     path = faulty.out / "events.jsonl"
-    swift = ["shared_core.cli.swiftrun", f"--nproc-per-node={WORKERS}", f"--events={path}"]
+    swift = ["shared_core.cli.swiftrun", f"--nproc-per-node={WORKERS}", f"--events={path}", _armed(faulty, strikes)]
     execute(faulty, swift, [str(TRAIN), "--strategy", "swift_ddp"], options.steps, env)
 
     events = list(read_events(path)) if path.exists() else []

@@ -24,6 +24,7 @@ from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import console
 from shared_core.kinds import no_folder
+from shared_core.testing import inject
 
 DEFAULT_BUDGET = 100
 #: Rendezvous backends that a command line for one machine may name; none of them is used.
@@ -149,6 +150,12 @@ def get_args_parser() -> argparse.ArgumentParser:
         default=2.0,
         metavar="SECONDS",
         help="A machine that gives no sign of life for so long is lost. Default: 2.",
+    )
+    ours.add_argument(
+        "--faults",
+        default=None,
+        metavar="FILE",
+        help="For tests: a JSON list of faults that strike workers, see shared_core/testing/faults.py.",
     )
     return parser
 
@@ -434,6 +441,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Exit codes are torchrun's: 0, 1 if the job failed or was ended by a signal, 2 for a wrong command line.
     """
+    ignored = inject.take_out(os.environ)  # before anything is started that would inherit it
     early = _start_early(sys.argv[1:] if argv is None else argv)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -443,6 +451,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         args = parse_args(argv)
+        if args.faults is not None:
+            os.environ.update(inject.variables(inject.read_file(args.faults)))
+        elif ignored:
+            console(f"{inject.FAULTS} in the environment has no effect: faults are armed by --faults FILE")
         record(launch)(args, early if args.standbys and not args.no_python else None)
     except JobOver as error:
         print(f"swiftrun: {error}", file=sys.stderr)

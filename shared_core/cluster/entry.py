@@ -20,7 +20,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NoReturn
 
-from shared_core.cluster import process, worker
+from shared_core.cluster import preload, process, worker
 from shared_core.cluster.request import Mode, StartRequest
 from shared_core.cluster.title import set_title
 
@@ -163,8 +163,10 @@ def _run_program(mode: Mode, target: str, main: types.ModuleType) -> None:
 
 
 def _set_first_path(entry: str) -> None:
+    """The program's own folder comes first; ours, if any, was taken away when this interpreter began."""
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = entry
+        sys.path.insert(0, entry)
+        preload.make_way(Path(entry))
 
 
 def _exec_script(path: str, main: types.ModuleType) -> None:

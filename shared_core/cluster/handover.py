@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from shared_core.cluster import worker
+from shared_core.cluster import process, worker
 from shared_core.errors import SwiftError
 from shared_core.events import console
 
@@ -95,10 +94,9 @@ def hand_over(nproc: int, standbys: int = 1, extra: Sequence[str] = ()) -> NoRet
         console(LEFT_BEHIND.format(debugger))
     sys.stdout.flush()
     sys.stderr.flush()
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing's spawn does
     os.environ[worker.HANDED_OVER] = "1"
     options = ["--standbys", str(standbys), "--nproc-per-node", str(nproc), *extra]
-    os.execv(sys.executable, [sys.executable, *flags, "-m", "shared_core.cli.swiftrun", *options, *command])
+    os.execv(sys.executable, process.run_module("shared_core.cli.swiftrun", *options, *command))
 
 
 def _debugger() -> str:

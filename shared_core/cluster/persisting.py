@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -123,7 +122,7 @@ class Persisting:
         return ended, self._collect()
 
     def _start(self, rank: int) -> None:
-        command = [sys.executable, "-m", PROGRAM, str(self._folder), f"--grace={self._grace_s}"]
+        command = process.run_module(PROGRAM, str(self._folder), f"--grace={self._grace_s}")
         if self._events:
             command.append(f"--events={self._events}")
         self._process = subprocess.Popen(

@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import io
 import os
+import sys
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -17,6 +18,8 @@ from pathlib import Path
 #: Every worker needs these.
 ALWAYS = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors", "shared_core")
 _LIGHTNING = ("lightning", "lightning_swift")
+#: This product, which is at work already when the program begins.
+_OURS = frozenset({"shared_core", "lightning_swift", "accelerate_swift"})
 #: Module to import -> names whose mention in a script says that the job will import it.
 HEAVY: dict[str, tuple[str, ...]] = {
     # the first optimizer imports it, which takes about a second
@@ -74,10 +77,43 @@ def modules_for(script: Path | None, extra: Iterable[str] = ()) -> list[str]:
     chosen = list(ALWAYS)
     if script is not None:
         found = _look_around(script)
-        chosen += [module for module, names in HEAVY.items() if found.words.intersection(names)]
-        chosen += found.imports
+        theirs = beside(script.parent)
+        wanted = [module for module, names in HEAVY.items() if found.words.intersection(names)]
+        chosen += [name for name in (*wanted, *found.imports) if _top(name) not in theirs]
     chosen += extra
     return list(dict.fromkeys(chosen))
+
+
+def beside(folder: Path) -> set[str]:
+    """Names of the modules and packages in a folder."""
+    found = set()
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.suffix in (".py", ".so"):
+                found.add(path.name.partition(".")[0])
+            elif path.is_dir() and (path / "__init__.py").exists():
+                found.add(path.name)
+    return found
+
+
+def make_way(folder: Path) -> None:
+    """Forget modules of the same names as the program's own in ``folder``, which come first: it will import those.
+
+    What the interpreter begins with stays, as it would without us; so do we.
+    """
+    inside = os.path.realpath(folder) + os.sep
+    for name in beside(folder).intersection(map(_top, sys.modules)) - _OURS - {"__main__", "encodings"}:
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        origin = getattr(spec, "origin", None)
+        if origin in ("built-in", "frozen") or os.path.realpath(origin or "").startswith(inside):
+            continue
+        for other in [one for one in sys.modules if _top(one) == name]:
+            del sys.modules[other]
+
+
+def _top(name: str) -> str:
+    """The outermost package of ``module`` or ``module:attribute``."""
+    return name.partition(":")[0].partition(".")[0]
 
 
 def installed(modules: Sequence[str]) -> list[str]:
@@ -85,7 +121,7 @@ def installed(modules: Sequence[str]) -> list[str]:
     found = []
     for name in modules:
         try:
-            if importlib.util.find_spec(name.partition(":")[0].partition(".")[0]) is not None:
+            if importlib.util.find_spec(_top(name)) is not None:
                 found.append(name)
         except (ImportError, ValueError):
             continue

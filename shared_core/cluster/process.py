@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,19 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MADV_COLLAPSE = 25
 _HUGE = 2 << 20
+
+
+#: What ``python -c`` and ``-m`` put first is the working directory, from which torchrun's workers import nothing.
+NOT_FROM_HERE = "import sys; sys.path[:1] = [p for p in sys.path[:1] if getattr(sys.flags, 'safe_path', 0)]; "
+
+
+def run_module(module: str, *args: str) -> list[str]:
+    """Command line of a fresh interpreter with this one's flags that runs a module of this package as ``-m`` does, and
+    imports nothing from the working directory."""
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing's spawn does
+    root = str(Path(__file__).resolve().parents[2])
+    code = f"{NOT_FROM_HERE}sys.path.append({root!r}); import runpy; runpy._run_module_as_main({module!r})"
+    return [sys.executable, *flags, "-c", code, *args]
 
 
 def _prctl(option: int, value: int) -> None:

@@ -17,7 +17,7 @@ from shared_core.cluster import entry, process
 from shared_core.cluster.request import StartRequest
 from shared_core.config import ENV_PREFIX
 
-_BOOTSTRAP = "import sys; sys.path.append({root!r}); from shared_core.cluster.{module} import main; main()"
+_BOOTSTRAP = process.NOT_FROM_HERE + "sys.path.append({root!r}); from shared_core.cluster.{module} import main; main()"
 
 
 def _python(module: str, *args: str) -> list[str]:

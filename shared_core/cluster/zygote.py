@@ -20,9 +20,10 @@ import sys
 import time
 import warnings
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from shared_core.cluster import entry, preload, process, worker
+from shared_core.cluster import entry, jobdir, preload, process, worker
 from shared_core.cluster.request import StartRequest
 from shared_core.cluster.title import set_title
 
@@ -48,6 +49,7 @@ class _Orphan:
     def end(cls) -> None:
         if cls.job_dir:
             shutil.rmtree(cls.job_dir, ignore_errors=True)
+            shutil.rmtree(jobdir.log_folder(None, Path(cls.job_dir)), ignore_errors=True)
         os._exit(0)  # exit handlers of imported modules belong to the workers
 
     @classmethod

@@ -30,7 +30,7 @@ import torch
 from shared_core.cluster.mirror import Mirror
 from shared_core.consistency.frontier import Top
 from shared_core.errors import CorruptFile
-from shared_core.loaders.reshard import pack_indices
+from shared_core.loaders.reshard import pack_indices, unpack_indices
 from shared_core.recovery.plain import Piece, dumps, loads, pieces
 
 _HEADER = struct.Struct("<IQI")  # length of the header, length of the payload, checksum of both
@@ -252,17 +252,17 @@ class Board:
         """Publish the indices of a pass over the data. Returns its name."""
         name = f"order.{os.urandom(6).hex()}"
         self._packed[name] = pack_indices(indices)
-        write_file(self.folder / name, b"", pieces(indices), self._mirror)
+        write_file(self.folder / name, b"", pieces(self._packed[name]), self._mirror)
         return name
 
     def read_order(self, name: str) -> list[Any]:
         """The indices published under ``name``."""
-        return loads(read_file(self.folder / name)[1])  # type: ignore[no-any-return]
+        return unpack_indices(self.packed_order(name))
 
     def packed_order(self, name: str) -> Any:
         """The indices published under ``name``, packed; quick in the process that published them."""
         if name not in self._packed:
-            self._packed[name] = pack_indices(self.read_order(name))
+            self._packed[name] = loads(read_file(self.folder / name)[1])
         return self._packed[name]
 
     def drop_order(self, name: str) -> None:

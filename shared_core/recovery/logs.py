@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shared_core.cluster.jobdir import log_folder
+from shared_core.cluster.jobdir import log_folder, own
 from shared_core.cluster.worker import WorkerEnv
 from shared_core.comm import Runtime
 from shared_core.comm.archive import Archive
@@ -82,6 +83,8 @@ class Logs:
         nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.regroup(together(env.config.log_groups, env.rank, env.world_size, nproc))
         mine = log_folder(env.config.log_dir, env.job_dir) / f"rank{env.rank}"
+        with suppress(OSError):  # a folder that cannot be made: the archive says so
+            own(mine.parent)
         folder = mine / f"attempt{env.restart}"
         for old in mine.glob("attempt*"):
             if old != folder:

@@ -1,15 +1,12 @@
 """Plain data with tensors as bytes, and back, quickly and without executing what is read.
 
-A restricted pickle: writing handles tensors and numpy arrays by their bytes; reading looks up nothing but the few
-    constructors named here.
+The standard library's pickler writes, tensors and numpy arrays by their bytes. It does not read:
+    :mod:`shared_core.recovery.unpacking` does, and makes plain data only.
 """
 
 from __future__ import annotations
 
-import collections
-import datetime
 import io
-import pathlib
 import pickle
 import struct
 from collections.abc import Callable, Sequence
@@ -19,6 +16,7 @@ import numpy as np
 import torch
 
 from shared_core.errors import CorruptFile, SwiftError
+from shared_core.recovery.unpacking import array_kind, unpack
 
 #: What a value can be written as without a copy.
 Piece = bytes | memoryview
@@ -29,49 +27,11 @@ _SEVERAL = b"S"
 _LENGTH = struct.Struct("<Q")
 
 
-def _tensor(data: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    kind = _dtype(dtype)
-    if not data:
-        return torch.empty(shape, dtype=kind)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).view(shape)
-
-
-def _array(data: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
-    return np.frombuffer(bytearray(data), dtype=np.dtype(dtype)).reshape(shape)
-
-
-def _scalar(data: bytes, dtype: str) -> Any:
-    return np.frombuffer(data, dtype=np.dtype(dtype))[0]
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):  # what is returned here could be called by a forged pickle
-        raise CorruptFile(f"refused to read torch.{name}: it is no dtype")
-    return found
-
-
-_ALLOWED: dict[tuple[str, str], Any] = {
-    (__name__, "_tensor"): _tensor,
-    (__name__, "_array"): _array,
-    (__name__, "_scalar"): _scalar,
-    (__name__, "_dtype"): _dtype,
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("collections", "defaultdict"): collections.defaultdict,
-    ("collections", "deque"): collections.deque,
-    ("collections", "Counter"): collections.Counter,
-    ("datetime", "timedelta"): datetime.timedelta,
-    ("datetime", "datetime"): datetime.datetime,
-    ("pathlib", "PosixPath"): pathlib.PosixPath,
-    ("torch", "Size"): torch.Size,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "complex"): complex,
-    ("builtins", "list"): list,
-    ("builtins", "dict"): dict,
-    ("builtins", "int"): int,
-    ("builtins", "float"): float,
-}
+# Their names stand in the bytes for what the reader makes; nobody calls them.
+def _tensor(data: Any, dtype: str, shape: Any) -> None: ...
+def _array(data: Any, dtype: str, shape: Any) -> None: ...
+def _scalar(data: Any, dtype: str) -> None: ...
+def _dtype(name: str) -> None: ...
 
 
 class _Pickler(pickle.Pickler):
@@ -87,20 +47,12 @@ class _Pickler(pickle.Pickler):
             data = pickle.PickleBuffer(view) if apart else view.tobytes()
             return _tensor, (data, str(obj.dtype).removeprefix("torch."), tuple(obj.shape))
         if isinstance(obj, np.ndarray) and obj.dtype != object:
-            return _array, (obj.tobytes(), obj.dtype.str, obj.shape)
+            return _array, (obj.tobytes(), array_kind(obj.dtype.str).str, obj.shape)
         if isinstance(obj, np.generic):
-            return _scalar, (obj.tobytes(), obj.dtype.str)
+            return _scalar, (obj.tobytes(), array_kind(obj.dtype.str).str)
         if isinstance(obj, torch.dtype):
             return _dtype, (str(obj).removeprefix("torch."),)
         return NotImplemented
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _ALLOWED[(module, name)]
-        except KeyError:
-            raise CorruptFile(f"refused to read {module}.{name}: only plain data and tensors are stored") from None
 
 
 def dumps(value: Any) -> bytes:
@@ -147,7 +99,7 @@ def loads(data: bytes | memoryview) -> Any:
     """
     try:
         main, *apart = _split(memoryview(data))
-        return _Unpickler(io.BytesIO(main), buffers=apart).load()
+        return unpack(main, apart, len(data))
     except CorruptFile:
         raise
     except Exception as error:
@@ -159,8 +111,12 @@ def _split(data: memoryview) -> Sequence[memoryview]:
         return [data]
     at = 1 + _LENGTH.size
     (count,) = _LENGTH.unpack_from(data, 1)
+    if count > len(data) // _LENGTH.size:
+        raise CorruptFile("damaged publication: it ends too early")
     lengths = struct.unpack_from(f"<{count}Q", data, at)
     at += count * _LENGTH.size
+    if at + sum(lengths) != len(data):
+        raise CorruptFile("damaged publication: its pieces have other lengths")
     found = []
     for length in lengths:
         found.append(data[at : at + length])

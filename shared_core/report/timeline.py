@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shared_core.events import Event
+from shared_core.events import Event, visible
 from shared_core.report.text import columns, in_bytes, in_seconds
 
 #: What stands for the id of a run in a file of an older version.
@@ -212,7 +212,7 @@ def format_recoveries(found: Sequence[Recovery], start: float) -> str:
             (
                 str(one.generation),
                 ", ".join(map(str, one.lost)) or "-",
-                _short("; ".join(dict.fromkeys(loss.cause or "unknown" for loss in one.losses)) or "-"),
+                _short(visible("; ".join(dict.fromkeys(loss.cause or "unknown" for loss in one.losses))) or "-"),
                 one.answer,
                 f"+{one.detected - start:.2f} s",
                 in_seconds(one.slowest_survivor_ready_s),
@@ -251,7 +251,8 @@ def _line(event: Event, start: float, color: bool) -> str:
     if color and event.kind in _COLORS:
         kind = f"\x1b[{_COLORS[event.kind]}m{kind}\x1b[0m"
     say = _WORDS.get(event.kind, _any_fields)
-    return f"{event.time - start:+10.3f} s  gen {event.generation:<3} {who:<8} {kind} {say(event.fields)}".rstrip()
+    said = visible(say(event.fields))
+    return f"{event.time - start:+10.3f} s  gen {event.generation:<3} {who:<8} {kind} {said}".rstrip()
 
 
 def format_runs(shown: str, begun: Sequence[tuple[str, float]], most: int = 10) -> str:

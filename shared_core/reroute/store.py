@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shared_core.cluster.process import die_with_parent
-from shared_core.errors import ConfigError, InvalidSchedule, WaitTimeout
+from shared_core.cluster.process import die_with_parent, run_module
+from shared_core.errors import ConfigError, CorruptFile, InvalidSchedule, SwiftError, WaitTimeout
+from shared_core.events import console
 from shared_core.reroute.check import NO_LIMIT, Memory
 from shared_core.reroute.planner import Plan, parse_worker, plan
 from shared_core.reroute.problem import Variant
@@ -120,7 +121,7 @@ class PlanStore:
             found = self.settings.plan(pattern)
             path = self._path(pattern)
             partial = path.with_suffix(f".{os.getpid()}.part")
-            partial.write_text(found.to_json(), encoding="utf-8")
+            partial.write_text(_sealed(found.to_json()), encoding="utf-8")
             partial.replace(path)
             self._read[pattern] = found
         return rename(found, {new: old for old, new in names.items()})
@@ -143,7 +144,7 @@ class PlanStore:
         """The same in a process of its own, of the lowest priority, which ends with this one."""
         path = self.folder / "settings.json"
         path.write_text(json.dumps(self.settings.to_dict()), encoding="utf-8")
-        command = [sys.executable, "-m", "shared_core.reroute.store", str(path), str(losses), str(os.getpid())]
+        command = run_module("shared_core.reroute.store", str(path), str(losses), str(os.getpid()))
         root = str(Path(__file__).resolve().parents[2])
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         return Filling(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
@@ -168,9 +169,15 @@ class PlanStore:
     def _load(self, pattern: tuple[Worker, ...]) -> Plan | None:
         found = self._read.get(pattern)
         if found is None:
+            path = self._path(pattern)
             try:
-                found = Plan.from_json(self._path(pattern).read_text(encoding="utf-8"))
+                found = Plan.from_json(_opened(path.read_text(encoding="utf-8")))
+                if found.lost != pattern or found.topology != self.settings.topology:
+                    raise CorruptFile("it is a plan for something else")
             except FileNotFoundError:
+                return None
+            except (SwiftError, UnicodeDecodeError) as error:
+                console(f"the plan {path} is damaged and will be made again: {error}")
                 return None
             self._read[pattern] = found
         return found
@@ -207,6 +214,19 @@ class Filling:
         """End it; plans that are there stay."""
         self._process.kill()
         self._process.wait()
+
+
+def _sealed(text: str) -> str:
+    """A line and its checksum."""
+    return f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
+def _opened(sealed: str) -> str:
+    """The line; raises CorruptFile if its checksum is another."""
+    text, _, _ = sealed.partition("\n")
+    if sealed != _sealed(text):
+        raise CorruptFile("its checksum does not match")
+    return text
 
 
 def _from_name(stem: str) -> tuple[Worker, ...]:

@@ -178,7 +178,7 @@ def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
 
 
 def dumps(faults: Iterable[Fault]) -> str:
-    """A JSON list of faults, as the variable ``SWIFT_FAULTS`` takes it."""
+    """A JSON list of faults, as a file for ``swiftrun --faults`` holds it."""
     return json.dumps([fault.to_dict() for fault in faults])
 
 

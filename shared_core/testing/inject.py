@@ -1,7 +1,8 @@
 """The fault injector: the core calls :func:`point` at named places; an armed fault strikes there.
 
-Nothing is armed unless ``SWIFT_FAULTS`` (a JSON list) or ``SWIFT_FAULTS_FILE`` is set in a worker that has a ``RANK``;
-the first point reached reads them. Afterwards an unarmed point costs one test of a module-level flag.
+Faults are armed by ``swiftrun --faults FILE``, which sets :func:`variables` for its workers; the variables alone do
+nothing. The first point that a worker reaches reads them. Afterwards an unarmed point costs one test of a module-level
+flag.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from shared_core.errors import ConfigError
 from shared_core.events import RUN, EventLog
-from shared_core.testing.faults import ANY_STEP, EXIT_CODE, Fault, loads
+from shared_core.testing.faults import ANY_STEP, EXIT_CODE, Fault, dumps, loads
 
 FAULTS = "SWIFT_FAULTS"
-FAULTS_FILE = "SWIFT_FAULTS_FILE"
+#: Process id of the launcher that was given the faults: only processes below it arm them.
+LAUNCHER = "SWIFT_FAULTS_LAUNCHER"
 STRUCK = "SWIFT_FAULTS_STRUCK"
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -113,7 +115,7 @@ def _resolve() -> _Injector | None:
     global _active
     if _injector is None and _active and not arm_from_env():
         # A standby imports this before it has a rank; it keeps looking, all others are done.
-        _active = FAULTS in os.environ or FAULTS_FILE in os.environ
+        _active = FAULTS in os.environ and "RANK" not in os.environ
     return _injector
 
 
@@ -137,26 +139,53 @@ def disarm() -> None:
 
 
 def arm_from_env(env: Mapping[str, str] | None = None) -> bool:
-    """Arm from ``SWIFT_FAULTS`` or ``SWIFT_FAULTS_FILE``, ``RANK`` and ``SWIFT_RECOVERY_INCARNATION``.
+    """Arm from what :func:`variables` has made, ``RANK`` and ``SWIFT_RECOVERY_INCARNATION``.
 
     Returns:
-        Whether the environment names faults and a rank.
+        Whether the environment names faults and a rank, and a launcher that this process comes from.
 
     Raises:
         ConfigError: if the list of faults cannot be read.
     """
     env = os.environ if env is None else env
-    if "RANK" not in env or not (FAULTS in env or FAULTS_FILE in env):
+    if "RANK" not in env or FAULTS not in env or not _comes_from(env.get(LAUNCHER, "")):
         return False
-    if FAULTS in env:
-        text = env[FAULTS]
-    else:
-        try:
-            text = Path(env[FAULTS_FILE]).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{FAULTS_FILE}: cannot read {env[FAULTS_FILE]}: {error}") from error
-    arm(loads(text), int(env["RANK"]), int(env.get("SWIFT_RECOVERY_INCARNATION", "0")))
+    arm(loads(env[FAULTS]), int(env["RANK"]), int(env.get("SWIFT_RECOVERY_INCARNATION", "0")))
     return True
+
+
+def variables(faults: Iterable[Fault]) -> dict[str, str]:
+    """What arms ``faults`` in the processes that this one starts, and in those that they start."""
+    return {FAULTS: dumps(faults), LAUNCHER: str(os.getpid())}
+
+
+def read_file(path: str | os.PathLike[str]) -> list[Fault]:
+    """The faults in a file, a JSON list.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    try:
+        return loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--faults: cannot read {path}: {error}") from error
+
+
+def take_out(env: MutableMapping[str, str]) -> bool:
+    """Remove what would arm faults; returns whether there was something."""
+    env.pop(LAUNCHER, None)
+    return env.pop(FAULTS, None) is not None
+
+
+def _comes_from(launcher: str) -> bool:
+    """Whether the process of that id is an ancestor of this one."""
+    here = os.getppid()
+    while here > 1 and str(here) != launcher:
+        try:
+            here = int(Path(f"/proc/{here}/stat").read_bytes().rpartition(b")")[2].split()[1])
+        except OSError:
+            return False
+    return here > 1
 
 
 def set_step(tops: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from shared_core.events import Event, read_events
 from shared_core.testing.faults import EXIT_CODE, Fault, dumps
-from shared_core.testing.inject import FAULTS, STRUCK, read_struck
+from shared_core.testing.inject import STRUCK, read_struck
 from shared_core.testing.plain import ROOT, PlainLauncher
 from shared_core.testing.processes import MARK, describe, kill_marked, wait_gone
 from shared_core.testing.report import OUT, start_time
@@ -150,10 +150,10 @@ def run_job(
             full_env.setdefault(BASELINE, "1")
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
         else:
-            full_env[FAULTS] = dumps(faults)
             full_env[STRUCK] = str(out / "struck.jsonl")
+            (out / "faults.json").write_text(dumps(faults))
             command = [sys.executable, "-m", "shared_core.cli.swiftrun", f"--nproc-per-node={nproc}"]
-            command += [f"--standbys={standbys}", f"--events={out / 'events.jsonl'}"]
+            command += [f"--standbys={standbys}", f"--events={out / 'events.jsonl'}", f"--faults={out / 'faults.json'}"]
         command += [*launcher_args, script, *args]
         if launcher == "swiftrun" and warm is not None:
             status, orphans = _run_warm(warm, command[3:], full_env, out, timeout_s)

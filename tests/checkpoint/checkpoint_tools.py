@@ -17,7 +17,6 @@ from shared_core.checkpoint import Checkpoint, Sealed, Spool, Target, committed,
 from shared_core.checkpoint.image import write_file
 from shared_core.checkpoint.writer import main
 from shared_core.testing import Fault, inject
-from shared_core.testing.faults import dumps
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 20.0
@@ -78,7 +77,7 @@ def start_writer(
     code = f"{program}\nimport sys\nfrom shared_core.checkpoint.writer import main\nsys.exit(main(sys.argv[1:]))\n"
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]), "RANK": "0"}
     if faults:
-        variables["SWIFT_FAULTS"] = dumps(faults)
+        variables |= inject.variables(faults)
     return subprocess.Popen(
         [sys.executable, "-c", code, str(spool.folder)],
         stdin=subprocess.PIPE,

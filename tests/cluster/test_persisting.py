@@ -67,9 +67,11 @@ assert spool.status().pid != first
 def test_a_writer_that_is_lost_in_the_last_write_is_replaced_too(tmp_path: Path) -> None:
     fault = '[{"rank": 0, "step": 20, "point": "checkpoint.file", "kind": "SIGKILL", "nth": 4}]'
     script = "leave(10)\nassert spool.wait_committed(10, 30)\nleave(20)"
-    job = run(tmp_path, PRELUDE + script, env={"SWIFT_FAULTS": fault, "SWIFT_FAULTS_STRUCK": str(tmp_path / "struck")})
+    faults, struck = tmp_path / "faults.json", tmp_path / "struck"
+    faults.write_text(fault)
+    job = run(tmp_path, PRELUDE + script, options=["--faults", str(faults)], env={"SWIFT_FAULTS_STRUCK": str(struck)})
     assert job.code == 0, job.stderr
-    assert (tmp_path / "struck").exists()
+    assert struck.exists()
     found(tmp_path, 20)
 
 

@@ -55,3 +55,14 @@ def test_modules_are_found_by_name(tmp_path: Path) -> None:
     assert preload.find_script("json.tool", module=True) is not None
     assert preload.find_script("no.such.module", module=True) is None
     assert preload.find_script(str(tmp_path), module=False) == tmp_path / "__main__.py"
+
+
+def test_modules_beside_the_script_are_not_taken_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import datasets\nimport timm\nimport torchmetrics.text\nimport torchvision")
+    (tmp_path / "datasets.py").touch()
+    (tmp_path / "torchmetrics").mkdir()
+    (tmp_path / "torchmetrics" / "__init__.py").touch()
+    (tmp_path / "timm").mkdir()  # a folder of data: the package is found first
+    chosen = preload.modules_for(tmp_path / "train.py")
+    assert {"timm", "torchvision"} <= set(chosen)
+    assert not {"datasets", "torchmetrics", "torchmetrics.text"} & set(chosen)

@@ -608,3 +608,60 @@ def test_a_foreign_entry_in_the_ledger_ends_the_job_with_a_line(tmp_path: Path) 
     assert said.startswith("swiftrun: DamagedRecord: the entry "), job.stderr
     assert "Traceback" not in job.stderr
     job.check_nothing_left()
+
+
+FAULTY = """
+import os
+from shared_core.testing import point
+for step in range(3):
+    point("batch_top")
+print(f"rank {os.environ['RANK']} ends")
+"""
+_FAULTS = '[{"rank": 1, "step": 2, "point": "batch_top", "kind": "SIGKILL"}]'
+
+
+@pytest.mark.parametrize("standbys", ["0", "1"])
+def test_faults_are_armed_by_a_flag_alone(standbys: str, tmp_path: Path) -> None:
+    path = tmp_path / "faults.json"
+    path.write_text(_FAULTS)
+    options = ["--standbys", standbys]
+    if standbys == "0":
+        inherited = {"SWIFT_FAULTS": _FAULTS, "SWIFT_FAULTS_FILE": str(path), "SWIFT_FAULTS_LAUNCHER": str(os.getpid())}
+        job = run(tmp_path, FAULTY, options=options, env=inherited)
+        assert job.code == 0 and job.stdout.count("ends") == 2, job.stderr
+        assert not job.of("lost") and not job.of("fault")
+        assert "SWIFT_FAULTS in the environment has no effect" in job.stderr
+    else:
+        job = run(tmp_path, FAULTY, options=[*options, "--faults", str(path)])
+        assert job.code == 0 and job.stdout.count("ends") == 2, job.stderr
+        assert [event.rank for event in job.of("lost")] == [1] == [event.rank for event in job.of("fault")]
+
+
+def test_faults_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    job = start(tmp_path, "", options=["--standbys", "0", "--faults", "nowhere.json"]).finish()
+    assert job.code == 2
+    assert job.stderr.startswith("swiftrun: ConfigError: --faults: cannot read nowhere.json: "), job.stderr
+    assert job.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("standbys", [pytest.param("0", marks=pytest.mark.nightly), "1"])
+def test_imports_come_from_beside_the_script(standbys: str, tmp_path: Path) -> None:
+    """As under torchrun; the standby has imported ``calendar``, and torch ``fractions``, when the script begins."""
+    here, program = tmp_path / "here", tmp_path / "program"
+    here.mkdir()
+    program.mkdir()
+    for name in ("random", "selectors", "fractions", "calendar", "numpy", "sklearn"):
+        (here / f"{name}.py").write_text(f"raise SystemExit('{name} of the working directory was imported')")
+    for name in ("calendar", "fractions"):
+        (program / f"{name}.py").write_text("MINE = True")
+    (program / "script.py").write_text("""
+import calendar, fractions, os, random, sys
+import torch
+assert calendar.MINE and fractions.MINE and random.random() < 1 and torch.ones(1).sum() == 1
+assert sys.path[0] == os.path.dirname(__file__) and "" not in sys.path and os.getcwd() not in sys.path
+""")
+    swiftrun = str(Path(sys.executable).with_name("swiftrun"))
+    options = ["--nproc-per-node", "1", "--standbys", standbys, "--preload", "calendar,sklearn", "--events", ""]
+    job = start_command(here, [swiftrun, *options, str(program / "script.py")]).finish()
+    assert job.code == 0, job.stderr
+    assert "of the working directory" not in job.stderr

@@ -108,6 +108,22 @@ def test_plans_are_stored(tmp_path: Path) -> None:
         Settings.from_dict({})
 
 
+def test_a_changed_plan_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = PlanStore(tmp_path, Settings(TOPOLOGY))
+    made = store.make(places((1, 2)))
+    (path,) = store.folder.glob("lost-*.json")
+    whole = path.read_bytes()
+    names = whole[: whole.rindex(b"}")].replace(b'"ordered": false', b'"ordered": true')
+    other = store.folder / "lost-0.0.json"
+    for damaged in (names + whole[whole.rindex(b"}") :], whole[:-30], b"\xff" + whole, b""):
+        path.write_bytes(damaged)
+        other.write_bytes(whole)  # whole, but for other losses
+        fresh = PlanStore(tmp_path, store.settings)
+        assert fresh.look_up(places((1, 2))) is None and fresh.look_up(places((0, 0))) is None
+        assert f"the plan {path} is damaged and will be made again" in capsys.readouterr().err
+        assert fresh.make(places((1, 2))) == made and path.read_bytes() == whole
+
+
 def test_nobody_wants_the_plans(tmp_path: Path) -> None:
     """What the process in the background does when the one that started it is gone."""
     store = PlanStore(tmp_path, Settings(TOPOLOGY))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from shared_core.errors import ConfigError
 from shared_core.testing import Fault, FaultInjected, inject
 from shared_core.testing.faults import EXIT_CODE, dumps
 from shared_core.testing.runner import ROOT
@@ -50,7 +51,8 @@ def _run(code: str, faults: list[Fault], tmp_path: Path, **env: str) -> tuple[in
     process = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ
-        | {"RANK": "1", inject.FAULTS: dumps(faults), inject.STRUCK: str(struck), "PYTHONPATH": str(ROOT)}
+        | inject.variables(faults)
+        | {"RANK": "1", inject.STRUCK: str(struck), "PYTHONPATH": str(ROOT)}
         | env,
         capture_output=True,
         text=True,
@@ -85,7 +87,7 @@ def test_each_kind_at_the_nth_occurrence_of_a_step(kind: str, status: int, tmp_p
 
 def test_sigstop_stops_and_leaves_a_process_that_goes_on(tmp_path: Path) -> None:
     env = os.environ | {"RANK": "1", "PYTHONPATH": str(ROOT), inject.STRUCK: str(tmp_path / "struck")}
-    env[inject.FAULTS] = dumps([Fault(1, 2, "batch_top", "SIGSTOP")])
+    env |= inject.variables([Fault(1, 2, "batch_top", "SIGSTOP")])
     process = subprocess.Popen([sys.executable, "-c", STEPS], env=env, stdout=subprocess.PIPE, text=True)
     _, status = os.waitpid(process.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
@@ -107,15 +109,32 @@ def test_a_fault_of_another_incarnation_waits_for_it(tmp_path: Path) -> None:
     assert _run(STEPS, faults, tmp_path, SWIFT_RECOVERY_INCARNATION="1")[0] == -9
 
 
-def test_faults_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "faults.json"
-    path.write_text(dumps([Fault(1, 2, "batch_top", "os._exit")]))
-    env = os.environ | {"RANK": "1", inject.FAULTS_FILE: str(path), "PYTHONPATH": str(ROOT)}
-    assert subprocess.run([sys.executable, "-c", STEPS], env=env, capture_output=True).returncode == EXIT_CODE
+@pytest.mark.parametrize("launcher", [None, "0", "1", "x", "2147483647"])
+def test_the_environment_alone_arms_nothing(launcher: str | None, tmp_path: Path) -> None:
+    """As under torchrun, where somebody has set the variable."""
+    env = os.environ | {"RANK": "1", inject.FAULTS: dumps([Fault(1, 2, "batch_top", "os._exit")])}
+    env |= {"PYTHONPATH": str(ROOT)} | ({} if launcher is None else {inject.LAUNCHER: launcher})
+    assert subprocess.run([sys.executable, "-c", STEPS], env=env, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "content", [b"{}", b"[{}]", b"\xff", b"[", b'[{"rank": 1, "step": 1, "point": "?", "kind": "SIGKILL"}]']
+)
+def test_a_file_that_cannot_be_read_is_an_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "faults.json").write_bytes(content)
+    with pytest.raises(ConfigError, match="fault"):
+        inject.read_file(tmp_path / "faults.json")
+
+
+def test_a_grandchild_of_the_launcher_is_armed(tmp_path: Path) -> None:
+    """``swiftrun --no-python`` may start a shell script that starts the worker."""
+    env = os.environ | inject.variables([Fault(1, 2, "batch_top", "os._exit")]) | {"RANK": "1", "PYTHONPATH": str(ROOT)}
+    command = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", STEPS]
+    assert subprocess.run(command, env=env, capture_output=True).returncode == EXIT_CODE
 
 
 def test_a_list_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    env = os.environ | {"RANK": "1", inject.FAULTS: '[{"rank": 1}]', "PYTHONPATH": str(ROOT)}
+    env = os.environ | inject.variables([]) | {"RANK": "1", inject.FAULTS: '[{"rank": 1}]', "PYTHONPATH": str(ROOT)}
     process = subprocess.run([sys.executable, "-c", STEPS], env=env, capture_output=True, text=True)
     assert process.returncode == 1
     assert "fault: missing step, point, kind" in process.stderr

@@ -1,0 +1,202 @@
+"""Bytes that are read: every value comes back with its types, and nothing but plain data can come out of others."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import pathlib
+import random
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from shared_core.errors import CorruptFile, SwiftError
+from shared_core.recovery.plain import dumps, loads, pieces
+from shared_core.testing.digest import digest
+
+FACTORIES = [None, int, float, list, dict, set, collections.Counter, collections.OrderedDict]
+keys = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.floats(allow_nan=False) | st.datetimes(),
+    lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3),
+    max_leaves=4,
+)
+arrays = hnp.arrays(
+    hnp.scalar_dtypes() | hnp.byte_string_dtypes(min_len=1) | hnp.unicode_string_dtypes(min_len=1),
+    hnp.array_shapes(min_dims=0, min_side=0, max_dims=3, max_side=4),
+)
+tensors = st.builds(
+    lambda shape, dtype, seed: torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64]),
+    st.integers(0, 1 << 30),
+)
+leaves = (
+    keys
+    | st.floats()
+    | st.complex_numbers()
+    | st.text(st.characters(exclude_categories=()))
+    | st.binary().map(bytearray)
+    | st.timedeltas()
+    | st.lists(st.text("ab/.", min_size=1), min_size=1, max_size=3).map(lambda parts: pathlib.PosixPath(*parts))
+    | st.sampled_from([torch.float16, torch.Size([2, 3]), torch.Size([]), int, np.float32(0.5), np.datetime64(3, "ns")])
+    | st.builds(lambda n: n << 9000, st.integers(-3, 3))
+    | arrays
+    | tensors
+)
+
+
+def _nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    few = st.lists(inner, max_size=5)
+    table = st.dictionaries(keys, inner, max_size=4)
+    return (
+        few
+        | few.map(tuple)
+        | table
+        | table.map(collections.OrderedDict)
+        | st.builds(collections.deque, few, st.none() | st.integers(5, 9))
+        | st.builds(collections.defaultdict, st.sampled_from(FACTORIES), table)
+        | st.dictionaries(keys, st.integers(), max_size=4).map(collections.Counter)
+        | st.sets(keys, max_size=4)
+        | inner.map(lambda one: [one, one])
+    )
+
+
+values = st.recursive(leaves, _nested, max_leaves=12)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Equal with all types and bits; NaN equals itself."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and digest(one) == digest(other)
+    if isinstance(one, np.ndarray | np.generic):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, dict):
+        factories = getattr(one, "default_factory", None), getattr(other, "default_factory", None)
+        return factories[0] is factories[1] and alike(list(one.items()), list(other.items()))
+    if isinstance(one, collections.deque) and one.maxlen != other.maxlen:
+        return False
+    if isinstance(one, list | tuple | collections.deque):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other) or repr(one) == repr(other)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(values)
+@example([torch.arange(1 << 14, dtype=torch.float64), (1, (2.0, {"a": b""}))])
+@example([0.0, -0.0, float("nan"), float("inf"), 2**70, -(2**5000), "\ud800", np.zeros((0, 3), "S4")])
+def test_every_value_comes_back_with_its_types(value: Any) -> None:
+    assert alike(loads(dumps(value)), value)
+    assert alike(loads(b"".join(pieces(value))), value)
+
+
+def _mutated(data: bytes, chance: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(chance.choice([1, 1, 2, 5])):
+        at = chance.randrange(len(changed) + 1)
+        how = chance.randrange(5)
+        if how == 0 and at < len(changed):
+            changed[at] = chance.choice([chance.randrange(256), ord("b"), ord("R"), 0x81, 0x93, 0xFF, ord("h")])
+        elif how == 1:
+            changed[at:at] = bytes(chance.randrange(256) for _ in range(chance.choice([1, 4, 8])))
+        elif how == 2:
+            del changed[at : at + chance.choice([1, 4, 8])]
+        elif how == 3:
+            other = chance.randrange(len(changed) + 1)
+            changed[at:at] = changed[other : other + chance.randrange(1, 40)]
+        else:
+            changed[at : at + 4] = struct.pack("<i", chance.choice([-1, 1 << 30, 0, 255]))
+    return bytes(changed)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(values, st.integers(0, 1 << 30))
+@example([torch.arange(1 << 14, dtype=torch.float64), {"a": {1}, 2: collections.Counter("ab")}], 1)
+def test_changed_bytes_are_plain_data_or_refused(value: Any, seed: int) -> None:
+    chance = random.Random(seed)
+    for data in (dumps(value), b"".join(pieces(value))):
+        for _ in range(10):
+            try:
+                loads(dumps(loads(_mutated(data, chance))))  # if it was read, it is plain data: it can be written
+            except CorruptFile:
+                pass
+
+
+def _text(text: str) -> bytes:
+    return b"\x8c" + bytes([len(text)]) + text.encode()
+
+
+def _name(module: str, name: str) -> bytes:
+    return _text(module) + _text(name) + b"\x93"
+
+
+def _twice(before: bytes, after: bytes) -> bytes:
+    """Containers that hold the one before twice, 60 times over."""
+    return b"".join(before + b"h" + bytes([n]) + b"h" + bytes([n]) + after + b"\x94" for n in range(60))
+
+
+HEAD = b"\x80\x05"
+TENSOR = _name("shared_core.recovery.plain", "_tensor")
+EMPTY = HEAD + TENSOR + b"C\0" + _text("float32") + b"J"
+STATE = b"N}" + _text("_str") + _text("/elsewhere") + b"s\x86b."
+FORGED = {
+    "attributes of a class": HEAD + _name("pathlib", "PosixPath") + STATE,
+    "attributes of a class, old names": HEAD + b"cpathlib\nPosixPath\n" + STATE,
+    "attributes of a function": HEAD + TENSOR + STATE,
+    "a function as a value": HEAD + TENSOR + b".",
+    "an object of a class": HEAD + _name("pathlib", "PosixPath") + b")\x81.",
+    "an extension": HEAD + b"\x82\x01.",
+    "a persistent value": HEAD + _text("x") + b"Q.",
+    "a call that copies": HEAD + _name("builtins", "list") + b"](K\x01e\x85R.",
+    "a long text that is not there": HEAD + b"\x8d" + struct.pack("<Q", 1 << 62) + b".",
+    "bytes that are not there": HEAD + b"\x8e" + struct.pack("<Q", 1 << 40) + b".",
+    "a byte array that is not there": HEAD + b"\x96" + struct.pack("<Q", 1 << 40) + b".",
+    "a frame that is not there": HEAD + b"\x95" + struct.pack("<Q", 1 << 62) + b"N.",
+    "a place in the memo that is far": HEAD + b"Nr" + struct.pack("<I", 1 << 31) + b".",
+    "a tensor without data": EMPTY + struct.pack("<i", 1 << 30) + b"\x85\x87R.",
+    "a negative shape": EMPTY + struct.pack("<i", -1) + b"\x85\x87R.",
+    "one piece of data for many tensors": HEAD
+    + b"](B"
+    + struct.pack("<I", 4096)
+    + bytes(4096)
+    + b"\x94"
+    + (TENSOR + b"h\x00" + _text("uint8") + b"M\x00\x10\x85\x87R") * 200
+    + b"e.",
+    "a key that takes for ever to hash": HEAD + b"}()\x94" + _twice(b"", b"\x86") + b"Nu.",
+    "a list that doubles": HEAD + b"](]\x94" + _twice(b"](", b"e") + b"e.",
+    "tuples that double": HEAD + b"]()\x94" + _twice(b"", b"\x86") + b"e.",
+    "lists inside each other": HEAD + b"]" * 200_000 + b"a" * 199_999 + b".",
+    "tuples inside each other": HEAD + b")" + b"\x85" * 200_000 + b".",
+    "a list in itself": HEAD + b"]\x94h\x00a.",
+    "more after the end": dumps(1) + b"N.",
+    "pieces of any number": b"S" + struct.pack("<Q", 1 << 60) + bytes(64),
+    "pieces longer than the whole": b"S" + struct.pack("<QQQ", 2, 4, 1 << 60) + b"\x80\x05N.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_forged_bytes_are_refused(what: str) -> None:
+    with pytest.raises(CorruptFile):
+        loads(FORGED[what])
+    assert str(pathlib.Path("/a")) == "/a" and collections.Counter("aa") == {"a": 2}
+
+
+def test_a_datetime_that_cannot_be() -> None:
+    written = dumps(datetime.datetime(2026, 1, 2, 3, 4, 5))
+    assert loads(written).hour == 3
+    place = written.index(bytes([7, 234, 1, 2, 3]))
+    with pytest.raises(CorruptFile):
+        loads(written[: place + 4] + bytes([25]) + written[place + 5 :])
+
+
+@pytest.mark.parametrize("value", [np.zeros(2, [("a", "i4")]), np.zeros(1, [("a", "i4")])[0]])
+def test_an_array_whose_type_would_be_lost_is_refused_when_it_is_written(value: Any) -> None:
+    with pytest.raises(SwiftError):
+        dumps(value)
