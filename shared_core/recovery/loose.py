@@ -15,6 +15,9 @@ import torch
 from shared_core.recovery.board import Board
 from shared_core.recovery.state import Replicated, checksum
 
+#: Parameters up to this size are copied in case the script turns out to change them, in bytes.
+SMALL = 16 << 20
+
 
 class Loose:
     """The parameters of ``replicated`` that none of its optimizers has in a group.
@@ -45,10 +48,8 @@ class Loose:
 
     @property
     def small(self) -> bool:
-        """Whether they are not much larger than what is stepped."""
-        sizes = [p.numel() * p.element_size() for p in self._replicated.parameters]
-        loose = sum(sizes[place] for place in self.places)
-        return loose <= (64 << 20) + 4 * (sum(sizes) - loose)
+        """Whether a copy of all parameters costs little memory."""
+        return sum(p.numel() * p.element_size() for p in self._replicated.parameters) <= SMALL
 
     def capture(self) -> dict[int, torch.Tensor]:
         """Values by place; the tensors are live."""

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Outside:
     """Looks for changes that the script makes outside updates. From the first one on the state at batch tops is kept.
 
-    The first batch top after :meth:`attach` is kept in any case: most scripts that change something do so from the
-    first batch on. It is dropped when that batch has ended without a change.
+    The first batch top after :meth:`attach` is kept in any case where a copy costs little: most scripts that change
+    something do so from the first batch on. It is dropped when that batch has ended without a change.
 
     Args:
         policy: ``always``, ``never`` or ``auto``; see the option ``preimages``.
