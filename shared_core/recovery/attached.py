@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shared_core.errors import Unsupported
 from shared_core.recovery.state import Replicated
 
 
@@ -42,7 +43,15 @@ class Attached:
         }
 
     def restore_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Put values of buffers in place, or in the place of what is there where their shapes differ."""
+        """Put values of buffers in place, or in the place of what is there where their shapes differ.
+
+        Raises:
+            Unsupported: for what an earlier version has written.
+        """
+        if not isinstance(values, Mapping):
+            raise Unsupported(
+                "this checkpoint was made by an earlier version of swift-recovery: begin again with resume='never'"
+            )
         for path, owner in self._owners:
             for name, buffer in owner._buffers.items():
                 value = values.get(f"{path}{name}")
