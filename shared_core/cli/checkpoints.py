@@ -26,7 +26,7 @@ def add_command(commands: Any) -> None:
         "checkpoints",
         help="list and verify checkpoints, and say what the next start of each command does",
         description="Print one row for each checkpoint, then a line for each command: what its next start does. The "
-        "exit status is 1 if none goes on from a checkpoint.",
+        "exit status is 1 if none would continue from a checkpoint.",
     )
     parser.add_argument("dir", metavar="DIR", help="checkpoint_dir of the job: a folder or a URL")
     parser.add_argument(

@@ -191,7 +191,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _check_switches() -> None:
-    """Switches in the environment, which torchrun reads without a word of its own."""
+    """Check switches that torchrun reads from the environment without checking them."""
     for name in ("STANDALONE", "MODULE", "NO_PYTHON", "RUN_PATH", "VIRTUAL_LOCAL_RANK"):
         if (value := os.environ.get(f"PET_{name}", "0")) not in ("0", "1"):
             raise ConfigError(f"PET_{name} must be 0 or 1, got {value!r}")

@@ -45,7 +45,7 @@ def unknown(connections: Iterable[tuple[Place, Place]]) -> int:
 
 
 def _ask_kernel(own: Place, other: Place) -> tuple[int, int, int] | None:
-    """State, user and inode of the socket with this end of its own; None where that cannot be asked."""
+    """State, user and inode of the socket at ``own``; None where the kernel cannot be asked."""
     places = (
         struct.pack("!H", own[1]),
         struct.pack("!H", other[1]),
