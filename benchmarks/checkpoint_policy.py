@@ -20,7 +20,6 @@ import numpy as np
 from benchmarks.common import Row, arguments, at_most, finish, say
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve, CurveFitter
-from shared_core.checkpoint.ending import Ending, from_history
 from shared_core.checkpoint.hazard import Hazard
 from shared_core.checkpoint.history import Run
 from shared_core.checkpoint.policy import (
@@ -37,8 +36,9 @@ from shared_core.checkpoint.policy import (
     Young,
     best_fall,
 )
+from shared_core.checkpoint.run_ends import Ending, from_history
 from shared_core.report.text import columns
-from shared_core.simulate.lives import Lives, Outcome, live, mean_and_error
+from shared_core.simulate.checkpointed_runs import Lives, Outcome, live, mean_and_error
 from shared_core.simulate.placing import Array, Clock, Job, Knowledge, Recorded, exponential_of, places
 
 CURVES = Path(__file__).parent / "curves"

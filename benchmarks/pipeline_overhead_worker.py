@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import pipeline_model as model
 from benchmarks.common import Line
 from benchmarks.overhead_worker import memory
-from shared_core.comm.archive import Archive
+from shared_core.worker.messages.archive import Archive
 
 
 def slow_disk(bytes_per_s: float) -> None:

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import Row, arguments, at_most, finish, say
-from shared_core.reroute.check import Memory, check
-from shared_core.reroute.planner import Plan, plan
-from shared_core.reroute.problem import Variant
-from shared_core.reroute.remainder import replan
-from shared_core.reroute.routing import deal, loads
-from shared_core.reroute.schedule import Topology, Worker
-from shared_core.reroute.store import PlanStore, Settings
-from shared_core.reroute.timing import StageTimes, Times, simulate
+from shared_core.reroute.plan_cache import PlanStore, Settings
+from shared_core.schedule.check import Memory, check
+from shared_core.schedule.planner import Plan, plan
+from shared_core.schedule.problem import Variant
+from shared_core.schedule.remainder import replan
+from shared_core.schedule.routing import deal, loads
+from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.timing import StageTimes, Times, simulate
 
 Losses = tuple[tuple[int, int], ...]
 

@@ -29,10 +29,10 @@ from benchmarks.common import Row, Workers, arguments, at_most, finish, leave_no
 from benchmarks.pipeline_model import COMPUTE, ENV, OPTIMIZER
 from benchmarks.recovery import PATIENCE_S, Traces, wait
 from shared_core.events import Event, read_events
-from shared_core.reroute.planner import plan
-from shared_core.reroute.problem import Variant
-from shared_core.reroute.schedule import Topology, Worker
-from shared_core.reroute.timing import StageTimes, Times
+from shared_core.schedule.planner import plan
+from shared_core.schedule.problem import Variant
+from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.timing import StageTimes, Times
 
 SCRIPT = Path(__file__).with_name("reroute_worker.py")
 #: Steps that are not looked at in the beginning: in them all is measured, and plans are made.

@@ -32,8 +32,8 @@ from lightning_swift.loops import adopt_loops
 from lightning_swift.sharing import SharedLoader, Sharing
 from lightning_swift.support import check_ddp_options, check_device, check_trainer, refuse_strategy
 from shared_core import Job, hand_over, install, launched_by_swiftrun
-from shared_core.cluster.handover import under_plain_torchrun, warn_plain_torchrun_once
 from shared_core.config import SwiftConfig
+from shared_core.handover import under_plain_torchrun, warn_plain_torchrun_once
 from shared_core.loaders import wrap_loader
 from shared_core.testing import inject
 from shared_core.trackers import prepare

@@ -11,7 +11,7 @@ from shared_core.config import SwiftConfig
 
 if TYPE_CHECKING:
     from shared_core.checkpointer import Checkpointer
-    from shared_core.cluster.handover import hand_over, launched_by_swiftrun
+    from shared_core.handover import hand_over, launched_by_swiftrun
     from shared_core.job import EntryDecision, Job, current_job, install
     from shared_core.loaders import TrackedLoader
     from shared_core.loop import TrainingLoop, attach
@@ -42,8 +42,8 @@ _HOMES = {
     "TrackedLoader": "shared_core.loaders",
     "TrainingLoop": "shared_core.loop",
     "attach": "shared_core.loop",
-    "hand_over": "shared_core.cluster.handover",
-    "launched_by_swiftrun": "shared_core.cluster.handover",
+    "hand_over": "shared_core.handover",
+    "launched_by_swiftrun": "shared_core.handover",
 }
 
 

@@ -28,29 +28,29 @@ from torch.optim import Optimizer
 
 from shared_core.checkpoint import image, lineage, store
 from shared_core.checkpoint.command import Command
+from shared_core.checkpoint.persisting import Persisting
 from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import absolute, open_storage
 from shared_core.checkpoint.verdict import verdict
-from shared_core.cluster.jobdir import JobDir
-from shared_core.cluster.persisting import Persisting
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, Unsupported, WaitTimeout
 from shared_core.events import console
 from shared_core.job import Job, current_job
 from shared_core.loop import TrainingLoop
-from shared_core.recovery.attached import Attached
-from shared_core.recovery.checkpoints import named
-from shared_core.recovery.decisions import Decisions, FileEntries, StoreEntries
-from shared_core.recovery.lines import DESCRIPTION, NAMES
-from shared_core.recovery.loose import Loose
-from shared_core.recovery.parts import Capture, Parts, Restore
 from shared_core.recovery.plain import dumps, loads
-from shared_core.recovery.pricing import Pricing
-from shared_core.recovery.state import Replicated
-from shared_core.recovery.watch import Watch
 from shared_core.sharing import SharedStep
+from shared_core.system.jobdir import JobDir
 from shared_core.waiting import Wait, wait_for
+from shared_core.worker.checkpoints.checkpoints import named
+from shared_core.worker.checkpoints.due import Decisions, FileEntries, StoreEntries
+from shared_core.worker.checkpoints.pricing import Pricing
+from shared_core.worker.checkpoints.recovery_line import DESCRIPTION, NAMES
+from shared_core.worker.state.attached import Attached
+from shared_core.worker.state.change_detection import Watch
+from shared_core.worker.state.local_state import Capture, Parts, Restore
+from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.unstepped import Loose
 
 #: Name of the part that holds parameters and optimizer state; all ranks have the same.
 _REPLICATED = "replicated0.safetensors"

@@ -22,36 +22,37 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shared_core.cluster import secret, worker
-from shared_core.cluster.handover import NOT_TOLD
-from shared_core.cluster.last_checkpoint import CHECKPOINTS
-from shared_core.cluster.mirror import Mirror
-from shared_core.comm import Runtime
-from shared_core.comm import install as install_backend
-from shared_core.comm.op import Op
 from shared_core.config import CHECKPOINT_OPTIONS, SCRIPT_OPTIONS, SwiftConfig
-from shared_core.consistency import Top
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import EventLog
-from shared_core.recovery.attached import Attached
-from shared_core.recovery.beginning import Beginning
-from shared_core.recovery.board import LOOSE, Board, Orders, Tally
-from shared_core.recovery.buckets import BUCKETS, Buckets
-from shared_core.recovery.checkpoints import Checkpoints, Restored
-from shared_core.recovery.donor import Donor
-from shared_core.recovery.exchange import Recovery
-from shared_core.recovery.lane import Lane, Lanes
-from shared_core.recovery.logs import Logs
-from shared_core.recovery.loose import Loose
-from shared_core.recovery.news import Listener, News
-from shared_core.recovery.parts import Capture, Parts, Restore
-from shared_core.recovery.passes import Passes
-from shared_core.recovery.patience import Patience
-from shared_core.recovery.replays import Replays
-from shared_core.recovery.replicas import Replicas
-from shared_core.recovery.state import Replicated
-from shared_core.recovery.updates import Updates
+from shared_core.handover import NOT_TOLD
+from shared_core.launcher.last_checkpoint import CHECKPOINTS
+from shared_core.launcher.mirror import Mirror
+from shared_core.protocol.frontier import Top
+from shared_core.system import secret
 from shared_core.testing import inject
+from shared_core.worker import link
+from shared_core.worker.checkpoints.checkpoints import Checkpoints, Restored
+from shared_core.worker.comm import Runtime
+from shared_core.worker.comm import install as install_backend
+from shared_core.worker.comm.op import Op
+from shared_core.worker.messages.disk_log import Logs
+from shared_core.worker.recovery.donor import Donor
+from shared_core.worker.recovery.exchange import Recovery
+from shared_core.worker.recovery.lane import Lane, Lanes
+from shared_core.worker.recovery.patience import Patience
+from shared_core.worker.recovery.replay import Replays
+from shared_core.worker.recovery.replicas import Replicas
+from shared_core.worker.recovery.reporting import Listener, News
+from shared_core.worker.recovery.starting_place import Beginning
+from shared_core.worker.state.attached import Attached
+from shared_core.worker.state.ddp_buckets import BUCKETS, Buckets
+from shared_core.worker.state.forward_pass import Passes
+from shared_core.worker.state.local_state import Capture, Parts, Restore
+from shared_core.worker.state.publications import LOOSE, Board, Orders, Tally
+from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.unstepped import Loose
+from shared_core.worker.state.updates import Updates
 
 #: Tops without a recovery point until pending gradients are published along with the top.
 _MAX_DEFERRED = 16
@@ -90,7 +91,7 @@ class Job:
         replays: for pipelines whose newcomers run on from a checkpoint.
     """
 
-    def __init__(self, env: worker.WorkerEnv) -> None:
+    def __init__(self, env: link.WorkerEnv) -> None:
         self.rank, self.world_size, self.incarnation, self.config = (
             env.rank,
             env.world_size,
@@ -107,7 +108,7 @@ class Job:
         self._entry = -1
         self._events = EventLog(env.events, env.run)
         self._board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env))
-        self._progress = worker.ProgressFile()
+        self._progress = link.ProgressFile()
         self._updates = Updates(env.config.preimages)
         self._runtime = Runtime(
             env.rank,
@@ -366,7 +367,7 @@ class Job:
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Have ``call`` run when the program has ended without an error, before this worker is done."""
-        worker.at_end(call)
+        link.at_end(call)
 
     def take_back(self) -> None:
         """The last update was undone, and is made anew."""
@@ -705,7 +706,7 @@ class Job:
         self._progress.top(self.tops)
 
 
-def _mirror(env: worker.WorkerEnv) -> Mirror | None:
+def _mirror(env: link.WorkerEnv) -> Mirror | None:
     """Copies on another machine, where there are several."""
     if len(env.machines) < 2:
         return None
@@ -719,8 +720,8 @@ _job: Job | None = None
 def current_job() -> Job | None:
     """The job of this process; None when it was not started by ``swiftrun``."""
     global _job
-    if _job is None and worker.launched():
-        _job = Job(worker.env())
+    if _job is None and link.launched():
+        _job = Job(link.env())
         atexit.register(_job._news.memory)
     return _job
 

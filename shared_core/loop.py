@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shared_core.cluster.handover import warn_plain_torchrun_once, warn_srun_once
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, Unsupported
+from shared_core.handover import warn_plain_torchrun_once, warn_srun_once
 from shared_core.job import Job, current_job
 from shared_core.loaders import Loaders, TrackedLoader, read_random, write_random
 from shared_core.recovery.plain import dumps, loads

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_core.cluster import jobdir, worker
-from shared_core.cluster.process import state_of
-from shared_core.cluster.secret import VARIABLE
+from shared_core.system import jobdir
+from shared_core.system.process import state_of
+from shared_core.system.secret import VARIABLE
 from shared_core.testing.faults import Fault, dumps
 from shared_core.testing.inject import STRUCK
 from shared_core.testing.namespaces import Machine, write_hosts
@@ -22,6 +22,7 @@ from shared_core.testing.processes import MARK
 from shared_core.testing.report import OUT, start_time
 from shared_core.testing.runner import JobResult, collect
 from shared_core.testing.warm import WarmLauncher
+from shared_core.worker import link
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -149,7 +150,7 @@ class Cluster:
     def tops(self, rank: int) -> int:
         """Batch tops that a rank has passed."""
         folders = [one["job_dir"] for one in self.workers(rank)]
-        progress = worker.read_progress(Path(folders[-1]) / f"rank{rank}" / "progress") if folders else None
+        progress = link.read_progress(Path(folders[-1]) / f"rank{rank}" / "progress") if folders else None
         return progress[0] if progress else 0
 
     def finish(self, timeout_s: float = 40.0) -> tuple[JobResult, list[int]]:

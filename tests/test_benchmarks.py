@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks import common, overhead, pipeline_overhead, pipeline_recovery, recovery, reroute, total_time
 from benchmarks.common import WORKERS, Line, Row, at_least, at_most, finish, table
-from shared_core.reroute.problem import Variant
-from shared_core.reroute.schedule import Topology, Worker
+from shared_core.schedule.problem import Variant
+from shared_core.schedule.schedule import Topology, Worker
 from shared_core.testing.namespaces import unavailable
 
 FORM = {"case", "metric", "value", "unit", "target", "holds"}

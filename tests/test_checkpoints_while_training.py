@@ -12,10 +12,10 @@ import pytest
 from checkpointed import Running, committed, finished, options, running
 from harness import Jobs
 
-from shared_core.recovery import lines
 from shared_core.testing import Fault
 from shared_core.testing.digest import digest
 from shared_core.testing.runner import JobResult, compare
+from shared_core.worker.checkpoints import recovery_line
 
 SCRIPT, ARGS = "every_step.py", ["--steps", "12"]
 ALL = 100
@@ -32,7 +32,7 @@ def noted(result: JobResult, rank: int) -> dict[int, dict[str, str]]:
 TOO_LONG = "n" * 300
 
 
-def held(loaded: lines.Loaded) -> dict[str, str]:
+def held(loaded: recovery_line.Loaded) -> dict[str, str]:
     """The same of what a checkpoint holds."""
     parts: dict[str, Any] = loaded.local["parts"]
     return {
@@ -45,11 +45,11 @@ def held(loaded: lines.Loaded) -> dict[str, str]:
 
 def check(result: JobResult, folder: Path) -> list[int]:
     """Compare each checkpoint with the copy that was taken at its batch top."""
-    found = lines.in_storage(str(folder), len(result.reports))
+    found = recovery_line.in_storage(str(folder), len(result.reports))
     for rank in result.reports:
         copies = noted(result, rank)
         for line in found:
-            assert held(lines.load(line, rank)) == copies[line.step], f"rank {rank}, batch top {line.step}"
+            assert held(recovery_line.load(line, rank)) == copies[line.step], f"rank {rank}, batch top {line.step}"
     return [line.step for line in found]
 
 

@@ -10,9 +10,9 @@ from checkpointed import committed, finished, options, running, saved, went_on_f
 from harness import Jobs, most
 
 from shared_core.checkpoint import image
-from shared_core.recovery.lines import NAMES
 from shared_core.testing.digest import digest
 from shared_core.testing.runner import JobResult
+from shared_core.worker.checkpoints.recovery_line import NAMES
 
 RESTART = ["--on-failure=restart"]
 #: Batches of an epoch with four, three and two workers: 240 samples in batches of four.

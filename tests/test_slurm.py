@@ -19,8 +19,8 @@ import pytest
 import slurm
 from slurm import Slurm, running_slurm
 
-from shared_core.cluster.jobdir import JobDir
 from shared_core.events import read_events
+from shared_core.system.jobdir import JobDir
 from shared_core.testing import Fault
 from shared_core.testing.faults import dumps
 from shared_core.testing.processes import MARK, wait_gone

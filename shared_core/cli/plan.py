@@ -10,14 +10,14 @@ from typing import Any
 
 from shared_core.cli.arguments import number, whole
 from shared_core.errors import ConfigError
-from shared_core.reroute.check import Memory
-from shared_core.reroute.draw import draw_file, draw_text
-from shared_core.reroute.normalise import Move, normalise
-from shared_core.reroute.optimal import MISSING, has_solver
-from shared_core.reroute.planner import Plan, parse_worker, plan
-from shared_core.reroute.problem import Variant
-from shared_core.reroute.schedule import Topology
-from shared_core.reroute.timing import StageTimes, Times, simulate
+from shared_core.schedule.check import Memory
+from shared_core.schedule.draw import draw_file, draw_text
+from shared_core.schedule.normalise import Move, normalise
+from shared_core.schedule.optimal import MISSING, has_solver
+from shared_core.schedule.planner import Plan, parse_worker, plan
+from shared_core.schedule.problem import Variant
+from shared_core.schedule.schedule import Topology
+from shared_core.schedule.timing import StageTimes, Times, simulate
 
 #: Workers and columns up to which the schedule is printed.
 _ROWS, _COLUMNS = 64, 200

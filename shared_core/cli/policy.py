@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from shared_core.checkpoint import history
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve
-from shared_core.checkpoint.ending import Ending, from_history
 from shared_core.checkpoint.policy import POLICIES
+from shared_core.checkpoint.run_ends import Ending, from_history
 from shared_core.cli.arguments import number, whole
 from shared_core.errors import ConfigError, MissingExtra
 from shared_core.kinds import LONGEST_S, MOST

@@ -16,15 +16,15 @@ from typing import Any, NoReturn
 from shared_core.checkpoint.storage import absolute, check_place, open_storage
 from shared_core.cli import arguments
 from shared_core.cli.section import find_section
-from shared_core.cluster import preload
-from shared_core.cluster.handover import srun_tasks
-from shared_core.cluster.standby import Preload, Standby, clean_env
-from shared_core.cluster.title import set_name
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import console
+from shared_core.handover import srun_tasks
 from shared_core.kinds import no_folder
+from shared_core.launcher.standby import Preload, Standby, clean_env
+from shared_core.system.title import set_name
 from shared_core.testing import inject
+from shared_core.worker.start import preload
 
 DEFAULT_BUDGET = 100
 #: Rendezvous backends that a command line for one machine may name; none of them is used.
@@ -228,7 +228,7 @@ def _check_folders(args: argparse.Namespace, config: SwiftConfig) -> None:
 
 def _check_meeting(args: argparse.Namespace) -> None:
     """Several machines: is it said where they meet?"""
-    from shared_core.cluster.register import BACKENDS, C10D, parse_endpoints
+    from shared_core.launcher.rendezvous_store import BACKENDS, C10D, parse_endpoints
 
     if args.standalone:
         raise ConfigError("--standalone is for one machine")
@@ -295,11 +295,11 @@ def _events_path(args: argparse.Namespace) -> str | None:
 def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
     """How the machines of the job meet, if there are several."""
     if not args.several:
-        from shared_core.cluster.alone import Alone
+        from shared_core.launcher.local_rendezvous import Alone
 
         return Alone(torchrun.run_id)
-    from shared_core.cluster.meeting import Meeting, MeetingOptions
-    from shared_core.cluster.register import Register, parse_endpoints
+    from shared_core.launcher.rendezvous import Meeting, MeetingOptions
+    from shared_core.launcher.rendezvous_store import Register, parse_endpoints
 
     conf = torchrun.rdzv_configs
     endpoints = parse_endpoints(torchrun.rdzv_endpoint, torchrun.rdzv_backend)
@@ -347,9 +347,9 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import config_from_args, determine_local_world_size
 
-    from shared_core.cluster.agent import AgentOptions, Program, SwiftAgent
-    from shared_core.cluster.logs import WorkerLogs
-    from shared_core.cluster.secret import of_user
+    from shared_core.launcher.agent import AgentOptions, Program, SwiftAgent
+    from shared_core.launcher.logs import WorkerLogs
+    from shared_core.system.secret import of_user
 
     threads = torch.get_num_threads()
     _check_program(args)
@@ -447,7 +447,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    from shared_core.cluster.meeting import JobOver
+    from shared_core.launcher.rendezvous import JobOver
 
     try:
         args = parse_args(argv)

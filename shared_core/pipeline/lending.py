@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from shared_core.comm.gloo import InnerGroup
 from shared_core.errors import SwiftError, WaitTimeout
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline.cost import Replay, shares
 from shared_core.pipeline.stage import Computed, Stage, Work
-from shared_core.recovery.exchange import Replaying
-from shared_core.recovery.messages import receive, send
-from shared_core.recovery.replays import Replays
+from shared_core.worker.comm.gloo import InnerGroup
+from shared_core.worker.recovery.exchange import Replaying
+from shared_core.worker.recovery.replay import Replays
+from shared_core.worker.recovery.transfer import receive, send
 
 _PROBE_BYTES = 1 << 20
 #: Longest time in which a helper computes its share, and is not asked for anything.

@@ -17,16 +17,16 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from shared_core.consistency.undo import Undo
 from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
 from shared_core.loaders.randomness import RawRandom, restore_raw
-from shared_core.reroute.ahead import Plans
 from shared_core.reroute.executor import Executor
-from shared_core.reroute.mail import Parts
-from shared_core.reroute.problem import Variant
-from shared_core.reroute.schedule import Topology, Worker
+from shared_core.reroute.messages import Parts
+from shared_core.reroute.planning import Plans
 from shared_core.reroute.step import Options, Result, Tied
 from shared_core.reroute.summing import GROUPS, unflatten
+from shared_core.schedule.problem import Variant
+from shared_core.schedule.schedule import Topology, Worker
+from shared_core.worker.state.undo import Undo
 
 if TYPE_CHECKING:
     from shared_core.job import Job

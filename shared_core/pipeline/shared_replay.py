@@ -21,7 +21,7 @@ from shared_core.pipeline import lending, stage
 from shared_core.pipeline.cost import Replay
 from shared_core.pipeline.lending import Helpers
 from shared_core.pipeline.stage import Computed, Work
-from shared_core.recovery.exchange import Replaying
+from shared_core.worker.recovery.exchange import Replaying
 
 if TYPE_CHECKING:
     from shared_core.pipeline.engine import SwiftPipelineEngine

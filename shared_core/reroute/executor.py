@@ -15,12 +15,10 @@ from typing import Any
 import torch
 
 from shared_core.errors import ConfigError, InvalidSchedule, LaneBroken, RecoveryFailed, Unsupported
-from shared_core.reroute.ahead import EQUAL, agree, from_dict, to_dict
 from shared_core.reroute.finishing import Finishing
 from shared_core.reroute.history import History, Planner, StepPlan
-from shared_core.reroute.mail import Key, Lane, Mail, Parts, Shapes, What
-from shared_core.reroute.profile import COMMUNICATION, Profile
-from shared_core.reroute.schedule import Action, Kind, Topology, Worker
+from shared_core.reroute.messages import Key, Lane, Mail, Parts, Shapes, What
+from shared_core.reroute.planning import EQUAL, agree, from_dict, to_dict
 from shared_core.reroute.split import StageBackward
 from shared_core.reroute.step import (
     Accumulating,
@@ -31,6 +29,8 @@ from shared_core.reroute.step import (
     detached,
     differentiable,
 )
+from shared_core.schedule.profile import COMMUNICATION, Profile
+from shared_core.schedule.schedule import Action, Kind, Topology, Worker
 from shared_core.testing import inject
 
 #: Steps after whose last all workers go by measured times.

@@ -10,15 +10,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shared_core.reroute.planner import Plan
-from shared_core.reroute.problem import Variant
-from shared_core.reroute.remainder import Remainder, replan
-from shared_core.reroute.schedule import Action, Kind, Schedule, Worker
-from shared_core.reroute.timing import Times
+from shared_core.schedule.planner import Plan
+from shared_core.schedule.problem import Variant
+from shared_core.schedule.remainder import Remainder, replan
+from shared_core.schedule.schedule import Action, Kind, Schedule, Worker
+from shared_core.schedule.timing import Times
 
 
 class Planner(Protocol):
-    """Makes plans, the same at every worker; see :class:`shared_core.reroute.ahead.Plans`."""
+    """Makes plans, the same at every worker; see :class:`shared_core.reroute.planning.Plans`."""
 
     @property
     def times(self) -> Times | None:

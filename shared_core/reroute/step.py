@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shared_core.reroute.mail import Key, Parts
-from shared_core.reroute.schedule import Topology
+from shared_core.reroute.messages import Key, Parts
 from shared_core.reroute.split import StageBackward
+from shared_core.schedule.schedule import Topology
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shared_core.reroute.mail import Key, Mail, What
-from shared_core.reroute.schedule import Worker
+from shared_core.reroute.messages import Key, Mail, What
+from shared_core.schedule.schedule import Worker
 
 #: Sums that can be under way together: tags of messages have room for as many.
 GROUPS = len(What)

@@ -1,6 +1,6 @@
 """Where a checkpoint policy puts the checkpoints of a job, found by asking it at batch tops as a job would.
 
-Places are a function of useful time, so that all lives of the job share them (:mod:`shared_core.simulate.lives`).
+Places are a function of useful time, so that all lives of the job share them (:mod:`shared_core.simulate.checkpointed_runs`).
 Needs NumPy.
 """
 
@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import fit_exponential
-from shared_core.checkpoint.ending import Ending
 from shared_core.checkpoint.policy import Exponential, LossCurve, Policy, Situation
+from shared_core.checkpoint.run_ends import Ending
 from shared_core.errors import ConfigError
 from shared_core.kinds import open_regular
 

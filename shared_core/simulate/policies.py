@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shared_core.checkpoint.policy import POLICIES, Fixed, Policy, Value, make_policy
-from shared_core.simulate.lives import Lives, Outcome, live, mean_and_error
+from shared_core.simulate.checkpointed_runs import Lives, Outcome, live, mean_and_error
 from shared_core.simulate.placing import Job, Knowledge, exponential_of, places
 
 

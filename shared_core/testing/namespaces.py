@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from shared_core.cluster import jobdir
+from shared_core.system import jobdir
 
 
 def _ip(*words: str, check: bool = True) -> str:

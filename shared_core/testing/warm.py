@@ -19,9 +19,10 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from shared_core.cluster import process, zygote
-from shared_core.cluster.standby import Standby
+from shared_core.launcher.standby import Standby
+from shared_core.system import process
 from shared_core.testing.processes import describe
+from shared_core.worker.start import zygote
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOAD = (
@@ -32,9 +33,9 @@ PRELOAD = (
     "torch._dynamo",
     "torch.distributed.algorithms.ddp_comm_hooks",
     "shared_core.cli.swiftrun",
-    "shared_core.cluster.agent",
-    "shared_core.cluster.meeting",
-    "shared_core.cluster.logs",
+    "shared_core.launcher.agent",
+    "shared_core.launcher.rendezvous",
+    "shared_core.launcher.logs",
     "lightning.pytorch",
     "fsspec.implementations.chained",
     "torchmetrics",

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.checkpoint.ending import Ending, from_history
 from shared_core.checkpoint.hazard import Hazard, by_tier
 from shared_core.checkpoint.history import SILENT_S, Run, append, read
+from shared_core.checkpoint.run_ends import Ending, from_history
 from shared_core.errors import ConfigError
 
 

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pytest
 
 from shared_core.checkpoint.cost import Cost
-from shared_core.checkpoint.ending import Ending
 from shared_core.checkpoint.placement import (
     Problem,
     before_a_kill,
@@ -24,6 +23,7 @@ from shared_core.checkpoint.placement import (
 )
 from shared_core.checkpoint.policy import Guards, Policy, Situation, Value, Young, grown
 from shared_core.checkpoint.policy.intervals import exact
+from shared_core.checkpoint.run_ends import Ending
 
 Array = npt.NDArray[np.float64]
 LENGTH = 240.0

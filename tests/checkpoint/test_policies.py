@@ -11,7 +11,6 @@ from scipy.special import lambertw
 
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve
-from shared_core.checkpoint.ending import Ending
 from shared_core.checkpoint.hazard import Hazard
 from shared_core.checkpoint.policy import (
     POLICIES,
@@ -34,6 +33,7 @@ from shared_core.checkpoint.policy import (
 )
 from shared_core.checkpoint.policy.intervals import daly, exact, waste, young
 from shared_core.checkpoint.policy.progress import corrected_step, literal_step
+from shared_core.checkpoint.run_ends import Ending
 from shared_core.errors import ConfigError
 
 FREE = Guards(max_overhead=1e9)

@@ -23,11 +23,11 @@ from etcd_server import Etcd, needs_etcd
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from util import start_command
 
-from shared_core.cluster.etcd import PREFIX, EtcdBackend
-from shared_core.cluster.lease import FENCE
-from shared_core.cluster.meeting import HOLD_S
-from shared_core.cluster.register import Register, parse_endpoints
 from shared_core.errors import ConfigError
+from shared_core.launcher.etcd import PREFIX, EtcdBackend
+from shared_core.launcher.lease import FENCE
+from shared_core.launcher.rendezvous import HOLD_S
+from shared_core.launcher.rendezvous_store import Register, parse_endpoints
 
 
 def backend(endpoints: str, timeout_s: float = 1.0, **options: str) -> EtcdBackend:

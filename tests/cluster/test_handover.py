@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from util import start_command
 
-from shared_core.cluster import handover
+from shared_core import handover
 from shared_core.errors import SwiftError
 
 SCRIPT = """
 import json, os, sys
-from shared_core.cluster import handover
+from shared_core import handover
 print("before", end=" ")
 if not handover.launched_by_swiftrun():
     handover.hand_over(2, standbys=0, extra=["--events", "events.jsonl"])
-from shared_core.cluster import worker
-said = {"rank": worker.env().rank, "args": sys.argv[1:], "argv0": sys.argv[0], "dev": sys.flags.dev_mode}
+from shared_core.worker import link
+said = {"rank": link.env().rank, "args": sys.argv[1:], "argv0": sys.argv[0], "dev": sys.flags.dev_mode}
 print(json.dumps(said), flush=True)
 """
 
@@ -54,14 +54,14 @@ def test_a_debugger_is_left_behind(tmp_path: Path) -> None:
     ],
 )
 def test_which_debugger_there_is(before: str, found: str) -> None:
-    code = f"import sys; from shared_core.cluster.handover import _debugger\n{before}; found = _debugger()\n"
+    code = f"import sys; from shared_core.handover import _debugger\n{before}; found = _debugger()\n"
     command = [sys.executable, "-c", code + "sys.settrace(None); print([found])"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == f"[{found!r}]\n", done.stderr
 
 
 def test_no_script_no_hand_over() -> None:
-    code = "from shared_core.cluster.handover import hand_over; hand_over(2)"
+    code = "from shared_core.handover import hand_over; hand_over(2)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "notebook or an interactive session" in done.stderr and "swiftrun --nproc-per-node N SCRIPT" in done.stderr

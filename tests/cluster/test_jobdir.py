@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.cluster.jobdir import JobDir, log_folder, own
 from shared_core.errors import ConfigError
+from shared_core.system.jobdir import JobDir, log_folder, own
 
 ROOT = Path(__file__).resolve().parents[2]
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as two users")
 #: A job that logs, and lives until its standard input ends.
 LIVE = """
 import sys
-from shared_core.cluster.jobdir import JobDir, log_folder, own
+from shared_core.system.jobdir import JobDir, log_folder, own
 job = JobDir(sys.argv[1])
 segment = log_folder(sys.argv[1], job.path) / "rank0" / "attempt0" / "00000000.log"
 segment.parent.mkdir(parents=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared_core.cluster.losses import BACK_OFF_S, Death, LossBook, RaisedError
+from shared_core.protocol.loss_policy import BACK_OFF_S, Death, LossBook, RaisedError
 
 
 def death(rank: int = 1, code: int = -9, tops: int = 0, error: RaisedError | None = None) -> Death:

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from shared_core.cluster.lease import FENCE, FIRST_S, Lease, Observations
-from shared_core.cluster.ledger import FAIL, Ledger, lane_key, let_in_key
-from shared_core.cluster.machines import reassign
-from shared_core.cluster.mirror import Mirror, MirrorServer, fetch, keeper
-from shared_core.cluster.register import is_here, parse_endpoints
-from shared_core.cluster.wire import place_of
 from shared_core.errors import ConfigError, DamagedRecord
+from shared_core.launcher.lease import FENCE, FIRST_S, Lease, Observations
+from shared_core.launcher.ledger import FAIL, Ledger, lane_key, let_in_key
+from shared_core.launcher.mirror import Mirror, MirrorServer, fetch, keeper
+from shared_core.launcher.rendezvous_store import is_here, parse_endpoints
+from shared_core.protocol.takeover import reassign
+from shared_core.system.wire import place_of
 
 
 def test_a_counter_that_stands_still_is_late() -> None:
@@ -212,7 +212,7 @@ def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> 
 def test_names_lead_nowhere_else(
     tmp_path: Path, server: MirrorServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared_core.cluster.mirror._TROUBLE_S", 0.0)
+    monkeypatch.setattr("shared_core.launcher.mirror._TROUBLE_S", 0.0)
     (tmp_path / "own").mkdir()
     mirror = Mirror(0, 0, 0, tmp_path / "own")
     mirror.follow((None, f"127.0.0.1:{server.port}#1"))

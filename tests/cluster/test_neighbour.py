@@ -19,13 +19,13 @@ import pytest
 from shared_core.checkpoint import Sealed, Spool
 from shared_core.checkpoint.image import write_file
 from shared_core.checkpoint.writer import Writer
-from shared_core.cluster import secret
-from shared_core.cluster.mirror import MirrorServer
-from shared_core.cluster.near import find
-from shared_core.cluster.neighbour import Copies, Sender
-from shared_core.cluster.wire import connect, send_frame
 from shared_core.errors import CorruptFile, StorageFull
 from shared_core.events import EventLog
+from shared_core.launcher.mirror import MirrorServer
+from shared_core.launcher.neighbour import Copies, Sender
+from shared_core.system import secret
+from shared_core.system.wire import connect, send_frame
+from shared_core.worker.near import find
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 3 << 20
@@ -166,7 +166,7 @@ import os, signal, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
 from pathlib import Path
 from test_neighbour import OneMachine
-from shared_core.cluster import neighbour
+from shared_core.launcher import neighbour
 one = OneMachine(Path({str(other)!r}), 0)
 one.snapshot(20)
 send, sent = neighbour.send_file, []

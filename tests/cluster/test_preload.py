@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shared_core.cluster import preload
+from shared_core.worker.start import preload
 
 
 def test_what_the_script_and_its_neighbours_import_is_found(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared_core.cluster.resizing import Resizing
-from shared_core.cluster.worker import Resized
 from shared_core.config import SwiftConfig
+from shared_core.protocol.resizing import Resizing
+from shared_core.worker.link import Resized
 
 #: The same examples in each run.
 FIXED = settings(max_examples=100, deadline=None, derandomize=True, database=None)

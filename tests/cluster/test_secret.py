@@ -16,12 +16,12 @@ import pytest
 from util import ROOT, run
 
 from shared_core.checkpoint import Sealed, Spool
-from shared_core.cluster import secret
-from shared_core.cluster.mirror import Mirror, MirrorServer, fetch
-from shared_core.cluster.near import LIST, PUT, ask
-from shared_core.cluster.neighbour import Copies
-from shared_core.cluster.wire import connect, frames, send_frame
 from shared_core.errors import ConfigError
+from shared_core.launcher.mirror import Mirror, MirrorServer, fetch
+from shared_core.launcher.neighbour import Copies
+from shared_core.system import secret
+from shared_core.system.wire import connect, frames, send_frame
+from shared_core.worker.near import LIST, PUT, ask
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 HEAD = struct.Struct("<cIIHQ")
@@ -106,7 +106,7 @@ def test_strangers_are_refused(site: Site) -> None:
 @pytest.mark.parametrize("has", [b"s", b"o"])
 def test_a_server_must_know_it_too(has: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets no byte of state."""
-    monkeypatch.setattr("shared_core.cluster.mirror._TROUBLE_S", 0.0)
+    monkeypatch.setattr("shared_core.launcher.mirror._TROUBLE_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         mirror = Mirror(0, 0, 0, Path("/nowhere"), KEY)
         mirror.follow((None, f"127.0.0.1:{listener.getsockname()[1]}#x"))
@@ -154,7 +154,7 @@ def test_notes_that_seal_nothing_are_refused(note: str, site: Site) -> None:
 SERVER = """
 import os, resource, sys
 from pathlib import Path
-from shared_core.cluster.mirror import MirrorServer
+from shared_core.launcher.mirror import MirrorServer
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 server = MirrorServer(Path(sys.argv[1]), key=b"k" * 32)
 print(server.port, flush=True)
@@ -245,8 +245,9 @@ def test_a_secret_file_that_is_none(mode: int, content: str | None, says: str, t
 SCRIPT = """
 import json, os
 from pathlib import Path
-from shared_core.cluster import secret, worker
-me = worker.env()
+from shared_core.system import secret
+from shared_core.worker import link
+me = link.env()
 tag = os.environ["SWIFT_TEST_TAG"].encode()
 key = secret.of_job(me.job_dir)
 words = []

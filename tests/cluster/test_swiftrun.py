@@ -18,9 +18,9 @@ from shared_core.cli.swiftrun import _one_thread_each, build_config, parse_args
 PRELUDE = """
 import json, os, signal, sys, time
 from datetime import timedelta
-from shared_core.cluster import worker
-me = worker.env()
-store = worker.connect_store()
+from shared_core.worker import link
+me = link.env()
+store = link.connect_store()
 def reach(name, rank=None):
     store.set(f"test/{name}/{me.rank if rank is None else rank}", str(os.getpid()))
 def await_(name, rank):
@@ -367,7 +367,7 @@ def test_progress_breaks_a_crash_loop_and_the_budget_ends_it(tmp_path: Path) -> 
         PRELUDE
         + """
 if me.rank == 0:
-    worker.ProgressFile().top(me.incarnation + 1)
+    link.ProgressFile().top(me.incarnation + 1)
     os._exit(9)
 await_("never", 1)
 """
@@ -383,7 +383,7 @@ def test_a_worker_without_progress_is_replaced(tmp_path: Path) -> None:
         PRELUDE
         + """
 if me.incarnation == 0:
-    progress = worker.ProgressFile()
+    progress = link.ProgressFile()
     progress.top(1)
     if me.rank == 0:
         progress.waiting(True)  # in a collective: does not count
@@ -450,10 +450,10 @@ reach(f"up{me.incarnation}")
 if me.rank == 0:
     if me.restart == 0:
         await_("up0", 1)
-        worker.tell(store, "divergent", [1])
+        link.tell(store, "divergent", [1])
         show(gen=generation(1))
         await_("up1", 1)
-        worker.tell(store, "restart", {"reason": "nobody can serve rank 1"})
+        link.tell(store, "restart", {"reason": "nobody can serve rank 1"})
     else:
         store.set(me.prefix + "fail", json.dumps({"rank": 1, "message": "ReplayDivergence: rank 1 differs"}))
 signal.pause()
@@ -596,10 +596,10 @@ def test_a_foreign_entry_in_the_ledger_ends_the_job_with_a_line(tmp_path: Path) 
         tmp_path,
         """
         import time
-        from shared_core.cluster import worker
-        me = worker.env()
+        from shared_core.worker import link
+        me = link.env()
         if me.rank == 0:
-            worker.connect_store().set(me.prefix + "gen/1", '{"generation": 0, "incarnations": [0, 0]}')
+            link.connect_store().set(me.prefix + "gen/1", '{"generation": 0, "incarnations": [0, 0]}')
         time.sleep(600)
         """,
     )

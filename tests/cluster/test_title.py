@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared_core.cluster.title import fitting
+from shared_core.system.title import fitting
 
 
 @pytest.mark.parametrize(

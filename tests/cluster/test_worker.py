@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from shared_core.cluster import worker
-from shared_core.cluster.watch import KeyWatcher
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, WaitTimeout
+from shared_core.launcher.key_watcher import KeyWatcher
+from shared_core.worker import link
 
 
 def environment(folder: Path, port: int = 1) -> dict[str, str]:
@@ -28,25 +28,25 @@ def environment(folder: Path, port: int = 1) -> dict[str, str]:
 
 
 def test_env_is_parsed(tmp_path: Path) -> None:
-    me = worker.env(environment(tmp_path))
+    me = link.env(environment(tmp_path))
     assert (me.rank, me.world_size, me.generation, me.incarnation, me.restart) == (2, 4, 3, 1, 5)
     assert (me.store_host, me.store_port, me.config.seed) == ("localhost", 1, 7)
     assert (me.prefix, me.rank_dir) == ("swift/5/", tmp_path / "rank2")
-    assert not worker.launched({})
+    assert not link.launched({})
     with pytest.raises(ConfigError, match="not started by swiftrun"):
-        worker.env({})
+        link.env({})
 
 
 def test_progress_is_read_as_written(tmp_path: Path) -> None:
     path = tmp_path / "rank0" / "progress"
-    assert worker.read_progress(path) is None
-    progress = worker.ProgressFile(path)
-    assert worker.read_progress(path) is None
-    assert path.stat().st_size == worker.PROGRESS_BYTES
+    assert link.read_progress(path) is None
+    progress = link.ProgressFile(path)
+    assert link.read_progress(path) is None
+    assert path.stat().st_size == link.PROGRESS_BYTES
     progress.top(4)
-    first = worker.read_progress(path)
+    first = link.read_progress(path)
     progress.waiting(True)
-    second = worker.read_progress(path)
+    second = link.read_progress(path)
     assert first is not None and second is not None
     assert (first[:2], second[:2]) == ((4, False), (4, True))
     assert second[2] >= first[2]
@@ -54,25 +54,25 @@ def test_progress_is_read_as_written(tmp_path: Path) -> None:
 
 
 def test_a_missing_agent_is_named(tmp_path: Path, free_port: int) -> None:
-    me = worker.env(environment(tmp_path, free_port))
+    me = link.env(environment(tmp_path, free_port))
     with pytest.raises(WaitTimeout, match=f"rank 2: no answer from the agent's store at localhost:{free_port}"):
-        worker.connect_store(timeout_s=0.2, where=me)
+        link.connect_store(timeout_s=0.2, where=me)
 
 
 def test_what_workers_tell_reaches_the_watcher(tmp_path: Path) -> None:
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    me = worker.env(environment(tmp_path, server.port))
+    me = link.env(environment(tmp_path, server.port))
     woken: list[None] = []
-    watcher = KeyWatcher(lambda: worker.connect_store(where=me), me.prefix, lambda: woken.append(None), ranks=[1])
-    store = worker.connect_store(where=me)
+    watcher = KeyWatcher(lambda: link.connect_store(where=me), me.prefix, lambda: woken.append(None), ranks=[1])
+    store = link.connect_store(where=me)
     assert watcher.look() == []
-    worker.tell(store, "divergent", [1], prefix=me.prefix)
+    link.tell(store, "divergent", [1], prefix=me.prefix)
     assert watcher.look() == [("divergent", [1])]
     assert watcher.look() == []
     store.set(me.prefix + "fail", "plain words")
     assert store.check([me.prefix + "fail"])  # a set is not acknowledged: another client may look before it arrives
     assert watcher.look() == [("fail", "plain words")]
-    worker.tell(store, "divergent", [0, 1], prefix=me.prefix)
+    link.tell(store, "divergent", [0, 1], prefix=me.prefix)
     assert watcher.look() == [("divergent", [1])]  # rank 0 is another agent's to hear of
     assert watcher.look() == []
     watcher.close()

@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 import torch
 
-from shared_core.comm import segments
-from shared_core.comm.archive import Archive, Key
 from shared_core.errors import CorruptFile, WaitTimeout
+from shared_core.worker.messages import segments
+from shared_core.worker.messages.archive import Archive, Key
 
 WAIT_S = 30.0
 A, B, C = "default|0,1,0", "default|1,0,0", "default"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared_core.comm.log import BufferPool, Entry, GroupLog
-from shared_core.comm.op import input_checksum, signature
+from shared_core.worker.comm.op import input_checksum, signature
+from shared_core.worker.messages.group_log import BufferPool, Entry, GroupLog
 
 
 def entry(

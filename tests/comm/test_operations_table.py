@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shared_core.comm import group as group_module
-from shared_core.comm.group import SwiftProcessGroup
 from shared_core.testing.runner import ROOT
+from shared_core.worker.comm import group as group_module
+from shared_core.worker.comm.group import SwiftProcessGroup
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 #: Helpers by which the operations are written, no part of the interface.

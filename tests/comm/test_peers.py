@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.comm import peers
+from shared_core.worker.comm import peers
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A user that owns nothing here.
@@ -20,8 +20,8 @@ CONNECT = """
 import os, sys
 from datetime import timedelta
 from torch.distributed import TCPStore
-from shared_core.comm import peers
-from shared_core.comm.gloo import InnerGroup
+from shared_core.worker.comm import peers
+from shared_core.worker.comm.gloo import InnerGroup
 rank, port, user = map(int, sys.argv[1:])
 os.environ |= {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
 store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)

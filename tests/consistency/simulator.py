@@ -10,7 +10,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from shared_core.consistency import Done, Frontier, GroupFrontier, Plan, Top, decide
+from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top
+from shared_core.protocol.plan import Plan, decide
 
 #: Kinds of collectives: who must have issued it before whom it may finish at, and whether ranks get different results.
 REPLICATED = ("all_reduce", "broadcast")

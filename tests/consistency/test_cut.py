@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared_core.consistency import Cut, Offer, choose_cut
 from shared_core.errors import RecoveryFailed
+from shared_core.protocol.cut import Cut, Offer, choose_cut
 
 #: The same examples in each run.
 FIXED = settings(max_examples=200, deadline=None, derandomize=True, database=None)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from shared_core.consistency import Frontier, GroupFrontier, Plan, Top, Transfer, decide
 from shared_core.errors import RecoveryFailed
+from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
+from shared_core.protocol.plan import Plan, Transfer, decide
 
 
 def top(index: int, version: int = 0, sent: int = 0, received: int = 0, **groups: int) -> Top:

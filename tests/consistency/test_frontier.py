@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shared_core.consistency import Done, Frontier, GroupFrontier, Top
+from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from shared_core.consistency import Frontier, GroupFrontier, Plan, Top, let_in
 from shared_core.errors import RecoveryFailed
+from shared_core.protocol.admission import let_in
+from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
+from shared_core.protocol.plan import Plan
 
 #: Four ranks: 0 and 2 hold one stage, 1 and 3 another.
 STAGES = {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}

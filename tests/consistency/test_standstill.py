@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared_core.consistency.standstill import Standing, awaited, describe, stuck
+from shared_core.protocol.standstill import Standing, awaited, describe, stuck
 
 WORLD = {"group": "0", "called": "the default group", "members": (0, 1, 2)}
 SIDE = {"group": "1", "called": "group '1' of ranks 0, 1", "members": (0, 1)}

@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_swift import SwiftCheckpoint, SwiftDDPStrategy
 from lightning_swift.construction import callbacks_under_construction, trainer_under_construction
-from shared_core.cluster import jobdir
 from shared_core.errors import ConfigError
+from shared_core.system import jobdir
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,17 +15,17 @@ from torch.distributed import HashStore
 
 from shared_core.checkpoint.image import Image
 from shared_core.checkpoint.spool import FOLDER, Sealed, Spool
-from shared_core.cluster import last_checkpoint
-from shared_core.cluster.last_checkpoint import ENDING, LastCheckpoint
-from shared_core.cluster.worker import WorkerEnv
 from shared_core.config import SwiftConfig
-from shared_core.consistency import Top
 from shared_core.errors import CorruptFile
-from shared_core.recovery import lines
-from shared_core.recovery.checkpoints import named
-from shared_core.recovery.decisions import Decisions, Entries, FileEntries, StoreEntries
+from shared_core.launcher import last_checkpoint
+from shared_core.launcher.last_checkpoint import ENDING, LastCheckpoint
+from shared_core.protocol.frontier import Top
 from shared_core.recovery.plain import dumps
-from shared_core.recovery.state import Replicated
+from shared_core.worker.checkpoints import recovery_line
+from shared_core.worker.checkpoints.checkpoints import named
+from shared_core.worker.checkpoints.due import Decisions, Entries, FileEntries, StoreEntries
+from shared_core.worker.link import WorkerEnv
+from shared_core.worker.state.replicated import Replicated
 
 
 @pytest.fixture(params=["file", "store"])
@@ -117,14 +117,14 @@ def snapshot(folder: Path, attempt: int, step: int, rank: int, value: float, wor
     spool.seal(Sealed(step, rank, world_size, (0, 1), tuple(files), {"session": f"s{attempt}", "run": "r"}))
 
 
-def agree(folder: Path, world_size: int = 2) -> list[lines.Loaded | None | BaseException]:
+def agree(folder: Path, world_size: int = 2) -> list[recovery_line.Loaded | None | BaseException]:
     """What each rank goes on from."""
     store, found = HashStore(), [None] * world_size  # type: list[Any], list[Any]
 
     def rank(number: int) -> None:
-        mine = lines.in_memory(Spool(folder / FOLDER, 9), number, world_size)
+        mine = recovery_line.in_memory(Spool(folder / FOLDER, 9), number, world_size)
         try:
-            found[number] = lines.agree(environment(folder, number, world_size), store, mine)
+            found[number] = recovery_line.agree(environment(folder, number, world_size), store, mine)
         except BaseException as error:
             found[number] = error
 
@@ -137,7 +137,7 @@ def agree(folder: Path, world_size: int = 2) -> list[lines.Loaded | None | BaseE
 
 
 def steps(found: list[Any]) -> list[int | None]:
-    return [each.top.index if isinstance(each, lines.Loaded) else each for each in found]
+    return [each.top.index if isinstance(each, recovery_line.Loaded) else each for each in found]
 
 
 def test_the_newest_that_all_ranks_have(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_the_newest_that_all_ranks_have(tmp_path: Path) -> None:
     found = agree(tmp_path)
     assert steps(found) == [8, 8]
     for rank, each in enumerate(found):
-        assert isinstance(each, lines.Loaded)
+        assert isinstance(each, recovery_line.Loaded)
         assert each.tensors[0].item() == 8.0 and each.local["parts"] == {"rank": rank}
 
 
@@ -181,12 +181,12 @@ def test_a_newcomer_begins_with_what_the_others_have_begun_with(tmp_path: Path) 
     for rank in range(1):
         snapshot(tmp_path, 0, 4, rank, 1.0, world_size=1)
     env = environment(tmp_path, 0, 1)
-    first = lines.agree(env, store, lines.in_memory(Spool(tmp_path / FOLDER, 9), 0, 1))
+    first = recovery_line.agree(env, store, recovery_line.in_memory(Spool(tmp_path / FOLDER, 9), 0, 1))
     snapshot(tmp_path, 1, 9, 0, 2.0, world_size=1)  # newer, but the others have begun with the older
-    later = lines.agree(env, store, lines.in_memory(Spool(tmp_path / FOLDER, 9), 0, 1))
+    later = recovery_line.agree(env, store, recovery_line.in_memory(Spool(tmp_path / FOLDER, 9), 0, 1))
     assert steps([first, later]) == [4, 4]
     with pytest.raises(CorruptFile, match="from which this attempt began is gone"):
-        lines.agree(env, store, [])
+        recovery_line.agree(env, store, [])
 
 
 def test_names_are_those_of_the_model_without_its_wrapper() -> None:
@@ -200,7 +200,7 @@ def test_names_are_those_of_the_model_without_its_wrapper() -> None:
     found, metadata = named(replicated, *replicated.export())
     assert list(found)[:4] == ["0.weight", "0.bias", "1.weight", "0.weight#2"]
     assert {"optimizer.0.exp_avg.0.weight", "optimizer.0.step.1.weight"} <= set(found)
-    assert json.loads(metadata[lines.NAMES]) == list(found)
+    assert json.loads(metadata[recovery_line.NAMES]) == list(found)
 
 
 # -- the last one -----------------------------------------------------------------------------------------------------

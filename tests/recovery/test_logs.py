@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shared_core.errors import ConfigError
-from shared_core.recovery.logs import Logs, together
+from shared_core.worker.messages.disk_log import Logs, together
 
 
 def test_ranks_alone_by_machine_and_named() -> None:

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from shared_core.consistency import Frontier, GroupFrontier, Top, decide
 from shared_core.errors import CorruptFile, RecoveryFailed, Unsupported
-from shared_core.recovery.attached import Attached
-from shared_core.recovery.board import LOOSE, Board
-from shared_core.recovery.loose import Loose
-from shared_core.recovery.state import Replicated
-from shared_core.recovery.updates import Updates
-from shared_core.recovery.watch import Watch
+from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
+from shared_core.protocol.plan import decide
+from shared_core.worker.state.attached import Attached
+from shared_core.worker.state.change_detection import Watch
+from shared_core.worker.state.publications import LOOSE, Board
+from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.unstepped import Loose
+from shared_core.worker.state.updates import Updates
 
 
 def made() -> tuple[nn.Sequential, torch.optim.Optimizer, Replicated]:

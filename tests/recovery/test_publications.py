@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from shared_core.consistency import Top
 from shared_core.errors import CorruptFile, SwiftError
-from shared_core.recovery import board as board_module
-from shared_core.recovery.board import Board
+from shared_core.protocol.frontier import Top
 from shared_core.recovery.plain import dumps, loads, pieces
 from shared_core.testing.digest import digest
+from shared_core.worker.state import publications as board_module
+from shared_core.worker.state.publications import Board
 
 
 def test_plain_data_comes_back_bit_for_bit() -> None:

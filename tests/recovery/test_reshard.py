@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shared_core.cluster.worker import Resized
 from shared_core.errors import RecoveryFailed
 from shared_core.loaders.reshard import (
     MARK,
@@ -25,7 +24,8 @@ from shared_core.loaders.reshard import (
     used,
 )
 from shared_core.recovery.plain import dumps, loads
-from shared_core.recovery.renumber import sources, stage_source
+from shared_core.worker.checkpoints.resharding import sources, stage_source
+from shared_core.worker.link import Resized
 
 #: The same examples in each run.
 FIXED = settings(max_examples=100, deadline=None, derandomize=True, database=None)

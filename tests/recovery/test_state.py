@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shared_core.errors import RecoveryFailed, ReplicaMismatch, UnsupportedOptimizer
-from shared_core.recovery.replicas import minority
-from shared_core.recovery.state import Replicated, pack, unpack
-from shared_core.recovery.updates import Updates
 from shared_core.testing.digest import training_digest
+from shared_core.worker.recovery.replicas import minority
+from shared_core.worker.state.replicated import Replicated, pack, unpack
+from shared_core.worker.state.updates import Updates
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SGD": [

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shared_core.reroute.schedule import Action, Kind, Schedule, Topology, Worker
-from shared_core.reroute.timing import Slot
+from shared_core.schedule.schedule import Action, Kind, Schedule, Topology, Worker
+from shared_core.schedule.timing import Slot
 
 TOPOLOGY = Topology(3, 4, 6)
 LOST = Worker(1, 2)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.reroute.ahead import Plans, agree, from_dict, rounded, to_dict
-from shared_core.reroute.problem import Variant
-from shared_core.reroute.schedule import Topology, Worker
-from shared_core.reroute.timing import StageTimes, Times
+from shared_core.reroute.planning import Plans, agree, from_dict, rounded, to_dict
+from shared_core.schedule.problem import Variant
+from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.timing import StageTimes, Times
 
 TOPOLOGY = Topology(3, 2, 4)
 STAGES = StageTimes(0.101, 0.098, 0.103, 0.31, 0.2), StageTimes(0.05, 0.04, 0.06, 0.1, 0.16)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.reroute.ahead import Plans
 from shared_core.reroute.history import History
-from shared_core.reroute.problem import Variant
-from shared_core.reroute.schedule import Action, Kind, Topology, Worker
+from shared_core.reroute.planning import Plans
+from shared_core.schedule.problem import Variant
+from shared_core.schedule.schedule import Action, Kind, Topology, Worker
 
 TOPOLOGY = Topology(3, 2, 3)
 

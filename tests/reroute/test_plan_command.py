@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks import planner
 from shared_core.cli import swiftctl
-from shared_core.reroute.check import check
-from shared_core.reroute.planner import Plan
+from shared_core.schedule.check import check
+from shared_core.schedule.planner import Plan
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ["plan", "--dp", "3", "--pp", "4", "--micro-batches", "6"]

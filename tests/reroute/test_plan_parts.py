@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from shared_core.errors import ConfigError, WaitTimeout
-from shared_core.reroute.check import Memory
-from shared_core.reroute.draw import draw_file, draw_text
-from shared_core.reroute.normalise import Move, normalise, stage_cost
-from shared_core.reroute.planner import plan
-from shared_core.reroute.problem import Variant
-from shared_core.reroute.profile import COMMUNICATION, Profile
-from shared_core.reroute.schedule import Kind, Topology, Worker, one_f_one_b
-from shared_core.reroute.store import PlanStore, Settings
-from shared_core.reroute.symmetry import canonical, patterns, rename
-from shared_core.reroute.timing import StageTimes, Times, simulate
+from shared_core.reroute.plan_cache import PlanStore, Settings
+from shared_core.schedule.check import Memory
+from shared_core.schedule.draw import draw_file, draw_text
+from shared_core.schedule.normalise import Move, normalise, stage_cost
+from shared_core.schedule.planner import plan
+from shared_core.schedule.problem import Variant
+from shared_core.schedule.profile import COMMUNICATION, Profile
+from shared_core.schedule.schedule import Kind, Topology, Worker, one_f_one_b
+from shared_core.schedule.symmetry import canonical, patterns, rename
+from shared_core.schedule.timing import StageTimes, Times, simulate
 
 TOPOLOGY = Topology(3, 4, 6)
 

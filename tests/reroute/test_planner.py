@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared_core.errors import ConfigError, InvalidSchedule
-from shared_core.reroute.check import Memory, check, check_times
-from shared_core.reroute.greedy import greedy
-from shared_core.reroute.planner import Plan, parse_worker, plan
-from shared_core.reroute.problem import Problem, Variant
-from shared_core.reroute.routing import deal, loads
-from shared_core.reroute.schedule import Kind, Topology, Worker, one_f_one_b
-from shared_core.reroute.timing import StageTimes, Times, simulate
+from shared_core.schedule.check import Memory, check, check_times
+from shared_core.schedule.greedy import greedy
+from shared_core.schedule.planner import Plan, parse_worker, plan
+from shared_core.schedule.problem import Problem, Variant
+from shared_core.schedule.routing import deal, loads
+from shared_core.schedule.schedule import Kind, Topology, Worker, one_f_one_b
+from shared_core.schedule.timing import StageTimes, Times, simulate
 
 COUPLED, DECOUPLED, STAGGERED = Variant
 #: Closed forms for a loss at each stage of 3 x 4 x 6: slots coupled, slots decoupled, period staggered.

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared_core.errors import ConfigError, Unsupported
-from shared_core.reroute.check import check
-from shared_core.reroute.planner import Plan, plan
-from shared_core.reroute.problem import Variant
-from shared_core.reroute.remainder import Executed, Remainder, replan
-from shared_core.reroute.schedule import Action, Kind, Topology, Worker
-from shared_core.reroute.timing import Timeline, Times, simulate
+from shared_core.schedule.check import check
+from shared_core.schedule.planner import Plan, plan
+from shared_core.schedule.problem import Variant
+from shared_core.schedule.remainder import Executed, Remainder, replan
+from shared_core.schedule.schedule import Action, Kind, Topology, Worker
+from shared_core.schedule.timing import Timeline, Times, simulate
 
 TOPOLOGY = Topology(3, 4, 6)
 

@@ -9,9 +9,9 @@ import golden
 import pytest
 
 from shared_core.errors import ConfigError, InvalidSchedule
-from shared_core.reroute.check import Memory, check, check_order, check_times, peaks
-from shared_core.reroute.schedule import Action, Kind, Schedule, Topology, Worker, one_f_one_b, parse_action
-from shared_core.reroute.timing import Slot, StageTimes, Times, simulate
+from shared_core.schedule.check import Memory, check, check_order, check_times, peaks
+from shared_core.schedule.schedule import Action, Kind, Schedule, Topology, Worker, one_f_one_b, parse_action
+from shared_core.schedule.timing import Slot, StageTimes, Times, simulate
 
 Row = list[Action]
 

@@ -14,9 +14,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from shared_core.errors import LaneBroken
 from shared_core.job import Job
-from shared_core.recovery.lane import Lane
 from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report
+from shared_core.worker.recovery.lane import Lane
 
 _AGAIN = 1000
 

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import shared_core
-from shared_core.cluster import worker
 from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import Report
+from shared_core.worker import link
 
 SAMPLES = 240
 
@@ -135,8 +135,8 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
     if args.last == dist_rank and report.who["incarnation"] == 0:
-        here = worker.env()
-        store = worker.connect_store(where=here)
+        here = link.env()
+        store = link.connect_store(where=here)
         store.wait([f"{here.prefix}done/{rank}" for rank in range(world) if rank != dist_rank])
         os.kill(os.getpid(), signal.SIGKILL)
     del ddp, job, group

@@ -13,12 +13,12 @@ import pytest
 from benchmarks import checkpoint_policy
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve
-from shared_core.checkpoint.ending import Ending
 from shared_core.checkpoint.history import Run, append
 from shared_core.checkpoint.policy import Fixed, Policy, Value, Young
 from shared_core.checkpoint.policy.intervals import waste, young
+from shared_core.checkpoint.run_ends import Ending
 from shared_core.cli.swiftctl import main
-from shared_core.simulate.lives import Lives, Outcome, live
+from shared_core.simulate.checkpointed_runs import Lives, Outcome, live
 from shared_core.simulate.placing import Clock, Job, Knowledge, Recorded, places
 
 CURVE = Curve(0.0, 600.0**0.7, 0.7, 599.0)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shared_core.checkpoint.cost import Cost
-from shared_core.checkpoint.ending import Ending
 from shared_core.checkpoint.policy.intervals import young
+from shared_core.checkpoint.run_ends import Ending
 
 #: Steps after which a first checkpoint is made to measure what one costs (COCI and CheckFreq do it after 10 and 5).
 PROBE_STEPS = 10

@@ -18,9 +18,9 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from shared_core.checkpoint.ending import Ending
 from shared_core.checkpoint.policy.intervals import exact, young
 from shared_core.checkpoint.policy.situation import Decision, Guards, LossCurve, Situation
+from shared_core.checkpoint.run_ends import Ending
 
 #: Cells that the future is divided into, and by how much each is longer than the one before.
 CELLS, GROWTH = 32, 1.35

@@ -12,8 +12,8 @@ import threading
 import torch
 from silent import pair
 
-from shared_core.comm.gloo import InnerGroup
-from shared_core.recovery.messages import receive, send
+from shared_core.worker.comm.gloo import InnerGroup
+from shared_core.worker.recovery.transfer import receive, send
 
 ROUNDS = 20
 

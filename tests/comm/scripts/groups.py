@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 import shared_core
-from shared_core.comm import SwiftProcessGroup
 from shared_core.testing.digest import digest
 from shared_core.testing.report import Report
+from shared_core.worker.comm import SwiftProcessGroup
 
 
 def from_torch() -> dict[str, Any]:

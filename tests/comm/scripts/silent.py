@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shared_core.comm.gloo import InnerGroup
+from shared_core.worker.comm.gloo import InnerGroup
 
 
 def connect(store: dist.Store, rank: int, out: dict[int, InnerGroup]) -> None:

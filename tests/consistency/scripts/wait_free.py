@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shared_core.consistency.undo import WaitFreeUpdate
 from shared_core.testing.digest import digest, optimizer_digest_data, training_digest
 from shared_core.testing.report import Report
+from shared_core.worker.state.undo import WaitFreeUpdate
 
 STEPS = 3
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,0 +1,177 @@
+"""The process that writes a machine's checkpoints: started when first needed, kept alive, and given time at the end."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from shared_core.events import RUN
+from shared_core.system import process
+from shared_core.system.jobdir import CHECKPOINTS
+from shared_core.waiting import Wait
+from shared_core.worker.link import EVENTS, INCARNATION
+
+PROGRAM = "shared_core.checkpoint.writer"
+#: Deaths in a row, each soon after the start, until it is started no more.
+GIVE_UP_AFTER = 5
+_SOON_S = 5.0
+#: As long as the job's last checkpoint takes.
+_PATIENT_S = 1e9
+
+
+class Persisting:
+    """Sees to the writer of one machine. Used by one thread.
+
+    Args:
+        job_dir: private folder of the job; a worker that leaves a snapshot there makes the writer needed.
+        events: path of ``events.jsonl``, if there is one.
+        grace_s: how long it may go on when this process has been killed.
+        say: prints a line for the user.
+    """
+
+    def __init__(self, job_dir: Path, events: str | None, grace_s: float, say: Callable[[str], None]) -> None:
+        self._folder = job_dir / CHECKPOINTS
+        self._events, self._grace_s, self._say = events, grace_s, say
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd: int | None = None
+        self._started = 0.0
+        self._starts, self._early_deaths, self._rank, self._run = 0, 0, 0, ""
+
+    def look(self, rank: int = 0, run: str = "") -> None:
+        """Start the writer if it is needed and does not run. Cheap: call it often.
+
+        Args:
+            rank: that faults for tests know it by; the first of this machine.
+            run: id of this start of the job, for its events.
+        """
+        self._run = run
+        if self._process is not None:
+            if self.running:
+                return
+            self._bury()
+        if self._early_deaths < GIVE_UP_AFTER and self._folder.exists():
+            self._start(rank)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the writer; None if there is none."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def running(self) -> bool:
+        """Whether it runs; it may have been reaped by whoever reaps all children."""
+        if self._process is None:
+            return False
+        if self._pidfd is None:
+            return process.state_of(self._process.pid) not in (None, "Z", "X")
+        watch = select.poll()
+        watch.register(self._pidfd, select.POLLIN)
+        return not watch.poll(0)
+
+    def finish(self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]) -> bool:
+        """Let it write what is there, then end it; if it is lost meanwhile, another does. A second call does nothing.
+
+        Args:
+            deadline: ``time.monotonic()`` until which it may go on; None as long as it takes.
+            wait: waits for at most so many seconds, less where something happens; reaps no children.
+            enough: whether it is to be ended at once.
+
+        Returns:
+            Whether it came to its end; False if it was ended while it still had something to do.
+        """
+        for _ in range(GIVE_UP_AFTER):
+            if self._process is None:
+                break
+            ended, code = self._finish(deadline, wait, enough)
+            if not ended or (code and deadline is not None and time.monotonic() >= deadline):
+                return False
+            if not code:
+                break
+            self._start(self._rank)
+        return True
+
+    def _finish(
+        self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]
+    ) -> tuple[bool, int | None]:
+        """Whether it ended by itself, and its exit code, if anybody knows."""
+        assert self._process is not None and self._process.stdin is not None
+        limit = _PATIENT_S if deadline is None else max(0.0, deadline - time.monotonic())
+        with suppress(OSError):
+            self._process.stdin.write(f"{limit:.3f}\n".encode())
+        with suppress(OSError):
+            self._process.stdin.close()
+        whom, ends = "the last checkpoint to be written to storage", "it waits as long as that takes"
+        if deadline is not None:
+            ends = "what is not written by then is left out"
+        # The deadline is looked at first: the wait only says the line.
+        said = Wait("the launcher", whom, math.inf if deadline is None else limit + 1.0, ends=ends, say=self._say)
+        while self.running and not enough() and (deadline is None or time.monotonic() < deadline):
+            said.look()
+            wait(0.1)
+        ended = not self.running
+        if not ended:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+        return ended, self._collect()
+
+    def _start(self, rank: int) -> None:
+        command = process.run_module(PROGRAM, str(self._folder), f"--grace={self._grace_s}")
+        if self._events:
+            command.append(f"--events={self._events}")
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=self._environment(os.environ, rank),
+            bufsize=0,
+            start_new_session=True,  # what a terminal sends to all is not for it
+        )
+        self._pidfd = process.open_pidfd(self._process.pid)
+        self._started, self._rank = time.monotonic(), rank
+        self._starts += 1
+
+    def _environment(self, environ: Mapping[str, str], rank: int) -> dict[str, str]:
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [environ.get("PYTHONPATH", ""), root]))
+        own = {"RANK": str(rank), INCARNATION: str(self._starts), EVENTS: self._events or "", "PYTHONPATH": path}
+        own[RUN] = self._run
+        return {**environ, **own}
+
+    def _bury(self) -> None:
+        """It has died: whatever it was doing, the next one finds it in the folder."""
+        code = self._collect()
+        cause = process.describe_exit(code) if code is not None else "ended"
+        self._early_deaths = self._early_deaths + 1 if time.monotonic() < self._started + _SOON_S else 0
+        if self._early_deaths < GIVE_UP_AFTER:
+            self._say(f"the writer of checkpoints was lost ({cause}); starting another")
+        else:
+            self._say(
+                f"the writer of checkpoints was lost {GIVE_UP_AFTER} times in a row ({cause}): no more are written; "
+                "training goes on"
+            )
+
+    def _collect(self) -> int | None:
+        """Its exit code, if nobody has asked for it before."""
+        assert self._process is not None
+        done, self._process = self._process, None
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+        if done.stdin is not None:
+            with suppress(OSError):
+                done.stdin.close()
+        try:
+            _, status = os.waitpid(done.pid, 0)
+        except ChildProcessError:
+            code = None
+        else:
+            code = os.waitstatus_to_exitcode(status)
+        done.returncode = -signal.SIGKILL if code is None else code  # so that Popen does not wait for it
+        return code

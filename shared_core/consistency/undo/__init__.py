@@ -1,8 +1,0 @@
-"""Exact undo of optimizer updates (DESIGN section 4), and the update overlapped with backward in which it is needed."""
-
-from shared_core.consistency.undo.partial import step_parameters
-from shared_core.consistency.undo.stepping import Arguments, begin_after_closure
-from shared_core.consistency.undo.undo import Undo
-from shared_core.consistency.undo.waitfree import WaitFreeUpdate
-
-__all__ = ["Arguments", "Undo", "WaitFreeUpdate", "begin_after_closure", "step_parameters"]

@@ -1,0 +1,148 @@
+"""From ``python train.py`` to ``swiftrun``: the process becomes the launcher of the same script and arguments."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from shared_core.errors import SwiftError
+from shared_core.events import console
+from shared_core.system import process
+from shared_core.worker import link
+
+_warned = False
+#: End of a message about an option that the script has and its launcher has not; with the option's name in capital
+#: letters, and its value.
+NOT_TOLD = (
+    " was not told to the launcher, which must know it: set SWIFT_RECOVERY_{}={}, give swiftrun a --swift-config FILE "
+    "with it (or --on-failure), or start the script with 'python', which starts swiftrun with the script's options"
+)
+#: Debuggers that are started with ``python -m``.
+_DEBUGGERS = frozenset({"pdb", "ipdb", "pudb", "debugpy"})
+#: With the debugger's name.
+LEFT_BEHIND = (
+    "the debugger ({}) is left behind: this process becomes swiftrun, and the script runs in its workers. To debug a "
+    "rank, have the script call debugpy.listen() and debugpy.wait_for_client() in it; or train in one process "
+    "(Lightning: devices=1, Accelerate: SWIFT_RECOVERY=0)"
+)
+
+
+def launched_by_swiftrun() -> bool:
+    """Whether this process is a worker of ``swiftrun``."""
+    return link.launched()
+
+
+def under_plain_torchrun() -> bool:
+    """Whether this process is a worker of ``torchrun`` (or of a launcher built on it), whose agent kills survivors."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and not link.launched()
+
+
+def warn_plain_torchrun_once() -> None:
+    """Say, on rank 0 and once, that survivors cannot be kept alive under plain torchrun."""
+    global _warned
+    if _warned or not under_plain_torchrun():
+        return
+    _warned = True
+    if os.environ.get("RANK", "0") == "0":
+        console(
+            "started by plain torchrun, whose agent kills all workers when one is lost: survivors cannot be kept "
+            "alive, only checkpoints help. Start the same command with swiftrun instead of torchrun."
+        )
+
+
+def srun_tasks() -> int:
+    """How many tasks ``srun`` has started of what this process belongs to; 1 outside ``srun``, as in a batch script."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1") or "1")
+
+
+def warn_srun_once(alone: bool = False) -> None:
+    """Say, in the first task and once, that ``srun`` keeps no survivors alive where it has started several tasks.
+
+    Args:
+        alone: the tasks do not know of each other, and each is a training of its own.
+    """
+    global _warned
+    tasks = srun_tasks()
+    if _warned or tasks == 1 or link.launched():
+        return
+    _warned = True
+    if os.environ.get("SLURM_PROCID", "0") == "0":
+        console(
+            f"started as {tasks} tasks by srun, which cannot replace one that is lost: survivors cannot be kept alive."
+            + (" WORLD_SIZE is not set, so each task trains alone." if alone else "")
+            + f" Start one task instead: srun -N1 -n1 -c{tasks} swiftrun --nproc-per-node {tasks} SCRIPT"
+        )
+
+
+def hand_over(nproc: int, standbys: int = 1, extra: Sequence[str] = ()) -> NoReturn:
+    """Become ``swiftrun`` for the running script; does not return, and keeps nothing of this process.
+
+    Args:
+        nproc: workers to start.
+        standbys: see ``swiftrun --standbys``.
+        extra: further options of ``swiftrun``.
+
+    Raises:
+        SwiftError: where it cannot be: in a notebook or interactive session, after a process group was created, or
+            under another launcher.
+    """
+    if nproc < 1:
+        raise SwiftError(f"cannot hand over to swiftrun with {nproc} workers: at least 1 is needed")
+    command = _command()
+    if debugger := _debugger():
+        console(LEFT_BEHIND.format(debugger))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.environ[link.HANDED_OVER] = "1"
+    options = ["--standbys", str(standbys), "--nproc-per-node", str(nproc), *extra]
+    os.execv(sys.executable, process.run_module("shared_core.cli.swiftrun", *options, *command))
+
+
+def _debugger() -> str:
+    """Name of the debugger that runs this process; empty if there is none."""
+    if "pydevd" in sys.modules:
+        return "debugpy" if "debugpy" in sys.modules else "pydevd"
+    # With no breakpoint set, pdb stops tracing once it is told to continue.
+    module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
+    if module and module[0] in _DEBUGGERS:
+        return module[0]
+    owner = getattr(sys.gettrace(), "__self__", None)
+    if any(kind.__module__ == "bdb" for kind in type(owner).__mro__):
+        return type(owner).__module__.partition(".")[0]
+    monitoring = getattr(sys, "monitoring", None)  # Python 3.12
+    return str(monitoring.get_tool(monitoring.DEBUGGER_ID) or "") if monitoring is not None else ""
+
+
+def _command() -> list[str]:
+    """Script and arguments of this process, as ``swiftrun`` wants them."""
+    how = "Start it from a shell with: swiftrun --nproc-per-node N SCRIPT ..."
+    main = sys.modules["__main__"]
+    if getattr(sys, "ps1", None) or sys.flags.interactive or getattr(main, "__file__", None) is None:
+        raise SwiftError(
+            "cannot hand over to swiftrun: this is a notebook or an interactive session, there is no script to run "
+            f"again. {how}"
+        )
+    if link.launched():
+        raise SwiftError("cannot hand over to swiftrun: this process is already one of its workers")
+    if under_plain_torchrun() or int(os.environ.get("WORLD_SIZE", "1") or "1") > 1:
+        raise SwiftError(
+            "cannot hand over to swiftrun: another launcher has started this process already "
+            f"(WORLD_SIZE={os.environ.get('WORLD_SIZE')}). Use swiftrun in its place."
+        )
+    if srun_tasks() > 1:
+        raise SwiftError(
+            f"cannot hand over to swiftrun: srun has started {srun_tasks()} tasks of this script, and each would start "
+            "a job of its own. Start one: srun -N1 -n1 -c N swiftrun --nproc-per-node N SCRIPT"
+        )
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        raise SwiftError(f"cannot hand over to swiftrun: a process group exists already in this process. {how}")
+    processes = sys.modules.get("multiprocessing")
+    if processes is not None and processes.parent_process() is not None:
+        raise SwiftError(f"cannot hand over to swiftrun from a child process of multiprocessing. {how}")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name != "__main__":  # python -m
+        return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+    return [sys.argv[0] if os.path.exists(sys.argv[0]) else str(main.__file__), *sys.argv[1:]]

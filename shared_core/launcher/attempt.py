@@ -1,0 +1,230 @@
+"""The store of one attempt at the job, and what the agent writes there for its workers and for other agents."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from shared_core.errors import ConfigError
+from shared_core.launcher.key_watcher import KeyWatcher
+from shared_core.launcher.ledger import RELEASE, Ledger
+from shared_core.protocol.loss_policy import Death
+from shared_core.worker.link import WORDS
+
+#: Where the store of a job on one machine listens, unless the user says otherwise.
+LOOPBACK = "127.0.0.1"
+_FIRST = "first"
+
+
+def connect(host: str, port: int, timeout_s: float = 30.0) -> Any:
+    """A client of a store; ``timeout_s`` bounds its waits."""
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def host_store(host: str, port: int) -> Any:
+    """The server of a store that listens at this address only; torch's own listens on every interface of the machine.
+
+    Args:
+        host: an address of this machine, or its name.
+        port: 0 for a free one.
+
+    Raises:
+        ConfigError: if it cannot listen there.
+    """
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(place[:2], family=family, backlog=128)
+    except OSError as error:
+        raise ConfigError(
+            f"the store of the job cannot listen at {host}:{port} ({error.strerror}): choose another --master-port, or "
+            "an address of this machine for --local-addr"
+        ) from error
+    port = int(listener.getsockname()[1])
+    # The store owns the descriptor from now on.
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+    )
+
+
+def prefix_of(number: int) -> str:
+    """Prefix of the keys of an attempt."""
+    return f"swift/{number}/"
+
+
+def first_of(store: Any, number: int) -> dict[str, Any] | None:
+    """With what an attempt begins: ``machines`` in their places, and ``line`` (see :class:`Resizing`); None if no agent
+    has begun it.
+    """
+    key = prefix_of(number) + _FIRST
+    return json.loads(store.get(key)) if store.check([key]) else None
+
+
+@dataclass(frozen=True)
+class Team:
+    """The place of this agent among those of several machines.
+
+    Attributes:
+        slot: which machine's place this agent holds, from 0.
+        machines: who holds which place in generation 0 of the attempt.
+        number: of the attempt.
+        host: of the store that all agents use.
+        port: its port.
+    """
+
+    slot: int
+    machines: tuple[str | None, ...]
+    number: int
+    host: str
+    port: int
+
+
+class Attempt:
+    """One attempt at the job, from its first generation to its end or to the restart of all workers.
+
+    Alone on its machine the agent hosts a fresh store for each, so that nothing of the attempt before (gloo's
+    addresses, say) can be read by mistake; several agents share one store, and the attempts' keys differ.
+
+    Attributes:
+        number: whole-job restarts before this attempt.
+        ledger: generations, incarnations, machines.
+        host: of the store.
+        port: of the store.
+
+    Args:
+        number: see above; part of every key.
+        place: host and port of the store, 0 for a free port.
+        ranks: of this machine.
+        world_size: number of logical ranks.
+        wake: called on a thread when there is something to look at.
+        team: the other agents, if there are any.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        place: tuple[str, int],
+        ranks: Sequence[int],
+        world_size: int,
+        wake: Callable[[], None],
+        team: Team | None = None,
+    ) -> None:
+        self.number = number
+        self.host, self.port = place
+        self._server: Any = None
+        if team is None:
+            self._server = host_store(*place)
+            self.port = int(self._server.port)
+        self._slot = team.slot if team else 0
+        self._slots = len(team.machines) if team else 1
+        self._client = connect(self.host, self.port)
+        self.ledger = Ledger(self._client, self.key(""), world_size, team.machines if team else ())
+        self.ledger.follow()
+        self._done_keys = [self.key(f"done/{rank}") for rank in range(world_size)]
+        self._watcher = KeyWatcher(
+            lambda: connect(self.host, self.port), self.key(""), wake, slot=self._slot, ranks=ranks
+        )
+
+    def begin(self, machines: Sequence[str | None], line: str) -> None:
+        """Say with what this attempt begins; the first agent's word counts."""
+        self._client.compare_set(self.key(_FIRST), "", json.dumps({"machines": list(machines), "line": line}))
+
+    @property
+    def generation(self) -> int:
+        """Number of the newest generation."""
+        return self.ledger.generation
+
+    @property
+    def incarnations(self) -> list[int]:
+        """For each rank, how many workers held it before the present one."""
+        return self.ledger.incarnations
+
+    def key(self, name: str) -> str:
+        """Full name of a key of this attempt."""
+        return prefix_of(self.number) + name
+
+    def next_generation(
+        self, deaths: Sequence[Death], detected: float, stay: Sequence[int] = (), *, ends: bool = False
+    ) -> dict[str, Any] | None:
+        """Write the generation that follows these losses, and return what was written; None if all is over.
+
+        Args:
+            deaths: who was lost.
+            detected: when that was noticed.
+            stay: ranks that hand their state on, because the number of workers changes. A change that is under way
+                goes on with those that are left.
+            ends: it is given up.
+        """
+        lost = [death.rank for death in deaths]
+        cause = {str(death.rank): death.cause for death in deaths}
+
+        def make() -> dict[str, Any]:
+            change = {} if ends else dict(self.ledger.change)
+            if stay or change:
+                change["stay"] = [rank for rank in stay or change["stay"] if rank not in lost]
+            return {"lost": lost, "cause": cause, "detected": detected} | change
+
+        return self.append(make)
+
+    def set(self, name: str) -> None:
+        """Set a key that workers look at."""
+        self._client.set(self.key(name), "1")
+
+    def goodbyes(self) -> bool:
+        """Whether any worker has finished."""
+        return any(self._client.check([key]) for key in self._done_keys)
+
+    def finished(self, ranks: Sequence[int]) -> list[int]:
+        """Which of these have finished."""
+        return [rank for rank in ranks if self._client.check([self._done_keys[rank]])]
+
+    def append(self, make: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+        """As :meth:`Ledger.append`; those that are lost come back and say goodbye again, and other agents are woken."""
+
+        def checked() -> dict[str, Any] | None:
+            entry = make()
+            # Before the entry, so that whoever finds all goodbyes after it has found new ones.
+            for rank in (entry or {}).get("lost", ()):
+                self._client.delete_key(self.key(f"done/{rank}"))
+            return entry
+
+        entry = self.ledger.append(checked)
+        if entry is not None:
+            for slot in range(self._slots):
+                if slot != self._slot:
+                    self._client.queue_push(self.key(f"{WORDS}/{slot}"), "gen")
+        return entry
+
+    def look(self) -> list[tuple[str, Any]]:
+        """What workers said since the last look; see :meth:`KeyWatcher.look`."""
+        return self._watcher.look()
+
+    def release(self) -> bool:
+        """Let the workers exit if all ranks said goodbye that are there; whether they may."""
+
+        # The goodbyes are read with the view that is then appended to: a loss in between comes before us, and its
+        # rank's goodbye is gone.
+        def everyone() -> dict[str, Any] | None:
+            keys = [self._done_keys[rank] for rank in self.ledger.present()]
+            return {"over": RELEASE} if keys and self._client.check(keys) else None
+
+        if self.append(everyone) is None:
+            return False
+        self._client.set(self.key("release"), "1")
+        return True
+
+    def stop(self) -> None:
+        """The job failed: workers exit at once."""
+        with suppress(RuntimeError):
+            self._client.set(self.key("stop"), "1")
+            self._client.set(self.key("release"), "1")  # wakes those that said goodbye; they look for stop
+
+    def close(self) -> None:
+        """Stop watching. The server goes with this object."""
+        self._watcher.close()

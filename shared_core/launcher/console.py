@@ -1,0 +1,348 @@
+"""What the user reads of a job while it runs: one line at its start, one for each recovery, one at its end.
+
+A wait of more than :data:`PATIENCE_S` has a line of its own that says what is waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared_core.config import SwiftConfig
+
+#: A wait that is longer is explained, in seconds.
+PATIENCE_S = 5.0
+#: And again after so many, in seconds.
+AGAIN_S = 60.0
+#: Most pids that a line names.
+_MOST = 16
+
+
+@dataclass
+class Away:
+    """A rank whose worker was lost and that is not back yet.
+
+    Attributes:
+        rank: its logical rank.
+        cause: how its worker ended, in words.
+        detected: when that was noticed, in seconds since the epoch.
+        pid: of the worker; 0 if it ran on another machine.
+        newcomer: pid of the worker that takes its place; 0 before there is one.
+        back: the newcomer trains.
+        told: the user knows of the loss.
+    """
+
+    rank: int
+    cause: str
+    detected: float
+    pid: int = 0
+    newcomer: int = 0
+    back: bool = False
+    told: bool = False
+
+    @property
+    def who(self) -> str:
+        """The lost worker, and why it was lost."""
+        return f"pid {self.pid}: {self.cause}" if self.pid else self.cause
+
+
+@dataclass
+class Change:
+    """All workers end and others begin.
+
+    Attributes:
+        detected: when the loss was noticed, or the change began, in seconds since the epoch.
+        what: the new workers, in words.
+        why: what has led to it.
+        whence: where they begin, if the agent knows.
+        reached: batch tops that the workers before had passed.
+        top: batch top at which they begin, if the agent knows.
+        before: number of workers before, if it changes.
+    """
+
+    detected: float
+    what: str
+    why: str
+    whence: str = ""
+    reached: int = 0
+    top: int | None = None
+    before: int = 0
+
+
+class Story:
+    """Prints the lines of one agent.
+
+    Args:
+        say: prints a line.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
+        self._say, self._clock = say, clock
+        self._begun = clock()
+        self._away: dict[int, Away] = {}
+        self._change: Change | None = None
+        self._losses = 0
+        self._started = False
+        self._pids: dict[int, int] = {}
+        self._next = 0.0
+
+    # -- the start ----------------------------------------------------------------------------------------------------
+
+    def starts(
+        self,
+        script: str,
+        workers: int,
+        pids: Mapping[int, int],
+        config: SwiftConfig,
+        events: str | None,
+        machines: Sequence[str] = (),
+        note: str = "",
+    ) -> None:
+        """The first workers run; only the first call has an effect.
+
+        Args:
+            script: the user's, as the user named it.
+            workers: how many there are on all machines.
+            pids: of those of this machine, by rank.
+            config: options of the job.
+            events: path of ``events.jsonl``.
+            machines: names of all, where there are several; this one's workers are ``pids``.
+            note: something else to say.
+        """
+        self._pids = dict(pids)
+        if self._started:
+            return
+        self._started = True
+        many = "1 worker runs" if workers == 1 else f"{workers} workers run"
+        where = f" on {listed(machines)}" if machines else ""
+        here = f"here {ranks(sorted(pids))}, {self._named(pids)}" if machines else self._named(pids)
+        self._say(
+            f"{many} {script}{where} ({here}); {_answer(config)}; "
+            f"events: {_short(events)}; checkpoints: {_short(config.checkpoint_dir)}" + (f"; {note}" if note else "")
+        )
+
+    def checkpoints(self, folder: str | None) -> None:
+        """The script has said where checkpoints go, and not the launcher."""
+        self._say(f"checkpoints: {_short(folder)}, as the script says")
+
+    # -- losses -------------------------------------------------------------------------------------------------------
+
+    @property
+    def losses(self) -> int:
+        """Workers that were lost so far."""
+        return self._losses
+
+    def counts(self, lost: int) -> None:
+        """So many workers were lost on other machines."""
+        self._losses += lost
+
+    def lost(self, rank: int, cause: str, detected: float, pid: int = 0, *, goes_on: bool = False) -> None:
+        """A worker of this machine was lost, or a rank is taken over from another machine.
+
+        Args:
+            rank: its logical rank.
+            cause: how it ended, in words.
+            detected: when that was noticed, in seconds since the epoch.
+            pid: of the worker; 0 if it ran on another machine.
+            goes_on: the others do not wait for its newcomer.
+        """
+        self._losses += bool(pid)
+        before = self._away.get(rank)
+        since = detected if before is None or before.back else before.detected
+        self._away[rank] = away = Away(rank, cause, since, pid)
+        self._pids.pop(rank, None)
+        if goes_on:
+            away.told = True
+            self._say(f"rank {rank} is lost ({away.who}); the others compute its share until it is back")
+        if len(self._away) == 1:
+            self._next = 0.0
+
+    def newcomer(self, rank: int, pid: int) -> None:
+        """The process exists that takes a rank's place."""
+        self._pids[rank] = pid
+        if rank in self._away:
+            self._away[rank].newcomer = pid
+
+    def forget(self, absent: Iterable[int]) -> None:
+        """These ranks are not needed any more."""
+        for rank in absent:
+            self._away.pop(rank, None)
+
+    def changes(self, change: Change, *, tell: bool = True) -> None:
+        """All workers end and others begin, because of the losses so far.
+
+        Args:
+            change: to what.
+            tell: this agent is the one of several that says so.
+        """
+        if self._change is not None:  # before the others had begun
+            change.detected = min(change.detected, self._change.detected)
+            change.reached = max(change.reached, self._change.reached)
+            change.before = self._change.before or change.before
+            change.why = "; ".join(filter(None, [self._change.why, change.why]))
+        lost = sorted(self._away.values(), key=lambda away: away.rank)
+        if lost:
+            change.detected = min(change.detected, *(away.detected for away in lost))
+            who = "; ".join(f"rank {away.rank}, {away.who}" for away in lost)
+            change.why = "; ".join(filter(None, [change.why, who]))
+        self._away.clear()
+        self._pids.clear()
+        self._change = change if tell else None
+        self._next = 0.0
+
+    def report(self, said: Mapping[str, Any]) -> tuple[float, int, int | None] | None:
+        """A worker says that it trains: see :class:`~shared_core.worker.recovery.reporting.News`.
+
+        Returns:
+            Where this ends a :class:`Change`: the stall in seconds, steps lost, and the batch top they began at.
+        """
+        rank, when, whence = int(said["rank"]), float(said["time"]), str(said.get("whence", ""))
+        done = None
+        if rank == 0 and (change := self._change) is not None:
+            self._change = None
+            top = said.get("top", change.top)
+            lost = max(0, change.reached - max(1, int(top or 1)))
+            if whence:
+                whence = f": the job continues from {whence}"
+            elif change.whence:
+                whence = f", {change.whence}"
+            there_were = f"there {'was' if change.before == 1 else 'were'} {change.before}" if change.before else ""
+            self._say(
+                f"{change.what} after {when - change.detected:.2f} s{whence}; {steps(lost)} lost "
+                f"({'; '.join(filter(None, [there_were, change.why, f'now {self._named(self._pids)}']))})"
+            )
+            done = (when - change.detected, lost, top)
+        elif rank == 0 and whence and rank not in self._away:
+            self._say(f"the job continues from {whence}")
+        if rank in self._away and said.get("pid") in (
+            None,
+            self._away[rank].newcomer,
+        ):  # not of one that was lost since
+            self._away[rank].back = True
+            if all(away.back for away in self._away.values()):
+                self._all_back(when, f": it continues from {whence}" if whence else "")
+        return done
+
+    def _all_back(self, when: float, whence: str = "") -> None:
+        back = sorted(self._away.values(), key=lambda away: away.rank)
+        self._away.clear()
+        stall = when - min(away.detected for away in back)
+        each = [
+            "; ".join(["" if away.told else away.who, f"now pid {away.newcomer}" if away.newcomer else ""]).strip("; ")
+            for away in back
+        ]
+        if len(back) > 1:
+            each = [f"rank {away.rank}, {one}" for away, one in zip(back, each, strict=True)]
+        verb = "is" if len(back) == 1 else "are"
+        named = ranks([away.rank for away in back])
+        self._say(f"{named} {verb} back after {stall:.2f} s{whence}; 0 steps lost ({'; '.join(each)})")
+
+    # -- waits --------------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Say what is waited for, if that takes long."""
+        waiting, now = self._waiting(), self._clock()
+        if waiting is None or now < max(waiting[1] + PATIENCE_S, self._next):
+            return
+        self._next = now + AGAIN_S
+        self._say(f"waiting for {now - waiting[1]:.0f} s now: {waiting[0]}")
+
+    def _waiting(self) -> tuple[str, float] | None:
+        away = [one for one in self._away.values() if not one.back]
+        if self._change is not None:
+            why = f" ({self._change.why})" if self._change.why else ""
+            return f"all workers start again{why}", self._change.detected
+        if away:
+            runs = "runs the script up to the training loop"
+            each = [
+                f"rank {one.rank} is lost ({one.who}), and its newcomer "
+                + (f"(pid {one.newcomer}) {runs}" if one.newcomer else "is not started yet")
+                for one in away
+            ]
+            return "; ".join(each), min(one.detected for one in away)
+        return None
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def succeeds(self, workers: int) -> None:
+        """The job is done."""
+        if self._change is not None:
+            self.report({"rank": 0, "time": self._clock()})
+        if self._away:
+            self._all_back(self._clock())
+        lost = {0: "no worker was lost", 1: "1 worker was lost"}.get(self._losses, f"{self._losses} workers were lost")
+        self._say(f"done after {self._clock() - self._begun:.1f} s on {count(workers, 'worker')}; {lost}")
+
+    def fails(self, reason: str) -> None:
+        """The job ends with an error."""
+        for away in self._away.values():
+            self._say(f"rank {away.rank} is lost ({away.who})")
+        self._away.clear()
+        if self._change is not None:
+            self._say(f"all workers were started again ({self._change.why})")
+        self._say(f"the job failed after {self._clock() - self._begun:.1f} s: {reason}")
+
+    def _named(self, pids: Mapping[int, int]) -> str:
+        return named_pids([pids[rank] for rank in sorted(pids)])
+
+
+def named_pids(pids: Sequence[int]) -> str:
+    """``pid 7`` or ``pids 7, 8, 9``; of many the first and the last."""
+    named = [str(pid) for pid in pids]
+    if len(named) > _MOST:
+        named = [*named[: _MOST - 1], f"... {named[-1]}"]
+    return f"{'pid' if len(pids) == 1 else 'pids'} {', '.join(named)}"
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """``rank 1``, ``ranks 1 and 3``, ``ranks 0 to 7``."""
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"ranks {numbers[0]} to {numbers[-1]}"
+    return f"ranks {listed([str(number) for number in numbers])}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def count(number: int, what: str) -> str:
+    """``1 worker``, ``2 workers``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def steps(number: int) -> str:
+    """``1 step``, ``0 steps``."""
+    return count(number, "step")
+
+
+def host_of(machine: str) -> str:
+    """The host of a machine's name and its address: ``node2 (10.0.0.2)``. See :class:`Meeting`."""
+    place, _, mark = machine.partition("#")
+    host, address = mark.rpartition(".")[0], place.rpartition(":")[0]
+    return f"{host} ({address})" if host and host != address else address
+
+
+def _answer(config: SwiftConfig) -> str:
+    """What is done about a lost worker."""
+    if config.on_failure == "restart":
+        return "if one is lost, all start again from the newest checkpoint"
+    if config.on_failure == "shrink":
+        return "if one is lost, the others go on without it"
+    if config.on_failure == "reroute":
+        return "if one is lost, the others compute its share until it is replaced"
+    return "a lost one is replaced"
+
+
+def _short(path: str | None) -> str:
+    """As the user would name it."""
+    if path is None:
+        return "none"
+    here = os.path.join(os.getcwd(), "")
+    return path.removeprefix(here) if path != here else path

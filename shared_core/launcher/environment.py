@@ -1,0 +1,99 @@
+"""The environment of a worker: torchrun's variables and ours."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shared_core.checkpoint.command import Command
+from shared_core.events import RUN
+from shared_core.launcher.attempt import Attempt
+from shared_core.launcher.standby import clean_env
+from shared_core.worker import link
+
+
+def worker_env(
+    group: Any,
+    local_rank: int,
+    attempt: Attempt,
+    job_dir: Path,
+    events: str | None,
+    config_json: str,
+    address: str = "",
+    resized: link.Resized | None = None,
+    command: Command | None = None,
+    run: str = "",
+) -> dict[str, str]:
+    """Everything a worker finds in its environment, except the error file.
+
+    Args:
+        group: torchelastic's ``WorkerGroup`` after the rendezvous.
+        local_rank: which of its workers.
+        attempt: generation, incarnations and store.
+        job_dir: private folder of the job.
+        events: path of ``events.jsonl``, if there is one.
+        config_json: options of the job.
+        address: of this machine, where there are several.
+        resized: the attempt from which this one goes on, if the number of workers has changed.
+        command: the program and its arguments.
+        run: id of this start of the job.
+    """
+    spec, member = group.spec, group.workers[local_rank]
+    env = link.left_environment(job_dir, member.global_rank) | clean_env(os.environ)
+    env |= {
+        "RANK": str(member.global_rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(group.group_rank),
+        "ROLE_RANK": str(member.role_rank),
+        "ROLE_NAME": spec.role,
+        "LOCAL_WORLD_SIZE": str(len(group.workers)),
+        "WORLD_SIZE": str(member.world_size),
+        "GROUP_WORLD_SIZE": str(group.group_world_size),
+        "ROLE_WORLD_SIZE": str(member.role_world_size),
+        "MASTER_ADDR": attempt.host,
+        "MASTER_PORT": str(attempt.port),
+        # A newcomer must see what its predecessor saw, so replacements are not counted here.
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        link.JOB_DIR: str(job_dir),
+        link.STORE: f"{attempt.host}:{attempt.port}",
+        link.GENERATION: str(attempt.generation),
+        link.INCARNATION: str(attempt.incarnations[member.global_rank]),
+        link.EVENTS: events or "",
+        link.CONFIG: config_json,
+        link.RESTART: str(attempt.number),
+        link.COMMAND: (command or Command()).to_json(),
+        RUN: run,
+    }
+    if link.HANDED_OVER in os.environ:
+        env[link.HANDED_OVER] = "1"
+    if resized is not None:
+        env[link.RESIZED] = resized.to_json()
+    if address:
+        env[link.ADDRESS] = address
+        env[link.JOB] = spec.rdzv_handler.get_run_id()
+        env[link.MACHINES] = json.dumps(attempt.ledger.machines)
+    else:
+        # For groups of plain gloo, which would listen at the address that belongs to the machine's name.
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if spec.virtual_local_rank:
+        env["LOCAL_RANK"] = "0"
+        env["CUDA_VISIBLE_DEVICES"] = _device(os.environ, local_rank)
+    return env
+
+
+def _device(environ: Mapping[str, str], local_rank: int) -> str:
+    """The one device that a worker sees with ``--virtual-local-rank``, as torchelastic chooses it."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return str(local_rank)
+    devices = listed.split(",")
+    if local_rank >= len(devices):
+        raise ValueError(f"local_rank {local_rank} exceeds available GPUs in CUDA_VISIBLE_DEVICES={listed}")
+    return devices[local_rank].strip()

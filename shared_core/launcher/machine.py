@@ -1,0 +1,236 @@
+"""An agent among those of other machines: its place, its lease, copies, and who takes a lost machine's place."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from shared_core.events import console
+from shared_core.launcher import mirror
+from shared_core.launcher.attempt import Attempt, Team
+from shared_core.launcher.console import host_of, listed
+from shared_core.launcher.fencing import Fenced, sever
+from shared_core.launcher.ledger import RESTART, Ledger
+from shared_core.launcher.mirror import MirrorServer
+from shared_core.launcher.neighbour import Copies, Sender
+from shared_core.launcher.rendezvous import Meeting
+from shared_core.protocol.resizing import Resizing
+from shared_core.protocol.takeover import Reassignment, reassign
+from shared_core.system.jobdir import CHECKPOINTS, MIRROR
+from shared_core.system.secret import derive, leave
+from shared_core.waiting import Wait, ranks_text
+from shared_core.worker.link import Resized
+
+
+class Crew:
+    """What an agent needs of the other machines.
+
+    Args:
+        meeting: where the machines came together.
+        job_dir: private folder of the job on this machine.
+        pause: waits so many seconds while this machine has no place; may raise to give up.
+        wake: called on a thread when there is something to look at.
+        stop_workers: called on a thread when the workers of this machine must be killed at once.
+        number: gives the number of the attempt.
+        secret: that the user has given; None for none.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        job_dir: Path,
+        *,
+        pause: Callable[[float], None],
+        wake: Callable[[], None],
+        stop_workers: Callable[[], None],
+        number: Callable[[], int],
+        secret: bytes | None = None,
+    ) -> None:
+        self._meeting, self._job_dir = meeting, job_dir
+        self._wake, self._stop_workers = wake, stop_workers
+        self._gone: set[str] = set()
+        copies = self._copies = Copies(job_dir / CHECKPOINTS)
+        key = derive(secret, meeting.get_run_id())
+        leave(job_dir, key)
+        if key is None:
+            console(
+                "without --secret-file, anybody who reaches this machine's ports can read and replace the copies of "
+                "the training state (docs/security.md)"
+            )
+        self._server = MirrorServer(job_dir / MIRROR, copies.serve, key)
+        self._sender = Sender(copies, lambda: meeting.name, key)
+        meeting.mirror_port = self._server.port
+        meeting.pause, meeting.changed, meeting.attempt = pause, wake, number
+        meeting.fence = self._on_fence
+
+    @property
+    def run_id(self) -> str:
+        """Of this start of the job, equal on all machines."""
+        return self._meeting.run_id
+
+    @property
+    def address(self) -> str:
+        """This machine's."""
+        return self._meeting.address
+
+    def team(self, before: Attempt | None, number: int) -> Team | None:
+        """This machine's place in the attempt that begins.
+
+        Args:
+            before: the attempt that ends; None if this machine was just given its place.
+            number: of the attempt that begins after it.
+        """
+        team = self._meeting.team
+        if team is None or before is None:
+            return team
+        return Team(team.slot, tuple(before.ledger.machines), number, team.host, team.port)
+
+    def check(self, ledger: Ledger) -> None:
+        """May this machine's workers go on?
+
+        Raises:
+            Fenced: if not.
+        """
+        lease, team = self._meeting.lease, self._meeting.team
+        self._sender.machines = tuple(ledger.machines)
+        if lease is None or team is None:
+            return
+        if lease.fenced:
+            raise Fenced(lease.fenced)
+        if ledger.machines[team.slot] != self._meeting.name:
+            raise Fenced("its lease ran out, and its place was given away")
+
+    def _on_fence(self, _reason: str) -> None:
+        self._stop_workers()
+        if self._meeting.port:
+            sever(self._meeting.port)  # the agent's main thread may wait there
+        self._wake()
+
+    def why(self, error: Exception) -> str:
+        """Why this machine had to stop its workers, where ``error`` ended its part."""
+        return (self._meeting.lease.fenced if self._meeting.lease is not None else "") or str(error)
+
+    def replace_machines(
+        self, attempt: Attempt, nproc: int, resizing: Resizing, *, restart: bool
+    ) -> dict[str, Any] | None:
+        """Give the places of lost machines to spare ones, or go on with another number of machines.
+
+        Args:
+            attempt: the present one.
+            nproc: workers of each machine.
+            resizing: the number of workers.
+            restart: all workers start again then, instead of newcomers taking over.
+
+        Returns:
+            The ledger's entry; None if there is nothing to do, or another agent was first.
+        """
+        lease, ledger = self._meeting.lease, attempt.ledger
+        if lease is None:
+            return None
+        lease.expect(ledger.machines)
+        detected = time.time()
+
+        def make() -> dict[str, Any] | None:
+            self._gone |= ledger.gone  # this agent may still believe in a lease that another has seen to end
+            alive = [name for name in lease.alive if name not in self._gone]
+            change = reassign(ledger.machines, lease.lost, alive)
+            machines = ledger.machines if change is None else change.machines
+            entry: dict[str, Any] = {"lost": [], "cause": {}, "detected": detected, "machines": machines}
+            why = ""
+            if change is not None:
+                why = _reason(change)
+                if restart:
+                    return {"over": RESTART, "reason": why, "machines": change.machines}
+                entry["lost"] = change.ranks(nproc)
+                entry["cause"] = dict.fromkeys(map(str, entry["lost"]), why)
+            after = resizing.machines(machines, alive, changed=change is not None, now=time.monotonic())
+            if after is not None:
+                held = [place for place, name in enumerate(machines) if name is not None]
+                stay = [place * nproc + local_rank for place in held for local_rank in range(nproc)]
+                entry |= {"stay": [rank for rank in stay if rank not in entry["lost"]], "after": after}
+                why = f"{why}; " if why else ""
+                why += "1 machine goes on" if len(after) == 1 else f"{len(after)} machines go on"
+            return entry | {"reason": why} if why else None
+
+        entry = attempt.append(make)
+        if entry is not None:
+            console(str(entry["reason"]))
+        return entry
+
+    def regroup(self, machines: Sequence[str | None], number: int) -> int:
+        """The machines of attempt ``number`` are these. Returns this machine's place.
+
+        Raises:
+            Fenced: if it has none.
+        """
+        if not self._meeting.regroup(machines, number) or self._meeting.team is None:
+            raise Fenced("the others go on without this machine")
+        return self._meeting.team.slot
+
+    @property
+    def line(self) -> str:
+        """What the attempt goes on from in which this machine was given its place; see :class:`Resizing`."""
+        return self._meeting.line
+
+    def gather(self, machines: Sequence[str | None], line: Resized) -> None:
+        """Get what all ranks of the attempt before had published, and the state that was handed on."""
+
+        def here(rank: int) -> Path:
+            return self._job_dir / f"rank{rank}" / f"attempt{line.attempt}"
+
+        away = [rank for rank in range(line.world_size) if not here(rank).exists()]
+        with _from_others(away):
+            mirror.fetch(machines, away, line.attempt, self._job_dir)
+            if not any((here(rank) / mirror.REPLICATED).exists() for rank in line.stay):
+                mirror.fetch_replicated(machines, line.stay, line.attempt, self._job_dir)
+
+    def fetch(self, ledger: Ledger, ranks: Sequence[int], number: int) -> None:
+        """Get what the last holders of ``ranks``, on a machine that is lost, had published, from who kept it."""
+        taken = [rank for rank in ranks if ledger.incarnations[rank] > 0]
+        if taken:
+            others = [machine for machine in ledger.machines if machine != self._meeting.name]
+            with _from_others(taken):
+                mirror.fetch(others, taken, number, self._job_dir)
+
+    @property
+    def job_ends_here(self) -> bool:
+        """Whether the job cannot outlive this machine."""
+        return self._meeting.store_dies_here
+
+    def leave(self, *, over: bool) -> None:
+        """Go, and say so; see :meth:`Meeting.leave`."""
+        self._meeting.leave(over=over)
+
+    def send_no_more(self) -> None:
+        """The job ends on this machine: its snapshots are not copied any more. Others may ask for what is here."""
+        self._sender.close()
+
+    def close(self) -> None:
+        """Send and keep no more copies."""
+        self._sender.close()
+        self._server.close()
+        self._copies.close()
+
+
+def _reason(change: Reassignment) -> str:
+    """What has happened to the machines, in words."""
+    takers = {place: host_of(str(change.machines[place])) for place in change.filled}
+    parts = []
+    for place, name in change.lost.items():
+        taker = takers.pop(place, "")
+        after = f" and {taker} takes its place" if taker else ", and no spare one is there"
+        parts.append(f"machine {host_of(name)} is lost{after}")
+    if takers:
+        parts.append(f"machine {listed(list(takers.values()))} takes the place of a lost one")
+    return "; ".join(parts)
+
+
+def _from_others(ranks: Sequence[int]) -> AbstractContextManager[None]:
+    """Says so when it takes long to get what ranks had published; each connection has its own time-out."""
+    whom = f"other machines to send what {ranks_text(ranks)} had published"
+    ends = "what does not come is done without"
+    return Wait("this machine", whom, math.inf, ends=ends).announced()

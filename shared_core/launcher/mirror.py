@@ -1,0 +1,357 @@
+"""A copy of each rank's publications on one other machine, so that they outlive their own (DESIGN section 3).
+
+What a rank publishes lies in the memory of its machine. Each worker also sends it to the agent of the machine in the
+next place, and goes on when that agent has it: before the rank contributes to any collective of that batch. A spare
+machine that takes a place asks the others for what they hold of its ranks.
+
+It goes in the frames of :mod:`~shared_core.system.wire`. Files are written whole and renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from shared_core.events import console
+from shared_core.system import secret
+from shared_core.system.wire import CONNECT_S, WAIT_S, connect, frames, receive, send_frame
+
+_WRITE, _APPEND, _REMOVE, _BEGIN, _END, _SYNC, _GET = b"w", b"a", b"r", b"b", b"e", b"s", b"g"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_OK = b"."
+#: Files of a rank that are not copied: they are written in place, and only serve to check.
+_LOCAL = frozenset({"checks"})
+#: Name of the replicated state that a rank hands on when the number of workers changes; asked for by its name.
+REPLICATED = "replicated"
+#: Longest request that is no file, in bytes.
+_REQUEST_BYTES = 64 << 20
+#: Connections at once, and those of them that have not said yet what they want.
+_MOST, _MOST_NEW = 1024, 64
+#: How long to wait when the machine has no descriptor or thread left for another connection, in seconds.
+_NO_ROOM_S = 0.1
+#: Without a copy for so long, and without a new generation, the user is told.
+_TROUBLE_S = 5.0
+
+
+def keeper(machines: Sequence[str | None], slot: int) -> str | None:
+    """The machine that keeps the copies of place ``slot``: the next place that somebody holds."""
+    for step in range(1, len(machines)):
+        machine = machines[(slot + step) % len(machines)]
+        if machine is not None:
+            return machine
+    return None
+
+
+def _write(folder: Path, name: str, data: bytes) -> None:
+    if not _NAME.fullmatch(name):
+        raise ConnectionError(f"{name!r} is no name of a publication")
+    temporary = folder / f"{name}.tmp"
+    temporary.write_bytes(data)
+    os.rename(temporary, folder / name)
+
+
+class MirrorServer:
+    """Takes copies from other machines' workers, and gives them back. Runs in the agent.
+
+    Who has not proved to know the job's secret within seconds is sent away; so is one too many.
+
+    Attributes:
+        port: it listens at.
+
+    Args:
+        folder: where copies are kept, private to the user.
+        more: answers frames of other kinds, given the connection, the kind and the data.
+        key: of the job; None lets everybody in.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        more: Callable[[socket.socket, bytes, bytes], None] | None = None,
+        key: bytes | None = None,
+    ) -> None:
+        self._folder, self._more, self._key = folder, more, key
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._new: dict[socket.socket, None] = {}  # the oldest first
+        self._served = 0
+        # Half of the descriptors are for the agent itself.
+        self._most = min(_MOST, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+        self._listener = socket.create_server(("", 0), backlog=128)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="swift-mirror", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._closed.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # no descriptor is left, or no memory
+                self._closed.wait(_NO_ROOM_S)
+                continue
+            if not self._admit(sock):
+                sock.close()
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(sock,), name="swift-mirror", daemon=True).start()
+            except RuntimeError:  # no thread is left
+                self._gone(sock)
+                sock.close()
+                self._closed.wait(_NO_ROOM_S)
+
+    def _admit(self, sock: socket.socket) -> bool:
+        """Whether there is room; the one that has been silent for longest gives it up."""
+        with self._lock:
+            if self._served >= self._most or len(self._new) >= min(_MOST_NEW, self._most // 2):
+                oldest = next(iter(self._new), None)
+                if oldest is None:
+                    return False
+                del self._new[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._new[sock] = None
+            self._served += 1
+            return True
+
+    def _known(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._new.pop(sock, None)
+
+    def _gone(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._new.pop(sock, None)
+            self._served -= 1
+
+    def _serve(self, sock: socket.socket) -> None:
+        patience: float | None = secret.PROOF_S
+
+        def idle(waits: bool) -> None:
+            if not waits:
+                self._known(sock)
+            sock.settimeout(patience if waits else WAIT_S)
+
+        try:
+            with suppress(OSError, MemoryError), sock:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                secret.ask(sock, self._key)
+                for kind, rank, attempt, name, data in frames(sock, self._longest, idle):
+                    # Between two publications a worker may compute for any time.
+                    patience = None if kind == _BEGIN or patience is None else WAIT_S
+                    self._do(sock, kind, rank, attempt, name, data)
+        finally:
+            self._gone(sock)
+
+    def _longest(self, kind: bytes) -> int:
+        """A file may be as long as there is room for it."""
+        if kind not in (_WRITE, _APPEND):
+            return _REQUEST_BYTES
+        with suppress(OSError):
+            stat = os.statvfs(self._folder if self._folder.exists() else self._folder.parent)
+            return max(_REQUEST_BYTES, stat.f_bavail * stat.f_frsize)
+        return _REQUEST_BYTES
+
+    def _do(self, sock: socket.socket, kind: bytes, rank: int, attempt: int, name: str, data: bytes) -> None:
+        folder = self._folder / f"rank{rank}" / f"attempt{attempt}"
+        fresh = folder.with_suffix(".new")
+        if kind == _BEGIN:
+            for other in folder.parent.glob("attempt*"):
+                # The one before may still be asked for, when the number of workers has just changed.
+                if other not in (folder, folder.with_name(f"attempt{attempt - 1}")):
+                    shutil.rmtree(other, ignore_errors=True)
+            fresh.mkdir(mode=0o700, parents=True)
+        elif kind == _END:
+            if not fresh.exists():
+                raise ConnectionError("a copy ends that has not begun")
+            # In one step, so that what was here before is there until all of the new is.
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(fresh, folder)
+        elif kind == _WRITE:
+            _write(fresh if fresh.exists() else folder, name, data)
+        elif kind == _APPEND and _NAME.fullmatch(name):
+            with open(folder / name, "ab") as file:
+                file.write(data)
+        elif kind == _REMOVE and _NAME.fullmatch(name):
+            (folder / name).unlink(missing_ok=True)
+        elif kind == _SYNC:
+            sock.sendall(_OK)
+        elif kind == _GET:
+            here = self._folder.parent / f"rank{rank}" / f"attempt{attempt}"  # the rank's own, on its machine
+            for path in sorted((here if here.exists() else folder).glob("*")):
+                if path.suffix != ".tmp" and (path.name == name if name else path.name != REPLICATED):
+                    send_frame(sock, _WRITE, rank, attempt, path.name, [path.read_bytes()])
+            send_frame(sock, _END, rank, attempt)
+        elif self._more is not None:
+            self._more(sock, kind, data)
+
+
+class Mirror:
+    """One rank's copies, seen from its worker. Any thread may call.
+
+    Args:
+        rank: logical rank.
+        attempt: of the job.
+        slot: place of this machine.
+        folder: the rank's publications on this machine.
+        key: of the job; None where the user has given no secret.
+    """
+
+    def __init__(self, rank: int, attempt: int, slot: int, folder: Path, key: bytes | None = None) -> None:
+        self._rank, self._attempt, self._slot, self._folder, self._key = rank, attempt, slot, folder, key
+        self._lock = threading.RLock()
+        self._sock: socket.socket | None = None
+        self._keeper: str | None = None
+        self._trouble = threading.Timer(0.0, lambda: None)
+
+    def follow(self, machines: Sequence[str | None]) -> None:
+        """The places of machines are these now: if another one keeps the copies, it gets them all, on a thread of its
+        own; whoever publishes meanwhile waits for that."""
+        chosen = keeper(machines, self._slot)
+        if chosen == self._keeper:
+            return
+        self._keeper = chosen
+        sock = self._sock
+        if sock is not None:  # somebody may wait for an answer that never comes
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        ready = threading.Event()
+        threading.Thread(target=self._connect, args=(chosen, ready), name="swift-mirror", daemon=True).start()
+        ready.wait(CONNECT_S)
+
+    def _connect(self, chosen: str | None, ready: threading.Event) -> None:
+        with self._lock:
+            ready.set()
+            self._trouble.cancel()
+            self._drop()
+            if chosen is None or chosen != self._keeper:
+                return
+            try:
+                self._sock = connect(chosen, self._key)
+                self._send(_BEGIN)
+                for path in sorted(self._folder.iterdir()):
+                    if path.suffix != ".tmp" and path.name not in _LOCAL:
+                        self._send(_WRITE, path.name, [path.read_bytes()])
+                self._send(_END)
+                self.sync()
+            except OSError as error:
+                self._give_up(error)
+
+    def write(self, name: str, data: Sequence[bytes | memoryview]) -> None:
+        """Copy a whole file, given in pieces."""
+        self._try(_WRITE, name, data)
+
+    def append(self, name: str, data: bytes) -> None:
+        """Copy what was appended to a file."""
+        self._try(_APPEND, name, [data])
+
+    def remove(self, name: str) -> None:
+        """Remove a file's copy."""
+        self._try(_REMOVE, name, ())
+
+    def sync(self) -> None:
+        """Return when the other machine has all; at once if there is none."""
+        with self._lock:
+            if self._sock is None:
+                return
+            try:
+                self._send(_SYNC)
+                receive(self._sock, 1)
+            except OSError as error:
+                self._give_up(error)
+
+    def _send(self, kind: bytes, name: str = "", data: Sequence[bytes | memoryview] = ()) -> None:
+        assert self._sock is not None
+        send_frame(self._sock, kind, self._rank, self._attempt, name, data)
+
+    def _try(self, kind: bytes, name: str, data: Sequence[bytes | memoryview]) -> None:
+        with self._lock:
+            if self._sock is None:
+                return
+            try:
+                self._send(kind, name, data)
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        # Mostly the other machine is being lost, and the next generation names another.
+        self._drop()
+        message = f"rank {self._rank}: no copy of its state on another machine until the next generation ({error})"
+        self._trouble = threading.Timer(_TROUBLE_S, console, [message])
+        self._trouble.daemon = True
+        self._trouble.start()
+
+    def _drop(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+
+def fetch(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> dict[int, int]:
+    """Get the publications of ``ranks`` from the machine that has the newest batch top of each.
+
+    Args:
+        machines: to ask; those that do not answer are passed over.
+        ranks: logical ranks.
+        attempt: of the job.
+        job_dir: this machine's folder of the job; ``rank{r}/attempt{n}/`` in it is filled.
+
+    Returns:
+        Bytes received for each rank; 0 if nobody has anything.
+    """
+    others, key = [machine for machine in machines if machine is not None], secret.of_job(job_dir)
+    return {
+        rank: _fetch_one(others, key, rank, attempt, job_dir / f"rank{rank}" / f"attempt{attempt}") for rank in ranks
+    }
+
+
+def fetch_replicated(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> int:
+    """Get the replicated state that one of ``ranks`` has handed on. Returns its size in bytes, 0 if nobody has it."""
+    key = secret.of_job(job_dir)
+    for machine in machines:
+        for rank in ranks if machine is not None else ():
+            found = _ask(machine or "", key, rank, attempt, REPLICATED).get(REPLICATED)
+            if found:
+                _write(job_dir / f"rank{rank}" / f"attempt{attempt}", REPLICATED, found)
+                return len(found)
+    return 0
+
+
+def _ask(machine: str, key: bytes | None, rank: int, attempt: int, name: str = "") -> dict[str, bytes]:
+    """What a machine has of a rank; nothing if it cannot be reached."""
+    found: dict[str, bytes] = {}
+    with suppress(OSError), connect(machine, key) as sock:
+        send_frame(sock, _GET, rank, attempt, name)
+        for kind, _, _, file, data in frames(sock):
+            if kind == _END:
+                return found
+            found[file] = data
+    return {}
+
+
+def _fetch_one(machines: list[str], key: bytes | None, rank: int, attempt: int, folder: Path) -> int:
+    best: dict[str, bytes] = {}
+    newest = -1
+    for machine in machines:
+        found = _ask(machine, key, rank, attempt)
+        tops = [int(name[4:]) for name in found if name.startswith("top.") and name[4:].isdigit()]
+        if found and max(tops, default=0) > newest:
+            best, newest = found, max(tops, default=0)
+    if best:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700, parents=True)
+        for name, data in best.items():
+            _write(folder, name, data)
+    return sum(map(len, best.values()))

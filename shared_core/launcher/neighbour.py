@@ -1,0 +1,347 @@
+"""A copy of each machine's newest snapshot in the memory of one other machine: the tier ``neighbour``.
+
+A thread of the agent sends the snapshot to the agent of the machine in the next place (:class:`Sender`), which keeps
+the newest whole one and the one that is coming (:class:`Copies`). When all workers start again, each asks all machines
+what they hold, and reads what it needs from there (:mod:`~shared_core.worker.near`).
+
+It goes over the connections of :mod:`~shared_core.launcher.mirror`. A copy: one frame with the names and sizes of the
+files and the notes that seal them; one byte of answer; each file and its SHA-256; one byte once all of it was still
+there at the end (else its memory was used again meanwhile); one byte of answer. Nothing that is not whole is offered.
+
+A copy is of use only together with the other machines' own snapshots of the same step. So nobody gives a copy up for a
+newer one before it has a snapshot of that newer step itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from shared_core.checkpoint.spool import SEALED, Sealed, Spool, Target
+from shared_core.errors import StorageFull, SwiftError
+from shared_core.events import console
+from shared_core.launcher.mirror import keeper
+from shared_core.system.wire import WAIT_S, connect, receive
+from shared_core.worker.near import GET, LIST, PUT, SIZE, Key, ask, receive_file, send_file
+
+_GO, _HAVE, _FULL, _NOT_YET, _WHOLE = b"g", b"h", b"f", b"n", b"."
+_OWN, _KEPT, _COMING, _DIGESTS = "own", "kept", "coming", "digests.json"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+#: How often a machine looks for a snapshot to send, and tries again after a failure, in seconds.
+LOOK_S, RETRY_S = 0.1, 1.0
+#: A copy that is offered waits so long for this machine's own snapshot of the same step, and is offered again then.
+_OWN_S, _LOOK_OWN_S = 1.0, 0.01
+#: Longest wait for a thread at the end, in seconds.
+_END_S = 1.0
+_NICE = 10
+
+
+def _low_priority() -> None:
+    with suppress(OSError):  # of this thread only, on Linux
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+class Copies:
+    """What this machine's memory holds of checkpoints: its own snapshots, and a copy of its neighbour's.
+
+    Attributes:
+        begun: the newest copy that was offered to this machine, whether or not it had room.
+        kept: the one that is whole here; None for none.
+
+    Args:
+        folder: of this machine's snapshots; made when there is something to keep.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.begun: Key | None = None
+        self.kept: Key | None = None
+        self._lock, self._holding = threading.Lock(), threading.Lock()
+        self._holds: dict[str, set[Key]] = {}
+        self._held: set[Key] = set()
+        self._busy: socket.socket | None = None
+        self._over = threading.Event()
+
+    def close(self) -> None:
+        """Take no more copies: nothing is written to the folder from now on."""
+        self._over.set()
+        if (sock := self._busy) is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for lock in (self._lock, self._holding):
+            if lock.acquire(timeout=_END_S):
+                lock.release()
+
+    def hold(self, why: str, *keys: Key | None) -> None:
+        """Have these snapshots of this machine stay, beside those that stay for another reason.
+
+        Raises:
+            OSError: no room to say so.
+        """
+        with self._holding:
+            self._holds[why] = {key for key in keys if key is not None}
+            held: set[Key] = set().union(*self._holds.values())
+            if held != self._held and not self._over.is_set():
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                Spool(self.folder).hold(held)
+                self._held = held
+
+    def serve(self, sock: socket.socket, kind: bytes, data: bytes) -> None:
+        """Answer a frame; called on a thread for each connection, which is closed when nothing more comes."""
+        sock.settimeout(WAIT_S)
+        try:
+            if kind == LIST:
+                ask(sock, LIST, self._list())
+            elif kind in (PUT, GET):
+                (self._take if kind == PUT else self._give)(sock, json.loads(data))
+            else:
+                raise ConnectionError("no request of ours")
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ConnectionError(f"no request of ours: {error}") from error
+
+    def _take(self, sock: socket.socket, header: Mapping[str, Any]) -> None:
+        _low_priority()
+        key = (int(header["attempt"]), int(header["step"]))
+        files = {str(name): int(size) for name, size in header["files"].items()}
+        notes = {str(name): str(text) for name, text in header["notes"].items()}
+        if not all(_NAME.fullmatch(name) for name in (*files, *notes)) or min(files.values(), default=0) < 0:
+            raise ConnectionError("no names of a snapshot")
+        for name, text in notes.items():
+            _check_note(name, key[1], json.loads(text))
+        before, self._busy = self._busy, sock
+        if before is not None:  # its sender has been lost, or has given up
+            with suppress(OSError):
+                before.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            answer = b""
+            try:
+                answer = self._answer(key, files, notes)
+                sock.sendall(answer)
+                if answer == _GO:
+                    self._receive(sock, key, files, notes)
+                    sock.sendall(_WHOLE)
+            finally:
+                self.hold(_KEPT, self.kept, key if answer == _NOT_YET else None)
+
+    def _answer(self, key: Key, files: Mapping[str, int], notes: Mapping[str, str]) -> bytes:
+        if self._over.is_set():
+            raise ConnectionError("the job ends on this machine")
+        if self.kept is not None and key < self.kept:
+            return _NOT_YET  # from a machine that the others have gone on without
+        self.begun = key
+        self.hold(_KEPT, self.kept, key)
+        if self.kept is not None and self._has_own(self.kept) and not self._awaits_own(key):
+            return _NOT_YET
+        spool = Spool(self.folder / _KEPT, key[0])
+        if key == self.kept and _notes(spool, key[1]) == notes:
+            return _HAVE
+        try:
+            spool.check_room(sum(files.values()))
+        except StorageFull:
+            return _FULL
+        return _GO
+
+    def _has_own(self, key: Key) -> bool:
+        return Spool(self.folder, key[0]).complete(key[1])
+
+    def _awaits_own(self, key: Key) -> bool:
+        deadline = time.monotonic() + _OWN_S
+        while not (has := self._has_own(key)) and time.monotonic() < deadline:
+            if self._over.wait(_LOOK_OWN_S):
+                break
+        return has
+
+    def _receive(self, sock: socket.socket, key: Key, files: Mapping[str, int], notes: Mapping[str, str]) -> None:
+        spool = Spool(self.folder / _KEPT, key[0])
+        coming = spool.folder / _COMING
+        shutil.rmtree(coming, ignore_errors=True)
+        coming.mkdir(mode=0o700)
+        try:
+            digests = {name: receive_file(sock, coming / name, size) for name, size in files.items()}
+            if receive(sock, 1) != _WHOLE:
+                raise ConnectionError("no end of a snapshot")
+            for name, text in (*notes.items(), (_DIGESTS, json.dumps(digests))):
+                (coming / name).write_text(text)
+            self._keep(spool, key, coming)
+        finally:
+            shutil.rmtree(coming, ignore_errors=True)
+
+    def _keep(self, spool: Spool, key: Key, coming: Path) -> None:
+        """In one step, so that there is always one that is whole; those before go then."""
+        place = spool.folder_of(key[1])
+        shutil.rmtree(place)
+        os.rename(coming, place)
+        self.kept = key
+        for each in spool.all_attempts():
+            for step in each.steps():
+                if (each.attempt, step) != key:
+                    old = each.folder_of(step)
+                    for note in old.glob(f"*{SEALED}"):  # first: what is no longer whole must not look so
+                        note.unlink()
+                    shutil.rmtree(old, ignore_errors=True)
+
+    def _list(self) -> list[dict[str, Any]]:
+        found = []
+        for where in (_OWN, _KEPT):
+            for spool in self._spool(where, 0).all_attempts():
+                for step in spool.steps():
+                    for part in spool.parts(step).values():
+                        what = {"files": part.files, "meta": dict(part.meta), "world_size": part.world_size}
+                        found.append({"where": where, "key": (spool.attempt, step), "rank": part.rank} | what)
+        return found
+
+    def _spool(self, where: str, attempt: int) -> Spool:
+        return Spool(self.folder if where == _OWN else self.folder / _KEPT, attempt)
+
+    def _give(self, sock: socket.socket, header: Mapping[str, Any]) -> None:
+        (attempt, step), name = map(int, header["key"]), str(header["name"])
+        spool = self._spool(header["where"], attempt)
+        parts = spool.parts(step).values() if _NAME.fullmatch(name) else ()  # what another sent says which files it has
+        part = next((each for each in parts if name in each.files), None)
+        if part is None:
+            return sock.sendall(SIZE.pack(-1))
+        path = spool.path_of(part, name)
+        size = path.stat().st_size
+        sock.sendall(SIZE.pack(size))
+        digest = send_file(sock, path, size)
+        if header["where"] == _KEPT:
+            digest = bytes.fromhex(json.loads((path.parent / _DIGESTS).read_bytes())[name])
+        elif spool.parts(step).get(part.rank) != part:
+            raise ConnectionError("the snapshot was let go meanwhile")
+        sock.sendall(digest)
+
+
+def _check_note(name: str, step: int, note: Any) -> None:
+    """Raises ValueError if this is not what seals a part of a snapshot of ``step``."""
+    if not (
+        isinstance(note, dict)
+        and set(note) == {each.name for each in fields(Sealed)}
+        and all(type(note[one]) is int and note[one] >= 0 for one in ("step", "rank", "world_size"))
+        and (note["step"], f"rank{note['rank']}{SEALED}") == (step, name)
+        and isinstance(note["local"], list)
+        and isinstance(note["files"], list)
+        and all(type(one) is int for one in note["local"])
+        and all(type(one) is str for one in note["files"])
+        and isinstance(note["meta"], dict)
+        and (note["target"] is None or set(note["target"]) == {each.name for each in fields(Target)})
+    ):
+        raise ValueError(f"{name} is no note of a snapshot")
+
+
+def _notes(spool: Spool, step: int) -> dict[str, str]:
+    """The notes of a snapshot's parts, by name."""
+    parts = spool.parts(step).values()
+    return {name: spool.path_of(part, name).read_text() for part in parts for name in [f"rank{part.rank}{SEALED}"]}
+
+
+class Sender:
+    """Sends this machine's snapshots to the machine in the next place, on a thread of its own.
+
+    The machine in the first place sends its newest, all others the one that comes to them, so that all copies are of
+    one step. A snapshot stays here while it is sent, until the next one is kept there, and while the neighbour's copy
+    of the same step is the one that is kept here.
+
+    Attributes:
+        machines: who holds which place.
+
+    Args:
+        copies: of this machine.
+        name: gives the name of this machine.
+        secret: the job's key; None where the user has given none.
+    """
+
+    def __init__(self, copies: Copies, name: Callable[[], str], secret: bytes | None = None) -> None:
+        self.machines: tuple[str | None, ...] = ()
+        self._copies, self._name, self._secret = copies, name, secret
+        self._sent: tuple[str, Key] | None = None
+        self._said = ""
+        self._failures = 0
+        self._sock: socket.socket | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="swift-neighbour", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send no more. A second call does nothing."""
+        self._over.set()
+        if (sock := self._sock) is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_END_S)  # it may be connecting
+
+    def _run(self) -> None:
+        _low_priority()
+        wait = LOOK_S
+        while not self._over.wait(wait):
+            wait = LOOK_S
+            try:
+                self._look()
+                self._failures = 0
+            except (OSError, SwiftError) as error:
+                # Once is nothing: the other machine is being lost or has ended, or a newer snapshot took the place.
+                self._failures += 1
+                if self._failures > 1:
+                    self._tell(f"no copy of its newest snapshot on another machine for now: {error}")
+                wait = RETRY_S
+
+    def _look(self) -> None:
+        machines, name = self.machines, self._name()
+        to = keeper(machines, machines.index(name)) if name in machines else None
+        if to is None:
+            return self._copies.hold(_OWN)
+        key = self._choose(first=name == next(filter(None, machines), None))
+        sent = self._sent[1] if self._sent is not None else None
+        if key is None or self._sent == (to, key):
+            return self._copies.hold(_OWN, sent)
+        self._copies.hold(_OWN, key, sent)
+        spool = Spool(self._copies.folder, key[0])
+        if spool.complete(key[1]):  # it may have been let go just before it was to be held
+            self._send(to, spool, key)
+
+    def _choose(self, *, first: bool) -> Key | None:
+        if not first:
+            key = self._copies.begun
+            return key if key is not None and Spool(self._copies.folder, key[0]).complete(key[1]) else None
+        for spool in Spool(self._copies.folder).all_attempts():
+            if (step := spool.newest_complete()) is not None:
+                return spool.attempt, step
+        return None
+
+    def _send(self, to: str, spool: Spool, key: Key) -> None:
+        parts, notes = spool.parts(key[1]), _notes(spool, key[1])
+        paths = {name: spool.path_of(part, name) for part in parts.values() for name in part.files}
+        sizes = {name: path.stat().st_size for name, path in paths.items()}
+        with connect(to, self._secret) as self._sock:
+            sock = self._sock
+            ask(sock, PUT, {"attempt": key[0], "step": key[1], "files": sizes, "notes": notes})
+            answer = receive(sock, 1)
+            if answer == _GO:
+                for name, path in paths.items():
+                    sock.sendall(send_file(sock, path, sizes[name]))
+                if spool.parts(key[1]) != parts:
+                    raise ConnectionError(f"the snapshot of step {key[1]} was let go meanwhile")
+                sock.sendall(_WHOLE)
+                receive(sock, 1)
+        if answer == _NOT_YET:
+            return
+        if answer == _FULL:
+            self._tell(f"{to} has no room in its memory for a copy of snapshots: what survives a machine is in storage")
+        else:
+            self._said = ""
+        self._sent = to, key
+
+    def _tell(self, message: str) -> None:
+        """Once, until it works again."""
+        if not self._said and not self._over.is_set():
+            self._said = message
+            console(message)

@@ -1,0 +1,187 @@
+"""Where the machines of a job meet: one small document behind torchelastic's rendezvous backends.
+
+Those offer a value that is replaced only by who knows its newest form; that is all the agreement needed here.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+
+from shared_core.errors import ConfigError
+from shared_core.launcher.etcd import ETCD, EtcdBackend
+
+C10D = "c10d"
+BACKENDS = (C10D, ETCD)
+_PORTS = {C10D: 29400, ETCD: 2379}
+
+
+class Gone(ConnectionError):
+    """The machine of the rendezvous answers, but nothing listens at its port."""
+
+
+def parse_endpoints(endpoints: str, backend: str) -> tuple[tuple[str, int], ...]:
+    """Hosts and ports of ``HOST[:PORT]``, with etcd several of them between commas.
+
+    Raises:
+        ConfigError: if it has another form.
+    """
+    found = []
+    for endpoint in endpoints.split(","):
+        host, _, port = endpoint.strip().rpartition(":") if ":" in endpoint.rpartition("]")[2] else (endpoint, "", "")
+        if not host.strip("[] ") or (port and not port.isdecimal()) or "/" in host:
+            raise ConfigError(f"--rdzv-endpoint {endpoints!r}: HOST:PORT is needed for several machines")
+        if len(port) > 5 or int(port or 1) not in range(1, 65536):
+            raise ConfigError(f"--rdzv-endpoint {endpoints!r}: the port must be between 1 and 65535")
+        found.append((host.strip("[] "), int(port) if port else _PORTS[backend]))
+    if backend == C10D and len(found) > 1:
+        raise ConfigError(f"--rdzv-endpoint {endpoints!r}: several endpoints are for --rdzv-backend {ETCD}")
+    return tuple(found)
+
+
+def is_here(host: str) -> bool:
+    """Whether ``host`` names this machine: only then can it be bound to."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def own_address(peer: tuple[str, int]) -> str:
+    """The address by which this machine reaches ``peer``; nothing is sent.
+
+    Raises:
+        OSError: if there is no way to it.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def probe(place: tuple[str, int], timeout_s: float = 1.0) -> None:
+    """Return if somebody listens there.
+
+    Raises:
+        Gone: if the machine answers and nobody does.
+        OSError: if it cannot be reached.
+    """
+    try:
+        socket.create_connection(place, timeout_s).close()
+    except ConnectionRefusedError as error:
+        raise Gone(str(error)) from error
+
+
+class Register:
+    """The document of one job.
+
+    Attributes:
+        hosts: whether this process hosts the rendezvous (c10d only).
+
+    Args:
+        backend: ``c10d`` or ``etcd``.
+        endpoints: hosts and ports; one with c10d.
+        run_id: name of the job.
+        options: of ``--rdzv-conf``.
+        timeout_s: of one request.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        endpoints: Sequence[tuple[str, int]],
+        run_id: str,
+        options: dict[str, Any],
+        timeout_s: float,
+    ) -> None:
+        self.backend, self.endpoints, self.run_id = backend, tuple(endpoints), run_id
+        self.hosts = False
+        self._options, self._timeout_s = options, timeout_s
+        self._server: Any = None
+        self._backend: RendezvousBackend | None = None
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """The endpoint that was reached last, else the first."""
+        return self._backend.endpoint if isinstance(self._backend, EtcdBackend) else self.endpoints[0]
+
+    @property
+    def where(self) -> str:
+        """All endpoints, for messages."""
+        return f"{', '.join(f'{host}:{port}' for host, port in self.endpoints)} ({self.backend})"
+
+    def open(self) -> None:
+        """Connect, or host the rendezvous where the endpoint is this machine's.
+
+        Raises:
+            Gone, OSError, RendezvousConnectionError: if it cannot be reached now.
+            ConfigError: if it will not be by trying again.
+        """
+        if self.backend == ETCD:
+            self._backend = EtcdBackend(self.endpoints, self.run_id, self._options, self._timeout_s)
+            self._backend.get_state()
+            return
+        if self._server is None and is_here(self.endpoint[0]):
+            try:
+                self._server = self._store(master=True)
+                self.hosts = True
+            except RuntimeError:
+                pass  # another agent of this machine does already
+        if not self.hosts:
+            probe(self.endpoint)
+        try:
+            self._backend = C10dRendezvousBackend(self._server or self._store(master=False), self.run_id)
+        except RuntimeError as error:
+            raise RendezvousConnectionError(str(error)) from error
+
+    def _store(self, *, master: bool) -> Any:
+        timeout = timedelta(seconds=max(1.0, self._timeout_s))
+        return TCPStore(*self.endpoint, is_master=master, multi_tenant=True, timeout=timeout, wait_for_workers=False)
+
+    def change(self, how: Callable[[dict[str, Any] | None], dict[str, Any] | None]) -> dict[str, Any] | None:
+        """Replace the document by what ``how`` makes of its newest form; returns what it then is.
+
+        Args:
+            how: called with the document, and again when somebody else was faster; None leaves it as it is.
+
+        Raises:
+            RendezvousConnectionError: if the rendezvous cannot be reached.
+            ConfigError: if something else is kept there.
+        """
+        assert self._backend is not None
+        state = self._backend.get_state()
+        while True:
+            document = None if state is None else self._decode(state[0])
+            wanted = how(document)
+            if wanted is None:
+                return document
+            answer = self._backend.set_state(json.dumps(wanted).encode(), None if state is None else state[1])
+            if answer is None:
+                state = None
+            elif answer[2]:
+                return wanted
+            else:
+                state = answer[:2]
+
+    def _decode(self, raw: bytes) -> dict[str, Any]:
+        try:
+            document = json.loads(raw)
+        except ValueError:
+            document = None
+        if not isinstance(document, dict) or "phase" not in document:
+            raise ConfigError(
+                f"what is kept at {self.where} for the job {self.run_id} is not of this version of swiftrun: choose "
+                "another --rdzv-id"
+            )
+        return document

@@ -1,0 +1,159 @@
+"""The agent's side of the zygotes, and of fresh interpreters where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from shared_core.config import ENV_PREFIX
+from shared_core.protocol.request import StartRequest
+from shared_core.system import process
+from shared_core.worker.start import entry
+
+_BOOTSTRAP = process.NOT_FROM_HERE + "sys.path.append({root!r}); from shared_core.cluster.{module} import main; main()"
+
+
+def _python(module: str, *args: str) -> list[str]:
+    """Command line of a fresh interpreter with this one's flags that runs ``main()`` of a module of this package."""
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing's spawn does
+    code = _BOOTSTRAP.format(root=entry.PACKAGE_ROOT, module=module)
+    return [os.environ.get("PYTHON_EXEC", sys.executable), *flags, "-u", "-c", code, *args]
+
+
+def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment without the options that it has read, which travel as one value."""
+    env = {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
+    # Strings must hash alike in a worker and its newcomer, or iterating over a set differs between them.
+    if env.get("PYTHONHASHSEED", "random") == "random":
+        env["PYTHONHASHSEED"] = "0"
+    env.pop("TORCHELASTIC_ERROR_FILE", None)
+    return env
+
+
+@dataclass(frozen=True)
+class Preload:
+    """What a zygote is told.
+
+    Attributes:
+        modules: to import.
+        job_dir: folder to remove if the agent is killed.
+        program: the user's script or module, for the title in ``ps``.
+    """
+
+    modules: tuple[str, ...]
+    job_dir: str = ""
+    program: str = ""
+
+
+def _spawn_zygote(channel: socket.socket, env: dict[str, str]) -> int:
+    """A zygote in a fresh interpreter that serves ``channel``; returns its pid."""
+    from shared_core.worker.start.zygote import SINGLE_THREADED
+
+    started = subprocess.Popen(
+        _python("zygote", str(channel.fileno()), str(os.getpid())),
+        env=env | SINGLE_THREADED,
+        pass_fds=(channel.fileno(),),
+        start_new_session=True,
+    )
+    started.returncode = 0  # the agent reaps by pid; Popen must not
+    return started.pid
+
+
+class Standby:
+    """One zygote. Started as soon as it is made; imports when told what; forks when asked.
+
+    Attributes:
+        spawn: starts a zygote process, given its end of the channel and its environment, and returns the pid. Another
+            way than a fresh interpreter may be put here (tests fork one that has imported everything).
+        pid: of the zygote.
+        ready: it has imported everything and waits for requests.
+        report: its answer about the imports (``threads``, ``seconds``, ``failed``).
+    """
+
+    spawn: ClassVar[Callable[[socket.socket, dict[str, str]], int]] = staticmethod(_spawn_zygote)
+
+    def __init__(self, env: dict[str, str]) -> None:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            self.pid = type(self).spawn(theirs, env)
+        self.pidfd = process.open_pidfd(self.pid)
+        self.ready = False
+        self.report: dict[str, Any] = {}
+        self.outstanding: dict[int, StartRequest] = {}
+        self._channel = mine
+        self._buffer = b""
+        mine.setblocking(False)
+
+    def fileno(self) -> int:
+        """Readable when the zygote has answered."""
+        return self._channel.fileno()
+
+    def preload(self, what: Preload, *, more: bool = False) -> None:
+        """Tell it what to import; with ``more`` it is not ready afterwards, because another call follows."""
+        message = {"preload": what.modules, "job_dir": what.job_dir, "program": what.program, "more": more}
+        self._send(json.dumps(message))
+
+    def start(self, request: StartRequest) -> None:
+        """Ask for a worker; the pid comes with :meth:`answers`."""
+        self.outstanding[request.token] = request
+        self._send(request.to_json())
+
+    def _send(self, line: str) -> None:
+        # A request is some kilobytes and the zygote reads at once: blocking here is shorter than going round the loop.
+        self._channel.setblocking(True)
+        try:
+            self._channel.sendall(line.encode() + b"\n")
+        except OSError:
+            pass  # it died; its end is noticed on its own and its requests are made again
+        finally:
+            self._channel.setblocking(False)
+
+    def answers(self) -> list[tuple[StartRequest, int]]:
+        """``(request, pid)`` of workers forked since the last call."""
+        with suppress(BlockingIOError, ConnectionError):
+            while chunk := self._channel.recv(65536):
+                self._buffer += chunk
+        *lines, self._buffer = self._buffer.split(b"\n")
+        forked = []
+        for line in lines:
+            message = json.loads(line)
+            if message.get("ready"):
+                self.ready, self.report = True, message
+            else:
+                forked.append((self.outstanding.pop(message["token"]), int(message["pid"])))
+        return forked
+
+    def close(self) -> None:
+        """End the zygote and release what it held here; the agent reaps it. A second call does nothing."""
+        if self._channel.fileno() < 0:
+            return
+        self._channel.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+        process.kill_group(self.pid, signal.SIGKILL)
+
+
+def start_fresh(request: StartRequest) -> int:
+    """Start a worker in a fresh interpreter, without any standby; returns its pid."""
+    read, write = os.pipe()
+    line = request.to_json().encode()
+    try:
+        started = subprocess.Popen(
+            _python("entry", str(read)), env=request.env, pass_fds=(read,), start_new_session=True, close_fds=True
+        )
+    finally:
+        os.close(read)
+    started.returncode = 0
+    # The pipe takes 64 KiB at once; the rest when the interpreter reads.
+    with open(write, "wb") as pipe, suppress(BrokenPipeError):
+        pipe.write(line)
+    return started.pid

@@ -1,0 +1,296 @@
+"""The worker processes of one agent: starting them from standbys or fresh, and hearing of their deaths."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from shared_core.errors import WaitTimeout
+from shared_core.launcher.standby import Preload, Standby, start_fresh
+from shared_core.protocol.request import StartRequest
+from shared_core.system import process
+from shared_core.waiting import Wait, ranks_text
+
+#: A standby that does not answer a request for so long is replaced, in seconds.
+ANSWER_TIMEOUT_S = 10.0
+#: Standbys that die before they are ready, in a row, until they are given up.
+GIVE_UP_AFTER = 2
+#: Cause of death of a worker that is no longer wanted.
+CANCELLED = "cancelled"
+
+
+@dataclass
+class LiveWorker:
+    """A running worker process.
+
+    Attributes:
+        local_rank: place on this machine.
+        rank: logical rank.
+        incarnation: n-th worker that holds the rank.
+        request: how it was started.
+        pid: process id.
+        started: ``time.time()`` when it was asked for.
+        how: ``standby`` or ``respawn``.
+        pidfd: readable when it dies, if the kernel has that.
+        stopped_looks: looks in a row that found it in state T.
+        cause: why the agent killed it, if it did.
+    """
+
+    local_rank: int
+    rank: int
+    incarnation: int
+    request: StartRequest
+    pid: int = 0
+    started: float = field(default_factory=time.time)
+    how: str = ""
+    pidfd: int | None = None
+    stopped_looks: int = 0
+    cause: str = ""
+
+
+class Fleet:
+    """Starts workers and reaps every child of the agent.
+
+    Args:
+        selector: the agent's; pidfds and standbys are registered there, to wake it.
+        standbys: how many zygotes to keep; 0 starts every worker in a fresh interpreter.
+        standby_env: environment of a zygote.
+        preload: what a zygote is told.
+        say: prints a line for the user.
+        early: a zygote that was started before, to save time; it is told the modules here.
+        wait_timeout_s: longest time that a zygote may import when a worker waits for it.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        standbys: int,
+        standby_env: dict[str, str],
+        preload: Preload,
+        say: Callable[[str], None],
+        early: Standby | None = None,
+        *,
+        wait_timeout_s: float = 300.0,
+    ) -> None:
+        self.live: dict[int, LiveWorker] = {}
+        self._selector = selector
+        self._wanted_standbys = standbys
+        self._standby_env = standby_env
+        self._preload = preload
+        self._say = say
+        self._standbys: list[Standby] = []
+        self._starting: dict[int, LiveWorker] = {}
+        self._asked: dict[int, float] = {}
+        self._waiting: list[LiveWorker] = []
+        self._wait: Wait | None = None
+        self._wait_timeout_s = wait_timeout_s
+        self._new: list[LiveWorker] = []
+        self._early_deaths: dict[int, int] = {}
+        self._failed_standbys = 0
+        self._warned_threads = False
+        self._early = early
+        self._foreign = set(process.children()) - (
+            {early.pid} if early else set()
+        )  # of whoever became the agent with exec: not ours to end
+
+    # -- starting -----------------------------------------------------------------------------------------------------
+
+    def fill_standbys(self) -> None:
+        """Start zygotes until there are as many as wanted."""
+        while len(self._standbys) < self._wanted_standbys:
+            standby, self._early = self._early or Standby(self._standby_env), None
+            self._standbys.append(standby)
+            self._register(standby.fileno())
+            if standby.pidfd is not None:
+                self._register(standby.pidfd)
+            standby.preload(self._preload)
+
+    def start(self, worker: LiveWorker) -> None:
+        """Start a worker: from a standby, once one is ready, or fresh where there is none. See :meth:`started`."""
+        if worker.request.mode == "exec" or self._wanted_standbys == 0:
+            worker.how = "respawn"
+            worker.pid = start_fresh(worker.request)
+            self._arrive(worker)
+            return
+        worker.how = "standby"
+        standby = next((one for one in self._standbys if one.ready), None)
+        if standby is None:
+            self._waiting.append(worker)
+            return
+        self._starting[worker.request.token] = worker
+        self._asked[worker.request.token] = time.monotonic()
+        standby.start(worker.request)
+
+    def started(self) -> list[LiveWorker]:
+        """Workers whose processes exist since the last call."""
+        for standby in self._standbys:
+            was_ready = standby.ready
+            for request, pid in standby.answers():
+                self._asked.pop(request.token, None)
+                worker = self._starting.get(request.token)
+                if worker is not None:
+                    worker.pid = pid
+            if standby.ready and not was_ready:
+                self._welcome(standby)
+        waiting, self._waiting = self._waiting, []
+        for worker in waiting:
+            self.start(worker)
+        for token, worker in list(self._starting.items()):
+            if worker.pid:
+                del self._starting[token]
+                self._arrive(worker)
+        new, self._new = self._new, []
+        return new
+
+    def _arrive(self, worker: LiveWorker) -> None:
+        worker.pidfd = process.open_pidfd(worker.pid)
+        if worker.pidfd is not None:
+            self._register(worker.pidfd)
+        self.live[worker.pid] = worker
+        self._new.append(worker)
+
+    def cancel_starts(self) -> None:
+        """Forget workers that have no process yet; one that a zygote is just forking is killed when it is heard of."""
+        self._waiting.clear()
+        for worker in self._starting.values():
+            worker.cause = CANCELLED
+
+    @property
+    def starting(self) -> bool:
+        """Whether a worker was asked for that has no process yet."""
+        return bool(self._waiting or self._starting)
+
+    def _welcome(self, standby: Standby) -> None:
+        self._failed_standbys = 0
+        threads = int(standby.report.get("threads", 1))
+        if threads > 1 and not self._warned_threads:
+            self._warned_threads = True
+            self._say(
+                f"the standby holds {threads} threads after its imports; a forked worker has only one of them. "
+                "If workers hang at start, leave the module that starts them out of --preload, or use --standbys 0"
+            )
+        for module, error in standby.report.get("failed", {}).items():
+            self._say(f"the standby could not import {module} ({error}); newcomers import it themselves")
+
+    # -- deaths -------------------------------------------------------------------------------------------------------
+
+    def reap(self) -> list[tuple[LiveWorker, int]]:
+        """``(worker, exit code)`` of those that died; their process groups are killed, and every orphan is reaped."""
+        dead: list[tuple[LiveWorker, int]] = []
+        while (pid := process.peek_dead()) is not None:
+            worker = self.live.pop(pid, None)
+            if worker is not None:
+                process.kill_group(pid)  # while the zombie still holds the pid: its loader processes go with it
+            code = process.reap(pid)
+            if worker is not None:
+                self._release(worker)
+                dead.append((worker, -signal.SIGKILL if code is None else code))
+            elif (standby := next((one for one in self._standbys if one.pid == pid), None)) is not None:
+                self._lost_standby(standby)
+            elif self._starting:
+                self._early_deaths[pid] = -signal.SIGKILL if code is None else code
+        # a worker may die before its zygote's answer with the pid was read
+        for pid in list(self._early_deaths.keys() & self.live.keys()):
+            worker = self.live.pop(pid)
+            process.kill_group(pid)
+            self._release(worker)
+            dead.append((worker, self._early_deaths.pop(pid)))
+        if not self._starting:
+            self._early_deaths.clear()
+        return dead
+
+    def look_after_standbys(self) -> None:
+        """Kill a standby that is stopped or does not answer; its end is then noticed as any other."""
+        now = time.monotonic()
+        late = any(now - asked > ANSWER_TIMEOUT_S for asked in self._asked.values())
+        for standby in self._standbys:
+            if process.state_of(standby.pid) == "T" or (late and standby.outstanding):
+                process.kill_group(standby.pid)
+        self._look_at_wait()
+
+    def _look_at_wait(self) -> None:
+        """Workers wait for a zygote that imports: say so, and after a while do without that one."""
+        if not self._waiting:
+            self._wait = None
+            return
+        if self._wait is None:
+            whom = f"a standby to import {', '.join(self._preload.modules) or 'torch'}, from which they start"
+            who, ends = ranks_text(worker.rank for worker in self._waiting), "it is replaced"
+            self._wait = Wait(who, whom, self._wait_timeout_s, ends=ends, say=self._say, advice="It is replaced.")
+        try:
+            self._wait.look()
+        except WaitTimeout as error:
+            self._say(str(error))
+            self._wait = None
+            for standby in self._standbys:
+                if not standby.ready:
+                    process.kill_group(standby.pid)
+
+    def _lost_standby(self, standby: Standby) -> None:
+        self._standbys.remove(standby)
+        self._unregister(standby.fileno())
+        if standby.pidfd is not None:
+            self._unregister(standby.pidfd)
+        standby.answers()
+        standby.close()
+        if not standby.ready:
+            self._failed_standbys += 1
+        lost = [self._starting.pop(token) for token in standby.outstanding if token in self._starting]
+        for token in standby.outstanding:
+            self._asked.pop(token, None)
+        if self._failed_standbys >= GIVE_UP_AFTER:
+            self._say("standbys die while they import; going on without: newcomers start in fresh interpreters")
+            self._wanted_standbys = 0
+        else:
+            self._say(f"a standby died (pid {standby.pid}); starting another")
+            self.fill_standbys()
+        self._waiting += [worker for worker in lost if not worker.cause]
+
+    def _release(self, worker: LiveWorker) -> None:
+        if worker.pidfd is not None:
+            self._unregister(worker.pidfd)
+            os.close(worker.pidfd)
+            worker.pidfd = None
+
+    def _register(self, fd: int) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, None)
+
+    def _unregister(self, fd: int) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(fd)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def signal_all(self, sig: signal.Signals) -> None:
+        """Send ``sig`` to every worker's process group."""
+        for pid in list(self.live):
+            process.kill_group(pid, sig)
+
+    def close(self) -> None:
+        """Kill standbys, workers and every process that was orphaned to the agent, and reap them all."""
+        self._wanted_standbys = 0
+        if self._early is not None:
+            self._early.close()
+        for standby in self._standbys:
+            self._unregister(standby.fileno())
+            if standby.pidfd is not None:
+                self._unregister(standby.pidfd)
+            standby.close()
+        self._standbys.clear()
+        self.signal_all(signal.SIGKILL)
+        deadline = time.monotonic() + 5.0
+        while (left := set(process.children()) - self._foreign) and time.monotonic() < deadline:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for pid in left:  # an orphan's own children come to the agent when it is gone: look again
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+        for worker in self.live.values():
+            self._release(worker)
+        self.live.clear()

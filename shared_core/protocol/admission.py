@@ -1,0 +1,131 @@
+"""How newcomers take their places beside survivors that have gone on without them, as a pure function.
+
+All survivors stand at the same place after the same batch top: at the top itself, or with nothing but the step made
+since. Nothing is under way. So nothing is replayed: a newcomer is a copy of a replica, as it was at the top, with the
+newest state; of each group and channel it takes over what its peers have counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from shared_core.errors import RecoveryFailed
+from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top
+from shared_core.protocol.plan import Plan
+
+
+def let_in(frontiers: Mapping[int, Frontier]) -> Plan:
+    """The plan by which newcomers join at the batch top at which all survivors stand.
+
+    Args:
+        frontiers: every rank's; a survivor's ``tops`` ends with the batch top that it has passed last.
+
+    Raises:
+        RecoveryFailed: if survivors stand at different places, an operation is under way or was made since the top, or
+            a newcomer has no replica.
+    """
+    survivors = {rank: front for rank, front in sorted(frontiers.items()) if not front.newcomer}
+    newcomers = sorted(rank for rank, front in frontiers.items() if front.newcomer)
+    if not survivors:
+        raise RecoveryFailed("no survivor is left; the job goes back to its newest checkpoint")
+    places = {rank: _place(front) for rank, front in survivors.items()}
+    if len(set(places.values())) != 1:
+        raise RecoveryFailed(f"survivors stand at different places (top, its version, entry, kind, version): {places}")
+    groups = _groups(survivors)
+    for name, here in groups.items():
+        _check_quiet(name, here)
+        _check_unused(name, here, survivors)
+    donors: dict[int, int] = {}
+    tops: dict[int, Top | None] = {}
+    for rank in newcomers:
+        able = [donor for donor, front in survivors.items() if rank in (front.tops[-1].replicas or newcomers)]
+        if not able:
+            raise RecoveryFailed(f"rank {rank} has no replica left that it could copy")
+        donors[rank] = able[0]
+        tops[rank] = _top(rank, survivors[able[0]].tops[-1], groups)
+    received: dict[str, dict[str, int]] = {}
+    for name, here in groups.items():
+        ranks = _ranks(here)
+        for key, _, receiver in _channels(here):
+            top = tops.get(ranks[receiver])
+            counts = top.received.get(name, {}) if top is not None else here[ranks[receiver]].received
+            received.setdefault(name, {})[key] = counts.get(key, 0)
+    return Plan(
+        tops=tops,
+        donors=donors,
+        transfers=(),
+        finished={name: set() for name in groups},
+        redo={},
+        received=received,
+        copies=True,
+    )
+
+
+def _place(front: Frontier) -> tuple[int, int, int, str, int]:
+    if not front.tops or front.version not in (front.tops[-1].version, front.tops[-1].version + 1):
+        raise RecoveryFailed(f"rank {front.rank} lets newcomers in more than a step after a batch top")
+    top = front.tops[-1]
+    return top.index, top.version, top.entry, top.kind, front.version
+
+
+def _groups(survivors: Mapping[int, Frontier]) -> dict[str, dict[int, GroupFrontier]]:
+    """For each group what its surviving members know of it."""
+    groups: dict[str, dict[int, GroupFrontier]] = {}
+    for rank, front in survivors.items():
+        for name, group in front.groups.items():
+            groups.setdefault(name, {})[rank] = group
+    return groups
+
+
+def _ranks(here: Mapping[int, GroupFrontier]) -> tuple[int, ...]:
+    return next(iter(here.values())).ranks
+
+
+def _check_quiet(name: str, here: Mapping[int, GroupFrontier]) -> None:
+    """Raises RecoveryFailed if a collective of the group is under way."""
+    issued = {rank: group.next for rank, group in here.items()}
+    open_at = [rank for rank, group in here.items() if not Done.from_json(group.done).covers(group.next)]
+    if len(set(issued.values())) != 1 or open_at:
+        raise RecoveryFailed(
+            f"a collective of group {name!r} is under way while a newcomer is let in (issued: {issued}, unfinished at "
+            f"ranks {open_at}): wait for what was called with async_op=True before the next batch"
+        )
+
+
+def _check_unused(name: str, here: Mapping[int, GroupFrontier], survivors: Mapping[int, Frontier]) -> None:
+    """A newcomer goes on from the top, alone. Raises RecoveryFailed if the others have used the group since."""
+    for rank, group in here.items():
+        top = survivors[rank].tops[-1]
+        if group.next != top.groups.get(name, 0):
+            raise RecoveryFailed(
+                f"a newcomer begins at the batch top that the others have passed last, and since then rank {rank} has "
+                f"made {group.next - top.groups.get(name, 0)} collectives in group {name!r}, which need all ranks"
+            )
+
+
+def _channels(here: Mapping[int, GroupFrontier]) -> Iterator[tuple[str, int, int]]:
+    """(key, source, destination), ranks within the group, of every channel that a surviving member knows."""
+    for key in sorted({key for group in here.values() for key in (*group.sent, *group.received)}):
+        source, destination, _ = key.split(",")
+        yield key, int(source), int(destination)
+
+
+def _top(rank: int, donor: Top, groups: Mapping[str, Mapping[int, GroupFrontier]]) -> Top:
+    """The donor's batch top as ``rank`` stands at it: counts of its own groups and channels, from its peers."""
+    counts: dict[str, int] = {}
+    sent: dict[str, dict[str, int]] = {}
+    received: dict[str, dict[str, int]] = {}
+    members: dict[str, list[int]] = {}
+    for name, here in groups.items():
+        ranks = _ranks(here)
+        if rank not in ranks:
+            continue
+        members[name] = list(ranks)
+        counts[name] = next(iter(here.values())).next
+        for key, source, destination in _channels(here):
+            if ranks[source] == rank and ranks[destination] in here:
+                sent.setdefault(name, {})[key] = here[ranks[destination]].received.get(key, 0)
+            elif ranks[destination] == rank and ranks[source] in here:
+                received.setdefault(name, {})[key] = here[ranks[source]].sent.get(key, 0)
+    return replace(donor, groups=counts, sent=sent, received=received, members=members, saved=False)

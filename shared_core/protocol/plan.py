@@ -1,0 +1,301 @@
+"""Who recovers how: the plan of one generation, computed alike by every rank from the same frontiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from shared_core.errors import RecoveryFailed
+from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Logged results that ``source`` sends to ``destination``: per group, sequence numbers."""
+
+    source: int
+    destination: int
+    entries: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks do in one generation.
+
+    Attributes:
+        tops: the top each newcomer starts from; None: from the beginning of the script, with every operation replayed.
+        donors: the survivor whose replicated state each newcomer copies; none where a checkpoint holds it, or what
+            was published at the end of an entry call.
+        transfers: logged results to move, in the order in which they are moved.
+        finished: per group, collectives with a result somebody has; nobody runs them again.
+        redo: per group, finished rank-specific collectives that all members run again, because some member needs them.
+        received: per group and channel, how many messages the receiver has; the sender sends those above again.
+        leave: survivors that have to start again together with a newcomer; if there are any, nothing else is done.
+        copies: newcomers have their donors' rank-local state too.
+    """
+
+    tops: dict[int, Top | None]
+    donors: dict[int, int]
+    transfers: tuple[Transfer, ...]
+    finished: dict[str, set[int]]
+    redo: dict[str, set[int]]
+    received: dict[str, dict[str, int]] = field(default_factory=dict)
+    leave: frozenset[int] = frozenset()
+    copies: bool = False
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        """Ranks that join in this generation."""
+        return tuple(sorted(self.tops))
+
+
+class _Group:
+    """One group as the survivors see it.
+
+    Attributes:
+        ranks: global ranks of the members, in group order.
+        here: the survivors among them that have made the group.
+        done: what each of these has finished.
+        finished: replicated results that somebody holds.
+    """
+
+    def __init__(self, name: str, ranks: tuple[int, ...], here: dict[int, GroupFrontier]) -> None:
+        self.name, self.ranks, self.here = name, ranks, here
+        self.done = {rank: Done.from_json(group.done) for rank, group in here.items()}
+        self.exclusive = {rank: set(group.exclusive) for rank, group in here.items()}
+        logged = {seq for group in here.values() for seq in group.log}
+        self.finished = logged.difference(*self.exclusive.values())
+
+    def base(self, top: Top | None) -> int:
+        """First collective that a newcomer issues when it starts from ``top``."""
+        return 0 if top is None else top.groups.get(self.name, 0)
+
+    def run(self, tops: Mapping[int, Top | None]) -> Iterator[tuple[int, dict[int, int]]]:
+        """Collectives without a result in any log that some member needs, with the newcomers' first collectives."""
+        bases = {rank: self.base(tops[rank]) for rank in self.ranks if rank in tops}
+        low = min([*bases.values(), *(done.upto for done in self.done.values())], default=0)
+        for seq in range(low, max([*bases.values(), *(g.next for g in self.here.values())], default=0)):
+            if seq in self.finished:
+                continue
+            if any(base <= seq for base in bases.values()) or any(seq not in done for done in self.done.values()):
+                yield seq, bases
+
+    def channels(self, tops: Mapping[int, Top | None]) -> Iterator[tuple[str, int, int]]:
+        """(key, global source, global destination) of every channel known to anybody."""
+        keys = {key for g in self.here.values() for key in (*g.sent, *g.received)}
+        for top in tops.values():
+            if top is not None:
+                keys |= {*top.sent.get(self.name, {}), *top.received.get(self.name, {})}
+        for key in sorted(keys):
+            source, destination, _ = key.split(",")
+            yield key, self.ranks[int(source)], self.ranks[int(destination)]
+
+    def has(self, key: str, receiver: int, tops: Mapping[int, Top | None]) -> int:
+        """How many messages of a channel the receiver will have."""
+        if receiver in tops:
+            top = tops[receiver]
+            return 0 if top is None else top.received.get(self.name, {}).get(key, 0)
+        return self.here[receiver].received.get(key, 0) if receiver in self.here else 0
+
+
+def decide(frontiers: Mapping[int, Frontier]) -> Plan:
+    """The plan for a generation with these frontiers (every rank's, newcomers included).
+
+    Each newcomer starts from the newest of its batch tops, published or in a checkpoint, from which all that anybody
+    still needs is to be had: every collective's result is in some log, or all members can run it again; every message
+    is at its sender or at its receiver. A start that is too late for what others need stays so when others start
+    earlier, so lowering one at a time finds the newest starts.
+
+    Raises:
+        RecoveryFailed: if a newcomer cannot be served by anybody.
+    """
+    survivors = {rank: f for rank, f in frontiers.items() if not f.newcomer}
+    newcomers = {rank: f for rank, f in frontiers.items() if f.newcomer}
+    if newcomers and not survivors:
+        raise RecoveryFailed("no survivor is left; the job goes back to its newest checkpoint")
+    groups = _groups(frontiers, survivors)
+    # From the beginning of the script is the oldest start, while logs reach back so far.
+    starts: dict[int, list[Top | None]] = {rank: [None, *f.tops] for rank, f in sorted(newcomers.items())}
+    donors: dict[int, int] = {}
+    while True:
+        tops = {rank: left[-1] for rank, left in starts.items()}
+        too_late = _without_donor(tops, survivors, donors)
+        for group in groups:
+            too_late = too_late if too_late is not None else _too_late(group, tops)
+        if too_late is None:
+            break
+        starts[too_late].pop()
+        if not starts[too_late]:
+            raise RecoveryFailed(
+                f"rank {too_late} cannot be rebuilt: what was before each of its {len(newcomers[too_late].tops)} "
+                "published batch tops is needed by others and was lost with it. The job goes back to its newest "
+                "checkpoint."
+            )
+    redo = {}
+    leave: set[int] = set()
+    for group in groups:
+        leave.update(_without_messages(group, tops, survivors))
+        redo[group.name] = _redo(group, tops)
+    return Plan(
+        leave=frozenset(leave),
+        tops=tops,
+        donors=donors,
+        transfers=_transfers(groups, tops),
+        finished={group.name: group.finished for group in groups},
+        redo=redo,
+        received={
+            group.name: {key: group.has(key, receiver, tops) for key, _, receiver in group.channels(tops)}
+            for group in groups
+        },
+    )
+
+
+def _groups(frontiers: Mapping[int, Frontier], survivors: Mapping[int, Frontier]) -> list[_Group]:
+    members: dict[str, tuple[int, ...]] = {}
+    for frontier in frontiers.values():
+        for top in frontier.tops:  # a group that no survivor is in is known from its lost members' tops
+            members |= {name: tuple(ranks) for name, ranks in top.members.items()}
+        members |= {name: group.ranks for name, group in frontier.groups.items()}
+    return [
+        _Group(
+            name, ranks, {r: survivors[r].groups[name] for r in ranks if r in survivors and name in survivors[r].groups}
+        )
+        for name, ranks in sorted(members.items())
+    ]
+
+
+def _without_donor(
+    tops: Mapping[int, Top | None], survivors: Mapping[int, Frontier], donors: dict[int, int]
+) -> int | None:
+    """Find a donor for every newcomer; a newcomer whose top no survivor reaches by itself, or None."""
+    # Whoever exchanges messages may have to wait for one before its next update, which no frontier shows.
+    messages = any(top.sent or top.received for top in tops.values() if top is not None)
+    messages = messages or any(group.sent or group.received for f in survivors.values() for group in f.groups.values())
+    for rank, top in tops.items():
+        donors.pop(rank, None)
+        if top is not None and (top.saved or top.kind == "end"):
+            continue
+        able = [
+            donor
+            for donor in sorted(survivors)
+            if top is None or (_replica(donor, top) and _serves(survivors[donor], top, messages))
+        ]
+        if not able:
+            return rank
+        # One that is there already is not waited for.
+        donors[rank] = next((donor for donor in able if top is None or _is_there(survivors[donor], top)), able[0])
+    return None
+
+
+def _replica(donor: int, top: Top) -> bool:
+    return not top.replicas or donor in top.replicas
+
+
+def _serves(survivor: Frontier, top: Top, messages: bool) -> bool:
+    """Whether the survivor can give the state for a newcomer that starts at this top."""
+    if top.index in survivor.kept:
+        return True
+    if survivor.outside:  # it keeps the state at a top when it gets there
+        return survivor.top < top.index and not messages and _passes(survivor, top)
+    return _reaches(survivor, top, messages)
+
+
+def _is_there(survivor: Frontier, top: Top) -> bool:
+    return top.index in survivor.kept or (not survivor.outside and survivor.version >= top.version)
+
+
+def _reaches(survivor: Frontier, top: Top, messages: bool) -> bool:
+    """Whether the survivor's state gets to the top's version without anybody's help."""
+    if survivor.version >= top.version:
+        return True
+    return not messages and _passes(survivor, top)
+
+
+def _passes(survivor: Frontier, top: Top) -> bool:
+    # In a group that the newcomer is not in, it may have to wait as well.
+    return all(
+        name in top.groups and Done.from_json(group.done).covers(top.groups[name])
+        for name, group in survivor.groups.items()
+    )
+
+
+def _too_late(group: _Group, tops: Mapping[int, Top | None]) -> int | None:
+    """A newcomer that starts after something that others need from it, or None."""
+    for seq, bases in group.run(tops):
+        for rank, base in bases.items():
+            if base > seq:
+                return rank
+    for key, source, destination in group.channels(tops):
+        top = tops.get(source)
+        if top is not None and top.sent.get(group.name, {}).get(key, 0) > group.has(key, destination, tops):
+            return source
+    return None
+
+
+def _without_messages(
+    group: _Group, tops: Mapping[int, Top | None], survivors: Mapping[int, Frontier]
+) -> Iterator[int]:
+    """Survivors that a newcomer needs messages from which they do not keep, because both start again together.
+
+    Raises:
+        RecoveryFailed: if they do not start again together.
+    """
+    for key, source, destination in group.channels(tops):
+        has = group.has(key, destination, tops)
+        if source in group.here and group.here[source].held.get(key, 0) > has:
+            if destination in tops and destination in survivors[source].together:
+                yield source
+                continue
+            raise RecoveryFailed(
+                f"rank {destination} needs message {has} that rank {source} sent it in group {group.name!r}, which "
+                "rank "
+                f"{source} keeps no longer. The job goes back to its newest checkpoint."
+            )
+
+
+def _redo(group: _Group, tops: Mapping[int, Top | None]) -> set[int]:
+    """Rank-specific collectives that those who have finished them run again.
+
+    Raises:
+        RecoveryFailed: if one of them cannot, because it has dropped its input.
+    """
+    redo = set()
+    for seq, _ in group.run(tops):
+        for rank, done in group.done.items():
+            if seq not in done:
+                continue
+            if seq not in group.exclusive[rank]:
+                raise RecoveryFailed(
+                    f"collective {seq} of group {group.name!r} is needed by {_who(group, seq, tops)}, but rank {rank}, "
+                    "which has finished it, keeps it no longer. The job goes back to its newest checkpoint."
+                )
+            redo.add(seq)
+    return redo
+
+
+def _who(group: _Group, seq: int, tops: Mapping[int, Top | None]) -> str:
+    ranks = [
+        rank
+        for rank in group.ranks
+        if (rank in tops and group.base(tops[rank]) <= seq) or (rank in group.here and seq not in group.done[rank])
+    ]
+    return "rank " + ", ".join(map(str, ranks))
+
+
+def _transfers(groups: list[_Group], tops: Mapping[int, Top | None]) -> tuple[Transfer, ...]:
+    moves: dict[tuple[int, int], dict[str, list[int]]] = {}
+    for group in groups:
+        holders = {rank: set(here.log) for rank, here in group.here.items()}
+        for rank in group.ranks:
+            if rank in tops:
+                base = group.base(tops[rank])
+                needs = {seq for seq in group.finished if seq >= base}
+            elif rank in holders:
+                # Also what it has not issued yet but another has finished: it is served when it gets there.
+                needs = {seq for seq in group.finished - holders[rank] if seq not in group.done[rank]}
+            else:
+                continue
+            for seq in sorted(needs):
+                source = min(r for r, log in holders.items() if seq in log)
+                moves.setdefault((source, rank), {}).setdefault(group.name, []).append(seq)
+    return tuple(Transfer(source, destination, entries) for (source, destination), entries in sorted(moves.items()))

@@ -1,0 +1,119 @@
+"""When the number of workers changes: decisions of the agent, without acting on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared_core.config import SwiftConfig
+from shared_core.protocol.takeover import grown
+from shared_core.worker.link import Resized
+
+
+@dataclass
+class Resizing:
+    """The number of workers: what it is to be, and the change under way.
+
+    Attributes:
+        config: the job's options.
+        full: workers that there are places for.
+        stay: ranks that hand over in the change under way; empty while there is none.
+        target: number of workers after it.
+        grow_at: ``time.monotonic()`` when empty places are filled again; None if not at all.
+        due: until when the newcomer of a rank has to have joined.
+        line: what the present workers went on from, when their number last changed.
+        least: machines that are enough.
+        most: machines that there may be.
+        after: machines that go on after the change under way.
+        vacant: ``time.monotonic()`` since when a machine's place is empty.
+        declined: the number of workers could not change; it is not tried again before places change hands.
+    """
+
+    config: SwiftConfig
+    full: int
+    stay: tuple[int, ...] = ()
+    target: int = 0
+    grow_at: float | None = None
+    due: dict[int, float] = field(default_factory=dict)
+    line: Resized | None = None
+    least: int = 1
+    most: int = 1
+    after: tuple[str, ...] = ()
+    vacant: float | None = None
+    declined: bool = False
+
+    def begin(self, stay: Iterable[int], target: int) -> None:
+        """A change begins, or begins anew with other survivors."""
+        self.stay, self.target = tuple(sorted(stay)), target
+        self.grow_at = None
+        self.due.clear()
+
+    def follow(self, entry: Mapping[str, Any], nproc: int) -> None:
+        """An agent has written a generation: a change begins with it, or the one under way is given up."""
+        if "after" in entry:
+            self.after = tuple(entry["after"])
+            self.begin(entry["stay"], len(self.after) * nproc)
+        elif "stay" not in entry:
+            self.end()
+
+    def machines(
+        self, machines: Sequence[str | None], alive: Sequence[str], *, changed: bool, now: float
+    ) -> tuple[str, ...] | None:
+        """The machines that are to go on, if their number is to change now.
+
+        Args:
+            machines: who holds which place.
+            alive: machines that have a lease, in the order in which they came.
+            changed: places have just changed hands.
+            now: ``time.monotonic()``.
+        """
+        self.declined = self.declined and not changed
+        if self.declined:
+            return None
+        if None not in machines:
+            self.vacant = None
+            after = grown(machines, alive, self.most)
+            return after if len(after) > len(machines) and not changed and not self.stay else None
+        self.vacant = now if self.vacant is None else self.vacant
+        held = tuple(name for name in machines if name is not None)
+        config = self.config
+        at_once = bool(self.stay) or config.on_failure == "shrink"
+        in_time = config.replace_timeout_s and now >= self.vacant + config.replace_timeout_s
+        if len(held) < max(1, self.least) or (self.stay and not changed) or not (at_once or in_time):
+            return None
+        return held
+
+    def end(self) -> None:
+        """There is no change under way any more."""
+        self.stay = ()
+
+    def done(self, now: float, workers: int, line: Resized | None) -> None:
+        """The workers that follow are being started."""
+        self.end()
+        self.vacant, self.declined, self.after = None, False, ()
+        self.due.clear()
+        self.line = line
+        self.schedule(now, workers)
+
+    def schedule(self, now: float, workers: int) -> None:
+        """See when empty places are to be filled."""
+        wait = self.config.grow_after_s
+        self.grow_at = now + wait if workers < self.full and wait > 0 else None
+
+    def shrinks(self, goodbyes: bool) -> bool:
+        """Whether a loss is answered by going on with fewer.
+
+        Args:
+            goodbyes: some worker has finished: what it did after its last batch top must not be done twice.
+        """
+        return bool(self.stay) or (self.config.on_failure == "shrink" and not goodbyes)
+
+    def expect(self, ranks: Sequence[int], now: float) -> None:
+        """Newcomers of these ranks are started."""
+        if self.config.on_failure == "replace" and self.config.replace_timeout_s:
+            self.due.update(dict.fromkeys(ranks, now + self.config.replace_timeout_s))
+
+    def late(self, now: float) -> list[int]:
+        """Ranks whose newcomers have not joined in time."""
+        return sorted(rank for rank, when in self.due.items() if when <= now)

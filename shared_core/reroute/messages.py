@@ -1,0 +1,197 @@
+"""Messages of one lane: activations, gradients and data by micro-batch, whoever computes it.
+
+Each message has a tag of its own, so nobody waits for one message before it gets another. A receiver learns the shapes
+of activations from a header that comes with the first one of each sender.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shared_core.errors import Unsupported
+from shared_core.schedule.schedule import Topology
+
+Parts = tuple[Tensor, ...]
+#: (dtype, shape, whether it is differentiated) of each tensor of a message.
+Shapes = tuple[tuple[torch.dtype, tuple[int, ...], bool], ...]
+
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+_PARTS, _DIMENSIONS, _STEPS = 8, 8, 8
+_ROW = _DIMENSIONS + 3
+
+
+class LaneWork(Protocol):
+    """A receive under way."""
+
+    def wait(self) -> None:
+        """Block until it is there; raises ``LaneBroken`` after a loss."""
+
+
+class Lane(Protocol):
+    """What the executor needs of a lane; see :mod:`shared_core.worker.recovery.lane`."""
+
+    generation: int
+    ranks: tuple[int, ...]
+    finished: tuple[int, ...]
+
+    def broken(self) -> bool:
+        """Whether a loss was announced since."""
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> None:
+        """Send without waiting; ``tensor`` is not changed any more."""
+
+    def recv(self, tensor: Tensor, rank: int, tag: int) -> LaneWork:
+        """Receive into ``tensor``."""
+
+    def exchange(self, value: Any) -> dict[int, Any]:
+        """Plain data of all ranks."""
+
+
+class What(IntEnum):
+    """Kinds of messages."""
+
+    ACTIVATION = 0  # from the stage before
+    GRADIENT = 1  # from the stage behind
+    INPUTS = 2  # data of a lost first stage, from the last stage of its pipeline
+    LABELS = 3  # data of a lost last stage, from the first
+    SHARE = 4  # of gradients, to who sums it
+    SUM = 5  # of gradients
+    LOSSES = 6
+    PING = 7  # to measure what a message takes
+    NORM = 8
+    HEADER = 9  # of the first message of one of the kinds above, by kind in place of the micro-batch
+    AGAIN = 10  # a sum, for who lacks it after a loss
+    READ = 11  # all gradients of a step have come
+    NOTES = 12  # of a share, for all
+
+
+class Key(NamedTuple):
+    """One message.
+
+    Attributes:
+        step: number of the step.
+        what: kind.
+        stage: that of the receiver, or, for sums, norms and the like, that of the sender.
+        pipeline: home of the micro-batch, or the sender's.
+        micro_batch: index in its home pipeline.
+    """
+
+    step: int
+    what: What
+    stage: int
+    pipeline: int
+    micro_batch: int = 0
+
+
+class Mail:
+    """Sends and receives on one lane.
+
+    Args:
+        lane: the workers that are there.
+        topology: shape of the job; tags depend on it.
+        shapes: what is known of messages to this worker, by kind; learned and kept over lanes.
+        knows: kinds of which each rank knew the shapes before this lane. A header that nobody reads is never sent
+            wholly, and all that is sent after it would be kept.
+    """
+
+    def __init__(
+        self, lane: Lane, topology: Topology, shapes: dict[What, Shapes], knows: Mapping[int, Collection[What]]
+    ) -> None:
+        self.lane, self._topology, self._shapes = lane, topology, shapes
+        self._told = {(what, rank) for rank, kinds in knows.items() for what in kinds}
+        self._known, self._heard = frozenset(shapes), set[tuple[What, int]]()
+        self._posted: dict[Key, tuple[Parts, list[LaneWork]]] = {}
+
+    def _tag(self, key: Key, part: int = 0) -> int:
+        t, width = self._topology, max(self._topology.micro_batches, len(What))
+        tag = (key.step % _STEPS) * len(What) + key.what
+        return (((tag * t.stages + key.stage) * t.pipelines + key.pipeline) * width + key.micro_batch) * _PARTS + part
+
+    def send(self, key: Key, parts: Sequence[Tensor], rank: int) -> None:
+        """Send tensors that nobody changes any more."""
+        for part, tensor in enumerate(parts):
+            self.lane.send(tensor.contiguous(), rank, self._tag(key, part))
+
+    def send_shaped(self, key: Key, parts: Sequence[Tensor], rank: int) -> None:
+        """As :meth:`send`, with a header before the first one to a receiver that did not know the shapes."""
+        if (key.what, rank) not in self._told:
+            self._told.add((key.what, rank))
+            self.lane.send(_header(parts), rank, self._tag(_header_key(key)))
+        self.send(key, parts, rank)
+
+    def post(self, key: Key, rank: int) -> None:
+        """Begin to receive a message of known shape; of unknown shape, do nothing."""
+        if key not in self._posted and self._knows(key, rank):
+            self._begin(key, self._shapes[key.what], rank)
+
+    def fetch(self, key: Key, rank: int) -> Parts:
+        """Wait for a message whose shape its header says. Raises ``LaneBroken`` after a loss."""
+        if not self._knows(key, rank):
+            header = torch.zeros(_PARTS * _ROW, dtype=torch.int64)
+            self.lane.recv(header, rank, self._tag(_header_key(key))).wait()
+            self._shapes[key.what] = _shapes(header)
+            self._heard.add((key.what, rank))
+        self.post(key, rank)
+        return self._finish(key)
+
+    def _knows(self, key: Key, rank: int) -> bool:
+        """Whether no header comes before the next message of this kind from ``rank``."""
+        return key.what in self._known or (key.what, rank) in self._heard
+
+    def fetch_like(self, key: Key, like: Sequence[Tensor], rank: int) -> Parts:
+        """Wait for a message of the shapes of ``like``."""
+        self.post_like(key, like, rank)
+        return self._finish(key)
+
+    def post_like(self, key: Key, like: Sequence[Tensor], rank: int) -> None:
+        """Begin to receive a message of the shapes of ``like``."""
+        if key not in self._posted:
+            self._begin(key, tuple((t.dtype, tuple(t.shape), False) for t in like), rank)
+
+    def _begin(self, key: Key, shapes: Shapes, rank: int) -> None:
+        parts = tuple(torch.empty(shape, dtype=dtype) for dtype, shape, _ in shapes)
+        works = [self.lane.recv(tensor, rank, self._tag(key, part)) for part, tensor in enumerate(parts)]
+        self._posted[key] = parts, works
+
+    def _finish(self, key: Key) -> Parts:
+        parts, works = self._posted.pop(key)
+        for work in works:
+            work.wait()
+        return parts
+
+
+def _header_key(key: Key) -> Key:
+    # The sender's first message to this rank may be one of any micro-batch, pipeline and step.
+    return Key(0, What.HEADER, key.stage, 0, int(key.what))
+
+
+def _header(parts: Sequence[Tensor]) -> Tensor:
+    if len(parts) > _PARTS or any(t.dim() > _DIMENSIONS or t.dtype not in _DTYPES for t in parts):
+        raise Unsupported(
+            f"re-routing passes at most {_PARTS} tensors of at most {_DIMENSIONS} dimensions and of usual types from "
+            f"stage to stage, got {[(t.dtype, tuple(t.shape)) for t in parts]}"
+        )
+    header = torch.full((_PARTS, _ROW), -1, dtype=torch.int64)
+    for row, t in zip(header, parts, strict=False):
+        values = [_DTYPES.index(t.dtype), int(t.requires_grad), t.dim(), *t.shape]
+        row[: len(values)] = torch.tensor(values)
+    return header.flatten()
+
+
+def _shapes(header: Tensor) -> Shapes:
+    rows = [row for row in header.view(_PARTS, _ROW).tolist() if row[0] >= 0]
+    return tuple((_DTYPES[dtype], tuple(shape[:dim]), bool(grad)) for dtype, grad, dim, *shape in rows)

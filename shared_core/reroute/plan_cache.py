@@ -1,0 +1,247 @@
+"""Plans made before they are needed: a folder of JSON files that a process in the background fills."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shared_core.errors import ConfigError, CorruptFile, InvalidSchedule, SwiftError, WaitTimeout
+from shared_core.events import console
+from shared_core.schedule.check import NO_LIMIT, Memory
+from shared_core.schedule.planner import Plan, parse_worker, plan
+from shared_core.schedule.problem import Variant
+from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.symmetry import canonical, patterns, rename
+from shared_core.schedule.timing import StageTimes, Times
+from shared_core.system.process import die_with_parent, run_module
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that a plan depends on besides the losses; see ``planner.plan``."""
+
+    topology: Topology
+    times: Times = Times()
+    variant: Variant = Variant.STAGGERED
+    memory: Memory = NO_LIMIT
+    ordered: bool = False
+    time_limit: float = 0.0
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether pipelines are alike, so that they can be renamed."""
+        return not (self.times.workers or self.memory.workers)
+
+    def plan(self, lost: Collection[Worker] = ()) -> Plan:
+        """Plan for some losses; raises what ``planner.plan`` does."""
+        return plan(
+            self.topology,
+            lost,
+            times=self.times,
+            variant=self.variant,
+            memory=self.memory,
+            ordered=self.ordered,
+            time_limit=self.time_limit,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        data = asdict(self)
+        data["times"]["workers"] = {f"{d}:{s}": asdict(one) for (d, s), one in self.times.workers.items()}
+        data["memory"]["workers"] = {f"{d}:{s}": limit for (d, s), limit in self.memory.workers.items()}
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Settings:
+        """Reverse of ``to_dict``.
+
+        Raises:
+            ConfigError: a field is missing, unknown or out of range.
+        """
+        try:
+            times, memory = data["times"], data["memory"]
+            workers = {parse_worker(name): StageTimes(**one) for name, one in times["workers"].items()}
+            stages = tuple(StageTimes(**one) for one in times["stages"])
+            limits = {parse_worker(name): limit for name, limit in memory["workers"].items()}
+            return cls(
+                Topology(**data["topology"]),
+                Times(stages, times["communication"], workers, times["data_apart"]),
+                Variant(data["variant"]),
+                Memory(memory["micro_batches"], limits, memory["stash"]),
+                data["ordered"],
+                data["time_limit"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"these are not a planner's settings: {error!r}") from error
+
+    @property
+    def key(self) -> str:
+        """A name for the folder of their plans; other times, another folder."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+class PlanStore:
+    """Plans of one job, by losses.
+
+    Args:
+        folder: where the files are; plans of other settings may be there too.
+        settings: what to plan for.
+    """
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.settings = settings
+        self.folder = folder / settings.key
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._read: dict[tuple[Worker, ...], Plan] = {}
+
+    def look_up(self, lost: Collection[Worker]) -> Plan | None:
+        """The plan for these losses, None if it has not been made yet. Reads one file, the first time."""
+        pattern, names = self._pattern(lost)
+        found = self._load(pattern)
+        return None if found is None else rename(found, {new: old for old, new in names.items()})
+
+    def load_all(self) -> int:
+        """Read what is there into memory, so that a look-up need not; returns how many plans."""
+        for path in self.folder.glob("lost-*.json"):
+            self._load(_from_name(path.stem))
+        return len(self._read)
+
+    def make(self, lost: Collection[Worker]) -> Plan:
+        """The plan for these losses, made and stored if it is not there; raises what ``planner.plan`` does."""
+        pattern, names = self._pattern(lost)
+        found = self._load(pattern)
+        if found is None:
+            found = self.settings.plan(pattern)
+            path = self._path(pattern)
+            partial = path.with_suffix(f".{os.getpid()}.part")
+            partial.write_text(_sealed(found.to_json()), encoding="utf-8")
+            partial.replace(path)
+            self._read[pattern] = found
+        return rename(found, {new: old for old, new in names.items()})
+
+    def fill(self, losses: int, wanted: Callable[[], bool] = lambda: True) -> int:
+        """Make all plans for 0 to so many losses, fewest first, while ``wanted``; returns how many there are."""
+        count = 0
+        for number in range(losses + 1):
+            for pattern in self._patterns(number):
+                if not wanted():
+                    return count
+                try:
+                    self.make(pattern)
+                except InvalidSchedule:  # does not fit into the memory: nothing to look up then
+                    continue
+                count += 1
+        return count
+
+    def fill_in_background(self, losses: int) -> Filling:
+        """The same in a process of its own, of the lowest priority, which ends with this one."""
+        path = self.folder / "settings.json"
+        path.write_text(json.dumps(self.settings.to_dict()), encoding="utf-8")
+        command = run_module("shared_core.reroute.plan_cache", str(path), str(losses), str(os.getpid()))
+        root = str(Path(__file__).resolve().parents[2])
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        return Filling(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
+
+    def _patterns(self, losses: int) -> list[tuple[Worker, ...]]:
+        if self.settings.symmetric:
+            return patterns(self.settings.topology, losses)
+        raise ConfigError(
+            "plans for workers with times or memory of their own are not made beforehand: there would be one for every "
+            "choice of workers; give times and memory by stage"
+        )
+
+    def _pattern(self, lost: Collection[Worker]) -> tuple[tuple[Worker, ...], dict[int, int]]:
+        topology = self.settings.topology
+        if self.settings.symmetric:
+            return canonical(topology, lost)
+        return tuple(sorted(set(lost))), {d: d for d in range(topology.pipelines)}
+
+    def _path(self, pattern: tuple[Worker, ...]) -> Path:
+        return self.folder / f"lost-{'_'.join(f'{d}.{s}' for d, s in pattern)}.json"
+
+    def _load(self, pattern: tuple[Worker, ...]) -> Plan | None:
+        found = self._read.get(pattern)
+        if found is None:
+            path = self._path(pattern)
+            try:
+                found = Plan.from_json(_opened(path.read_text(encoding="utf-8")))
+                if found.lost != pattern or found.topology != self.settings.topology:
+                    raise CorruptFile("it is a plan for something else")
+            except FileNotFoundError:
+                return None
+            except (SwiftError, UnicodeDecodeError) as error:
+                console(f"the plan {path} is damaged and will be made again: {error}")
+                return None
+            self._read[pattern] = found
+        return found
+
+
+class Filling:
+    """A process that makes plans."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @property
+    def running(self) -> bool:
+        """Whether it is still at work."""
+        return self._process.poll() is None
+
+    def wait(self, timeout: float) -> None:
+        """Until all plans are there.
+
+        Raises:
+            WaitTimeout: they are not after so many seconds; the process goes on.
+            ConfigError: it failed; its error is on the console.
+        """
+        try:
+            status = self._process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise WaitTimeout(
+                f"plans were not ready after {timeout:g} s; wait longer or plan for fewer losses"
+            ) from error
+        if status:
+            raise ConfigError(f"planning in the background failed with status {status}; its error is on the console")
+
+    def stop(self) -> None:
+        """End it; plans that are there stay."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _sealed(text: str) -> str:
+    """A line and its checksum."""
+    return f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
+def _opened(sealed: str) -> str:
+    """The line; raises CorruptFile if its checksum is another."""
+    text, _, _ = sealed.partition("\n")
+    if sealed != _sealed(text):
+        raise CorruptFile("its checksum does not match")
+    return text
+
+
+def _from_name(stem: str) -> tuple[Worker, ...]:
+    places = stem.removeprefix("lost-")
+    return tuple(parse_worker(place.replace(".", ":")) for place in places.split("_")) if places else ()
+
+
+def main() -> None:
+    """``python -m shared_core.reroute.plan_cache SETTINGS.json LOSSES PARENT``: what ``fill_in_background`` starts."""
+    path, losses, parent = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    os.nice(19)
+    die_with_parent(parent)
+    settings = Settings.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    PlanStore(path.parent.parent, settings).fill(losses, lambda: os.getppid() == parent)
+
+
+if __name__ == "__main__":
+    main()

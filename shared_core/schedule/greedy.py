@@ -1,0 +1,112 @@
+"""Good plans without a solver: the best of many list schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shared_core.schedule.listing import Arrays, Rule
+from shared_core.schedule.problem import Problem, Variant, lower_bound
+from shared_core.schedule.schedule import Schedule
+from shared_core.schedule.timing import ROUNDS, Measured, Timeline
+
+#: Actions that all passes together may place.
+EFFORT = 100_000
+_SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule and what it costs.
+
+    Attributes:
+        problem: what it solves.
+        schedule: the rows.
+        timeline: when everything runs.
+        bound: what to aim at; see ``lower_bound``.
+    """
+
+    problem: Problem
+    schedule: Schedule
+    timeline: Timeline
+    bound: float
+
+    @property
+    def cost(self) -> float:
+        """What is minimised: the period if staggered, else the slots."""
+        return objective(self.problem, self.timeline)
+
+
+def objective(problem: Problem, timeline: Timeline) -> float:
+    """What is minimised: the period if staggered, else the slots."""
+    return timeline.period if problem.staggered else timeline.slots
+
+
+def greedy(problem: Problem, effort: int = EFFORT) -> Found:
+    """The best of the rules, then of random changes of the best ones, until nothing better can exist.
+
+    Args:
+        problem: what to schedule; ``split_last`` is chosen here.
+        effort: actions that all passes together may place; the first pass is always made.
+
+    Raises:
+        InvalidSchedule: no order fits into the memory.
+    """
+    topology = problem.topology
+    passes = max(1, effort // (3 * topology.pipelines * topology.stages * topology.micro_batches))
+    count, stages = topology.micro_batches, topology.stages
+    lasts = sorted({0, 1, min(stages // 2, count), min(stages, count), count})
+    if problem.variant is Variant.COUPLED:
+        lasts = [0]
+    elif passes == 1:
+        lasts = [min(stages, count)]
+    choices = [Arrays(replace(problem, split_last=last)) for last in lasts]
+    goal = lower_bound(problem)
+    tried: list[tuple[float, int, Rule]] = []
+    best: tuple[float, int, list[list[int]], Measured] | None = None
+    attempts = _attempts(len(choices), problem, tried, hurry=passes < 50)
+    rounds = 2 if passes == 1 else 8
+    for _ in range(passes):
+        which, rule = next(attempts)
+        rows = choices[which].schedule(rule)
+        measured = choices[which].measure(rows, rounds)
+        cost = measured.period if problem.staggered else measured.slots
+        tried.append((cost, which, rule))
+        if best is None or cost < best[0] * (1 - _SAME):
+            best = cost, which, rows, measured
+        if cost <= goal * (1 + _SAME):
+            break
+    assert best is not None
+    _, which, rows, measured = best
+    arrays = choices[which]
+    if passes > 1:
+        measured = arrays.measure(rows, ROUNDS)
+    schedule = arrays.schedule_of(rows)
+    return Found(arrays.problem, schedule, arrays.timeline(rows, schedule, measured), goal)
+
+
+def _attempts(
+    choices: int, problem: Problem, tried: list[tuple[float, int, Rule]], *, hurry: bool
+) -> Iterator[tuple[int, Rule]]:
+    """First every rule, then the five best with noise, again and again. Rules come first that take little memory and
+    split little; in a ``hurry`` those that take much, which are the better ones.
+    """
+    whiches, aheads = list(range(choices)), [0, 1, 2, problem.topology.stages]
+    whole = problem.variant is Variant.COUPLED
+    if hurry:
+        aheads.reverse()
+        whiches = [*whiches[-2:], *reversed(whiches[:-2])]
+    for hosted in (0.5, -0.5, 1.5, -1.5, 99.0, -99.0):
+        for which in whiches:
+            for ahead in aheads:
+                # Whole backwards lose less where forwards are ready for the next one; split ones go on with a W.
+                for forward_first in (whole, not whole):
+                    yield which, Rule(hosted, ahead, forward_first)
+                if hosted == 0.5:
+                    yield which, Rule(0.0, ahead, forward_first=whole, arrival=True)
+    seed = 0
+    while True:
+        tried.sort(key=lambda one: one[0])
+        for _, which, rule in tried[:5]:
+            seed += 1
+            yield which, replace(rule, noise=seed, width=(0.6, 1.5, 3.0)[seed % 3])

@@ -1,0 +1,197 @@
+"""Plans: what every surviving worker computes while some are lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shared_core.errors import ConfigError
+from shared_core.schedule.check import NO_LIMIT, Memory
+from shared_core.schedule.fusing import fuse
+from shared_core.schedule.greedy import EFFORT, greedy
+from shared_core.schedule.optimal import improve
+from shared_core.schedule.problem import Problem, Variant
+from shared_core.schedule.routing import Route, deal
+from shared_core.schedule.schedule import Schedule, Topology, Worker, one_f_one_b
+from shared_core.schedule.timing import Times, simulate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every surviving worker computes in an iteration.
+
+    Attributes:
+        topology: shape of the job.
+        variant: coupled, decoupled or staggered.
+        lost: places without a worker, in order.
+        ordered: whether the sums of gradients can be made equal bit for bit; see ``check``.
+        schedule: the rows, each with ``OPT`` at its end.
+        route: who computes the micro-batches of lost workers: (home pipeline, stage, micro-batch) to the worker.
+        slots: predicted time from the first action to the end of the last backward, in the unit of the times.
+        period: predicted time from one iteration to the next, with the optimizer.
+        bound: the least slots (``staggered``: period) of a plan that is not faster than 1F1B without a loss.
+        solver: ``1f1b``, ``greedy`` or ``cp-sat``.
+        optimal: whether the bound is reached, or the solver has proven that it cannot be.
+    """
+
+    topology: Topology
+    variant: Variant
+    lost: tuple[Worker, ...]
+    ordered: bool
+    schedule: Schedule
+    route: Route
+    slots: float
+    period: float
+    bound: float
+    solver: str
+    optimal: bool
+
+    def host(self, pipeline: int, stage: int, micro_batch: int) -> Worker:
+        """Who computes a micro-batch at a stage."""
+        return self.route.get((pipeline, stage, micro_batch)) or Worker(pipeline, stage)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON. A route is, for every lost worker, the pipeline that computes each micro-batch."""
+        count = range(self.topology.micro_batches)
+        return {
+            "pipelines": self.topology.pipelines,
+            "stages": self.topology.stages,
+            "micro_batches": self.topology.micro_batches,
+            "variant": self.variant.value,
+            "lost": [f"{d}:{s}" for d, s in self.lost],
+            "ordered": self.ordered,
+            "slots": self.slots,
+            "period": self.period,
+            "bound": self.bound,
+            "solver": self.solver,
+            "optimal": self.optimal,
+            "route": {f"{d}:{s}": [self.route[d, s, j].pipeline for j in count] for d, s in self.lost},
+            "workers": self.schedule.to_text(),
+        }
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Reverse of ``to_dict``.
+
+        Raises:
+            ConfigError: a field is missing or cannot be read.
+            InvalidSchedule: an action cannot be read.
+        """
+        try:
+            lost = tuple(parse_worker(text) for text in data["lost"])
+            route = {
+                (*parse_worker(text), j): Worker(pipeline, parse_worker(text).stage)
+                for text, pipelines in data["route"].items()
+                for j, pipeline in enumerate(pipelines)
+            }
+            return cls(
+                topology=Topology(data["pipelines"], data["stages"], data["micro_batches"]),
+                variant=Variant(data["variant"]),
+                lost=lost,
+                ordered=data["ordered"],
+                schedule=Schedule.from_text(data["workers"]),
+                route=route,
+                slots=data["slots"],
+                period=data["period"],
+                bound=data["bound"],
+                solver=data["solver"],
+                optimal=data["optimal"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"this is not a plan: {error!r}; make it again with swiftctl plan --json") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Reverse of ``to_json``; raises the same errors as ``from_dict``."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"this is not a plan: {error}; make it again with swiftctl plan --json") from error
+        return cls.from_dict(data)
+
+
+def parse_worker(text: str) -> Worker:
+    """A worker from ``pipeline:stage``, counted from zero.
+
+    Raises:
+        ConfigError: it looks otherwise.
+    """
+    pipeline, colon, stage = text.partition(":")
+    if not (colon and pipeline.isdecimal() and stage.isdecimal()):
+        raise ConfigError(f"a worker is given as PIPELINE:STAGE, for example 1:2, got {text!r}")
+    return Worker(int(pipeline), int(stage))
+
+
+def plan(
+    topology: Topology,
+    lost: Collection[Worker] = (),
+    *,
+    times: Times | None = None,
+    variant: Variant = Variant.STAGGERED,
+    memory: Memory = NO_LIMIT,
+    ordered: bool = False,
+    time_limit: float = 0.0,
+    effort: int = EFFORT,
+) -> Plan:
+    """Plan an iteration without the lost workers. Without a loss it is plain 1F1B.
+
+    Args:
+        topology: shape of the job.
+        lost: places without a worker.
+        times: durations; one slot each and three for the optimizer where left out.
+        variant: what may be done.
+        memory: limits of the workers.
+        ordered: all micro-batches of a lost worker go to one peer, W in ascending order.
+        time_limit: seconds for the exact solver, which starts from the greedy's plan; 0 leaves it out.
+        effort: actions that the greedy may place; see ``greedy``.
+
+    Raises:
+        ConfigError: nobody is left of a stage, or a value is out of range.
+        InvalidSchedule: no order fits into the memory.
+        MissingExtra: ``time_limit`` is given, and OR-tools is not installed.
+    """
+    times = Times() if times is None else times
+    gone = tuple(sorted(set(lost)))
+    route = deal(topology, gone, ordered=ordered)
+    problem = Problem(topology, times, variant, frozenset(gone), route, memory, ordered)
+    if not gone and (healthy := _healthy(problem)) is not None:
+        return healthy
+    found, solver = greedy(problem, effort), "greedy"
+    optimal = found.cost <= found.bound * (1 + 1e-9)
+    if time_limit > 0 and not optimal:
+        better, optimal = improve(found, time_limit)
+        solver = "greedy" if better is found else "cp-sat"
+        found = better
+    found = fuse(found)
+    return Plan(
+        topology=topology,
+        variant=variant,
+        lost=gone,
+        ordered=ordered,
+        schedule=found.schedule,
+        route=route,
+        slots=found.timeline.slots,
+        period=found.timeline.period,
+        bound=found.bound,
+        solver=solver,
+        optimal=optimal or found.cost <= found.bound * (1 + 1e-9),
+    )
+
+
+def _healthy(problem: Problem) -> Plan | None:
+    """1F1B; None if it does not fit into the memory."""
+    topology, schedule = problem.topology, one_f_one_b(problem.topology)
+    if any(
+        min(topology.stages - s, topology.micro_batches) > problem.memory.at(Worker(d, s)) for d, s in schedule.rows
+    ):
+        return None
+    timeline = simulate(schedule, problem.times, staggered=problem.staggered)
+    slots, period = timeline.slots, timeline.period
+    cost = period if problem.staggered else slots
+    return Plan(topology, problem.variant, (), problem.ordered, schedule, {}, slots, period, cost, "1f1b", True)

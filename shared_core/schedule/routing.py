@@ -1,0 +1,66 @@
+"""Who computes the micro-batches of a lost worker: its data-parallel peers, which hold the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from shared_core.errors import ConfigError
+from shared_core.schedule.schedule import Topology, Worker
+
+#: Who computes a micro-batch: (home pipeline, stage, micro-batch) to the worker.
+Route = dict[tuple[int, int, int], Worker]
+
+
+def survivors(topology: Topology, lost: Collection[Worker]) -> list[list[int]]:
+    """Pipelines that still have a worker, for every stage.
+
+    Raises:
+        ConfigError: a lost worker is not in the topology, or a stage has nobody left.
+    """
+    for worker in lost:
+        if not (0 <= worker.pipeline < topology.pipelines and 0 <= worker.stage < topology.stages):
+            raise ConfigError(
+                f"lost worker {worker.pipeline}:{worker.stage} does not exist: there are "
+                f"{topology.pipelines} pipelines of {topology.stages} stages, counted from 0"
+            )
+    gone = set(lost)
+    alive = [[d for d in range(topology.pipelines) if Worker(d, s) not in gone] for s in range(topology.stages)]
+    for stage, pipelines in enumerate(alive):
+        if not pipelines:
+            raise ConfigError(
+                f"all {topology.pipelines} workers of stage {stage} are lost: nobody holds its parameters; wait for a "
+                "newcomer or restart from a checkpoint"
+            )
+    return alive
+
+
+def deal(topology: Topology, lost: Collection[Worker], *, ordered: bool = False) -> Route:
+    """Deal every micro-batch of a lost worker out: to its peers in turn or, ``ordered``, all to one of them.
+
+    Several losses of one stage continue the same turn, so that no peer gets more than one micro-batch more than
+    another (``ordered``: one lost worker more).
+
+    Raises:
+        ConfigError: a stage has nobody left.
+    """
+    alive = survivors(topology, lost)
+    route: Route = {}
+    for stage, peers in enumerate(alive):
+        gone = sorted(worker.pipeline for worker in set(lost) if worker.stage == stage)
+        # In order, the next pipeline takes all: that spreads losses of several stages over the pipelines.
+        turn = next((i for i, peer in enumerate(peers) if peer > gone[0]), 0) if ordered and gone else 0
+        for d in gone:
+            for j in range(topology.micro_batches):
+                route[d, stage, j] = Worker(peers[turn % len(peers)], stage)
+                turn += 0 if ordered else 1
+            turn += 1 if ordered else 0
+    return route
+
+
+def loads(topology: Topology, lost: Collection[Worker], route: Route) -> dict[Worker, int]:
+    """Micro-batches that each surviving worker computes in an iteration."""
+    gone = set(lost)
+    count = {worker: topology.micro_batches for worker in topology.workers() if worker not in gone}
+    for worker in route.values():
+        count[worker] += 1
+    return count

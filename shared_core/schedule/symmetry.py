@@ -1,0 +1,57 @@
+"""Losses that differ only in which pipelines they hit need one plan: pipelines are renamed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from shared_core.schedule.planner import Plan
+from shared_core.schedule.schedule import Schedule, Topology, Worker
+
+
+def canonical(topology: Topology, lost: Collection[Worker]) -> tuple[tuple[Worker, ...], dict[int, int]]:
+    """The losses after renaming pipelines, and the new name of every pipeline.
+
+    Pipelines are sorted by the stages that they have lost; those that have lost none come last, in their order.
+    """
+    stages: dict[int, tuple[int, ...]] = {}
+    for d in range(topology.pipelines):
+        stages[d] = tuple(sorted({worker.stage for worker in lost if worker.pipeline == d}))
+    order = sorted(stages, key=lambda d: (not stages[d], stages[d], d))
+    names = {d: at for at, d in enumerate(order)}
+    return tuple(sorted(Worker(names[worker.pipeline], worker.stage) for worker in set(lost))), names
+
+
+def rename(plan: Plan, names: Mapping[int, int]) -> Plan:
+    """The plan with other names of pipelines; each old name must have a different new one."""
+    if all(old == new for old, new in names.items()):
+        return plan
+    rows = {
+        Worker(names[worker.pipeline], worker.stage): tuple(
+            [action._replace(pipeline=names[action.pipeline]) for action in row]
+        )
+        for worker, row in plan.schedule.rows.items()
+    }
+    route = {(names[d], s, j): Worker(names[worker.pipeline], worker.stage) for (d, s, j), worker in plan.route.items()}
+    lost = tuple(sorted(Worker(names[worker.pipeline], worker.stage) for worker in plan.lost))
+    return replace(plan, lost=lost, route=route, schedule=Schedule(dict(sorted(rows.items()))))
+
+
+def patterns(topology: Topology, losses: int) -> list[tuple[Worker, ...]]:
+    """All losses of so many workers that can be survived, one of each sort, in order."""
+    found: set[tuple[Worker, ...]] = {()}
+    for _ in range(losses):
+        found = {
+            canonical(topology, {*pattern, worker})[0]
+            for pattern in found
+            for worker in topology.workers()
+            if worker not in pattern
+        }
+        found = {pattern for pattern in found if _survivable(topology, pattern)}
+    return sorted(found)
+
+
+def _survivable(topology: Topology, pattern: Collection[Worker]) -> bool:
+    return all(
+        sum(worker.stage == stage for worker in pattern) < topology.pipelines for stage in range(topology.stages)
+    )

@@ -1,0 +1,176 @@
+"""The private folder of a job, in memory where possible, and gone afterwards even if the agent was killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from shared_core.errors import ConfigError
+from shared_core.system.secret import FILE as SECRET
+
+PREFIX = "swift_"
+_LOGS = "swift-log-"
+_LOCK = "lock"
+#: Folder of other machines' publications.
+MIRROR = "mirror"
+#: Folder of snapshots and of the process that writes them to storage, see shared_core/checkpoint/spool.py.
+CHECKPOINTS = "checkpoints"
+
+
+def log_folder(parent: str | os.PathLike[str] | None, job_dir: Path) -> Path:
+    """Where the workers of a job on this machine log to disk.
+
+    Args:
+        parent: the folder that the user has chosen; None for that of temporary files.
+        job_dir: the private folder of the job.
+    """
+    return Path(parent or tempfile.gettempdir()) / f"{_LOGS}{job_dir.name}"
+
+
+def own(folder: Path) -> bool:
+    """Make a folder that only this user can enter, or see that it is one; returns whether it was made.
+
+    Raises:
+        ConfigError: it belongs to somebody else, or is no folder.
+        OSError: it cannot be made.
+    """
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700)
+        return True
+    except FileExistsError:
+        found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise ConfigError(f"{folder} is not a folder of this user, who may not trust it: choose another log_dir")
+    folder.chmod(0o700)
+    return False
+
+
+class JobDir:
+    """Makes the folder (mode 0700) and holds a lock in it for as long as this process lives; likewise that for logs on
+    disk, where it can be made.
+
+    Args:
+        logs: parent of the folder for logs on disk, which is removed with it; see :func:`log_folder`.
+        logging: there may be such logs.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, logs: str | None = None, *, logging: bool = True) -> None:
+        self._log_lock = -1
+        for parent in ("/dev/shm", tempfile.gettempdir()):
+            with suppress(OSError):
+                self.path, self._lock = _make(parent)
+                break
+        else:
+            raise OSError("no folder for temporary files can be written to: set TMPDIR")
+        self._logs = log_folder(logs, self.path)
+        try:
+            if logging and own(self._logs):
+                self._log_lock = _lock(self._logs)
+        except ConfigError:
+            self.remove()
+            raise
+        except OSError:
+            pass  # whoever wants to write there says so
+        sweep(self.path.parent)
+        _sweep(self._logs.parent, _LOGS + PREFIX)  # their jobs may run where other folders in memory are seen
+
+    def clear(self, keep: int | None = None) -> None:
+        """Remove what an attempt has left, but not the lock, snapshots, and what is kept for other machines.
+
+        Args:
+            keep: number of an attempt from which the next one goes on: its publications and what it handed on stay.
+        """
+        with suppress(OSError):
+            for left in self._logs.glob("rank*"):
+                shutil.rmtree(left, ignore_errors=True)
+        if keep is not None:
+            self._clear_before(keep)
+            return
+        for entry in self.path.iterdir():
+            if entry.name in (MIRROR, CHECKPOINTS, SECRET):
+                continue
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != _LOCK:
+                entry.unlink(missing_ok=True)
+
+    def _clear_before(self, attempt: int) -> None:
+        for folder in self.path.glob("rank*/attempt*"):
+            if int(folder.name.removeprefix("attempt")) != attempt:
+                shutil.rmtree(folder, ignore_errors=True)
+        for progress in self.path.glob("rank*/progress"):
+            progress.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the folders. A second call does nothing."""
+        if self._log_lock >= 0:
+            shutil.rmtree(self._logs, ignore_errors=True)
+            os.close(self._log_lock)
+            self._log_lock = -1
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _make(parent: str) -> tuple[Path, int]:
+    """A new folder and the descriptor of its lock."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        with suppress(FileNotFoundError):
+            return path, _lock(path)
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder that was made just now.
+
+    Raises:
+        FileNotFoundError: somebody who sweeps was here between the making and the locking, and has removed it.
+    """
+    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if not _holds(fd, folder):
+            raise FileNotFoundError(folder)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _holds(fd: int, folder: Path) -> bool:
+    """Whether the file that is open is still the lock of the folder."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), os.lstat(folder / _LOCK))
+    return False
+
+
+def sweep(parent: Path) -> None:
+    """Remove folders that killed agents left in ``parent``, and their logs among temporary files: they are this user's,
+    and nobody holds their locks."""
+    _sweep(parent, PREFIX)
+    _sweep(Path(tempfile.gettempdir()), _LOGS + PREFIX)
+
+
+def _sweep(parent: Path, prefix: str) -> None:
+    for folder in parent.glob(f"{prefix}*"):
+        with suppress(OSError):
+            found = os.lstat(folder)
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            fd = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _holds(fd, folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(fd)

@@ -1,0 +1,493 @@
+"""Checkpoints at batch tops, so that a job whose workers are all gone starts again where it was (``restart``).
+
+At a batch top each rank hands a snapshot to :mod:`shared_core.checkpoint`: rank-local state at once, parameters and
+optimizer state while forward and backward run, which change nothing of them; the next update waits at the fence until
+they are copied. A process of the machine writes them to storage, and notes what is committed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shared_core.checkpoint import lineage
+from shared_core.checkpoint.snapshots import Snapshots
+from shared_core.checkpoint.spool import FOLDER, Spool, Target
+from shared_core.checkpoint.storage import check_place
+from shared_core.errors import ConfigError, CorruptFile, RecoveryFailed, SwiftError, WaitTimeout
+from shared_core.events import console
+from shared_core.launcher.last_checkpoint import ENDING, SAVED, leave_signals_to_the_agent
+from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
+from shared_core.protocol.frontier import Top
+from shared_core.recovery.plain import dumps
+from shared_core.testing import inject
+from shared_core.waiting import Wait
+from shared_core.worker import link
+from shared_core.worker.checkpoints import recovery_line, resharding
+from shared_core.worker.checkpoints.due import Decisions, FileEntries, StoreEntries
+from shared_core.worker.checkpoints.origins import Origins
+from shared_core.worker.checkpoints.pricing import Pricing
+from shared_core.worker.checkpoints.recovery_line import Collect, Line, Loaded
+from shared_core.worker.link import WorkerEnv
+from shared_core.worker.state.publications import Board
+from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.updates import Updates
+
+if TYPE_CHECKING:
+    from shared_core.worker.recovery.exchange import Recovery
+
+#: Key in the store: the run of this attempt and what it had adopted, for newcomers that do not read its checkpoint.
+_RUN = "run"
+#: Longest wait for a checkpoint where each is waited for, in seconds.
+_AWAIT_S = 60.0
+
+
+@dataclass
+class Restored:
+    """What one rank goes on from: a checkpoint, or what the workers handed on when their number changed.
+
+    Attributes:
+        top: the batch top.
+        parts: rank-local state there.
+        ends: results and state of finished entry calls.
+        records: results of start-up operations, and of DDP's agreement on buckets.
+        description: of the replicated state; None for the one that this worker begins with.
+        tensors: of the replicated state.
+        resized: it was another number of workers.
+        added: this rank had no predecessor; ``parts`` are another's.
+        main: what rank 0 had published last, where another takes its place.
+        tier: where a checkpoint lay.
+        workers: of the job that made it.
+        collect: see :class:`~shared_core.worker.checkpoints.recovery_line.Loaded`.
+    """
+
+    top: Top
+    parts: dict[str, Any]
+    ends: dict[int, tuple[Any, dict[str, Any]]]
+    records: list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
+    description: dict[str, Any] | None
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    resized: bool = False
+    added: bool = False
+    main: dict[str, Any] = field(default_factory=dict)
+    tier: str = ""
+    workers: int = 0
+    collect: Collect | None = None
+
+
+class Checkpoints:
+    """Takes and reads the checkpoints of one rank. Every rank has a part of its own, and the first of each set of
+    replicas their state.
+
+    Attributes:
+        newest_top: batch top of the newest checkpoint that this rank knows to be committed; 0 for none.
+        due_top: the newest batch top at which a checkpoint was due, whether or not it came to be.
+        fixed: why what is written now serves no other number of workers; empty if it does.
+        pricing: what rank 0 has measured and decides by; None elsewhere, and where nothing is decided.
+    """
+
+    def __init__(self, env: WorkerEnv, recovery: Recovery, updates: Updates) -> None:
+        self._env, self._recovery, self._updates = env, recovery, updates
+        config = env.config
+        self._dir = config.checkpoint_dir
+        self._every = config.checkpoint_every_steps if config.policy == "fixed" else 0
+        self.newest_top = self.due_top = 0
+        self.fixed = ""
+        self._spool = Spool(env.job_dir / FOLDER, env.restart)
+        self._snapshots: Snapshots | None = None
+        self._decisions: Decisions | None = None
+        self.pricing: Pricing | None = None
+        self._session = ""
+        self._run = self._adopted = ""
+        self._beginning = ""
+        self._known: set[int] | None = None
+        # A newcomer passes batch tops again: only beyond its predecessor's it may decide anew.
+        progress = link.read_progress(env.rank_dir / "progress") if env.incarnation else None
+        self._level = progress[0] if progress is not None else 0
+        self._origins: Origins | None = None
+        if self._dir is None:
+            return
+        check_place("checkpoint_dir", self._dir)  # a script may have said it
+        self._origins = Origins(env, self._dir, self._spool, self._store, lambda: self.session)
+        leave_signals_to_the_agent()
+        if config.policy != "none":
+            several = len(env.machines) > 1
+            path = env.job_dir / f"attempt{env.restart}" / "due"
+            self._decisions = Decisions(StoreEntries(self._store) if several else FileEntries(path))
+            self._snapshots = self._make_snapshots(self._dir)
+            updates.fence = self._snapshots.fence
+            if env.rank == 0 and config.policy != "fixed":
+                self.pricing = Pricing(config, env.world_size, env.command.key)
+        if env.rank == 0:
+            link.at_end(self._mark_ended)
+
+    def _store(self) -> Any:
+        return self._recovery.new_store("")
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def at_top(self, top: Top, parts: dict[str, Any], board: Board) -> None:
+        """A batch top was published at which a checkpoint may be made; make one if it is due.
+
+        Where the job is about to end it is the last one, and this does not return if the whole job ends.
+        """
+        self._say_how_it_begins()
+        if self._decisions is None:
+            return
+        self._look()
+        if self._env.rank == 0:
+            self._decide(top)
+        due, last = self._decisions.due(top.version)
+        due = due or (self._every > 0 and top.index % self._every == 0)
+        if not due:
+            return
+        self.due_top = top.index
+        if not self._has(top.index):
+            taken = self._take(top, parts, board)
+            if last or not self._env.config.checkpoint_async:
+                self._await(top, taken)
+        if last:
+            self._part_with(top)
+
+    def near(self, index: int) -> bool:
+        """In rank 0: whether a checkpoint may be made at this batch top, which is the next one, or soon after it."""
+        if self._decisions is None:
+            return False
+        return (self._every > 0 and index % self._every == 0) or self._decisions.pending >= self._updates.version
+
+    def joined(self, top: Top, *, saved: bool) -> None:
+        """This worker begins at a batch top.
+
+        Args:
+            top: the batch top.
+            saved: there is a checkpoint of it.
+        """
+        self.due_top = top.index if saved else 0
+        if self._dir is not None and self._env.incarnation and not self._run and self._store().check([_RUN]):
+            self._run, self._adopted = json.loads(self._store().get(_RUN))
+        if self._decisions is not None:
+            self._decisions.joined(top.version)
+
+    def rolled_back(self) -> None:
+        """A loss has sent workers back to a checkpoint."""
+        if self.pricing is not None:
+            self.pricing.rolled_back()
+
+    def _decide(self, top: Top) -> None:
+        """Rank 0: say whether one is due soon."""
+        assert self._decisions is not None and self._snapshots is not None
+        if top.index <= self._level:
+            return
+        if self._is_ending():
+            self._decisions.add(top.version, last=True)
+        elif self.pricing is not None:
+            self.pricing.name = self.run
+            self.pricing.step(top.index, self._snapshots.waited_s)
+            if self._decisions.pending <= top.version and self.pricing.due(top.index):
+                self._decisions.add(top.version)
+
+    def _is_ending(self) -> bool:
+        """Whether the agent of any machine was told to end; said once."""
+        if self._level < 0:
+            return False
+        told = (self._env.job_dir / ENDING).exists()
+        if len(self._env.machines) > 1:
+            told = told or self._store().check([ENDING])
+        if told:
+            self._level = 1 << 62  # nothing more is decided
+        return told
+
+    def _take(self, top: Top, parts: dict[str, Any], board: Board) -> bool:
+        assert self._snapshots is not None
+        inject.point("checkpoint.write")
+        started = time.perf_counter()
+        if not top.replicas:
+            _note_orders(parts, board)
+        rank = self._env.rank
+        taken = False
+        try:
+            local = {
+                "top": asdict(top),
+                "parts": parts,
+                "ends": ends_before(board, top.entry),
+                "records": board.records(),
+                resharding.FIXED: self.fixed,
+            }
+            images = {}
+            if rank == min(top.replicas, default=0):
+                with self._updates.frozen(top.version, 60.0, top.index) as (description, tensors):
+                    if not self._updates.exact or description.get("version", top.version) != top.version:
+                        return False  # a newcomer that is still behind: the parameters of this top are gone
+                for place in self._updates.outside.local:  # the script may change them while they are being read
+                    tensors[place] = tensors[place].clone()
+                images[recovery_line.replicated_part(top)] = named(self._updates.replicated, description, tensors)
+            self._snapshots.into(self._folder)
+            taken = self._snapshots.take(
+                top.index, {recovery_line.local_part(rank): dumps(local)}, images, self._meta(top)
+            )
+        except (SwiftError, OSError) as error:
+            generation = self._recovery.runtime.generation
+            console(f"rank {rank}: no checkpoint at batch top {top.index}: {error}")
+            self._recovery.events.emit("warning", rank=rank, generation=generation, message=str(error))
+        if self.pricing is not None:
+            self.pricing.begun(top.index, time.perf_counter() - started, taken)
+        return taken
+
+    def _make_snapshots(self, where: str) -> Snapshots:
+        env, config = self._env, self._env.config
+        nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        first = env.rank - env.rank % nproc
+        target = Target(where, config.checkpoint_keep, config.checkpoint_quota_bytes)
+        local = range(first, min(first + nproc, env.world_size))
+        return Snapshots(self._spool, env.rank, env.world_size, local, target, console)
+
+    def _meta(self, top: Top) -> dict[str, Any]:
+        env = self._env
+        return lineage.meta_of(
+            top.index,
+            top.version,
+            session=self.session,
+            run=self.run,
+            command=env.command,
+            world_size=env.world_size,
+            continues=env.config.continues,
+            adopted=self._adopted,
+            attempt=env.restart,
+            job=env.job,
+        )
+
+    @property
+    def _folder(self) -> str:
+        """Of this run, in storage."""
+        assert self._dir is not None
+        return lineage.folder_of(self._dir, self._env.command, self.run)
+
+    @property
+    def run(self) -> str:
+        """A name that a run keeps over all restarts."""
+        return self._run or self.session
+
+    @property
+    def session(self) -> str:
+        """A name of this attempt that no other has, equal on all ranks."""
+        if not self._session:
+            mine = lineage.new_run()
+            self._session = self._store().compare_set("session", "", mine).decode() or mine
+        return self._session
+
+    # -- what the writer says ----------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """See whether the writer has got further."""
+        status = self._spool.news()
+        if status is None:
+            return
+        committed = status.committed
+        if committed.get("session") == self.session:
+            self.newest_top = max(self.newest_top, int(committed["step"]))
+        if self.pricing is not None:
+            self.pricing.heed(self.newest_top, status.failed)
+
+    def _await(self, top: Top, taken: bool) -> bool:
+        """Wait until the checkpoint of a batch top is committed; whether it is.
+
+        A loss ends the wait: the lost rank's part may never come.
+        """
+        if not taken or self._snapshots is None:
+            return False
+        self._snapshots.fence()
+        runtime = self._recovery.runtime
+        generation, limit_s, done = runtime.generation, min(self._env.config.wait_timeout_s, _AWAIT_S), False
+        what, ends = f"the checkpoint at batch top {top.index} to be committed", "it goes on without it"
+        speaks = lambda: self._env.rank == 0  # noqa: E731 (all ranks wait for the same)
+        wait = Wait("rank 0", what, limit_s, bound="wait_timeout_s, at most 60 s", ends=ends, speaks=speaks)
+        with suppress(WaitTimeout):
+            while not done and runtime.latest == generation:
+                wait.look()
+                done = self._spool.wait_committed(top.index, 0.05)
+                if not done and self._spool.status().failed >= top.index:
+                    break
+        self._look()
+        return done
+
+    def _part_with(self, top: Top) -> None:
+        """The last checkpoint is made, or cannot be. On several machines the others may go on."""
+        if self._env.rank == 0:
+            done = self.newest_top >= top.index
+            if done and self.pricing is not None:
+                self.pricing.ended("stopped")
+            self._recovery.tell(SAVED, {"top": top.index, "done": done})
+        if len(self._env.machines) < 2:
+            while True:
+                threading.Event().wait()
+
+    def _mark_ended(self) -> None:
+        """The program has ended well: a later start of it begins anew."""
+        if self.pricing is not None:
+            self.pricing.ended("completed")
+        if not self.due_top and not self._run:
+            return
+        try:
+            lineage.mark_ended(self._folder, self.newest_top)
+        except (OSError, SwiftError) as error:
+            if not self.newest_top:
+                return  # nothing was ever written
+            console(f"it cannot be noted in {self._dir} that this run has ended: {error}")
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def newest(self) -> Restored | None:
+        """What this attempt starts from: the newest checkpoint of the attempts before, or of a job of the same command
+        that did not end well, or what it was told to begin with, that all ranks can read; None for none.
+
+        Raises:
+            Unsupported: if there are some, all of other numbers of workers, that this number cannot go on from; if
+                there is nothing of what it was told to begin with.
+        """
+        if self._origins is None:
+            return None
+        runtime = self._recovery.runtime
+        # At the start nobody was lost: a script comes here when it does, as without this product.
+        limit_s = runtime.longest_s(runtime.world) if runtime.world is not None else None
+        try:
+            loaded = self._origins.choose(limit_s)
+        except WaitTimeout as error:
+            self._recovery.give_up(error)
+        if loaded is None:
+            self.begins_anew()
+            return None
+        line = loaded.line
+        self._run, self._adopted = line.run, str(line.meta.get("adopted", ""))
+        if line.adopts:
+            self._run, self._adopted = self.session, self._origins.told
+            self._beginning = self._origins.adopted(line)
+        self._store().set(_RUN, json.dumps([self._run, self._adopted]))
+        if self.pricing is not None:
+            self.pricing.went_back = True
+        return _restored(loaded)
+
+    def begins_anew(self) -> None:
+        """This attempt begins at the beginning: find out what it leaves behind, to say so when training begins."""
+        self._beginning = self._origins.left_behind() if self._origins is not None else ""
+
+    def _say_how_it_begins(self) -> None:
+        if self._beginning:
+            console(self._beginning)
+            self._beginning = ""
+        if self._dir is None and self._env.config.resume_from and not self._env.incarnation:
+            raise ConfigError("resume_from needs checkpoint_dir: say where this job's own checkpoints go")
+
+    def tops(self) -> list[Top]:
+        """Batch tops of this attempt at which this rank's state is in a checkpoint that can be read, oldest first."""
+        found: dict[int, Top] = {}
+        for line in self._mine():
+            if line.step in found:
+                continue
+            try:
+                found[line.step] = replace(recovery_line.load(line, self._env.rank).top, saved=True)
+            except CorruptFile as error:
+                console(f"rank {self._env.rank}: a checkpoint is passed over: {error}")
+        return [top for _, top in sorted(found.items())]
+
+    def at(self, index: int) -> Restored:
+        """The checkpoint of this attempt at a batch top.
+
+        Raises:
+            CorruptFile: if it cannot be read, or is gone.
+        """
+        for line in self._mine():
+            if line.step == index:
+                return _restored(recovery_line.load(line, self._env.rank))
+        raise CorruptFile(f"rank {self._env.rank}: the checkpoint at batch top {index} is gone from {self._dir}")
+
+    def _mine(self) -> list[Line]:
+        """Of this attempt. Operations are counted from its start: logs go with its checkpoints."""
+        if self._dir is None:
+            return []
+        env = self._env
+        found = recovery_line.in_memory(self._spool, env.rank, env.world_size)
+        found += recovery_line.in_storage(self._folder, env.world_size)
+        return [each for each in found if each.session == self.session]
+
+    def _has(self, step: int) -> bool:
+        """Whether a predecessor has made this checkpoint."""
+        if not self._env.incarnation:
+            return False
+        if self._known is None:
+            self._known = {each.step for each in self._mine()}
+        return step in self._known
+
+
+def named(
+    replicated: Replicated | None, description: Mapping[str, Any], tensors: list[torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The replicated state as an image: tensors by name, and what is no tensor.
+
+    Parameters have their fully qualified names, without the ``module.`` of ``DistributedDataParallel``; optimizer state
+    is ``optimizer.N.KEY.PARAMETER``, ``N`` the optimizer's place.
+
+    Args:
+        replicated: what is trained.
+        description: see :meth:`Replicated.export`.
+        tensors: in its order.
+    """
+    count = int(description["parameters"])
+    names = recovery_line.parameter_names(replicated)[:count] if replicated is not None else []
+    for number, place, entries in description["states"]:
+        names += [f"optimizer.{number}.{key}.{names[place]}" for key, kind, _ in entries if kind == "tensor"]
+    if len(names) != len(tensors):
+        raise RecoveryFailed(f"{len(tensors)} tensors of the replicated state have {len(names)} names")
+    return dict(zip(names, tensors, strict=True)), {
+        recovery_line.DESCRIPTION: json.dumps(dict(description) | {"images": []}),
+        recovery_line.NAMES: json.dumps(names),
+    }
+
+
+def _restored(loaded: Loaded) -> Restored:
+    local = loaded.local
+    return Restored(
+        loaded.top,
+        local["parts"],
+        local["ends"],
+        local["records"],
+        loaded.description,
+        loaded.tensors,
+        resized=loaded.resized,
+        added=loaded.added,
+        tier=loaded.line.tier,
+        workers=loaded.line.world_size,
+        collect=loaded.collect,
+    )
+
+
+def _note_orders(parts: dict[str, Any], board: Board) -> None:
+    """Add to the states of loaders what of the board they need, which will be gone."""
+    for _, state in loader_states(parts):
+        if not state["live"] or REST in state:  # it has not gone on since it was restored
+            continue
+        last = state["iterations"][-1]
+        if last["dealt"]:
+            if "indices" not in state:
+                state["indices"] = board.read_order(order_name(state))
+            state[REST] = rest_of(pack_indices(state["indices"]), used(state))
+        elif last["order"] and used(state):
+            state[REST] = rest_of(board.packed_order(order_name(state)), used(state))
+
+
+def ends_before(board: Board, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:
+    """Results and state of the entry calls that were finished before ``entry``."""
+    ends: dict[int, tuple[Any, dict[str, Any]]] = {}
+    for number in range(entry):
+        try:
+            ends[number] = board.read_end(number)
+        except (FileNotFoundError, CorruptFile):
+            continue
+    return ends

@@ -1,0 +1,215 @@
+"""What checkpoints cost and what they are worth, measured while rank 0 trains; a policy decides by it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shared_core.checkpoint import history
+from shared_core.checkpoint.cost import CostMeter
+from shared_core.checkpoint.curve import CurveFitter, Fit
+from shared_core.checkpoint.hazard import Hazard
+from shared_core.checkpoint.history import Run
+from shared_core.checkpoint.policy import Situation, grown, make_policy
+from shared_core.checkpoint.run_ends import Ending, from_history
+from shared_core.config import SwiftConfig
+from shared_core.events import console
+
+#: Losses are turned into numbers so many at a time, and fitted so often at most, in seconds.
+LOSSES, FIT_S = 64, 30.0
+#: How often the job-history file is told how far this run is, in seconds.
+SAY_S = 600.0
+#: A batch that takes so many times the median was interrupted (a recovery, a validation): it counts as a usual one.
+INTERRUPTED = 10.0
+
+
+class Pricing:
+    """Takes times and losses at each batch top of rank 0, and answers whether a checkpoint is due.
+
+    Attributes:
+        name: of the run, in the job-history file.
+        went_back: this attempt begins with a checkpoint, because the one before was lost.
+
+    Args:
+        config: the job's options.
+        world_size: ranks of the job.
+        command: stands for the program and its arguments.
+
+    Raises:
+        ConfigError: for an option that the policy does not have.
+    """
+
+    def __init__(self, config: SwiftConfig, world_size: int, command: str) -> None:
+        self._config, self._world_size, self._command = config, world_size, command
+        options: dict[str, Any] = {"price": config.checkpoint_price} if config.policy == "value" else {}
+        self._policy = make_policy(config.policy, **options)
+        self._meter = CostMeter()
+        self._fitter = CurveFitter()
+        self._losses: list[tuple[int, torch.Tensor | float]] = []
+        self._fit, self._fitted = Fit(why="no loss is known"), 0.0
+        self._ending: Ending | None = None
+        self._before = Hazard()
+        self._begun: dict[int, float] = {}
+        self._last = self._waited = self._said = 0.0
+        self._top = self._saved_top = 0
+        self._useful_s = self._saved_s = self._rework_s = self._worker_s = 0.0
+        self._undone: tuple[int, float, float] = (0, 0.0, 0.0)
+        self._rolled_back = 0
+        self.name = ""
+        self.went_back = False
+        self._read_history()
+
+    @property
+    def _wants_curve(self) -> bool:
+        if self._policy.name == "value":
+            return bool(self._config.checkpoint_price) or self._ending is not None
+        return self._policy.name.startswith("coci")
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def step(self, top: int, waited_s: float) -> None:
+        """A batch top is passed.
+
+        Args:
+            top: its number.
+            waited_s: seconds that updates have waited for checkpoints, in all.
+        """
+        now = time.monotonic()
+        if self._last:
+            stall = waited_s - self._waited
+            seconds = max(0.0, now - self._last - stall)
+            usual = self._meter.step_s
+            useful = seconds if not usual or seconds < INTERRUPTED * usual else usual
+            self._meter.step(useful + stall)  # the wait at the fence is a part of what saving costs
+            self._rework_s = grown(self._rework_s, self._hazard(), self._useful_s - self._saved_s, useful)
+            self._useful_s += useful
+            self._worker_s += seconds * self._world_size
+        self._last, self._waited, self._top = now, waited_s, top
+
+    def begun(self, top: int, stall_s: float, taken: bool) -> None:
+        """A checkpoint was begun at this batch top, or could not be; training stood still for so long."""
+        self._last += stall_s
+        self._undone = (self._saved_top, self._saved_s, self._rework_s)
+        # One that could not be is not tried again at once.
+        self._saved_top, self._saved_s, self._rework_s = top, self._useful_s, 0.0
+        if taken:
+            self._begun[top] = time.monotonic()
+            self._meter.begun(top, stall_s)
+
+    def heed(self, committed: int, failed: int) -> None:
+        """What the writer says: the newest batch top that is committed, and one that failed (-1 for none)."""
+        now = time.monotonic()
+        for top in [top for top in self._begun if top <= committed]:
+            begun = self._begun.pop(top)
+            if top == committed:
+                self._meter.durable(top, now - begun)
+            else:
+                self._meter.failed(top)  # a newer one took its place
+        if failed in self._begun:
+            del self._begun[failed]
+            self._meter.failed(failed)
+            if failed == self._saved_top:
+                top, saved_s, rework_s = self._undone
+                self._saved_top, self._saved_s, self._rework_s = top, saved_s, max(rework_s, self._rework_s)
+
+    def loss(self, top: int, value: torch.Tensor | float) -> None:
+        """The loss of a batch; a tensor is not read before many have gathered."""
+        if self._wants_curve:
+            self._losses.append((top, value.detach() if isinstance(value, torch.Tensor) else value))
+            if len(self._losses) >= LOSSES:
+                self._feed()
+
+    def rolled_back(self) -> None:
+        """A loss has sent workers back to a checkpoint."""
+        self._rolled_back += 1
+
+    # -- the decision ------------------------------------------------------------------------------
+
+    def due(self, top: int) -> bool:
+        """Whether a checkpoint should be made now."""
+        if not self._meter.step_s:
+            return False
+        now = time.monotonic()
+        if self._wants_curve and now - self._fitted > FIT_S:
+            self._fitted = now
+            self._feed()
+            self._fit = self._fitter.fit()
+        self._tell(now)
+        return bool(self._policy.due(self._situation(top)))
+
+    def _situation(self, top: int) -> Situation:
+        return Situation(
+            step=top,
+            useful_s=self._useful_s,
+            saved_step=self._saved_top,
+            saved_s=self._saved_s,
+            step_s=self._meter.step_s,
+            hazard=self._hazard(),
+            cost=self._meter.cost,
+            rework_s=self._rework_s,
+            in_flight=len(self._begun),
+            curve=self._fit.curve,
+            exponential=self._fit.exponential,
+            fit_note=self._fit.why,
+            ending=self._ending,
+        )
+
+    def _hazard(self) -> float:
+        return self._before.seen(self._rolled_back, self._worker_s).rate(self._world_size)
+
+    def _feed(self) -> None:
+        self._fitter.feed([top for top, _ in self._losses], [float(value) for _, value in self._losses])
+        self._losses.clear()
+
+    # -- earlier runs ------------------------------------------------------------------------------
+
+    def _read_history(self) -> None:
+        path = self._config.checkpoint_history
+        if path is None:
+            return
+        try:
+            runs = history.read(path, group=self._command or None).runs
+        except OSError as error:
+            console(f"the job history {path} cannot be read: {error}")
+            return
+        self._ending = from_history(runs)
+        for run in runs:
+            self._before = self._before.seen(sum(run.rolled_back.values()), run.worker_s)
+
+    def _tell(self, now: float, end: str = "running") -> None:
+        path = self._config.checkpoint_history
+        if path is None or not self.name or (end == "running" and self._said and now - self._said < SAY_S):
+            return
+        self._said = now
+        try:
+            run = Run(self.name, end, self._useful_s, self._worker_s, {"storage": self._rolled_back}, self._command)
+            history.append(path, run)
+        except OSError as error:
+            console(f"the job history {path} cannot be written: {error}")
+
+    def ended(self, end: str) -> None:
+        """The run has ended: ``completed``, or ``stopped`` early with its state saved."""
+        self._tell(time.monotonic(), end)
+
+    # -- for newcomers and restarts ----------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """Plain data for a newcomer."""
+        return {
+            "top": self._top,
+            "useful_s": self._useful_s,
+            "saved": [self._saved_top, self._saved_s, self._rework_s],
+            "worker_s": self._worker_s,
+            "rolled_back": self._rolled_back,
+        }
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`capture`."""
+        self._top, self._useful_s = values["top"], values["useful_s"]
+        self._saved_top, self._saved_s, self._rework_s = values["saved"]
+        self._worker_s, self._rolled_back = values["worker_s"], values["rolled_back"] + int(self.went_back)
+        self.went_back = False
+        self._last = 0.0

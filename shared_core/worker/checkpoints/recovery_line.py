@@ -1,0 +1,342 @@
+"""Which checkpoint all ranks go on from: the newest one, in memory or in storage, that every rank can read.
+
+Each rank says what there is for it; what is common to all is tried from the newest on, and counts once every rank has
+loaded its part of it. All of it goes through the agents' store, before the first group of the job exists.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from shared_core.checkpoint import image, lineage, store
+from shared_core.checkpoint.spool import Spool
+from shared_core.errors import CorruptFile, SwiftError, Unsupported
+from shared_core.events import console
+from shared_core.protocol.frontier import Top
+from shared_core.recovery.plain import loads
+from shared_core.waiting import wait_for
+from shared_core.worker import near
+from shared_core.worker.link import WorkerEnv
+from shared_core.worker.state.replicated import Replicated
+
+#: Tiers in the order in which they are preferred.
+MEMORY, NEIGHBOUR, STORAGE = TIERS = "memory", "neighbour", "storage"
+_FINE, _NOTHING, _CHOSEN = "read", "nothing", "line/chosen"
+#: Metadata of an image of the replicated state.
+DESCRIPTION, NAMES = "swift.description", "swift.names"
+#: Gives description and tensors of the replicated state of this rank, once it is known what it trains.
+Collect = Callable[[Replicated], tuple[dict[str, Any], list[torch.Tensor]]]
+
+
+def local_part(rank: int) -> str:
+    """Name of a rank's part."""
+    return f"rank{rank}"
+
+
+def replicated_part(top: Top) -> str:
+    """Name of the part that holds the parameters and optimizer state of a rank."""
+    return f"replicated{min(top.replicas, default=0)}.safetensors"
+
+
+def parameter_names(replicated: Replicated) -> list[str]:
+    """Names of the parameters in an image: fully qualified, without the ``module.`` of ``DistributedDataParallel``."""
+    return _unique([name.removeprefix("module.") for name in replicated.names])
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Names of several modules, of which a later one's may be an earlier one's too."""
+    found: list[str] = []
+    taken: set[str] = set()
+    for name in names:
+        number, own = 1, name
+        while own in taken:
+            number += 1
+            own = f"{name}#{number}"
+        taken.add(own)
+        found.append(own)
+    return found
+
+
+@dataclass(frozen=True)
+class Line:
+    """A checkpoint that this rank could go on from.
+
+    Attributes:
+        step: batch tops passed.
+        session: the attempt that made it; two that differ in it are never mixed.
+        tier: where it is.
+        meta: of the checkpoint.
+        open: gives the bytes or the file of a part.
+        time: when it was committed, in seconds since the epoch; 0 in memory.
+        adopts: where it lies, if the job was told to begin with it, whosever it is; else empty.
+    """
+
+    step: int
+    session: str
+    tier: str
+    meta: Mapping[str, Any]
+    open: Callable[[str], bytes | Path]
+    time: float = 0.0
+    adopts: str = ""
+
+    @property
+    def run(self) -> str:
+        """Whose it is."""
+        return str(self.meta.get("run", ""))
+
+    @property
+    def preference(self) -> tuple[Any, ...]:
+        """The largest is tried first: what the job itself has made before what it adopts, and of its newest run."""
+        if self.adopts:
+            return 0, self.time, self.step
+        return 1, lineage.age_key(self.run), self.step, -TIERS.index(self.tier)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job that made it; 0 if it does not say."""
+        return int(self.meta.get("world_size", 0))
+
+
+@dataclass
+class Loaded:
+    """This rank's part of a checkpoint.
+
+    Attributes:
+        top: the batch top.
+        local: rank-local state, ends and records.
+        description: of the replicated state.
+        tensors: of the replicated state, in its order.
+        line: where it comes from.
+        resized: it is of another number of workers.
+        added: this rank had no predecessor; ``local`` is another's.
+        collect: gives description and tensors instead, where this rank trains another part of the model than any old
+            one.
+    """
+
+    top: Top
+    local: dict[str, Any]
+    description: dict[str, Any]
+    tensors: list[torch.Tensor]
+    line: Line
+    resized: bool = False
+    added: bool = False
+    collect: Collect | None = None
+
+
+def in_memory(spool: Spool, rank: int, world_size: int) -> list[Line]:
+    """Snapshots on this machine, of any attempt, that hold this rank's part; the oldest first."""
+    found = []
+    for of in reversed(list(spool.all_attempts())):
+        for step in of.steps():
+            parts = of.parts(step)
+            mine = parts.get(rank)
+            if mine is not None and mine.world_size == world_size:
+                paths = {name: of.path_of(part, name) for part in parts.values() for name in part.files}
+                found.append(Line(step, str(mine.meta.get("session")), MEMORY, mine.meta, _opener(paths)))
+    return found
+
+
+def at_neighbours(
+    machines: Iterable[str | None], rank: int, world_size: int, secret: bytes | None = None
+) -> list[Line]:
+    """Snapshots that hold this rank's part, with all that belongs to it in the memory of any machine; the oldest first.
+    Ranks whose own machine has theirs list them too: all must go on from the same.
+    """
+    found = near.find(machines, rank, world_size, secret) if any(machines) else []
+    return [Line(step, str(meta.get("session")), NEIGHBOUR, meta, read) for step, meta, read in found]
+
+
+def _opener(paths: Mapping[str, Path]) -> Callable[[str], bytes | Path]:
+    def opened(name: str) -> Path:
+        if name not in paths:
+            raise CorruptFile(f"{name} is not in the memory of this machine")
+        return paths[name]
+
+    return opened
+
+
+def _reader(found: store.Checkpoint) -> Callable[[str], bytes | Path]:
+    return lambda name: store.read_part(found, name)
+
+
+def in_storage(where: str, world_size: int | None = None, key: str | None = None) -> list[Line]:
+    """Committed checkpoints of jobs of so many ranks (None: any), oldest first; nothing where the storage cannot be
+    read.
+
+    Args:
+        where: the folder.
+        world_size: see above.
+        key: of the command whose they are; None for those of all.
+    """
+    try:
+        found = lineage.contents(where, key).saved
+    except (OSError, SwiftError) as error:
+        console(f"checkpoints in {where} cannot be listed: {error}")
+        return []
+    mine = sorted(found, key=lambda each: (lineage.age_key(each.run), each.step))
+    made = (_of_storage(each) for each in mine)
+    return [line for line in made if world_size is None or line.world_size == world_size]
+
+
+def to_adopt(where: str, *, needed: bool = True) -> list[Line]:
+    """What a job may begin with that was told to begin with ``where``.
+
+    Args:
+        where: a folder.
+        needed: there is nothing else to begin with.
+
+    Raises:
+        Unsupported: there is nothing, and it is needed.
+    """
+    try:
+        found = lineage.adoptable(where)
+    except (OSError, SwiftError) as error:
+        raise Unsupported(f"resume_from: {where} cannot be read: {error}") from error
+    if not found and needed:
+        raise Unsupported(
+            f"resume_from: there is no whole checkpoint at {where}; name the folder of one (step-...), or a folder "
+            "that holds some: swiftctl checkpoints DIR lists them"
+        )
+    return [_of_storage(each, adopts=str(each.checkpoint.path)) for each in found]
+
+
+def _of_storage(saved: lineage.Saved, adopts: str = "") -> Line:
+    found = saved.checkpoint
+    session = str(found.meta.get("session"))
+    return Line(found.step, session, STORAGE, found.meta, _reader(found), saved.time, adopts)
+
+
+def load(line: Line, rank: int) -> Loaded:
+    """Read this rank's part of a checkpoint.
+
+    Raises:
+        CorruptFile: if it cannot be read as it was written.
+    """
+    local = load_local(line, rank)
+    top = top_of(local)
+    return Loaded(top, local, *load_replicated(line, top), line)
+
+
+def top_of(local: Mapping[str, Any]) -> Top:
+    """The batch top that a rank's part is of."""
+    return Top(**local["top"])
+
+
+def load_local(line: Line, rank: int) -> dict[str, Any]:
+    """Read what a rank keeps for itself.
+
+    Raises:
+        CorruptFile: if it cannot be read as it was written.
+    """
+    try:
+        source = line.open(local_part(rank))
+        local: dict[str, Any] = loads(source.read_bytes() if isinstance(source, Path) else source)
+        top_of(local)
+        return local
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise _unreadable(line, error) from error
+
+
+def load_replicated(line: Line, top: Top) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Read the replicated state of a rank: its description, and the tensors in its order.
+
+    Raises:
+        CorruptFile: if it cannot be read as it was written.
+    """
+    description, by_name = load_named(line, top)
+    return description, list(by_name.values())
+
+
+def load_named(line: Line, top: Top) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """As :func:`load_replicated`, the tensors by name.
+
+    Raises:
+        CorruptFile: if it cannot be read as it was written.
+    """
+    try:
+        by_name, metadata = image.load(line.open(replicated_part(top)))
+        return json.loads(metadata[DESCRIPTION]), {name: by_name[name] for name in json.loads(metadata[NAMES])}
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise _unreadable(line, error) from error
+
+
+def _unreadable(line: Line, error: Exception) -> CorruptFile:
+    return CorruptFile(f"the checkpoint at batch top {line.step} ({line.tier}) cannot be read: {error}")
+
+
+def agree(
+    env: WorkerEnv,
+    client: Store,
+    mine: list[Line],
+    read: Callable[[Line], Loaded] | None = None,
+    limit_s: float | None = None,
+) -> Loaded | None:
+    """The newest checkpoint that all ranks have and can read; None if there is none.
+
+    All ranks of the attempt call this; a newcomer that comes later gets the same answer.
+
+    Args:
+        env: of this worker.
+        client: of the agents' store, below the attempt's prefix.
+        mine: what this rank may go on from.
+        read: reads this rank's part of one; :func:`load` unless given.
+        limit_s: longest wait for all ranks to start; ``wait_timeout_s`` if None.
+
+    Raises:
+        CorruptFile: if the others have begun with one that this rank, which came later, cannot read.
+        Unsupported: if there is one, but none that so many workers can go on from.
+        WaitTimeout: if a rank does not come.
+    """
+    read = read or (lambda line: load(line, env.rank))
+    offers = {_key(line): line for line in mine}
+    if client.check([_CHOSEN]):  # this worker came later
+        chosen = client.get(_CHOSEN).decode()
+        if chosen != _NOTHING and chosen not in offers:
+            raise CorruptFile(f"rank {env.rank}: the checkpoint {chosen} from which this attempt began is gone")
+        return read(offers[chosen]) if chosen != _NOTHING else None
+    ranks = range(env.world_size)
+    client.set(f"line/has/{env.rank}", json.dumps(list(offers)))
+    has = [f"line/has/{rank}" for rank in ranks]
+    _wait(env, client, has, "to create the process group, and say which checkpoints they have", limit_s)
+    common = set(offers).intersection(*(json.loads(client.get(key)) for key in has))
+    order = sorted(common, key=lambda key: (offers[key].preference, key), reverse=True)
+    refusal: Unsupported | None = None
+    for number, key in enumerate(order):
+        loaded, why = None, _FINE
+        try:
+            loaded = read(offers[key])
+        except CorruptFile as error:
+            why = str(error)
+        except Unsupported as error:  # on all ranks
+            refusal, why = refusal or error, str(error)
+        client.set(f"line/try{number}/{env.rank}", why)
+        tries = [f"line/try{number}/{rank}" for rank in ranks]
+        _wait(env, client, tries, "to read their part of a checkpoint")
+        failed = {rank: said for rank in ranks if (said := client.get(tries[rank]).decode()) != _FINE}
+        if not failed:
+            client.set(_CHOSEN, key)
+            return loaded
+        rank, why = next(iter(failed.items()))
+        if rank == env.rank:
+            console(f"rank {rank}: the checkpoint at batch top {offers[key].step} is passed over: {why}")
+    if refusal is not None:
+        raise refusal
+    client.set(_CHOSEN, _NOTHING)
+    return None
+
+
+def _key(line: Line) -> str:
+    return f"{line.step}/{line.tier}/{line.session}" + "/adopted" * bool(line.adopts)
+
+
+def _wait(env: WorkerEnv, client: Store, keys: list[str], what: str, limit_s: float | None = None) -> None:
+    own = env.config.wait_timeout_s
+    bound = "wait_timeout_s" if limit_s in (None, own) else "time-out of the process group"
+    wait_for(client, dict(enumerate(keys)), lambda: False, limit_s or own, env.rank, what, bound=bound)

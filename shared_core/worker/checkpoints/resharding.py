@@ -1,0 +1,231 @@
+"""A checkpoint of another number of workers: what each new worker goes on with.
+
+All parts of all old ranks are in storage. Where all ranks trained the same, the replicated state is the one image, each
+new rank takes the rank-local state of one old rank, and what all of them had left of the pass over the data is dealt
+out anew. Of a pipeline each new stage collects its layers, by name, from the images of all old stages.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from shared_core.errors import CorruptFile, Unsupported
+from shared_core.loaders.reshard import (
+    REST,
+    at_path,
+    divide,
+    loader_states,
+    taken_up,
+    unpack_indices,
+    used,
+)
+from shared_core.loaders.seeded import place_seed
+from shared_core.protocol.frontier import Top
+from shared_core.worker.checkpoints import recovery_line
+from shared_core.worker.checkpoints.recovery_line import Collect, Line, Loaded
+from shared_core.worker.link import WorkerEnv
+from shared_core.worker.state.replicated import Replicated
+
+RANDOM, GRADIENTS, BUFFERS = "swift.random", "swift.gradients", "swift.buffers"
+#: Key of a rank's part: why its checkpoint serves no other number of workers.
+FIXED = "fixed"
+
+
+def load(line: Line, env: WorkerEnv) -> Loaded:
+    """Read what this rank goes on with from a checkpoint of any number of workers.
+
+    Raises:
+        CorruptFile: if it cannot be read as it was written.
+        Unsupported: if it is of another number of workers and cannot serve this one exactly; the same on all ranks.
+    """
+    count = line.world_size
+    if count == env.world_size:
+        return recovery_line.load(line, env.rank)
+    locals_ = [recovery_line.load_local(line, rank) for rank in range(count)]
+    top = recovery_line.top_of(locals_[0])
+    collect: Collect | None = None
+    try:
+        _check(locals_)
+        if top.replicas:
+            source = stage_source(env.rank, count, env.world_size)
+        else:
+            source = sources(range(count), {0}, env.world_size)[env.rank]
+        mine = locals_[count - 1 if source is None else source]
+        if top.replicas:
+            tops = [recovery_line.top_of(each) for each in (mine, *(each for each in locals_ if each is not mine))]
+            mine["records"] = [each for each in mine["records"] if each[0][1] not in top.members]  # of other groups
+            collect = partial(collect_stage, line, tops)
+        else:
+            deal_out(mine["parts"], [each["parts"] for each in locals_], env)
+    except Unsupported as error:
+        raise Unsupported(
+            f"the checkpoint at batch top {line.step} is of {count} workers and cannot be gone on with by "
+            f"{env.world_size}: {error}. Start {count} workers, or begin anew with resume='never'"
+        ) from error
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise CorruptFile(f"the checkpoint at batch top {line.step} ({line.tier}) cannot be read: {error}") from error
+    if source is None:
+        mine["parts"][RANDOM] = random_state(count, top.index, env.rank)
+    if collect is None:
+        return Loaded(top, mine, *recovery_line.load_replicated(line, top), line, resized=True, added=source is None)
+    for each in tops:
+        recovery_line.load_replicated(
+            line, each
+        )  # only to know that it can be done: it is not kept in memory until then
+    return Loaded(top, mine, {}, [], line, resized=True, added=source is None, collect=collect)
+
+
+def sources(stay: Collection[int], published: Collection[int], world_size: int) -> list[int | None]:
+    """For each new rank the old one whose rank-local state it takes over; None for one that is added.
+
+    Rank 0 goes on as rank 0, even if its worker is lost, as long as it published the batch top: loggers and
+    files are its own.
+
+    Args:
+        stay: old ranks that go on.
+        published: old ranks of which the state at the batch top is known.
+        world_size: number of new ranks.
+    """
+    found: list[int | None] = [*sorted(stay)]
+    if 0 not in stay and 0 in published:
+        found[0] = 0
+    return [*found, *[None] * world_size][:world_size]
+
+
+def stage_source(stage: int, old: int, new: int) -> int | None:
+    """The old stage whose rank-local state a new stage takes over; None for one that is added.
+
+    The first and the last read the data, so they remain what they are.
+    """
+    if stage in (0, new - 1):
+        return 0 if stage == 0 else old - 1
+    return stage if stage < old - 1 else None
+
+
+def collect_stage(line: Line, tops: Sequence[Top], replicated: Replicated) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Description and tensors of a stage, from the images of all stages of a checkpoint.
+
+    Args:
+        line: the checkpoint.
+        tops: of each old stage. Where copies of a tied layer differ (with gradient clipping), the first counts.
+        replicated: what the new stage trains.
+
+    Raises:
+        CorruptFile: if an image cannot be read as it was written.
+        Unsupported: if a parameter is in none of them.
+    """
+    names = recovery_line.parameter_names(replicated)
+    places = {name: place for place, name in enumerate(names)}
+    found: dict[str, torch.Tensor] = {}
+    states: dict[tuple[int, str], list[tuple[str, str, Any]]] = {}
+    description: dict[str, Any] = {}
+    for top in tops:
+        description, by_name = recovery_line.load_named(line, top)
+        tensors, theirs = list(by_name.values()), list(by_name)[: description["parameters"]]
+        taken = {name for name in theirs if name in places and name not in found}  # a tied layer is in several
+        found |= {name: tensor for name, tensor in zip(theirs, tensors, strict=False) if name in taken}
+        for number, place, entries in description["states"]:
+            if theirs[place] in taken:
+                states[number, theirs[place]] = [
+                    (key, kind, tensors[value] if kind == "tensor" else value) for key, kind, value in entries
+                ]
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise Unsupported(
+            f"the checkpoint at batch top {line.step} holds no parameter {missing[0]}: it is of another model, or of "
+            "one whose layers have other numbers"
+        )
+    mine = [found[name] for name in names]
+    listed: list[list[Any]] = []
+    for (number, name), entries in states.items():
+        kept = []
+        for key, kind, value in entries:
+            kept.append([key, kind, len(mine) if kind == "tensor" else value])
+            mine += [value] if kind == "tensor" else []
+        listed.append([number, places[name], kept])
+    return description | {"parameters": len(names), "states": listed}, mine
+
+
+def random_state(*place: int) -> dict[str, Any]:
+    """Generators of a worker that is added: unlike those of all others.
+
+    Args:
+        place: numbers that no other worker has.
+    """
+    seed = place_seed(*place)
+    state: dict[str, Any] = {
+        "torch": torch.Generator().manual_seed(seed % 2**63).get_state(),
+        "python": random.Random(seed).getstate(),
+    }
+    if "numpy" in sys.modules:
+        import numpy
+
+        state["numpy"] = numpy.random.RandomState(seed % 2**32).get_state()
+    return state
+
+
+def deal_out(mine: dict[str, Any], old: Sequence[Mapping[str, Any]], env: WorkerEnv) -> None:
+    """Have the loaders in ``mine`` go on with this rank's share of what all old ranks had left of the pass.
+
+    Args:
+        mine: published parts that this rank takes over; changed.
+        old: published parts of all old ranks.
+        env: of this rank.
+
+    Raises:
+        Unsupported: if the order of a pass is not known.
+    """
+    changes = [(state, _changes(path, state, old, env)) for path, state in loader_states(mine)]
+    for state, change in changes:  # only now: `mine` is one of the old ones
+        owned = {"scalars": state["moved"], "generators": state["owned"]["generators"]}
+        state.pop(REST, None)
+        state |= change | {"owned": owned}
+
+
+def _changes(
+    path: tuple[Any, ...], state: Mapping[str, Any], old: Sequence[Mapping[str, Any]], env: WorkerEnv
+) -> dict[str, Any]:
+    theirs = [at_path(parts, path) for parts in old]
+    live = [each for each in theirs if each is not None and each["live"]]
+    if not live and not state["live"]:
+        return {"iterations": []}  # earlier passes shape the next one only in worker processes, which are new
+    if len(live) < len(old):
+        raise Unsupported("some of its ranks had ended a pass over the data that others were in")
+    begun = [each for each in live if used(each) or each["iterations"][-1]["dealt"]]
+    if not begun:
+        return {"fresh": True}
+    if not all(REST in each for each in begun):
+        if env.config.data_policy == "drop":
+            return {"live": False, "iterations": []}  # the pass ends here
+        raise Unsupported(
+            "the order of its pass over the data is not known: a stream of items, or a sampler that draws as it goes. "
+            "With data_policy='drop' the rest of the pass is left out"
+        )
+    if len(begun) < len(live):
+        raise Unsupported("some of its ranks had not begun a pass over the data that others were in")
+    rests = [unpack_indices(each[REST]) for each in live]
+    return taken_up(state, divide(rests, env.world_size)[env.rank])
+
+
+def _check(old: Sequence[Mapping[str, Any]]) -> None:
+    """Whether another number of workers can go on exactly.
+
+    Raises:
+        Unsupported: if not.
+    """
+    for each in old:
+        replicas = each["top"]["replicas"]
+        if reason := each.get(FIXED):
+            raise Unsupported(str(reason))
+        if each["parts"].get(GRADIENTS):
+            raise Unsupported("gradients of several batches were being added up")
+        if len(replicas) > 1:
+            raise Unsupported("the stages of its pipeline had replicas")
+        if replicas and each["parts"].get(BUFFERS):
+            raise Unsupported("its layers have buffers, which are known by their place in a stage only")

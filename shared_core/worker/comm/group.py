@@ -1,0 +1,445 @@
+"""The process group of backend ``swift``: every operation that DDP, Lightning, Accelerate and DeepSpeed use.
+
+Each method describes its operation as an :class:`~shared_core.worker.comm.op.Op` (how to start it on gloo, where its
+result lies, what the log must keep) and
+hands it to the runtime; nothing here knows about failures. ``docs/operations.md`` lists what keeps each operation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.autograd.graph
+import torch.distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from shared_core.errors import Unsupported
+from shared_core.worker.comm.op import Op, SwiftWork, input_checksum, signature
+from shared_core.worker.comm.p2p import Channels
+from shared_core.worker.comm.runtime import GroupState, Runtime
+
+Tensors = list[torch.Tensor]
+
+#: Untyped, because torch's stubs leave out options and declare overloads that C++ resolves.
+dist: Any = torch.distributed
+_Base: Any = dist.ProcessGroup
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_DDP_FORWARD = DistributedDataParallel._pre_forward.__code__
+
+
+def _root_detail(opts: Any) -> int:
+    return int(opts.rootRank)
+
+
+def _reduce_detail(opts: Any) -> int:
+    return int(getattr(opts.reduceOp, "op", opts.reduceOp).value) if hasattr(opts, "reduceOp") else 0
+
+
+class SwiftProcessGroup(_Base):  # type: ignore[misc]
+    """A process group whose communicator is replaced when a rank is lost, while every user keeps this object."""
+
+    def __init__(
+        self, runtime: Runtime, name: str, rank: int, size: int, ranks: Sequence[int], timeout: timedelta
+    ) -> None:
+        super().__init__(rank, size)
+        self._runtime = runtime
+        self._state = GroupState(name, rank, size, tuple(ranks), timeout, runtime.pool)
+        self._name = name
+        self._desc = ""
+        self._channels = Channels(runtime, self._state)
+        self._state.channels = self._channels
+
+    # -- identity ----------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802 (name given by torch)
+        return "swift"
+
+    def name(self) -> str:
+        return "swift"
+
+    def _get_backend_name(self) -> str:
+        return "swift"
+
+    def getSize(self) -> int:  # noqa: N802
+        return self._state.size
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._state.rank
+
+    def size(self) -> int:
+        return self._state.size
+
+    def rank(self) -> int:
+        return self._state.rank
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        return None
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """The inner gloo backend, for questions about its capabilities."""
+        if device.type != "cpu":
+            raise Unsupported(
+                f"backend swift has no communicator for {device.type}: only CPU tensors are supported in this version"
+            )
+        return self._runtime.inner_backend(self._state)
+
+    def _set_default_backend(self, backend: Any) -> None:
+        pass
+
+    def _register_backend(self, *args: Any) -> None:
+        pass
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._state.next
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._state.timeout = timeout
+
+    def get_group_store(self) -> Any:
+        return self._runtime.new_store(f"user/{self._name}")
+
+    def abort(self) -> None:
+        """Nothing to do: the runtime owns the communicators, and peers may still need this rank's log."""
+
+    def shutdown(self) -> None:
+        """Nothing to do, as :meth:`abort`."""
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _run(self, op: Op, tensors: Sequence[torch.Tensor] = ()) -> SwiftWork:
+        self._runtime.submit(self._state, op, tensors)
+        return SwiftWork(op, self._runtime.turn)
+
+    def _inputs_checksum(self, inputs: Sequence[torch.Tensor]) -> int:
+        # Bytes are pickled objects (all_gather_object), whose pickles may differ though the objects are equal.
+        if not self._runtime.checksums or all(t.dtype == torch.uint8 for t in inputs):
+            return 0
+        return input_checksum(inputs)
+
+    # -- operations with a replicated result -------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> SwiftWork:
+        opts = opts or dist.AllreduceOptions()
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        _dense("all_reduce", tensors)
+        # Reduce into pooled buffers: the caller's tensors stay as the input of a retry, the buffers become the log.
+        buffers = [self._runtime.pool_take(t) for t in tensors]
+
+        def start(inner: Any) -> Any:
+            for buffer, tensor in zip(buffers, tensors, strict=True):
+                buffer.copy_(tensor.detach())
+            return inner.allreduce(buffers, opts)
+
+        def install(results: Sequence[torch.Tensor]) -> None:
+            for tensor, result in zip(tensors, results, strict=True):
+                tensor.data.copy_(result)
+
+        # DDP's reducer calls from inside the autograd engine and takes the future's value: it gets the buffer itself.
+        frame = sys._getframe(1)
+        bucket = frame is None or frame.f_code is _ENGINE
+        op = Op(
+            signature("all_reduce", tensors, _reduce_detail(opts)),
+            start,
+            buffers,
+            install=install,
+            value=buffers if bucket else tensors,
+            copy_results=False,
+            lazy=bucket,
+            checksum=self._inputs_checksum(tensors) if not bucket or self._runtime.bucket_checksums else 0,
+        )
+        if bucket:
+            self._runtime.before_bucket()
+        return self._run(op, tensors)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SwiftWork:
+        plain = dist.AllreduceOptions()
+        if opts is not None:
+            plain.reduceOp = opts.reduceOp
+            plain.timeout = opts.timeout
+        tensors = list(tensors)
+        _dense("all_reduce_coalesced", tensors)
+        buffers = [self._runtime.pool_take(t) for t in tensors]
+        coalesced = dist.AllreduceCoalescedOptions()
+        coalesced.reduceOp = plain.reduceOp
+
+        def start(inner: Any) -> Any:
+            for buffer, tensor in zip(buffers, tensors, strict=True):
+                buffer.copy_(tensor.detach())
+            return inner.allreduce_coalesced(buffers, coalesced)
+
+        def install(results: Sequence[torch.Tensor]) -> None:
+            for tensor, result in zip(tensors, results, strict=True):
+                tensor.data.copy_(result)
+
+        op = Op(
+            signature("all_reduce_coalesced", tensors, _reduce_detail(coalesced)),
+            start,
+            buffers,
+            install=install,
+            value=tensors,
+            copy_results=False,
+            checksum=self._inputs_checksum(tensors),
+        )
+        return self._run(op, tensors)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> SwiftWork:
+        opts = opts or dist.BroadcastOptions()
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        root = self._state.rank == opts.rootRank
+        op = Op(
+            signature("broadcast", tensors, _root_detail(opts)),
+            lambda inner: inner.broadcast(tensors, opts),
+            tensors,
+            value=tensors,
+            full=False,
+            checksum=self._inputs_checksum(tensors) if root else 0,
+        )
+        frame = sys._getframe(1)
+        if frame is not None and frame.f_code is _DDP_FORWARD:
+            # DDP agrees on the order of its buckets once, after the first backward; a newcomer needs this whenever it
+            # joins.
+            self._runtime.bucket_order(frame.f_locals["self"], op)
+        return self._run(op, tensors if root else ())
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+        opts = opts or dist.AllgatherOptions()
+        outputs, inputs = [list(o) for o in outputs], list(inputs)
+        op = Op(
+            signature("all_gather", inputs),
+            lambda inner: inner.allgather(outputs, inputs, opts),
+            [t for out in outputs for t in out],
+            value=outputs,
+            checksum=self._inputs_checksum(inputs),
+        )
+        return self._run(op, inputs)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+        opts = opts or dist.AllgatherOptions()
+        outputs, inputs = [list(o) for o in outputs], list(inputs)
+        op = Op(
+            signature("all_gather_coalesced", inputs),
+            lambda inner: inner.allgather_coalesced(outputs, inputs, opts),
+            [t for out in outputs for t in out],
+            value=outputs,
+            checksum=self._inputs_checksum(inputs),
+        )
+        return self._run(op, inputs)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SwiftWork:  # noqa: A002
+        opts = opts or dist.AllgatherOptions()
+        op = Op(
+            signature("all_gather_single", [input]),
+            lambda inner: inner._allgather_base(output, input, opts),
+            [output],
+            value=[output],
+            checksum=self._inputs_checksum([input]),
+        )
+        return self._run(op, [input])
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+        works = [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        return works[-1] if len(works) == 1 else _Together(works, list(outputs))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def barrier(self, opts: Any = None) -> SwiftWork:
+        opts = opts or dist.BarrierOptions()
+        return self._run(Op(signature("barrier", []), lambda inner: inner.barrier(opts), [], value=[]))
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        self.barrier().wait(timeout)
+
+    # -- operations whose result differs by rank: inputs are kept, everyone takes part again -------
+
+    def _exclusive(
+        self, name: str, inputs: Tensors, outputs: Tensors, value: Any, detail: int, call: Any, *, full: bool = True
+    ) -> SwiftWork:
+        """``call(inner, inputs, outputs)`` runs the operation; inputs are copied, so that the caller may overwrite
+        its own.
+        """
+        kept = [t.detach().clone() for t in inputs]
+
+        def redo(inner: Any) -> Any:
+            return call(inner, [t.clone() for t in kept], [torch.empty_like(t) for t in outputs])
+
+        op = Op(
+            signature(name, inputs, detail),
+            lambda inner: call(inner, [t.clone() for t in kept], outputs),
+            outputs,
+            value=value,
+            redo=redo,
+            kept=kept,
+            full=full,
+            checksum=self._inputs_checksum(inputs),
+        )
+        return self._run(op, inputs)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> SwiftWork:
+        opts = opts or dist.ReduceOptions()
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        _dense("reduce", tensors)
+        outputs = tensors if self._state.rank == opts.rootRank else [torch.empty_like(t) for t in tensors]
+
+        def call(inner: Any, inputs: Tensors, outs: Tensors) -> Any:
+            for out, tensor in zip(outs, inputs, strict=True):
+                out.data.copy_(tensor.detach())
+            return inner.reduce(outs, opts)
+
+        return self._exclusive("reduce", tensors, outputs, tensors, _root_detail(opts), call, full=False)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+        opts = opts or dist.GatherOptions()
+        outputs, inputs = [list(o) for o in outputs], list(inputs)
+        flat = [t for out in outputs for t in out]
+
+        def call(inner: Any, ins: Tensors, outs: Tensors) -> Any:
+            return inner.gather([outs] if outs else [], ins, opts)
+
+        return self._exclusive("gather", inputs, flat, outputs, _root_detail(opts), call, full=False)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+        opts = opts or dist.ScatterOptions()
+        outputs, inputs = list(outputs), [list(i) for i in inputs]
+        flat = [t for group in inputs for t in group]
+
+        def call(inner: Any, ins: Tensors, outs: Tensors) -> Any:
+            return inner.scatter(outs, [ins] if ins else [], opts)
+
+        return self._exclusive("scatter", flat, outputs, outputs, _root_detail(opts), call, full=False)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+        opts = opts or dist.ReduceScatterOptions()
+        outputs, inputs = list(outputs), [list(i) for i in inputs]
+        flat = [t for group in inputs for t in group]
+
+        def call(inner: Any, ins: Tensors, outs: Tensors) -> Any:
+            return inner.reduce_scatter(outs, [ins], opts)
+
+        return self._exclusive("reduce_scatter", flat, outputs, outputs, _reduce_detail(opts), call)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SwiftWork:  # noqa: A002
+        opts = opts or dist.ReduceScatterOptions()
+
+        def call(inner: Any, ins: Tensors, outs: Tensors) -> Any:
+            return inner._reduce_scatter_base(outs[0], ins[0], opts)
+
+        return self._exclusive("reduce_scatter_single", [input], [output], [output], _reduce_detail(opts), call)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+        works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        return works[-1] if len(works) == 1 else _Together(works, list(outputs))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Any,
+        input_splits: Any,
+        opts: Any = None,  # noqa: A002
+    ) -> SwiftWork:
+        opts = opts or dist.AllToAllOptions()
+
+        def call(inner: Any, ins: Tensors, outs: Tensors) -> Any:
+            return inner.alltoall_base(outs[0], ins[0], output_splits, input_splits, opts)
+
+        return self._exclusive("all_to_all_single", [input], [output], [output], 0, call)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+        opts = opts or dist.AllToAllOptions()
+
+        def call(inner: Any, ins: Tensors, outs: Tensors) -> Any:
+            return inner.alltoall(outs, ins, opts)
+
+        return self._exclusive("all_to_all", list(inputs), list(outputs), list(outputs), 0, call)
+
+    # -- point to point ----------------------------------------------------------------------------
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
+        return self._channels.send(_single(tensors), dst, tag)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
+        return self._channels.recv(_single(tensors), src, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        raise Unsupported(
+            "recv from any source cannot be replayed, because its order is not determined: name the source rank"
+        )
+
+
+class _Together(SwiftWork):
+    """Several works as one."""
+
+    def __init__(self, works: list[SwiftWork], value: Any) -> None:
+        super().__init__(works[-1]._op, works[-1]._turn)
+        self._works, self._value = works, value
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        joined = torch.futures.collect_all([work.get_future() for work in self._works])
+        return joined.then(lambda _: self._value)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _dense(name: str, tensors: Tensors) -> None:
+    for tensor in tensors:
+        if tensor.is_sparse:
+            raise Unsupported(f"{name} of a sparse tensor: use dense gradients (sparse=False in the embedding)")
+
+
+def _single(tensors: Any) -> torch.Tensor:
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise Unsupported(f"send and recv take one tensor, got {len(tensors)}")
+    return tensors[0]  # type: ignore[no-any-return]

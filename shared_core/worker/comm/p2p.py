@@ -1,0 +1,328 @@
+"""Point-to-point messages: one numbered sequence per (source, destination, tag), kept at the sender until the
+receiver cannot need it again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shared_core.errors import SwiftError
+from shared_core.protocol.frontier import Channel, Done, channel_key
+from shared_core.testing import inject
+from shared_core.worker.messages.archive import Key
+
+if TYPE_CHECKING:
+    from shared_core.worker.comm.runtime import GroupState, Runtime
+
+
+class P2PWork(dist.Work):
+    """A send, done when posted, or a receive. Gloo gives no future for receives: whoever waits, waits on gloo and,
+    after a failure, for its repetition.
+    """
+
+    def __init__(self, channels: Channels, channel: Channel, index: int, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.channels, self.channel, self.index, self.tensor = channels, channel, index, tensor
+        self.inner_work: Any = None
+        self.done = False
+        self.awaited = False
+        self.begun = time.monotonic()
+        self.error: Exception | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the message is through.
+
+        Raises:
+            RuntimeError: what gloo reported, when no rank was lost.
+        """
+        self.channels.wait(self)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def is_success(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return self.channel[0]
+
+
+class Channels:
+    """All channels of one group at one rank."""
+
+    def __init__(self, runtime: Runtime, group: GroupState) -> None:
+        self._runtime, self._group = runtime, group
+        self._sent: dict[Channel, int] = {}
+        self._posted: dict[Channel, int] = {}
+        self._received: dict[Channel, Done] = {}
+        self._log: dict[Channel, deque[tuple[int, int, torch.Tensor]]] = {}
+        self._works: dict[Channel, list[P2PWork]] = {}
+        self._has: dict[str, int] = {}  # what receivers had when this generation began
+        self._again: list[Any] = []  # repeated receives nobody waits for
+        self._sending: deque[Any] = deque(maxlen=4096)  # gloo needs the works of sends to stay alive
+        self._streams: set[Channel] = set()  # sent by a thread of their own until it is level with the program
+        self.nbytes = 0
+
+    # -- use ---------------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> P2PWork:
+        """Send ``tensor``; a copy stays here for a receiver that has to start over."""
+        channel = (self._group.rank, dst, tag)
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        with self._runtime.lock:
+            if self._runtime.starting:
+                return self._finished(P2PWork(self, channel, -1, copy))
+            self._check_present("send")
+            index = self._sent.get(channel, 0)
+            self._sent[channel] = index + 1
+            self._log.setdefault(channel, deque()).append((index, self._runtime.top, copy))
+            self.nbytes += copy.numel() * copy.element_size()
+            # The copy is ours, so the caller need not wait: a send is done when it is posted.
+            work = self._finished(P2PWork(self, channel, index, copy))
+            live = self._group.inner is not None and channel not in self._streams
+            if live and index >= self._has.get(channel_key(channel), 0):
+                self._post_send(copy, channel)
+        self._archive(channel, index, self._runtime.top, copy)
+        return work
+
+    def _archive(self, channel: Channel, index: int, top: int, copy: torch.Tensor) -> None:
+        archive = self._runtime.archive
+        if archive is not None and self._runtime.archived(self._group.ranks[channel[1]]):
+            archive.put(Key(self._name(channel), index, top, self._runtime.note), [copy])
+
+    def _name(self, channel: Channel) -> str:
+        return f"{self._group.name}|{channel_key(channel)}"
+
+    def archive_all(self) -> None:
+        """Put everything that is kept into the archive, which has just been opened."""
+        for channel, log in self._log.items():
+            for index, top, copy in log:
+                self._archive(channel, index, top, copy)
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> P2PWork:
+        """Receive into ``tensor``."""
+        channel = (src, self._group.rank, tag)
+        with self._runtime.lock:
+            work = P2PWork(self, channel, self._posted.get(channel, 0), tensor)
+            if self._runtime.starting:
+                return self._finished(work)
+            self._check_present("recv")
+            self._posted[channel] = work.index + 1
+            self._works.setdefault(channel, []).append(work)
+            self._post(work)
+        return work
+
+    def _check_present(self, name: str) -> None:
+        if self._runtime.absent:
+            self._runtime.cannot_complete(f"{name} in group {self._group.name!r}")
+
+    def awaited(self) -> bool:
+        """Whether a message is being waited for."""
+        return any(self._works.values())
+
+    def waits(self) -> P2PWork | None:
+        """The receive that the program's thread waits for. Callers hold the lock."""
+        return next((work for works in self._works.values() for work in works if work.awaited and not work.done), None)
+
+    def wait(self, work: P2PWork) -> None:
+        """Wait for ``work``, across failures."""
+        work.awaited = threading.current_thread() is threading.main_thread()
+        with self._runtime.turn.passed_on():
+            self._wait(work)
+
+    def _wait(self, work: P2PWork) -> None:
+        runtime, group = self._runtime, self._group
+        while True:
+            with runtime.lock:
+                while not work.done and work.inner_work is None and work.error is None:
+                    runtime.raise_if_ended()
+                    runtime.changed.wait(1.0)
+                if work.done:
+                    return
+                if work.error is not None:
+                    raise work.error
+                inner = work.inner_work
+                group.inflight += 1
+                runtime.note_waiting(+1)
+            error: RuntimeError | None = None
+            try:
+                # Explicitly, because gloo otherwise keeps to the time-out it was connected with.
+                inner.wait(group.timeout)
+            except RuntimeError as caught:
+                error = caught
+            with runtime.lock:
+                runtime.note_waiting(-1)
+                if work.inner_work is not inner:
+                    # A recovery had given it up and told the others that the message is not here: it comes again.
+                    continue
+                group.inflight -= 1
+                if error is None:
+                    self._complete(work)
+                else:
+                    work.inner_work = None
+                runtime.changed.notify_all()
+            if error is None:
+                return
+            runtime.suspect(error)
+
+    # -- failures ----------------------------------------------------------------------------------
+
+    def watermarks(self) -> tuple[dict[str, int], dict[str, int]]:
+        """(received, sent) counts per channel."""
+        received = {channel_key(c): done.upto for c, done in self._received.items()}
+        return received, {channel_key(c): n for c, n in self._sent.items()}
+
+    def held(self) -> dict[str, int]:
+        """Per channel, the first message that is still kept, in memory or on disk."""
+        return {channel_key(c): self._first(c) for c in self._sent}
+
+    def _first(self, channel: Channel) -> int:
+        log = self._log.get(channel)
+        first = log[0][0] if log else self._sent[channel]
+        archive = self._runtime.archive
+        # What is on disk counts if it reaches up to what is in memory: the disk may have failed, and the receiver may
+        # have come into this rank's group since.
+        on_disk = archive.first(self._name(channel), before=first) if archive is not None else None
+        return first if on_disk is None else on_disk
+
+    def start_from(self, received: dict[str, int], sent: dict[str, int]) -> None:
+        """Take over a predecessor's counts at its batch top."""
+        for key, count in received.items():
+            channel = _channel(key)
+            self._received[channel] = Done(count)
+            self._posted[channel] = count
+        for key, count in sent.items():
+            self._sent[_channel(key)] = count
+
+    def repeat(self, has: dict[str, int]) -> None:
+        """Start over on a fresh inner group: ``has`` is what each receiver has. Callers hold the lock."""
+        self._has = dict(has)
+        self._again.clear()
+        self._sending.clear()
+        self._streams.clear()
+        for channel, sent in self._sent.items():
+            log, wanted = self._log.get(channel, ()), has.get(channel_key(channel), 0)
+            if wanted < (log[0][0] if log else sent):
+                self._streams.add(channel)
+                name = f"swift-stream-{channel[1]}"
+                threading.Thread(target=self._stream, args=(channel, wanted), name=name, daemon=True).start()
+                continue
+            for index, _, tensor in log:
+                if index >= wanted:
+                    self._post_send(tensor, channel)
+        for channel, works in list(self._works.items()):
+            done = self._received.setdefault(channel, Done())
+            by_index = {work.index: work for work in works}
+            for index in range(done.upto, self._posted.get(channel, 0)):
+                if index in by_index:
+                    self._post(by_index[index])
+                else:  # finished out of order: the sender repeats it, nobody needs it
+                    like = next(iter(works)).tensor
+                    self._again.append(self._inner().recv([torch.empty_like(like)], channel[0], channel[2]))
+
+    def _stream(self, channel: Channel, index: int) -> None:
+        """Thread: send a receiver that starts far back what is on disk, while it computes, until it is level."""
+        inner, archive = self._group.inner, self._runtime.archive
+        assert inner is not None and archive is not None
+        try:
+            while True:
+                with self._runtime.lock:
+                    if self._group.inner is not inner:
+                        return  # the next generation begins anew
+                    if index >= self._sent[channel]:
+                        self._streams.discard(channel)
+                        return
+                    log = self._log.get(channel)
+                    kept = log[index - log[0][0]][2] if log and index >= log[0][0] else None
+                tensor = kept if kept is not None else archive.read(self._name(channel), index)[1][0]
+                # With a time-out of its own: gloo's is that of connecting, and a receiver may begin much later.
+                inner.pg.send([tensor], channel[1], channel[2]).wait(self._group.timeout)
+                index += 1
+                inject.point("recovery.streamed")
+        except SwiftError as error:
+            self._runtime.unreadable(error)
+        except RuntimeError as error:
+            self._runtime.suspect(error)
+
+    def cut(self) -> None:
+        """The inner group is gone. Callers hold the lock."""
+        for works in self._works.values():
+            for work in works:
+                work.inner_work = None
+
+    def fail(self, error: Exception) -> None:
+        """No loss explains why operations failed: whoever waits for such a message is told. Callers hold the lock."""
+        for works in self._works.values():
+            for work in works:
+                if work.inner_work is None:
+                    work.error = error
+
+    def drop_before(self, top: int) -> None:
+        """Forget messages sent before batch top ``top``."""
+        for log in self._log.values():
+            while log and log[0][1] < top:
+                tensor = log.popleft()[2]
+                self.nbytes -= tensor.numel() * tensor.element_size()
+
+    # -- inner -------------------------------------------------------------------------------------
+
+    def _inner(self) -> Any:
+        assert self._group.inner is not None
+        return self._group.inner.pg
+
+    def _post(self, work: P2PWork) -> None:
+        if self._group.inner is None:
+            return  # posted when the next generation is there
+        source, _, tag = work.channel
+        try:
+            work.inner_work = self._inner().recv([work.tensor], source, tag)
+            work.begun = time.monotonic()
+        except RuntimeError as error:
+            self._refused(error)
+        self._runtime.changed.notify_all()
+
+    def _post_send(self, tensor: torch.Tensor, channel: Channel) -> None:
+        try:
+            self._sending.append(self._inner().send([tensor], channel[1], channel[2]))
+        except RuntimeError as error:
+            self._refused(error)
+
+    def _refused(self, error: RuntimeError) -> None:
+        """Gloo would not take a message: the peer is gone and the next generation repeats it, or arguments are wrong.
+
+        Raises:
+            RuntimeError: in the second case.
+        """
+        if "gloo/transport" not in str(error):
+            raise error
+        self._runtime.suspect(error)
+
+    def _complete(self, work: P2PWork) -> None:
+        if work.done:
+            return
+        works = self._works.get(work.channel, [])
+        if work in works:
+            works.remove(work)
+        self._received.setdefault(work.channel, Done()).add(work.index)
+        self._finished(work)
+
+    def _finished(self, work: P2PWork) -> P2PWork:
+        work.done = True
+        work.inner_work = None
+        return work
+
+
+def _channel(key: str) -> Channel:
+    source, destination, tag = key.split(",")
+    return int(source), int(destination), int(tag)

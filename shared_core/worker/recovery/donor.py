@@ -1,0 +1,80 @@
+"""What a worker gives to others: its replicated state to a newcomer, and, when the number of workers changes, to those
+that follow; in between it stands still.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from shared_core.protocol.cut import Cut, Offer
+from shared_core.worker.link import WorkerEnv
+from shared_core.worker.recovery.resize import hand_on
+from shared_core.worker.state.publications import Board
+from shared_core.worker.state.updates import Updates
+
+
+class Donor:
+    """This worker as the exchange sees it. Recovery threads call.
+
+    Args:
+        env: what the launcher told this worker.
+        board: what it has published.
+        updates: its replicated state.
+        joining: whether it has not joined yet.
+
+    Attributes:
+        publishing: held while a batch top is published.
+    """
+
+    def __init__(self, env: WorkerEnv, board: Board, updates: Updates, joining: Callable[[], bool]) -> None:
+        self._env, self._board, self._updates, self._joining = env, board, updates, joining
+        self.publishing = threading.Lock()
+        self._leaving = ExitStack()
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps the state contains."""
+        return self._updates.state_version
+
+    @property
+    def keeps(self) -> dict[str, Any]:
+        """What a frontier says of the states that this worker has."""
+        outside = self._updates.outside
+        return {"top": outside.top, "kept": outside.tops.indices, "outside": outside.active}
+
+    @contextmanager
+    def frozen(self, min_version: int, top: int) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """The state at a batch top, or at a moment when no update runs and at least ``min_version`` steps are in it; no
+        update begins inside. See :meth:`Updates.frozen`.
+        """
+        with self._updates.frozen(min_version, self._env.config.wait_timeout_s, top) as exported:
+            yield exported
+
+    def offer(self) -> Offer:
+        """Say what this worker has, and pass no batch top and no update any more; see :meth:`withdraw`."""
+        self._leaving.close()
+        self._leaving.enter_context(self.publishing)
+        self._leaving.enter_context(self._updates.held())
+        self._board.sync()
+        tops = tuple((top.index, top.version, top.kind) for top in self._board.tops())
+        # A newcomer that is still behind has parameters that no batch top knows.
+        has_state = not self._joining() and self._updates.exact
+        return Offer(self._env.rank, self._env.slot, tops, self._updates.state_version if has_state else None)
+
+    def withdraw(self) -> None:
+        """Go on: nobody leaves."""
+        self._leaving.close()
+
+    def hand_on(self, cut: Cut) -> None:
+        """Write the replicated state at the cut for the workers that follow.
+
+        Raises:
+            RecoveryFailed: if it cannot be had.
+        """
+        with self._updates.at_version(cut.version, cut.top) as (description, tensors):
+            hand_on(self._board.folder, description, tensors)

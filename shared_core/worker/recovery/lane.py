@@ -1,0 +1,456 @@
+"""``on_failure="reroute"``: the workers that are there go on without a lost one, and let a newcomer in later.
+
+A *lane* connects the ranks that are present. An executor does all communication of a training step over it, so that a
+step waits for nobody who is absent; at a loss the lane breaks, and the executor asks for another. Everything else that
+communicates goes on to mean all ranks. A newcomer runs the user's script up to its first batch top and knocks there;
+the others let it in when all of them stand at a batch top, as a copy of one of its replicas.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from shared_core.errors import (
+    ConfigError,
+    GenerationAbandoned,
+    LaneBroken,
+    NotConnected,
+    SwiftError,
+    WaitTimeout,
+)
+from shared_core.launcher.ledger import lane_key
+from shared_core.testing import inject
+from shared_core.waiting import Keys, ranks_text, wait_for
+from shared_core.worker.comm.gloo import STUCK_S, InnerGroup, finish
+from shared_core.worker.comm.runtime import MAX_ATTEMPTS, SUSPECT_S, Runtime
+from shared_core.worker.recovery.exchange import Received, Recovery
+
+#: Longest that a tensor is kept until it is sent.
+_PATIENCE = timedelta(days=10)
+
+
+class LaneWork:
+    """A message that is being received."""
+
+    def __init__(self, lane: Lane, work: Any, rank: int) -> None:
+        self._lane, self._work, self._rank = lane, work, rank
+        self._error: RuntimeError | None = None
+        self._waiter: threading.Thread | None = None
+
+    def wait(self) -> None:
+        """Return when the message is there.
+
+        Raises:
+            LaneBroken: if a worker was lost meanwhile.
+            RuntimeError: what gloo reported, if none was.
+        """
+        inject.point("lane.wait")
+        with self._lane.waiting((self._rank,), "the training step (a message)"):
+            if self._waiter is None:
+                self._run()
+            else:
+                self._waiter.join(STUCK_S)
+                while self._waiter.is_alive():
+                    if self._lane.broken():
+                        raise LaneBroken("gloo does not give a message back that was cut")
+                    self._waiter.join(STUCK_S)
+        if self._error is not None:
+            self._lane.explain(self._error)
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` returns, or raises, at once."""
+        # Gloo cannot be asked, so somebody waits: a thread, and only for works that are asked about.
+        if self._waiter is None:
+            self._waiter = threading.Thread(target=self._run, name="swift-lane", daemon=True)
+            self._waiter.start()
+        return not self._waiter.is_alive()
+
+    def _run(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            return  # waited for before
+        try:
+            work.wait(self._lane.timeout)
+        except RuntimeError as error:
+            self._error = error
+
+
+class Lane:
+    """Connects the ranks that are present in one generation. Used by the program's thread.
+
+    Attributes:
+        generation: a loss ends it.
+        ranks: who is connected, ascending.
+        finished: ranks that had left the program for good before this lane was formed; neither here nor absent.
+    """
+
+    def __init__(
+        self, runtime: Runtime, inner: InnerGroup, generation: int, ranks: tuple[int, ...], finished: tuple[int, ...]
+    ) -> None:
+        self.generation, self.ranks, self.finished = generation, ranks, finished
+        self._runtime, self._inner = runtime, inner
+        #: Of one operation; a loss ends it at once.
+        self.timeout = runtime.world.timeout if runtime.world is not None else _PATIENCE
+        self._sent: SimpleQueue[tuple[Any, torch.Tensor] | None] = SimpleQueue()
+        threading.Thread(target=_keep, args=(self._sent,), name="swift-lane-sends", daemon=True).start()
+
+    def broken(self) -> bool:
+        """Whether a worker was lost since: what is under way may never finish."""
+        return self._runtime.latest > self.generation
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        """Send, without waiting. The tensor is kept until it is sent, and must not be changed until the step ends.
+
+        Args:
+            tensor: contiguous.
+            rank: global rank of the receiver.
+            tag: at least 0; tells messages between the same two ranks apart that are under way together.
+
+        Raises:
+            LaneBroken: if a worker was lost meanwhile.
+        """
+        inject.point("lane.send")
+        tensor = tensor.detach()
+        self._sent.put((self._issue(lambda pg: pg.send([tensor], self.ranks.index(rank), tag)), tensor))
+
+    def recv(self, tensor: torch.Tensor, rank: int, tag: int) -> LaneWork:
+        """Begin to receive into ``tensor``.
+
+        Args:
+            tensor: contiguous, of the message's shape and type.
+            rank: global rank of the sender.
+            tag: the sender's.
+
+        Raises:
+            LaneBroken: if a worker was lost meanwhile.
+        """
+        return LaneWork(self, self._issue(lambda pg: pg.recv([tensor], self.ranks.index(rank), tag)), rank)
+
+    def exchange(self, value: Any) -> dict[int, Any]:
+        """What each rank gives, by rank.
+
+        Args:
+            value: plain data that JSON can hold.
+
+        Raises:
+            LaneBroken: if a worker was lost meanwhile; others may have got the answer.
+        """
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        self._run(lambda pg: pg.allgather([sizes], [torch.tensor([mine.numel()])]))
+        most = max(int(size) for size in sizes)
+        padded = torch.zeros(most, dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        parts = [torch.empty_like(padded) for _ in self.ranks]
+        self._run(lambda pg: pg.allgather([parts], [padded]))
+        return {
+            rank: json.loads(part[: int(size)].numpy().tobytes())
+            for rank, part, size in zip(self.ranks, parts, sizes, strict=True)
+        }
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it.
+
+        Raises:
+            LaneBroken: if a worker was lost meanwhile; others may have returned.
+        """
+        self._run(lambda pg: pg.barrier(dist.BarrierOptions()))
+
+    @contextmanager
+    def waiting(self, ranks: Sequence[int], what: str) -> Iterator[None]:
+        """In here this worker waits for others: the progress time-out does not run, and helpers may compute.
+
+        Args:
+            ranks: who is waited for.
+            what: what they are to do, for the line that a long wait prints.
+        """
+        with self._runtime.turn.passed_on():
+            with self._runtime.lock:
+                self._runtime.note_waiting(+1)
+                self._runtime.beside = time.monotonic(), tuple(ranks), what
+            try:
+                yield
+            finally:
+                with self._runtime.lock:
+                    self._runtime.note_waiting(-1)
+                    self._runtime.beside = None
+
+    def explain(self, error: RuntimeError) -> None:
+        """An operation failed. Raises LaneBroken once a loss is announced that explains it, else ``error``."""
+        with self._runtime.lock:
+            self._runtime.changed.wait_for(lambda: self.broken() or self._runtime.ended, timeout=SUSPECT_S)
+            self._runtime.raise_if_ended()
+        if self.broken():
+            raise LaneBroken(f"a worker was lost after generation {self.generation}") from error
+        assert self._runtime.world is not None
+        others = ranks_text(rank for rank in self.ranks if rank != self._runtime.rank)
+        raise self._runtime.overdue(error, self._runtime.world, f"the training step (with {others},")
+
+    def close(self) -> None:
+        """Cut the connections."""
+        self._runtime.drop_side(self._inner)
+        self._sent.put(None)
+
+    def _issue(self, start: Callable[[Any], Any]) -> Any:
+        pg = self._inner.pg
+        if pg is None or self.broken():
+            raise LaneBroken(f"a worker was lost after generation {self.generation}")
+        try:
+            return start(pg)
+        except RuntimeError as error:
+            self.explain(error)
+
+    def _run(self, start: Callable[[Any], Any]) -> None:
+        inject.point("lane.wait")
+        work = self._issue(start)
+        with self.waiting(
+            [rank for rank in self.ranks if rank != self._runtime.rank], "the training step (an exchange)"
+        ):
+            try:
+                finish(work, self.broken, "a lane that is cut")
+                return
+            except RuntimeError as error:
+                failed = error
+        self.explain(failed)
+
+
+def _keep(sent: SimpleQueue[tuple[Any, torch.Tensor] | None]) -> None:
+    """Thread: keep tensors until they are sent. Receivers take them in any order, so some are kept a little longer."""
+    while (item := sent.get()) is not None:
+        try:
+            item[0].wait(_PATIENCE)
+        except RuntimeError:
+            pass  # the lane is broken: whoever receives notices
+
+
+class _Arrivals:
+    """Looks like a store whose keys are ranks, which are there when they have come to a lane or have finished."""
+
+    def __init__(self, store: Store, meeting: str) -> None:
+        self._store, self._meeting = store, meeting
+
+    def come(self, rank: int | str) -> bool:
+        """Whether the rank has come."""
+        return bool(self._store.check([f"{self._meeting}/{rank}"]))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all these ranks need not be waited for."""
+        return all(self.come(rank) or self._store.check([f"done/{rank}"]) for rank in keys)
+
+
+class Lanes:
+    """Forms lanes, and lets newcomers in.
+
+    Args:
+        recovery: forms generations.
+    """
+
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
+        self._lane: Lane | None = None
+
+    @property
+    def formed(self) -> bool:
+        """Whether there has been a lane: then every worker uses lanes, and no loss is answered by a replay."""
+        return self._lane is not None
+
+    def lane(self) -> Lane:
+        """The lane of the ranks that are present; blocks until all of them have called this. If one does not come in
+        the time-out of the process group, the job ends.
+
+        Raises:
+            ConfigError: if ``on_failure`` is not ``reroute``.
+        """
+        runtime, started = self._runtime, time.time()
+        if self._env.config.on_failure != "reroute":
+            raise ConfigError("lanes are for on_failure='reroute': in all other cases a lost rank is waited for")
+        if self._lane is None:
+            self._recovery.new_store("").set(lane_key(self._env.rank, self._env.incarnation), "1")
+        while True:
+            with runtime.lock:
+                # A loss before all use lanes, or without a newcomer, is answered by forming the generation.
+                while not runtime.absent and runtime.generation < runtime.latest:
+                    runtime.raise_if_ended()
+                    runtime.changed.wait(1.0)
+                generation, absent = runtime.latest, runtime.absent
+            present = [rank for rank in range(self._env.world_size) if rank not in absent]
+            if self._lane is not None:
+                lane = self._lane
+                if lane.generation == generation and {*lane.ranks, *lane.finished} == set(present):
+                    return lane
+                lane.close()
+            try:
+                self._lane = self._connect(generation, present)
+            except GenerationAbandoned:
+                continue
+            if self._env.rank == self._lane.ranks[0]:
+                self._recovery.events.emit(
+                    "lane",
+                    rank=self._env.rank,
+                    generation=generation,
+                    ranks=list(self._lane.ranks),
+                    formed_s=time.time() - started,
+                    top=runtime.top,
+                )
+            return self._lane
+
+    def _connect(self, generation: int, present: Sequence[int]) -> Lane:
+        """Raises GenerationAbandoned if the generation ends meanwhile."""
+        runtime, rank = self._runtime, self._env.rank
+        inject.point("lane.connect")
+        # A generation has two lanes if newcomers are let in in it.
+        name = f"lane{len(present)}"
+        store, meeting = self._recovery.new_store(""), f"gen/{generation}/{name}"
+        store.set(f"{meeting}/{rank}", "1")
+        arrivals = _Arrivals(store, meeting)
+        # As long as torch waits at least: nobody that is present was lost, so whoever is late computes.
+        limit_s = runtime.longest_s(runtime.world) if runtime.world is not None else runtime.wait_timeout_s
+        what = f"to begin the next training step (in generation {generation}, without the lost ranks)"
+        self._wait(arrivals, {each: str(each) for each in present}, generation, limit_s, what)
+        # Whoever comes here does not finish in between, and whoever has finished does not come.
+        ranks = tuple(each for each in present if arrivals.come(each))
+        timeout = runtime.world.timeout if runtime.world is not None else _PATIENCE
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                inner = runtime.side_group(
+                    f"{name}.{attempt}", ranks, generation, attempt=attempt, operation_timeout=timeout
+                )
+            except NotConnected:
+                continue
+            lane = Lane(runtime, inner, generation, ranks, tuple(each for each in present if each not in ranks))
+            try:
+                lane.barrier()  # all are connected, or nobody uses it
+                return lane
+            except RuntimeError as error:
+                lane.close()
+                if isinstance(error, LaneBroken):
+                    raise GenerationAbandoned(str(error)) from error
+                if isinstance(error, (SwiftError, inject.FaultInjected)):
+                    raise
+        raise NotConnected(f"rank {rank}: nobody was lost, and yet ranks {ranks} do not reach each other for a lane")
+
+    def _wait(
+        self,
+        store: Keys,
+        keys: dict[int, str],
+        generation: int,
+        limit_s: float,
+        what: str,
+        *,
+        bound: str = "time-out of the process group",
+        ends: str = "this ends with an error",
+    ) -> None:
+        """Wait for keys, and end the job if they do not come.
+
+        Raises:
+            GenerationAbandoned: if another rank is lost meanwhile.
+        """
+        with self._runtime.lock:
+            self._runtime.note_waiting(+1)
+        try:
+            with self._runtime.turn.passed_on():
+                abandoned = lambda: self._runtime.latest > generation  # noqa: E731
+                wait_for(store, keys, abandoned, limit_s, self._env.rank, what, bound=bound, ends=ends)
+        except WaitTimeout as error:
+            self._recovery.give_up(error)
+        finally:
+            with self._runtime.lock:
+                self._runtime.note_waiting(-1)
+
+    # -- letting in --------------------------------------------------------------------------------
+
+    def knocking(self, entry: int, *, wait: bool = False) -> tuple[int, ...]:
+        """All absent ranks, if the newcomers of all of them wait to be let in; else none.
+
+        Args:
+            entry: number of the entry call in which this worker is. Who waits in another cannot be let in here: where
+                that is waited for, all go back to the checkpoint.
+            wait: block until they do, or another rank is lost. If they do not come in ``rejoin_after_s`` and
+                ``wait_timeout_s``, the job ends.
+        """
+        with self._runtime.lock:
+            generation, record = self._runtime.latest, self._recovery.record
+            absent = sorted(self._runtime.absent)
+        keys = [f"knock/{rank}.{record['incarnations'][rank]}" for rank in absent]
+        if not keys:
+            return ()
+        store = self._recovery.new_store("")
+        if wait:
+            timeout_s = self._env.config.rejoin_after_s + self._runtime.wait_timeout_s
+            try:
+                what = "to be let in (they were lost, and their newcomers run the script up to the training loop)"
+                bound = "rejoin_after_s and wait_timeout_s"
+                self._wait(store, dict(zip(absent, keys, strict=True)), generation, timeout_s, what, bound=bound)
+            except GenerationAbandoned:
+                return ()
+        elif not store.check(keys):
+            return ()
+        if all(int(store.get(key)) == entry for key in keys):
+            return tuple(absent)
+        if wait:
+            self._recovery.fall_back(f"newcomers of ranks {absent} are in another call of the program than the others")
+        return ()
+
+    def let_in(self, ranks: Sequence[int]) -> bool:
+        """Let newcomers in; whether they are in now. Called by all members of the newest lane at the same batch top.
+
+        Args:
+            ranks: what :meth:`knocking` gave, on one of them.
+        """
+        assert self._lane is not None
+        runtime, recovery, generation = self._runtime, self._recovery, self._lane.generation
+        started = time.time()
+        inject.point("lane.let_in")
+        recovery.new_store("").set(f"gen/{generation}/letting", "1")
+        try:
+            received = recovery.let_in(generation)
+        except GenerationAbandoned:
+            self._await_next(generation)
+            return False
+        if self._env.rank == self._lane.ranks[0]:
+            stall_s = time.time() - started
+            for rank in ranks:
+                recovery.events.emit(
+                    "let_in",
+                    rank=rank,
+                    generation=generation,
+                    top=runtime.top,
+                    stall_s=stall_s,
+                    bytes_moved=received.nbytes,
+                )
+        return True
+
+    def knock(self, entry: int) -> Received:
+        """Newcomer: wait to be let in. Returns what was received."""
+        runtime, recovery = self._runtime, self._recovery
+        inject.point("lane.knock")
+        store = recovery.new_store("")
+        store.set(f"knock/{self._env.rank}.{self._env.incarnation}", str(entry))
+        while True:
+            generation = runtime.latest
+            try:
+                others = set(range(self._env.world_size)) - self._runtime.absent
+                what = f"and the others to let rank {self._env.rank} in, at their next batch top"
+                letting = {min(others, default=0): f"gen/{generation}/letting"}
+                self._wait(store, letting, generation, math.inf, what, ends="it waits as long as they train")
+                return recovery.let_in(generation)
+            except GenerationAbandoned:
+                self._await_next(generation)
+
+    def _await_next(self, generation: int) -> None:
+        with self._runtime.lock:
+            while self._runtime.latest <= generation:
+                self._runtime.raise_if_ended()
+                self._runtime.changed.wait(1.0)

@@ -1,0 +1,202 @@
+"""Says whom the training waits for when it takes long, and ends it when nobody can ever go on.
+
+A collective of the training may wait for a peer as long as torch's own time-out allows: a healthy peer may be slow. So
+one rank says once who is waited for, then nothing for a while. A *standstill* is another matter: all that wait, wait
+for each other, as when a newcomer has taken another branch of the script than its peers. After a recovery that ends the
+job at ``wait_timeout_s``.
+
+Each rank that waits reports to the store where it stands; one of them, the speaker, reads all reports. Nothing is
+reported while waits are short.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+
+from torch._C._distributed_c10d import Store
+
+from shared_core.errors import ReplayDivergence
+from shared_core.events import EventLog, console
+from shared_core.protocol.standstill import Standing, awaited, describe, stuck
+from shared_core.waiting import ends_text, quiet_s, ranks_text
+from shared_core.worker.comm.standing import finished, standing
+from shared_core.worker.link import WorkerEnv, at_end
+from shared_core.worker.recovery.exchange import Recovery
+
+#: A wait that lasts longer is reported, in seconds.
+_REPORT_S = 1.0
+#: Between two looks, in seconds; longer in a long wait.
+_LOOK_S = (0.5, 5.0)
+#: After a line about a wait in which nothing is wrong the next one comes after so many seconds, or the next recovery.
+AGAIN_S = 600.0
+
+
+class Patience:
+    """Watches the waits of one worker's program, on a thread of its own.
+
+    Args:
+        env: what the launcher told this worker.
+        recovery: knows the store, and whether there was a loss.
+        events: the job's log.
+    """
+
+    def __init__(self, env: WorkerEnv, recovery: Recovery, events: EventLog) -> None:
+        self._env, self._recovery, self._runtime, self._events = env, recovery, recovery.runtime, events
+        self._lock = threading.Lock()
+        self._over = False
+        self._looks = 0
+        self._reported = False
+        self._speaks: int | None = None
+        self._said: tuple[int, frozenset[int]] = (-1, frozenset())
+        self._before: dict[int, Standing] = {}
+        self._seen = ""
+        self._last: Standing | None = None
+
+    def begin(self) -> None:
+        """Watch from now on; the default process group is about to be made."""
+        runtime = self._runtime
+        runtime.whereabouts = lambda: self._seen
+        at_end(self._finish)
+        if self._env.incarnation:
+            self._store().set(self._key(self._env.rank), "")  # what its predecessor has reported
+        threading.Thread(target=self._run, name="swift-patience", daemon=True).start()
+
+    def _finish(self) -> None:
+        if self._env.world_size == 1 or self._runtime.generation < 0:
+            return
+        with self._lock:
+            self._over = True  # this report is the last
+            with suppress(RuntimeError):  # the agent is gone
+                self._store().set(self._key(self._env.rank), finished(self._runtime, self._looks).to_json())
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        limit_s = self._env.config.wait_timeout_s
+        short = min(_LOOK_S[0], quiet_s(limit_s) / 4)
+        while self._runtime.ended is None:
+            waited = self._last.waited_s if self._last else 0.0
+            pause.wait(max(short, min(0.1 * waited, _LOOK_S[1], limit_s - waited)))
+            try:
+                with self._lock:
+                    if self._over:
+                        return
+                    self._look()
+            except RuntimeError:
+                return  # the store is gone: so is the agent
+
+    def _store(self) -> Store:
+        return self._recovery.new_store("")
+
+    def _key(self, rank: int) -> str:
+        return f"stand/{rank}"
+
+    def _look(self) -> None:
+        """Report where this rank stands, and speak if that falls to it."""
+        self._looks += 1
+        mine = standing(self._runtime, self._looks)
+        quiet = quiet_s(self._env.config.wait_timeout_s)
+        if mine is not None and mine.waited_s < min(_REPORT_S, quiet / 2):
+            mine = None
+        self._last = mine
+        if mine is None:
+            self._retire()
+            return
+        store = self._store()
+        store.set(self._key(self._env.rank), mine.to_json())
+        self._reported = True
+        if self._speaks != mine.generation:
+            self._speaks = None
+            word = store.compare_set(f"stand/speaker/{mine.generation}", "", str(self._env.rank))
+            if bytes(word).decode() != str(self._env.rank):
+                return
+            self._speaks = mine.generation
+        if mine.waited_s >= min(quiet, quiet_s(mine.limit_s)):
+            self._speak(store, mine)
+
+    def _retire(self) -> None:
+        """This rank goes on: whatever it has reported is over."""
+        if self._reported:
+            self._reported = False
+            self._store().set(self._key(self._env.rank), "")
+        if self._speaks is not None:
+            self._store().compare_set(f"stand/speaker/{self._speaks}", str(self._env.rank), "")
+            self._speaks = None
+        self._before = {}
+
+    def _speak(self, store: Store, mine: Standing) -> None:
+        standings = self._read(store, mine)
+        held = stuck(standings)
+        sure = bool(held) and all(
+            rank in self._before
+            and self._before[rank].place == standings[rank].place
+            and (standings[rank].finished or self._before[rank].look + 2 <= standings[rank].look)
+            for rank in {*held, *(other for whom in held.values() for other in whom)}
+        )
+        if not held or not self._before or not _same(held, self._before, standings):
+            self._before = standings  # the next looks are compared with this one
+        if sure:
+            self._stand_still(standings, held)
+        elif not held:
+            self._wait_on(store, mine, standings)
+
+    def _read(self, store: Store, mine: Standing) -> dict[int, Standing]:
+        """Reports of this generation."""
+        keys = [key for rank in range(self._env.world_size) if store.check([key := self._key(rank)])]
+        reports = [bytes(raw).decode() for raw in store.multi_get(keys)]
+        standings = [Standing.from_json(raw) for raw in reports if raw]
+        return {each.rank: each for each in standings if each.finished or each.generation == mine.generation}
+
+    def _stand_still(self, standings: dict[int, Standing], held: dict[int, tuple[int, ...]]) -> None:
+        """Nobody can go on. Without a recovery it is the program's own mistake, and ends when torch's time-out does."""
+        generation = standings[next(iter(held))].generation
+        waits = {rank: standings[rank] for rank in held}
+        begun = max(each.waited_s for each in waits.values())
+        left, bound = min(each.limit_s - each.waited_s for each in waits.values()), "time-out of the process group"
+        if generation > 0:
+            left, bound = self._env.config.wait_timeout_s - begun, "wait_timeout_s"
+        text = describe(standings, held)
+        self._seen = f"{text}. "
+        if self._said[0] != generation or self._said[1].isdisjoint(held):
+            self._said = (generation, frozenset(held))
+            self._say(f"no rank can go on: {text}; {ends_text(left, bound)}", generation)
+        if generation > 0 and left <= 0:
+            self._runtime.end(
+                ReplayDivergence(
+                    f"after the recovery in generation {generation} no rank can go on, for {begun:.0f} s "
+                    f"(wait_timeout_s): {text}. A newcomer does not make the calls that its peers make: the script's "
+                    "loop is not the same there. Let it depend only on what is restored (registered state, the loop's "
+                    "place), not on files, the time, or whether this process has run it before"
+                )
+            )
+
+    def _wait_on(self, store: Store, mine: Standing, standings: dict[int, Standing]) -> None:
+        """Somebody is late. One line in a while, and one after each recovery."""
+        whom = awaited(mine, standings)
+        text = describe(standings, {mine.rank: whom}) if whom else ""
+        self._seen = f"{text}. " if text else ""
+        key = f"stand/said/{mine.generation}"
+        if not whom or (store.check([key]) and time.time() - float(store.get(key)) < AGAIN_S):
+            return
+        store.set(key, str(time.time()))
+        at = {rank: standings[rank].where for rank in whom if rank in standings and not standings[rank].finished}
+        where = "; ".join(f"rank {rank} is in {place}" for rank, place in list(at.items())[:4])
+        limit_s = self._env.config.progress_timeout_s
+        busy = [rank for rank in whom if rank not in standings]
+        if busy:
+            is_are = "is" if len(busy) == 1 else "are"
+            where += f"{'; ' if where else ''}{ranks_text(busy)} {is_are} not in a collective"
+            where += f" (replaced after {limit_s:g} s without progress, progress_timeout_s)"
+        late = f": {where}" if where else ""
+        ends = ends_text(mine.limit_s - mine.waited_s, "time-out of the process group")
+        self._say(f"{text}{late}; {ends}", mine.generation)
+
+    def _say(self, line: str, generation: int) -> None:
+        console(line)
+        self._events.emit("warning", rank=self._env.rank, generation=generation, message=line)
+
+
+def _same(held: dict[int, tuple[int, ...]], before: dict[int, Standing], now: dict[int, Standing]) -> bool:
+    """Whether all of a standstill wait for what they waited for before."""
+    return all(rank in before and before[rank].place == now[rank].place for rank in held)

@@ -1,0 +1,35 @@
+"""Rank-local state of one rank as another begins with it, which becomes its copy (``on_failure="reroute"``)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from shared_core.recovery.plain import dumps, loads
+from shared_core.worker.state.ddp_buckets import BUCKETS
+from shared_core.worker.state.publications import Board
+
+
+def pack(board: Board, top: int, groups: Collection[str]) -> bytes:
+    """What a rank has published at a batch top, and what it keeps for its newcomers.
+
+    Args:
+        board: of the rank.
+        top: number of the batch top.
+        groups: names of groups: results of their operations are not for others.
+    """
+    newest = {
+        (kind, name): (key, value)
+        for key, value in board.records()
+        for _, kind, name, _ in [key]
+        if kind != BUCKETS and kind not in groups
+    }
+    return dumps((board.read_top(top), list(newest.values())))
+
+
+def unpack(board: Board, packed: bytes) -> dict[str, Any]:
+    """Keep in the copy's board what the other has kept. Returns what it had published at the batch top."""
+    parts, kept = loads(packed)
+    for key, value in kept:
+        board.record(key, value)
+    return parts  # type: ignore[no-any-return]

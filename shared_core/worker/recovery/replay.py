@@ -1,0 +1,58 @@
+"""What pipelines without replicas need: newcomers run on from a checkpoint with logged messages, and others help."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shared_core.worker.comm.compute_turn import Turn
+from shared_core.worker.comm.gloo import InnerGroup
+from shared_core.worker.messages.disk_log import Logs
+from shared_core.worker.recovery.exchange import Recovery, Replaying
+
+
+class Replays:
+    """Replays of this worker, and of others that it helps.
+
+    Args:
+        recovery: forms generations.
+        logs: what is logged to disk.
+
+    Attributes:
+        own: set in a newcomer that runs on from a checkpoint, or from the beginning; whoever acts on it sets it back.
+    """
+
+    def __init__(self, recovery: Recovery, logs: Logs) -> None:
+        self._recovery, self._runtime, self._logs = recovery, recovery.runtime, logs
+        self.own: Replaying | None = None
+
+    def regroup(self, together: Sequence[int]) -> None:
+        """From now on these ranks, this one among them, start again together: messages between them are not logged."""
+        self._logs.regroup(together)
+
+    def note_messages(self, note: dict[str, Any]) -> None:
+        """What the log on disk says of the messages sent from now on; plain data."""
+        self._runtime.note = note
+
+    def help(self, helper: Callable[[Replaying], None]) -> None:
+        """Have ``helper`` called, on a thread, when others replay while this worker waits for them."""
+        self._runtime.turn.begin()
+
+        def start(replaying: Replaying) -> None:
+            threading.Thread(target=helper, args=(replaying,), name="swift-help", daemon=True).start()
+
+        self._recovery.on_replay = start
+
+    @property
+    def turn(self) -> Turn:
+        """Held by who computes in this process."""
+        return self._runtime.turn
+
+    def side_group(self, replaying: Replaying, name: str, ranks: Sequence[int]) -> InnerGroup:
+        """A group of some ranks for the time of a replay; see :meth:`Runtime.side_group`."""
+        return self._runtime.side_group(name, ranks, replaying.generation)
+
+    def drop_side(self, inner: InnerGroup) -> None:
+        """Cut such a group."""
+        self._runtime.drop_side(inner)

@@ -1,0 +1,106 @@
+"""Replicas are compared after each recovery: a minority is replaced, without a majority the job ends."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+
+from shared_core.errors import GenerationAbandoned, ReplicaMismatch, WaitTimeout
+from shared_core.events import console
+from shared_core.waiting import wait_for
+from shared_core.worker.link import WorkerEnv
+from shared_core.worker.recovery.exchange import Recovery
+from shared_core.worker.state.updates import Updates
+
+_WAIT_S = 60.0
+
+
+class Replicas:
+    """Compares this rank's replicated state with the others'.
+
+    Args:
+        env: what the launcher told this worker.
+        recovery: says when a comparison is due.
+        updates: the replicated state.
+    """
+
+    def __init__(self, env: WorkerEnv, recovery: Recovery, updates: Updates) -> None:
+        self._env, self._recovery, self._updates = env, recovery, updates
+        self._compared = 0
+
+    def compare(self, ranks: Sequence[int]) -> None:
+        """Call at each batch top; acts at the first one after all have stepped beyond a recovery.
+
+        Args:
+            ranks: those that hold the same state, this one among them.
+        """
+        due, generation = self._recovery.verify_version, self._recovery.runtime.generation
+        if due is None or not self._env.config.verify_checksums or generation <= self._compared:
+            return
+        if self._updates.version < due:
+            return
+        self._compared = generation
+        state = self._updates.replicated
+        if state is None or len(ranks) < 2 or self._updates.state_version != self._updates.version:
+            return
+        key = f"sums/{generation}/{due}"
+        report = {"version": self._updates.version, "sums": state.checksums(self._updates.outside.local)}
+        self._recovery.new_store("").set(f"{key}/{self._env.rank}", json.dumps(report))
+        if self._env.rank == min(ranks):
+            args = (key, ranks, list(state.names))
+            threading.Thread(target=self._judge, args=args, name="swift-compare", daemon=True).start()
+
+    def _judge(self, key: str, members: Sequence[int], names: list[str]) -> None:
+        runtime, store = self._recovery.runtime, self._recovery.new_store("")
+        generation = runtime.generation
+        keys = {rank: f"{key}/{rank}" for rank in members}
+        what = "to give the checksums of their parameters after the recovery"
+        abandoned, fate = lambda: runtime.latest > generation, "they are not compared"
+        try:
+            wait_for(store, keys, abandoned, _WAIT_S, self._env.rank, what, bound="a fixed limit", ends=fate)
+        except GenerationAbandoned:
+            return
+        except WaitTimeout as error:
+            console(f"{error} Replicas are not compared after this recovery")
+            return
+        reports = [json.loads(store.get(each)) for each in keys.values()]
+        if len({report["version"] for report in reports}) != 1:
+            return
+        verdict = minority([report["sums"] for report in reports])
+        if verdict is None:
+            return
+        places, place = verdict
+        if places:
+            self._recovery.tell("divergent", [members[each] for each in places])
+            return
+        self._recovery.fail(
+            ReplicaMismatch(
+                f"after the recovery in generation {generation} the replicas differ in parameter {names[place]}, and "
+                "there is no majority to tell which is right. Likely causes, the likeliest first: the script changes "
+                "parameters or optimizer state outside an optimizer's step and depending on something that "
+                "shared_core.attach() or register() was not given (attach averages and target networks, register "
+                "what the change depends on; preimages='always' helps where such changes begin late in training); it "
+                "is not deterministic (an unseeded generator, a branch on the rank); or memory is faulty. Restart "
+                "from a checkpoint."
+            )
+        )
+
+
+def minority(sums: Sequence[Sequence[int]]) -> tuple[list[int], int] | None:
+    """Places in ``sums`` that differ from more than half of them, and the first parameter that differs; None if all
+    are equal.
+
+    Without a majority the list of places is empty.
+    """
+    votes: dict[tuple[int, ...], list[int]] = {}
+    for rank, each in enumerate(sums):
+        votes.setdefault(tuple(each), []).append(rank)
+    if len(votes) == 1:
+        return None
+    best = max(votes, key=lambda each: len(votes[each]))
+    other = next(each for each in votes if each != best)
+    place = next((i for i, (a, b) in enumerate(zip(best, other, strict=False)) if a != b), 0)
+    if 2 * len(votes[best]) > len(sums):
+        return sorted(rank for each, ranks in votes.items() if each != best for rank in ranks), place
+    return [], place

@@ -1,0 +1,143 @@
+"""What is told of recoveries: events in the job's log, and calls of those in this worker who listen."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from shared_core.events import EventLog, console
+from shared_core.worker.comm import Runtime
+from shared_core.worker.link import WorkerEnv
+from shared_core.worker.recovery.exchange import Received
+from shared_core.worker.state.updates import Updates
+
+Listener = Callable[[dict[str, Any]], None]
+
+
+class News:
+    """The recoveries of one worker.
+
+    Args:
+        env: what the launcher told this worker.
+        events: the job's log.
+        runtime: the groups.
+        updates: says which steps were made again.
+        rolled_back: called when newcomers have gone back to a checkpoint.
+        report: tells the agent something that it shows to the user.
+    """
+
+    def __init__(
+        self,
+        env: WorkerEnv,
+        events: EventLog,
+        runtime: Runtime,
+        updates: Updates,
+        rolled_back: Callable[[], None],
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._events, self._runtime, self._updates, self._rolled_back = events, runtime, updates, rolled_back
+        self._report = report
+        self._first = env.rank == 0 and env.incarnation == 0
+        #: What the agent is told once this worker trains; None where nobody waits for it.
+        self._awaited: dict[str, Any] | None = {"rank": env.rank} if self._first and env.restart else None
+        self._tops = 0
+        self._until = -1
+        self._recovered: deque[dict[str, Any]] = deque()
+        self._listeners: list[Listener] = []
+        self._stalled_since: float | None = None
+        updates.after = self._after_update
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Append an event to the job's log."""
+        self._events.emit(kind, rank=self._runtime.rank, generation=self._runtime.generation, **fields)
+
+    def listen(self, listener: Listener) -> None:
+        """Have ``listener`` called with the fields of each recovery, in the next :meth:`deliver`."""
+        self._listeners.append(listener)
+
+    def deliver(self) -> None:
+        """Tell those that listen, on this thread, at each batch top."""
+        if self._awaited is not None:
+            self._tops += 1
+            if self._tops > 1:  # the first batch is done, perhaps without an update
+                self._say_so()
+        while self._recovered:
+            fields = self._recovered.popleft()
+            for listener in self._listeners:
+                listener(fields)
+
+    def joined(self, received: Received | None, **fields: Any) -> None:
+        """This newcomer has joined; with None from the beginning."""
+        self._awaited = (self._awaited or {}) | {"rank": self._runtime.rank}
+        self._tops = 1 if received else 0
+        self._until = received.replaying.complete if received and received.replaying else -1
+        self.emit(
+            "newcomer_ready",
+            bytes_moved=received.nbytes if received else 0,
+            served_operations=received.replayed if received else 0,
+            top=received.top.index if received and received.top else 0,
+            recomputed_steps=self._updates.recomputed,
+            **fields,
+        )
+
+    def recovered(self, fields: dict[str, Any]) -> None:
+        """Recovery thread of a survivor: a generation is formed.
+
+        Args:
+            fields: of the event; ``generation`` is among them.
+        """
+        if fields.get("resolution") == "replay":
+            self._rolled_back()
+        self._events.emit(
+            "recovered",
+            rank=self._runtime.rank,
+            stall_s=time.time() - fields["detected"],
+            recomputed_steps=self._updates.recomputed,
+            log_bytes=self._runtime.log_bytes(),
+            spilled_bytes=self._runtime.spilled_bytes,
+            **fields,
+        )
+        self._recovered.append(fields)
+        self._stalled_since = fields["detected"]
+
+    def rerouted(self, detected: float) -> None:
+        """Recovery thread of a survivor that goes on without a lost rank."""
+        self._stalled_since = detected
+
+    def began(self, top: int, whence: str) -> None:
+        """This worker has reached the place that it begins from.
+
+        Args:
+            top: batch top.
+            whence: the checkpoint that all begin from, if it is one.
+        """
+        if self._awaited is not None:
+            self._awaited |= {"top": top, "whence": whence}
+        elif whence and self._first:
+            console(f"the job continues from {whence}")
+
+    def _say_so(self) -> None:
+        if self._updates.version <= self._until:
+            return  # it catches up with the others
+        said, self._awaited = self._awaited, None
+        self._report({"pid": os.getpid(), "time": time.time()} | (said or {}))
+
+    def _after_update(self) -> None:
+        if self._awaited is not None:
+            self._say_so()
+        if self._stalled_since is not None:
+            since, self._stalled_since = self._stalled_since, None
+            self.emit("resumed", stall_s=time.time() - since, recomputed_steps=self._updates.recomputed)
+
+    def memory(self) -> None:
+        """Log how much memory the logs took at most; called when the process ends."""
+        replicated = self._updates.replicated
+        self.emit(
+            "log_memory",
+            peak_bytes=self._runtime.peak_log_bytes,
+            spilled_bytes=self._runtime.spilled_bytes,
+            parameter_bytes=replicated.nbytes if replicated is not None else 0,
+        )

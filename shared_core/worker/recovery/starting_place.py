@@ -1,0 +1,203 @@
+"""Where a worker begins: a newcomer at its predecessor's batch top, or as the copy of a replica; after a restart at a
+checkpoint, or at what was handed on when the number of workers changed; all others at the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError, Unsupported
+from shared_core.worker.checkpoints.checkpoints import Checkpoints, Restored, ends_before
+from shared_core.worker.checkpoints.recovery_line import Collect
+from shared_core.worker.link import WorkerEnv
+from shared_core.worker.recovery.exchange import Received, Recovery
+from shared_core.worker.recovery.lane import Lanes
+from shared_core.worker.recovery.rank_copy import unpack
+from shared_core.worker.recovery.resize import take_over
+from shared_core.worker.state.updates import Updates
+
+
+class Beginning:
+    """What one worker begins with.
+
+    Args:
+        env: what the launcher told this worker.
+        recovery: forms generations, and knows the predecessor's place.
+        lanes: by which a newcomer is let in.
+        checkpoints: of this rank.
+        updates: the replicated state.
+
+    Attributes:
+        joining: there is a place to reach, and it is not reached yet.
+    """
+
+    def __init__(
+        self, env: WorkerEnv, recovery: Recovery, lanes: Lanes, checkpoints: Checkpoints, updates: Updates
+    ) -> None:
+        self._env, self._recovery, self._lanes, self._checkpoints = env, recovery, lanes, checkpoints
+        self._board, self._updates = recovery.board, updates
+        # A newcomer whose predecessor has passed a batch top mostly starts there.
+        self._restored = None if env.incarnation and self._board.tops() else self._line()
+        self._saved: Restored | None = None
+        self._peeked: dict[str, Any] | None = None
+        self.joining = env.incarnation > 0 or self._restored is not None
+
+    def _line(self) -> Restored | None:
+        """What the workers of this attempt start from, if it is not the beginning."""
+        env, resized = self._env, self._env.resized
+        begins_anew = not env.restart and not env.config.continues
+        try:
+            checkpoint = None
+            if begins_anew:
+                self._checkpoints.begins_anew()
+            else:
+                checkpoint = self._checkpoints.newest()
+        except CorruptFile as error:
+            self._recovery.fall_back(str(error))
+        except Unsupported as error:
+            self._recovery.fail(error)
+            raise
+        if resized is None or (checkpoint is not None and checkpoint.top.index >= resized.top):
+            return checkpoint
+        try:
+            return take_over(env, resized)
+        except (RecoveryFailed, CorruptFile) as error:
+            self._recovery.fall_back(str(error))
+
+    def prepare(self) -> None:
+        """Newcomer: decide where to begin, before the user's code has done anything that depends on it."""
+        self._recovery.prepare()
+        target = self._recovery.target
+        if self._recovery.knocks:
+            self._restored = None  # the others have got further
+        elif target is not None:
+            self._restored = None  # a predecessor has got further than the checkpoint of this attempt
+            if target.saved and self.joining and self._saved is None:
+                try:
+                    self._saved = self._checkpoints.at(target.index)
+                except CorruptFile as error:  # since it was looked at
+                    self._recovery.fall_back(str(error))
+                self._board.complete(self._saved.records, self._saved.ends)
+                self._recovery.runtime.records = dict(self._board.records())
+        elif self._recovery.newcomer and self._restored is None and self.joining:
+            self._restored = self._line()
+
+    # -- before the place is reached ---------------------------------------------------------------
+
+    def from_scratch(self) -> None:
+        """This newcomer is in, and its predecessor had passed no batch top: it begins as the first workers did."""
+        self.joining = self._restored is not None
+
+    def finished(self, entry: int) -> tuple[Any, dict[str, Any]] | None:
+        """Result and state at the end of an entry call that the predecessor had finished; None if it had not."""
+        if not self.joining:
+            return None
+        if self._restored is not None:
+            if entry not in self._restored.ends:
+                return None
+            result, parts = self._restored.ends[entry]
+            self._board.publish_end(entry, result, parts)  # for newcomers of this attempt
+            return result, parts
+        if self._recovery.knocks:
+            return ends_before(self._board, entry + 1).get(entry)
+        target = self._recovery.target
+        if target is None or target.entry < entry or (target.entry == entry and target.kind != "end"):
+            return None
+        return self._board.read_end(entry)
+
+    def peek(self, name: str) -> Any:
+        """The value of a registered name at the place; None for none, and where the place is reached."""
+        if not self.joining:
+            return None
+        if self._peeked is None:
+            self.prepare()
+            self._peeked = self._parts()
+        return self._peeked.get(name)
+
+    def _parts(self) -> dict[str, Any]:
+        if self._restored is not None:
+            return self._restored.parts
+        target = self._recovery.target
+        if self._recovery.knocks and (tops := self._board.tops()):
+            target = tops[-1]
+        if target is None:
+            return {}
+        return self._saved.parts if self._saved is not None else self._board.read_top(target.index)
+
+    def remembered(self, kind: str) -> dict[str, Any]:
+        """What predecessors have kept under ``kind``, by name; the newest of each."""
+        records = self._restored.records if self._restored is not None else self._board.records()
+        return {name: value for (_, stored, name, _), value in records if stored == kind}
+
+    # -- at the place ------------------------------------------------------------------------------
+
+    def is_here(self, kind: str, entry: int) -> bool:
+        """Whether a batch top of this kind in this entry call is the place."""
+        if not self.joining:
+            return False
+        if self._recovery.knocks:
+            return kind != "end"
+        if self._restored is not None:
+            return self._restored.top.entry == entry
+        target = self._recovery.target
+        return target is not None and target.kind == kind and target.entry == entry
+
+    def reach(self, entry: int, replicas: Sequence[int]) -> tuple[Restored, Received | None]:
+        """Get the state of the place, at the batch top that :meth:`is_here`.
+
+        Args:
+            entry: number of the entry call.
+            replicas: ranks that train the same as this one, where not all do.
+
+        Returns:
+            The state, and what was received from others; None where all begin here. Only a copy of another rank is
+            both ``added`` and received.
+        """
+        if self._restored is not None:
+            if self._restored.collect is not None:
+                self._collect(self._restored, self._restored.collect, replicas)
+            for key, results in self._restored.records:
+                self._board.record(key, results)
+            return self._restored, None
+        self._updates.begin_install()
+        if self._recovery.knocks:  # the others have gone on: this rank becomes a copy of a replica
+            received = self._lanes.knock(entry)
+            assert received.top is not None and received.local is not None
+            parts = unpack(self._board, received.local.numpy().tobytes())
+            self._board.forget_tops()
+            state = received.description, received.tensors
+            return Restored(received.top, parts, {}, [], *state, added=True), received
+        received = self._recovery.join()
+        top = received.top
+        assert top is not None
+        if self._saved is not None:
+            return replace(self._saved, top=top, records=self._board.records()), received
+        parts, records = self._board.read_top(top.index), self._board.records()
+        return Restored(top, parts, {}, records, received.description, received.tensors), received
+
+    def _collect(self, restored: Restored, collect: Collect, replicas: Sequence[int]) -> None:
+        """Now it is known which layers this stage has."""
+        try:
+            if self._updates.replicated is None or list(replicas) != [self._env.rank]:
+                raise Unsupported(
+                    f"the checkpoint at batch top {restored.top.index} is of a pipeline whose stages had no replicas, "
+                    f"and this one is another: start {restored.workers} workers, or begin anew with resume='never'"
+                )
+            restored.description, restored.tensors = collect(self._updates.replicated)
+        except SwiftError as error:
+            self._recovery.fail(error)
+            raise
+
+    def reached(self, place: Restored) -> str:
+        """The state is in place. Returns the checkpoint that all begin from, in words; empty if it is none."""
+        whence = ""
+        if self._restored is None and place.tier:
+            self._board.forget_tops()  # of places that are now ahead
+        elif place.tier:
+            of = f", which {place.workers} workers have made" if place.resized else ""
+            whence = f"the checkpoint at batch top {place.top.index} ({place.tier}){of}"
+        self._restored = self._saved = None
+        self._recovery.knocks = False
+        return whence

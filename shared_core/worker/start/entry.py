@@ -1,0 +1,212 @@
+"""How a started process becomes a worker: its own session, the asked environment and files, then the user's program.
+
+A forked zygote and a fresh interpreter (``--standbys 0``) go through the same code, so that both look alike to the
+user's program, and both look like ``python script.py`` started by torchrun.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib
+import io
+import os
+import runpy
+import signal
+import sys
+import traceback
+import types
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import NoReturn
+
+from shared_core.protocol.request import Mode, StartRequest
+from shared_core.system import process
+from shared_core.system.title import set_title
+from shared_core.worker import link
+from shared_core.worker.start import preload
+
+_HERE = Path(__file__).resolve()
+#: Folder that holds the package; stays importable for workers where the package is run from a checkout.
+PACKAGE_ROOT = str(_HERE.parents[2])
+
+
+def enter(request: StartRequest, *, forked: bool) -> None:
+    """Run the user's program in this process; returns or raises what a main program returns or raises.
+
+    Args:
+        request: what to become.
+        forked: from a zygote, whose imports carry state that a fresh interpreter would not have.
+
+    Raises:
+        SystemExit: as the program asked, or with code 1 after an uncaught exception, which is then in the error file
+            and printed.
+    """
+    _detach(request)
+    _redirect(request)
+    os.environ.clear()
+    os.environ.update(request.env)
+    if request.mode == "exec":
+        _exec(request)
+    set_title(f"rank {request.env['RANK']}", request.target, request.args)
+    if forked:
+        _freshen(request)
+    # First registered, so last to run: everything else that ends a worker still has its peers.
+    atexit.register(link.say_done_and_wait)
+    try:
+        _run(request)
+    except SystemExit as end:
+        if end.code in (None, 0):
+            link.get_ready_to_say_done()
+        raise
+    link.get_ready_to_say_done()
+
+
+def _detach(request: StartRequest) -> None:
+    """Own session and process group, default signals, death with the agent."""
+    if os.getpid() != os.getpgid(0):
+        os.setsid()
+    signal.set_wakeup_fd(-1)
+    for sig in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(sig, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    if not process.die_with_parent(request.agent):
+        os._exit(128 + signal.SIGKILL)  # the agent died while this process was being made: nobody would end it
+
+
+def _redirect(request: StartRequest) -> None:
+    for path, stream, fd in ((request.stdout, sys.stdout, 1), (request.stderr, sys.stderr, 2)):
+        if path:
+            if stream is not None:
+                stream.flush()
+            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            os.dup2(file, fd)
+            os.close(file)
+
+
+def _exec(request: StartRequest) -> NoReturn:
+    try:
+        os.execvp(request.target, [request.target, *request.args])
+    except OSError as error:
+        print(f"cannot run {request.target}: {error}", file=sys.stderr, flush=True)
+        os._exit(127)
+
+
+def _freshen(request: StartRequest) -> None:
+    """Undo what differs between a forked zygote and a fresh interpreter that imported the same modules."""
+    if (random := sys.modules.get("random")) is not None:
+        random.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()  # of the processor only: those of devices begin with a fixed seed
+        if request.threads > 1:
+            torch.set_num_threads(request.threads)
+    rank = int(request.env["RANK"])
+    for name in (
+        "lightning_utilities.core.rank_zero",
+        "lightning.fabric.utilities.rank_zero",
+        "lightning_fabric.utilities.rank_zero",
+    ):
+        only = getattr(sys.modules.get(name), "rank_zero_only", None)
+        if only is not None and hasattr(only, "rank"):
+            only.rank = rank  # fixed at import, where the zygote had no rank
+
+
+def _run(request: StartRequest) -> None:
+    target, args = request.target, list(request.args)
+    sys.argv = [target, *args]
+    sys.orig_argv = [sys.executable, "-u", *(["-m"] if request.mode == "module" else []), target, *args]
+    if PACKAGE_ROOT not in sys.path[1:]:
+        sys.path.append(PACKAGE_ROOT)
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    faulthandler.enable(all_threads=True)
+    try:
+        for name in request.first:
+            importlib.import_module(name)
+        try:
+            _run_program(request.mode, target, main)
+        except SystemExit as end:
+            if end.code in (None, 0):
+                link.program_ended()
+            raise
+        link.program_ended()
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            link.mark_failed(end.code & 0xFF if isinstance(end.code, int) else 1)
+        raise
+    except KeyboardInterrupt:
+        link.mark_failed()
+        raise
+    except Exception as error:
+        link.mark_failed(1)
+        error.__traceback__ = _user_frames(error.__traceback__)
+        # as torchelastic's @record does
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+        _print_exception(error)
+        raise SystemExit(1) from None
+
+
+def _run_program(mode: Mode, target: str, main: types.ModuleType) -> None:
+    if mode == "module":
+        _set_first_path(os.getcwd())
+        runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what ``python -m`` itself calls
+    elif os.path.isdir(target) or target.endswith((".zip", ".pyz")):
+        _set_first_path(target)
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+    else:
+        _set_first_path(os.path.dirname(os.path.realpath(target)))
+        _exec_script(target, main)
+
+
+def _set_first_path(entry: str) -> None:
+    """The program's own folder comes first; ours, if any, was taken away when this interpreter began."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, entry)
+        preload.make_way(Path(entry))
+
+
+def _exec_script(path: str, main: types.ModuleType) -> None:
+    """Run a script in ``main`` as the interpreter does; ``runpy.run_path`` would take ``__main__`` away too early."""
+    absolute = os.path.abspath(path)
+    main.__dict__.update(
+        __file__=absolute, __cached__=None, __spec__=None, __loader__=SourceFileLoader("__main__", absolute)
+    )
+    with io.open_code(absolute) as file:
+        code = compile(file.read(), absolute, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _user_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback without the launcher's own frames at its outer end."""
+    while trace is not None and trace.tb_next is not None and _ours(trace):
+        trace = trace.tb_next
+    return trace
+
+
+def _print_exception(error: Exception) -> None:
+    """What the interpreter does about an uncaught exception."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except Exception:
+        traceback.print_exception(error)
+
+
+def _ours(trace: types.TracebackType) -> bool:
+    name = trace.tb_frame.f_code.co_filename
+    return name in (str(_HERE), __file__) or "runpy" in name
+
+
+def main() -> None:
+    """A fresh interpreter: the request comes on the descriptor named on the command line."""
+    atexit.register(link.leave)
+    fd = int(sys.argv[1])
+    with open(fd, "rb") as pipe:
+        request = StartRequest.from_json(pipe.read())
+    enter(request, forked=False)

@@ -1,0 +1,164 @@
+"""The zygote: it has imported what the job imports, runs no user code, holds one thread, and forks into workers.
+
+``main()`` runs with two arguments, the descriptor of a stream socket to the agent and the agent's pid, and with
+:data:`SINGLE_THREADED` in the environment. Lines of JSON come in: first what to import, answered by ``{"ready": ...}``;
+then start requests, each answered by ``{"token": n, "pid": p}``. A worker is forked twice, so that the agent (a
+subreaper) becomes its parent and can wait for it. At the end of the stream the zygote exits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from shared_core.protocol.request import StartRequest
+from shared_core.system import jobdir, process
+from shared_core.system.title import set_title
+from shared_core.worker import link
+from shared_core.worker.start import entry, preload
+
+#: Read when a library is loaded: with more than one thread, it starts them there and then, and a fork would lose them.
+SINGLE_THREADED = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "VECLIB_MAXIMUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting devices must not create a CUDA context
+}
+
+
+class _Orphan:
+    """What is left to do for an agent that was killed: its end closes the channel, and the kernel sends SIGTERM."""
+
+    pid = 0
+    job_dir = ""
+    channel: socket.socket
+
+    @classmethod
+    def end(cls) -> None:
+        if cls.job_dir:
+            shutil.rmtree(cls.job_dir, ignore_errors=True)
+            shutil.rmtree(jobdir.log_folder(None, Path(cls.job_dir)), ignore_errors=True)
+        os._exit(0)  # exit handlers of imported modules belong to the workers
+
+    @classmethod
+    def on_sigterm(cls, _number: int, _frame: object) -> None:
+        if os.getpid() != cls.pid:
+            return  # a worker that was forked an instant ago
+        # Somebody else may have sent it. A dying agent's channel closes in an instant.
+        ended, _, _ = select.select([cls.channel], [], [], 1.0)
+        if ended and not cls.channel.recv(1, socket.MSG_PEEK):
+            cls.end()
+        os._exit(1)
+
+
+def serve(channel: socket.socket) -> StartRequest | None:
+    """Answer the agent until it closes the channel (None); returns a request in a process that is to be a worker."""
+    stream = channel.makefile("rb")
+    report: dict[str, Any] = {"ready": True, "seconds": 0.0, "failed": {}}
+    for line in stream:
+        message = json.loads(line)
+        if "preload" in message:
+            _Orphan.job_dir = message["job_dir"]
+            set_title("standby", message["program"])
+            _preload(message["preload"], report)
+            if not message.get("more"):
+                _answer(channel, _settle(report))
+            continue
+        request = StartRequest.from_json(line)
+        if _fork_worker(channel, request):
+            stream.close()
+            return request
+    return None
+
+
+def _answer(channel: socket.socket, message: dict[str, Any]) -> None:
+    channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _preload(modules: list[str], report: dict[str, Any]) -> None:
+    started = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the worker's own import statements are the place to warn
+        for name in modules:
+            try:
+                preload.load(name)
+            except Exception as error:
+                report["failed"][name] = f"{type(error).__name__}: {error}"
+    report["seconds"] += time.monotonic() - started
+
+
+def _settle(report: dict[str, Any]) -> dict[str, Any]:
+    """Make the memory cheap to fork and to free."""
+    gc.collect()
+    gc.freeze()  # the collector would touch, and so copy, every page that is shared with the workers
+    with suppress(OSError, ValueError):
+        process.collapse_memory()
+    return report | {"threads": process.thread_count()}
+
+
+def _fork_worker(channel: socket.socket, request: StartRequest) -> bool:
+    """Fork twice; True in the worker, once the agent is its parent."""
+    go_read, go_write = os.pipe()
+    pid_read, pid_write = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        forked = os.fork()
+        if forked != 0:
+            os.write(pid_write, str(forked).encode())
+            os._exit(0)
+        os.close(go_write)
+        os.close(pid_read)
+        os.close(pid_write)
+        channel.close()
+        # The zygote says go when the process between is gone and the agent has adopted this one.
+        adopted = os.read(go_read, 1)
+        os.close(go_read)
+        if not adopted:
+            os._exit(1)
+        return True
+    os.close(go_read)
+    os.close(pid_write)
+    worker_pid = int(os.read(pid_read, 32) or b"0")
+    os.close(pid_read)
+    os.waitpid(middle, 0)
+    _answer(channel, {"token": request.token, "pid": worker_pid})
+    os.write(go_write, b"g")
+    os.close(go_write)
+    return False
+
+
+def main() -> None:
+    """Serve, or become a worker; the worker leaves through the interpreter's normal end."""
+    atexit.register(link.leave)  # before anything is imported that registers handlers: it is the last to run
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    agent = int(sys.argv[2])
+    _Orphan.pid, _Orphan.channel = os.getpid(), channel
+    signal.signal(signal.SIGTERM, _Orphan.on_sigterm)
+    if not process.die_with_parent(agent, signal.SIGTERM):
+        os._exit(1)
+    # A Ctrl-C in the terminal is the agent's to handle.
+    for sig in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(sig, signal.SIG_IGN)
+    request = serve(channel)
+    if request is None:
+        _Orphan.end()  # also when the agent ends in good order: the folder is no longer needed then
+        return
+    entry.enter(request, forked=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Rank-local state of what is attached: buffers, modes, parameter groups of the optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared_core.errors import Unsupported
+from shared_core.worker.state.replicated import Replicated
+
+
+class Attached:
+    """What belongs to the attached modules and optimizers, and is neither a parameter nor an optimizer's state of one.
+
+    Args:
+        modules: all that are attached.
+        replicated: their parameters, and the optimizers.
+        alike: all ranks have the same modules; else groups are known by their number only, and modes by nothing.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], replicated: Replicated, *, alike: bool = True) -> None:
+        self._replicated, self._alike = replicated, alike
+        self._owners: list[tuple[str, nn.Module]] = []
+        seen: set[int] = set()
+        for number, module in enumerate(modules):
+            for path, child in module.named_modules():
+                if id(child) not in seen:
+                    seen.add(id(child))
+                    self._owners.append((f"{number}.{path}.", child))
+
+    # -- buffers ---------------------------------------------------------------------------------------
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers by name, those that were assigned since as they are now."""
+        return {
+            f"{path}{name}": buffer
+            for path, owner in self._owners
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        }
+
+    def restore_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Put values of buffers in place, or in the place of what is there where their shapes differ.
+
+        Raises:
+            Unsupported: for what an earlier version has written.
+        """
+        if not isinstance(values, Mapping):
+            raise Unsupported(
+                "this checkpoint was made by an earlier version of swift-recovery: begin again with resume='never'"
+            )
+        for path, owner in self._owners:
+            for name, buffer in owner._buffers.items():
+                value = values.get(f"{path}{name}")
+                if value is None:
+                    continue
+                if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+                    buffer.data.copy_(value)  # .data: a backward may be under way, and this is not part of it
+                else:
+                    owner._buffers[name] = value
+
+    # -- modes -----------------------------------------------------------------------------------------
+
+    def modes(self) -> tuple[bytes, bytes]:
+        """Which modules are in training mode, and which parameters have gradients."""
+        if not self._alike:
+            return b"", b""
+        training = bytes([owner.training for _, owner in self._owners])
+        return training, bytes([p.requires_grad for p in self._replicated.parameters])
+
+    def restore_modes(self, values: tuple[bytes, bytes]) -> None:
+        """Inverse of :meth:`modes`."""
+        training, gradients = values
+        for (_, owner), mode in zip(self._owners, training, strict=False):
+            owner.training = bool(mode)
+        for parameter, has in zip(self._replicated.parameters, gradients, strict=False):
+            if parameter.requires_grad != bool(has):
+                parameter.requires_grad_(bool(has))
+
+    # -- groups ----------------------------------------------------------------------------------------
+
+    def groups(self) -> list[list[dict[str, Any]]]:
+        """What the optimizers' groups hold: learning rates and the like, and the places of their parameters.
+
+        Raises:
+            Unsupported: for a parameter that was not attached.
+        """
+        return [[self._group(group) for group in o.param_groups] for o in self._replicated.optimizers]
+
+    def _group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        values = {key: value for key, value in group.items() if key != "params"}
+        if self._alike:
+            values["params"] = [self._replicated.index_of(p) for p in group["params"]]
+        return values
+
+    def restore_groups(self, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Inverse of :meth:`groups`; groups that the script has added or removed since the start are, too."""
+        for optimizer, stored in zip(self._replicated.optimizers, values, strict=False):
+            groups = optimizer.param_groups
+            if self._alike:
+                del groups[len(stored) :]
+                groups += [{} for _ in range(len(stored) - len(groups))]
+            for group, theirs in zip(groups, stored, strict=True):
+                group.update(theirs)
+                if self._alike:
+                    group["params"] = [self._replicated.parameters[place] for place in theirs["params"]]

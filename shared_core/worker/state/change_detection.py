@@ -1,0 +1,80 @@
+"""Sees what a script changes of parameters and optimizer state outside an optimizer's update.
+
+A tensor counts the changes made to it, except those made through ``.data``. So values are looked at too: all of them
+after the first updates, where scripts that do so begin, and later a small piece after each.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shared_core.worker.state.replicated import Replicated, checksum
+
+#: So many times all values are looked at.
+_WHOLE = 2
+#: Elements of the piece that is looked at later.
+_PIECE = 1024
+
+
+class Watch:
+    """Whether parameters and optimizer state are as they were noted last.
+
+    Args:
+        replicated: what is watched.
+    """
+
+    def __init__(self, replicated: Replicated) -> None:
+        self._replicated = replicated
+        self._versions: list[int] | None = None
+        self._sums: list[tuple[int, int, int]] = []
+        self._noted = self._place = self._start = 0
+
+    def note(self, *, values: bool = True) -> None:
+        """What there is now was there at the start, or was made by an update."""
+        self._versions = self._count()
+        if not values:
+            return
+        if self._noted < _WHOLE:
+            self._sums = [(i, 0, checksum(p)) for i, p in enumerate(self._replicated.parameters)]
+        else:
+            self._sums = self._next_piece()
+        self._noted += 1
+
+    def _next_piece(self) -> list[tuple[int, int, int]]:
+        parameters = self._replicated.parameters
+        if not parameters:
+            return []
+        self._start += _PIECE
+        if self._start >= parameters[self._place].numel():
+            self._place, self._start = (self._place + 1) % len(parameters), 0
+        return [(self._place, self._start, self._piece(self._place, self._start))]
+
+    def _piece(self, place: int, start: int) -> int:
+        parameter = self._replicated.parameters[place].detach()
+        return checksum(parameter.view(-1)[start : start + _PIECE]) if parameter.is_contiguous() else 0
+
+    def _count(self) -> list[int]:
+        counts = [p._version for p in self._replicated.parameters]
+        for optimizer in self._replicated.optimizers:
+            for state in optimizer.state.values():
+                counts += [v._version if isinstance(v, torch.Tensor) else 0 for v in state.values()]
+        return counts
+
+    @property
+    def counted(self) -> bool:
+        """Whether a tensor has counted a change; also for other threads, while no update runs."""
+        return self._versions is not None and self._versions != self._count()
+
+    def changed(self) -> str | None:
+        """What is not as it was noted; None if nothing is known to have changed."""
+        if self._versions is None:
+            return None
+        replicated, counts = self._replicated, self._count()
+        if counts != self._versions:
+            pairs = zip(replicated.names, counts, self._versions, strict=False)
+            return next((name for name, new, old in pairs if new != old), "the state of an optimizer")
+        for place, start, known in self._sums:
+            now = checksum(replicated.parameters[place]) if self._noted <= _WHOLE else self._piece(place, start)
+            if now != known:
+                return replicated.names[place]
+        return None

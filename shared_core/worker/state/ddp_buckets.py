@@ -1,0 +1,112 @@
+"""DDP's agreement on its gradient buckets, which it makes once, after the first backward.
+
+A newcomer learns the order by running that backward, or, later, from the record of what was agreed; in between there
+is no recovery point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shared_core.errors import ConfigError, Unsupported
+from shared_core.protocol.frontier import Top
+from shared_core.worker.comm import Runtime
+from shared_core.worker.comm.op import Op
+from shared_core.worker.state.publications import Records
+
+#: Kind of the record.
+BUCKETS = "ddp buckets"
+#: Tops in which DDP may settle its buckets without a recovery point.
+_TOPS = 3
+
+
+class Buckets:
+    """The DDP modules of this worker, and which of them have settled their buckets.
+
+    Args:
+        runtime: serves what was agreed.
+        record: keeps the results of an operation, under a name, once it is done.
+
+    Attributes:
+        modules: the DDP modules that are trained.
+        eligible: batch tops since they were attached that could have been recovery points.
+    """
+
+    def __init__(self, runtime: Runtime, record: Callable[[str, Op], None]) -> None:
+        self._runtime, self._record = runtime, record
+        self.modules: list[DistributedDataParallel] = []
+        self.eligible = 0
+        self._settled: set[int] = set()
+        self._agreed: dict[int, int] = {}
+        runtime.bucket_order = self._note
+
+    def attach(self, modules: Sequence[nn.Module]) -> None:
+        """Look for DDP modules in ``modules``.
+
+        Raises:
+            Unsupported: for one with ``static_graph``.
+        """
+        self.modules = [m for module in modules for m in module.modules() if isinstance(m, DistributedDataParallel)]
+        for ddp in self.modules:
+            if getattr(ddp, "static_graph", False):
+                raise Unsupported(
+                    "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which a "
+                    "newcomer does not run: leave static_graph off, or use find_unused_parameters=True"
+                )
+        self._settled.clear()
+        self._agreed.clear()
+        self.eligible = 0
+
+    @property
+    def may_be_unused(self) -> bool:
+        """Whether some parameter may have no gradient: then buckets hold leftovers that mean nothing."""
+        return any(ddp.find_unused_parameters for ddp in self.modules)
+
+    def flags(self) -> list[bool]:
+        """Whether the last forward of each had gradients; DDP broadcasts buffers before the next only then."""
+        return [ddp.require_forward_param_sync for ddp in self.modules]
+
+    def set_flags(self, flags: list[bool]) -> None:
+        """Inverse of :meth:`flags`."""
+        for ddp, flag in zip(self.modules, flags, strict=False):
+            ddp.require_forward_param_sync = flag
+
+    def unsettled(self) -> bool:
+        """Whether this batch top, which could be a recovery point, is none; call it once a top."""
+        waiting = [i for i, ddp in enumerate(self.modules) if i not in self._settled and not ddp.find_unused_parameters]
+        if not waiting:
+            return False
+        self.eligible += 1
+        return 1 < self.eligible <= _TOPS
+
+    def _note(self, ddp: DistributedDataParallel, op: Op) -> None:
+        number = next((i for i, known in enumerate(self.modules) if known is ddp), None)
+        if number is None:
+            raise ConfigError(
+                f"rank {self._runtime.rank}: a DistributedDataParallel module is trained that job.attach() was not "
+                "given: pass it the wrapper, not only the module inside"
+            )
+        self._settled.add(number)
+        ordinal = self._agreed[number] = self._agreed.get(number, -1) + 1
+        self._record(f"{number}.{ordinal}", op)
+
+    def settle(self, records: Records, top: Top) -> None:
+        """Give DDP the buckets that were agreed on before ``top``, without a backward: the broadcasts of that
+        agreement are served from the record.
+        """
+        for number, ddp in enumerate(self.modules):
+            agreed = {
+                which: results
+                for (entry, kind, which, tops), results in records
+                if entry == top.entry and kind == BUCKETS and which.startswith(f"{number}.") and tops < top.index
+            }
+            if not agreed:
+                continue
+            self._runtime.scripted.extend(agreed[f"{number}.{ordinal}"] for ordinal in range(len(agreed)))
+            ddp.reducer._push_all_rebuilt_params()
+            ddp.reducer._rebuild_buckets()
+            self._runtime.scripted.clear()
+            self._settled.add(number)

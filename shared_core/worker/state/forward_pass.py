@@ -1,0 +1,122 @@
+"""What a forward pass changed and returned, for a newcomer whose parameters are already newer than that pass.
+
+The output of a DDP module is all that flows from the parameters to the user's code. It is published, with what forward
+changed, before the first gradient bucket of each backward; a newcomer that is behind goes on with what its predecessor
+saw. Where outputs are larger than the parameters, parameters before each update are kept instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shared_core.testing import inject
+from shared_core.worker.comm import Runtime
+from shared_core.worker.state.publications import Board
+from shared_core.worker.state.updates import Updates
+
+_OUTPUTS = "swift.outputs"
+
+
+class Passes:
+    """Forward passes of the present batch.
+
+    Args:
+        runtime: says when a gradient bucket is handed over, and what the newest batch top is.
+        board: where they are published.
+        updates: whether this worker is behind, and what it keeps.
+        capture: rank-local state that forward changes.
+        restore: puts it back.
+        joining: whether this worker has not joined yet.
+        tops: batch tops passed.
+
+    Attributes:
+        buffers: gives what forward may change, by name.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        board: Board,
+        updates: Updates,
+        capture: Callable[[], dict[str, Any]],
+        restore: Callable[[dict[str, Any]], None],
+        joining: Callable[[], bool],
+        tops: Callable[[], int],
+    ) -> None:
+        self._runtime, self._board, self._updates = runtime, board, updates
+        self._capture, self._restore = capture, restore
+        self._joining, self._tops = joining, tops
+        self.buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
+        self._backwards = 0
+        self._graph = self._mutations = -1
+        self._outputs: list[list[Any]] = []
+        runtime.before_bucket = self._before_bucket
+
+    def at_top(self) -> None:
+        """A batch top was published."""
+        self._backwards, self._graph, self._outputs = 0, -1, []
+
+    def _before_bucket(self) -> None:
+        """DDP hands over a gradient bucket: forward is done."""
+        inject.point("bucket")
+        if self._joining() or self._updates.computes_again:
+            return
+        graph = torch._C._current_graph_task_id()
+        mutations = hash(tuple((id(b), b._version) for b in self.buffers().values()))
+        if graph == self._graph and mutations == self._mutations:
+            return
+        if graph != self._graph:
+            self._backwards += 1
+        self._graph, self._mutations = graph, mutations
+        number = self._backwards - 1
+        if self._updates.exact:
+            self._board.publish_mid(self._runtime.top, number, self._capture() | {_OUTPUTS: self._outputs})
+        else:
+            recorded = self._board.read_mid(self._runtime.top, number)
+            if recorded is not None:
+                self._restore(recorded)
+        self._outputs = []
+
+    def after_forward(self, ddp: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook of DDP modules."""
+        if not torch.is_grad_enabled() or self._joining() or self._updates.computes_again:
+            return None
+        leaves, layout = tree_flatten(output)
+        if self._updates.exact:
+            self._keep(leaves)
+            return None
+        recorded = self._board.read_mid(self._runtime.top, self._backwards)
+        outputs = recorded[_OUTPUTS] if recorded is not None else []
+        place = len(self._outputs)
+        self._outputs.append([])
+        if place >= len(outputs):
+            return None
+        for index, (leaf, value) in enumerate(zip(leaves, outputs[place], strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                leaf.data.copy_(value)
+            elif value is not None:
+                leaves[index] = value
+        return tree_unflatten(leaves, layout)
+
+    def _keep(self, leaves: Sequence[Any]) -> None:
+        # Copies: the user's code may scale a loss in place before the first bucket is there.
+        self._outputs.append(
+            [
+                leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf if _plain(leaf) else None
+                for leaf in leaves
+            ]
+        )
+        size = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
+        replicated = self._updates.replicated
+        # Judged by the first batch only, because all ranks must come to the same answer.
+        if self._tops() <= 1 and replicated is not None and 2 * size > max(replicated.nbytes, 1 << 20):
+            self._updates.keep_images()  # outputs are larger than the parameters: keep those instead
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))

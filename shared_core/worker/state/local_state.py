@@ -1,0 +1,74 @@
+"""Rank-local state, registered by name: captured at batch tops, and put back in a newcomer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shared_core.worker.state.replicated import random_state, set_random_state
+
+Capture = Callable[[], Any]
+Restore = Callable[[Any], None]
+
+_RANDOM = "swift.random"
+#: Start of the names of what belongs to the modules and optimizers that are attached.
+_ATTACHED = "swift."
+
+
+@dataclass(frozen=True)
+class _Part:
+    capture: Capture
+    restore: Restore
+    forward_mutated: bool
+    main: bool
+
+
+class Parts:
+    """What only this rank has, by name. Random generators are always among it."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, _Part] = {}
+
+    def register(
+        self, name: str, capture: Capture, restore: Restore, *, forward_mutated: bool = False, main: bool = False
+    ) -> None:
+        """Add a part, or replace it.
+
+        Args:
+            name: unique.
+            capture: returns plain data (numbers, text, containers, tensors, numpy arrays); it is serialised at
+                once, so live objects may be returned.
+            restore: puts it back in a newcomer, on the main thread, in the order of registration.
+            forward_mutated: changed by forward; captured again before the first gradient bucket of each backward.
+            main: it is rank 0's alone, also where another worker becomes rank 0.
+        """
+        self._parts[name] = _Part(capture, restore, forward_mutated, main)
+
+    def unregister(self, name: str) -> None:
+        """Forget a part."""
+        self._parts.pop(name, None)
+
+    def capture(self, *, forward_mutated: bool = False) -> dict[str, Any]:
+        """All parts as they are now, or only those that forward changes."""
+        wanted = {name: part for name, part in self._parts.items() if part.forward_mutated or not forward_mutated}
+        parts = {name: part.capture() for name, part in wanted.items()}
+        parts[_RANDOM] = random_state()
+        return parts
+
+    def restore(self, values: Mapping[str, Any], *, attached: bool = True) -> None:
+        """Put back what is in ``values``, random generators last.
+
+        Args:
+            values: from :meth:`capture`.
+            attached: also what belongs to what is attached.
+        """
+        for name, part in self._parts.items():
+            if name in values and (attached or not name.startswith(_ATTACHED)):
+                part.restore(values[name])
+        if _RANDOM in values:
+            set_random_state(values[_RANDOM])
+
+    def of_main(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of ``values`` that are rank 0's alone."""
+        return {name: values[name] for name, part in self._parts.items() if part.main and name in values}

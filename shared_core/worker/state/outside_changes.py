@@ -1,0 +1,144 @@
+"""What a script changes outside updates, and what is kept for newcomers because it does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shared_core.errors import RecoveryFailed
+from shared_core.worker.state.change_detection import Watch
+from shared_core.worker.state.top_images import KeptTops
+
+if TYPE_CHECKING:
+    from shared_core.worker.state.replicated import Replicated
+    from shared_core.worker.state.unstepped import Loose
+
+
+class Outside:
+    """Looks for changes that the script makes outside updates. From the first one on the state at batch tops is kept.
+
+    The first batch top after :meth:`attach` is kept in any case where a copy costs little: most scripts that change
+    something do so from the first batch on. It is dropped when that batch has ended without a change.
+
+    Args:
+        policy: ``always``, ``never`` or ``auto``; see the option ``preimages``.
+
+    Attributes:
+        active: something is changed, or will be: a newcomer is given the state of its own batch top, never a newer one.
+        tops: what is kept.
+        top: number of the newest batch top.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
+        self.active = False
+        self.tops = KeptTops()
+        self.top = 0
+        self._replicated: Replicated | None = None
+        self._loose: Loose | None = None
+        self._watch: Watch | None = None
+        self._changed = "a parameter"
+        self._first = False
+        self._first_version = -1
+
+    def attach(self, replicated: Replicated, loose: Loose | None) -> None:
+        """Watch this state from the next batch top on.
+
+        Args:
+            replicated: what is trained.
+            loose: those of its parameters that no optimizer steps; None: nothing is looked for.
+        """
+        watches = loose is not None and self._policy != "never"
+        self._replicated, self._loose = replicated, loose if watches else None
+        self._watch = Watch(replicated) if watches else None
+        self._first = watches and bool(replicated.optimizers)
+        self.active = self._loose is not None and (self._policy == "always" or self._loose.own)
+
+    def expect(self) -> None:
+        """Changes will be made."""
+        self.active = self.active or self._watch is not None
+
+    def see(self) -> None:
+        """See whether there is something else than what was there at the start or was made by an update."""
+        if self._watch is not None and not self.active and (name := self._watch.changed()) is not None:
+            self.active, self._changed = True, name
+
+    def updated(self) -> None:
+        """An update was made."""
+        if self._watch is not None and not self.active:
+            self._watch.note()
+
+    @property
+    def local(self) -> list[int]:
+        """Places of parameters that each rank has for itself, and publishes."""
+        return self._loose.places if self.active and self._loose is not None else []
+
+    # -- batch tops ------------------------------------------------------------------------------------
+
+    def next_batch(self, version: int) -> None:
+        """A batch begins, at a recovery point or not.
+
+        Args:
+            version: updates made.
+        """
+        self.see()
+        if not self.active and self.tops.indices and version > self._first_version:
+            self.tops.clear()
+
+    def at_top(self, index: int, version: int) -> None:
+        """A batch top was published: keep the state there, if that is needed."""
+        if self.active or (self._first and self._loose is not None and self._loose.small):
+            self._keep(index, version)
+        if self._first and self._watch is not None:
+            self._first, self._first_version = False, version
+            self._watch.note()
+        self.top = index
+
+    def resume(self, index: int, version: int, active: bool, *, exact: bool) -> None:
+        """Newcomer, at its batch top.
+
+        Args:
+            index: number of the batch top.
+            version: updates made.
+            active: what was published there.
+            exact: the state is that of the batch top.
+        """
+        self.active, self.top = active, index
+        if self._watch is not None:
+            if exact:
+                self.at_top(index, version)
+            self._first = False
+            self._watch.note()
+
+    def _keep(self, index: int, version: int) -> None:
+        assert self._replicated is not None
+        self.tops.keep(index, version, self._replicated.export(), self.local)
+
+    # -- for a newcomer --------------------------------------------------------------------------------
+
+    def given(self, index: int | None) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
+        """Description and tensors of the state at a batch top, if it is kept."""
+        kept = self.tops.get(index)
+        return None if kept is None else (kept.description, list(kept.tensors))
+
+    def decided(self, index: int | None) -> bool:
+        """Whether the state at a batch top is kept, or will never be."""
+        return index is not None and (self.tops.get(index) is not None or (self.active and self.top >= index))
+
+    def waits(self, index: int | None) -> bool:
+        """Whether the state at a batch top will be kept when it is reached."""
+        return index is not None and self.active and self.top < index
+
+    def refuse(self) -> None:
+        """The state as it is now is to serve an earlier batch top.
+
+        Raises:
+            RecoveryFailed: if it is not what updates have made of the state there.
+        """
+        if self.active or (self._watch is not None and self._watch.counted):
+            raise RecoveryFailed(
+                f"the script has just changed {self._changed} outside an optimizer's update for the first time, so the "
+                "state at the lost worker's batch top is gone. From the next batch top on it is kept; with "
+                "preimages='always' it is kept from the start"
+            )

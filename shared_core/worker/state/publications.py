@@ -1,0 +1,359 @@
+"""What a rank publishes in the agent's shared memory, and what its newcomer reads there.
+
+Files in ``rank{r}/`` of the job's private folder, each written whole and then renamed, so that a reader never sees
+half a file:
+
+- ``top.{n}``: a batch top with the rank-local state there; ``mid.{n}.{k}``: forward-mutated state again, before the
+  first gradient bucket of the k-th backward;
+- ``loose.{n}``: parameters that no optimizer steps, as far as they had changed at batch top ``n``; later tops refer to
+  it;
+- ``end.{e}``: the state and result at the end of entry call e;
+- ``order.{id}``: the indices of a pass over the data, where its rest may be dealt out to another number of workers;
+- ``records``: results of start-up operations, appended; ``checks``: a ring of input checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared_core.errors import CorruptFile
+from shared_core.launcher.mirror import Mirror
+from shared_core.loaders.reshard import pack_indices, unpack_indices
+from shared_core.protocol.frontier import Top
+from shared_core.recovery.plain import Piece, dumps, loads, pieces
+
+_HEADER = struct.Struct("<IQI")  # length of the header, length of the payload, checksum of both
+_CHECK = struct.Struct("<IIQ")  # group, checksum, sequence number + 1
+_CHECKS = 8192
+#: (entry call, what it is, name, batch top) and the results.
+Records = list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
+#: The part of parameters that no optimizer steps; start of the names of the files that they are in.
+LOOSE, _LOOSE_FILE = "swift.loose", "loose."
+#: Start of the names of files with numbers.
+TALLY = "tally."
+_TALLY = struct.Struct("<Q")
+
+
+def write_file(
+    path: Path, head: bytes, payload: Sequence[Piece], mirror: Mirror | None = None, spare: Path | None = None
+) -> int:
+    """Write a file whole, with a checksum. Returns the size of the payload in bytes.
+
+    Args:
+        path: of the file.
+        head: read without the payload.
+        payload: in pieces.
+        mirror: where a copy goes.
+        spare: a file that is overwritten and renamed, if it exists: writing to memory that a file already has costs
+            less than a third.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    if spare is not None:
+        with suppress(FileNotFoundError):
+            os.rename(spare, temporary)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600)
+    size, crc = sum(map(len, payload)), zlib.crc32(head)
+    for piece in payload:
+        crc = zlib.crc32(piece, crc)
+    data = [_HEADER.pack(len(head), size, crc) + head, *payload]
+    try:
+        for each in data:
+            left = memoryview(each)
+            while left:  # the kernel takes at most 2 GiB at once
+                left = left[os.write(fd, left) :]
+        os.ftruncate(fd, sum(map(len, data)))
+    finally:
+        os.close(fd)
+    os.rename(temporary, path)
+    if mirror is not None:
+        mirror.write(path.name, data)
+        mirror.sync()
+    return size
+
+
+def read_file(path: Path, *, payload: bool = True) -> tuple[bytes, Piece]:
+    """What :func:`write_file` was given.
+
+    Raises:
+        CorruptFile: if its checksum does not match.
+    """
+    data = memoryview(path.read_bytes())
+    head_len, payload_len, crc = _HEADER.unpack_from(data)
+    head = bytes(data[_HEADER.size : _HEADER.size + head_len])
+    body = data[_HEADER.size + head_len :]
+    if len(body) != payload_len or zlib.crc32(body, zlib.crc32(head)) != crc:
+        raise CorruptFile(f"{path} is damaged: its checksum does not match")
+    return head, body if payload else b""
+
+
+class Tally:
+    """A number in shared memory that outlives the worker: how often something with an outside effect was done.
+
+    Args:
+        path: its file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(fd, _TALLY.size)
+            self._map = mmap.mmap(fd, _TALLY.size)
+        finally:
+            os.close(fd)
+
+    @property
+    def value(self) -> int:
+        """The number; 0 at first. In a newcomer, what its predecessor left."""
+        return int(_TALLY.unpack_from(self._map)[0])
+
+    @value.setter
+    def value(self, number: int) -> None:
+        _TALLY.pack_into(self._map, 0, number)
+
+
+class Board:
+    """The publications of one rank.
+
+    Args:
+        folder: ``rank{r}/`` of the job's folder; made if absent, private to the user.
+        mirror: where another machine keeps copies; what was published is there when the call returns, except records,
+            which are there with the next publication.
+    """
+
+    def __init__(self, folder: Path, mirror: Mirror | None = None) -> None:
+        self.folder = folder
+        self._mirror = mirror
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in folder.glob("top.*") if p.suffix != ".tmp")
+        self._loose = [int(p.name.split(".")[1]) for p in folder.glob(f"{_LOOSE_FILE}*") if p.suffix != ".tmp"]
+        self._refers: dict[int, frozenset[int]] = {}
+        self._spare, self._spare_loose = folder / "spare.tmp", folder / "spare_loose.tmp"
+        self._mids: dict[int, int] = {}
+        self._packed: dict[str, Any] = {}
+        self._count = 0
+        fd = os.open(folder / "checks", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(fd, _CHECKS * _CHECK.size)
+            self._checks = mmap.mmap(fd, _CHECKS * _CHECK.size)
+        finally:
+            os.close(fd)
+        self._records = os.open(folder / "records", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def follow(self, machines: Sequence[str | None]) -> None:
+        """The places of machines are these now; see :meth:`Mirror.follow`."""
+        if self._mirror is not None:
+            self._mirror.follow(machines)
+
+    def sync(self) -> None:
+        """Return when the other machine has all that was published."""
+        if self._mirror is not None:
+            self._mirror.sync()
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def publish_top(self, top: Top, parts: dict[str, Any]) -> int:
+        """Publish a batch top. Returns its size in bytes.
+
+        Args:
+            top: the batch top.
+            parts: rank-local state; :data:`LOOSE` in it says for each of those tensors with which top it was written.
+        """
+        head = json.dumps(asdict(top)).encode()
+        self._refers[top.index] = frozenset(parts.get(LOOSE, {}).values())
+        size = write_file(self.folder / f"top.{top.index}", head, pieces(parts), self._mirror, self._spare)
+        if top.index in self._kept:  # a newcomer publishes its predecessor's top again
+            self._kept.remove(top.index)
+        self._kept.append(top.index)
+        return size
+
+    def write_loose(self, top: int, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Write tensors to which this batch top, that is to be published, and later ones refer."""
+        path = self.folder / f"{_LOOSE_FILE}{top}"
+        write_file(path, b"", pieces(dict(tensors)), self._mirror, self._spare_loose)
+        if top not in self._loose:
+            self._loose.append(top)
+
+    def publish_mid(self, top: int, number: int, parts: dict[str, Any]) -> None:
+        """Publish forward-mutated state before the first bucket of backward ``number`` of the batch after ``top``."""
+        write_file(self.folder / f"mid.{top}.{number}", b"", pieces(parts), self._mirror)
+        self._mids[top] = max(self._mids.get(top, 0), number + 1)
+
+    def publish_end(self, entry: int, result: Any, parts: dict[str, Any]) -> None:
+        """Publish the end of an entry call; kept for the whole job."""
+        write_file(self.folder / f"end.{entry}", b"", pieces({"result": result, "parts": parts}), self._mirror)
+
+    def drop_before(self, top: int) -> None:
+        """Remove batch tops below ``top``; the newest is always kept."""
+        while len(self._kept) > 1 and self._kept[0] < top:
+            index = self._kept.pop(0)
+            mids = [f"mid.{index}.{number}" for number in range(self._mids.pop(index, 0))]
+            with suppress(FileNotFoundError):
+                os.rename(self.folder / f"top.{index}", self._spare)
+            for name in (f"top.{index}", *mids):
+                self._remove(name)
+            self._refers.pop(index, None)
+        if self._loose and self._refers.keys() >= set(self._kept):  # of a predecessor's tops it is not known
+            needed = frozenset().union(*self._refers.values())
+            for number in [each for each in self._loose if each not in needed]:
+                self._loose.remove(number)
+                with suppress(FileNotFoundError):
+                    os.rename(self.folder / f"{_LOOSE_FILE}{number}", self._spare_loose)
+                self._remove(f"{_LOOSE_FILE}{number}")
+
+    def _remove(self, name: str) -> None:
+        (self.folder / name).unlink(missing_ok=True)
+        if self._mirror is not None:
+            self._mirror.remove(name)
+
+    def forget_tops(self) -> None:
+        """Remove all batch tops."""
+        for number in self._loose:
+            self._remove(f"{_LOOSE_FILE}{number}")
+        self._loose.clear()
+        self._refers.clear()
+        for index in self._kept:
+            (self.folder / f"top.{index}").unlink(missing_ok=True)
+            if self._mirror is not None:
+                self._mirror.remove(f"top.{index}")
+        self._kept.clear()
+
+    def record(self, key: tuple[int, str, str, int], results: Any) -> None:
+        """Append the result of a start-up operation, what DDP agreed on, or what a job keeps for its newcomers."""
+        payload = dumps((key, results))
+        data = struct.pack("<II", len(payload), zlib.crc32(payload)) + payload
+        os.write(self._records, data)
+        if self._mirror is not None:
+            self._mirror.append("records", data)
+
+    def complete(self, records: Records, ends: Mapping[int, tuple[Any, dict[str, Any]]]) -> None:
+        """Publish what a checkpoint has of a predecessor and this board has not: it was on a machine that is lost, and
+        its copies too.
+        """
+        known = {key for key, _ in self.records()}
+        for key, results in records:
+            if key not in known:
+                self.record(key, results)
+        for entry, (result, parts) in ends.items():
+            if not (self.folder / f"end.{entry}").exists():
+                self.publish_end(entry, result, parts)
+
+    def write_order(self, indices: list[Any]) -> str:
+        """Publish the indices of a pass over the data. Returns its name."""
+        name = f"order.{os.urandom(6).hex()}"
+        self._packed[name] = pack_indices(indices)
+        write_file(self.folder / name, b"", pieces(self._packed[name]), self._mirror)
+        return name
+
+    def read_order(self, name: str) -> list[Any]:
+        """The indices published under ``name``."""
+        return unpack_indices(self.packed_order(name))
+
+    def packed_order(self, name: str) -> Any:
+        """The indices published under ``name``, packed; quick in the process that published them."""
+        if name not in self._packed:
+            self._packed[name] = loads(read_file(self.folder / name)[1])
+        return self._packed[name]
+
+    def drop_order(self, name: str) -> None:
+        """Remove an order that will not be asked for."""
+        self._packed.pop(name, None)
+        (self.folder / name).unlink(missing_ok=True)
+        if self._mirror is not None:
+            self._mirror.remove(name)
+
+    def tally(self, name: str) -> Tally:
+        """The number called ``name``."""
+        return Tally(self.folder / f"{TALLY}{name}")
+
+    def checksum(self, group: int, seq: int, checksum: int) -> None:
+        """Publish the checksum of an operation's input."""
+        _CHECK.pack_into(self._checks, (self._count % _CHECKS) * _CHECK.size, group, checksum, seq + 1)
+        self._count += 1
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def tops(self) -> list[Top]:
+        """Published batch tops, oldest first; damaged ones are left out."""
+        found = []
+        for path in self.folder.glob("top.*"):
+            if path.suffix == ".tmp":
+                continue
+            try:
+                found.append(Top(**json.loads(read_file(path, payload=False)[0])))
+            except (CorruptFile, struct.error):
+                continue
+        return sorted(found, key=lambda top: top.index)
+
+    def read_top(self, index: int) -> dict[str, Any]:
+        """Rank-local state at a batch top.
+
+        Raises:
+            CorruptFile: if it is damaged.
+        """
+        parts: dict[str, Any] = loads(read_file(self.folder / f"top.{index}")[1])
+        refers: Mapping[int, int] = parts.get(LOOSE, {})
+        self._refers[index] = frozenset(refers.values())
+        files = {number: loads(read_file(self.folder / f"{_LOOSE_FILE}{number}")[1]) for number in self._refers[index]}
+        if refers:
+            parts[LOOSE] = {place: files[number][place] for place, number in refers.items()}
+        return parts
+
+    def read_mid(self, top: int, number: int) -> dict[str, Any] | None:
+        """Forward-mutated state of a backward, or None if the predecessor did not get there."""
+        try:
+            return loads(read_file(self.folder / f"mid.{top}.{number}")[1])  # type: ignore[no-any-return]
+        except FileNotFoundError:
+            return None
+
+    def read_end(self, entry: int) -> tuple[Any, dict[str, Any]]:
+        """(result, parts) of a finished entry call."""
+        stored = loads(read_file(self.folder / f"end.{entry}")[1])
+        return stored["result"], stored["parts"]
+
+    def records(self) -> Records:
+        """Recorded results in order; a torn last one is left out."""
+        data = (self.folder / "records").read_bytes()
+        found: Records = []
+        at = 0
+        while at + 8 <= len(data):
+            length, crc = struct.unpack_from("<II", data, at)
+            payload = data[at + 8 : at + 8 + length]
+            if len(payload) < length or zlib.crc32(payload) != crc:
+                break
+            found.append(loads(payload))
+            at += 8 + length
+        return found
+
+    def checksums(self) -> dict[tuple[int, int], int]:
+        """Published input checksums by (group, sequence number)."""
+        found: dict[tuple[int, int], int] = {}
+        for place in range(_CHECKS):
+            group, checksum, seq = _CHECK.unpack_from(self._checks, place * _CHECK.size)
+            if seq:
+                found[(group, seq - 1)] = checksum
+        return found
+
+
+class Orders:
+    """Where loaders publish the order of their passes; see :class:`shared_core.loaders.Orders`.
+
+    Args:
+        board: of this rank.
+        may_drop: samples may be left out when the number of workers changes.
+        asked: the number may change while the job runs.
+    """
+
+    def __init__(self, board: Board, may_drop: bool, asked: bool = True) -> None:
+        self.may_drop, self.asked = may_drop, asked
+        self.write, self.read, self.drop = board.write_order, board.read_order, board.drop_order
