@@ -193,8 +193,8 @@ class Ours:
     """A snapshot in memory, the fence, and the writer."""
 
     def __init__(self, model: Any, optimizer: Any, folder: Path) -> None:
-        from shared_core.checkpoint.persisting import Persisting
         from shared_core.checkpoint.snapshots import Snapshots
+        from shared_core.launcher.persisting import Persisting
 
         self._model, self._optimizer = model, optimizer
         self._job_dir = Path(tempfile.mkdtemp(prefix="swift-bench-", dir="/dev/shm"))

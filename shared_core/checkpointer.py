@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 
 from shared_core.checkpoint import image, lineage, store
 from shared_core.checkpoint.command import Command
-from shared_core.checkpoint.persisting import Persisting
 from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import absolute, open_storage
@@ -37,6 +36,7 @@ from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, Unsupported, WaitTimeout
 from shared_core.events import console
 from shared_core.job import Job, current_job
+from shared_core.launcher.persisting import Persisting
 from shared_core.loop import TrainingLoop
 from shared_core.recovery.plain import dumps, loads
 from shared_core.sharing import SharedStep

@@ -9,8 +9,8 @@ from typing import NoReturn
 
 from shared_core.errors import SwiftError
 from shared_core.events import console
+from shared_core.protocol import worker_env
 from shared_core.system import process
-from shared_core.worker import link
 
 _warned = False
 #: End of a message about an option that the script has and its launcher has not; with the option's name in capital
@@ -31,12 +31,12 @@ LEFT_BEHIND = (
 
 def launched_by_swiftrun() -> bool:
     """Whether this process is a worker of ``swiftrun``."""
-    return link.launched()
+    return worker_env.launched()
 
 
 def under_plain_torchrun() -> bool:
     """Whether this process is a worker of ``torchrun`` (or of a launcher built on it), whose agent kills survivors."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and not link.launched()
+    return "TORCHELASTIC_RUN_ID" in os.environ and not worker_env.launched()
 
 
 def warn_plain_torchrun_once() -> None:
@@ -65,7 +65,7 @@ def warn_srun_once(alone: bool = False) -> None:
     """
     global _warned
     tasks = srun_tasks()
-    if _warned or tasks == 1 or link.launched():
+    if _warned or tasks == 1 or worker_env.launched():
         return
     _warned = True
     if os.environ.get("SLURM_PROCID", "0") == "0":
@@ -95,7 +95,7 @@ def hand_over(nproc: int, standbys: int = 1, extra: Sequence[str] = ()) -> NoRet
         console(LEFT_BEHIND.format(debugger))
     sys.stdout.flush()
     sys.stderr.flush()
-    os.environ[link.HANDED_OVER] = "1"
+    os.environ[worker_env.HANDED_OVER] = "1"
     options = ["--standbys", str(standbys), "--nproc-per-node", str(nproc), *extra]
     os.execv(sys.executable, process.run_module("shared_core.cli.swiftrun", *options, *command))
 
@@ -124,7 +124,7 @@ def _command() -> list[str]:
             "cannot hand over to swiftrun: this is a notebook or an interactive session, there is no script to run "
             f"again. {how}"
         )
-    if link.launched():
+    if worker_env.launched():
         raise SwiftError("cannot hand over to swiftrun: this process is already one of its workers")
     if under_plain_torchrun() or int(os.environ.get("WORLD_SIZE", "1") or "1") > 1:
         raise SwiftError(

@@ -26,9 +26,10 @@ from shared_core.config import CHECKPOINT_OPTIONS, SCRIPT_OPTIONS, SwiftConfig
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import EventLog
 from shared_core.handover import NOT_TOLD
-from shared_core.launcher.last_checkpoint import CHECKPOINTS
 from shared_core.launcher.mirror import Mirror
+from shared_core.protocol import progress_file, worker_env
 from shared_core.protocol.frontier import Top
+from shared_core.protocol.keys import CHECKPOINTS
 from shared_core.system import secret
 from shared_core.testing import inject
 from shared_core.worker import link
@@ -91,7 +92,7 @@ class Job:
         replays: for pipelines whose newcomers run on from a checkpoint.
     """
 
-    def __init__(self, env: link.WorkerEnv) -> None:
+    def __init__(self, env: worker_env.WorkerEnv) -> None:
         self.rank, self.world_size, self.incarnation, self.config = (
             env.rank,
             env.world_size,
@@ -108,7 +109,7 @@ class Job:
         self._entry = -1
         self._events = EventLog(env.events, env.run)
         self._board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env))
-        self._progress = link.ProgressFile()
+        self._progress = progress_file.ProgressFile(env.rank_dir / "progress")
         self._updates = Updates(env.config.preimages)
         self._runtime = Runtime(
             env.rank,
@@ -706,7 +707,7 @@ class Job:
         self._progress.top(self.tops)
 
 
-def _mirror(env: link.WorkerEnv) -> Mirror | None:
+def _mirror(env: worker_env.WorkerEnv) -> Mirror | None:
     """Copies on another machine, where there are several."""
     if len(env.machines) < 2:
         return None
@@ -720,8 +721,8 @@ _job: Job | None = None
 def current_job() -> Job | None:
     """The job of this process; None when it was not started by ``swiftrun``."""
     global _job
-    if _job is None and link.launched():
-        _job = Job(link.env())
+    if _job is None and worker_env.launched():
+        _job = Job(worker_env.env())
         atexit.register(_job._news.memory)
     return _job
 

@@ -14,6 +14,8 @@ from shared_core.events import console
 
 #: A wait that lasts longer says so, in seconds; one whose bound is short says so at half of it.
 QUIET_S = 5.0
+#: A wait that is meant to last, in seconds: torch warns of each store wait that times out, and counts in 32 bits of ms.
+FOREVER_S = 20 * 86400.0
 HANGS = "It may hang in its start-up; raise wait_timeout_s if it is only slow."
 
 

@@ -16,10 +16,10 @@ from harness import SCRIPTS, Jobs
 from shared_core.checkpoint import lineage
 from shared_core.checkpoint.spool import FOLDER, Spool
 from shared_core.events import read_events
+from shared_core.protocol import progress_file
 from shared_core.system import jobdir
 from shared_core.testing.report import OUT
 from shared_core.testing.runner import JobResult, check_clean, collect
-from shared_core.worker import link
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -90,7 +90,7 @@ class Running:
     def tops(self, rank: int = 0) -> int:
         """Batch tops that a rank has passed."""
         folder = self.folder
-        progress = link.read_progress(folder / f"rank{rank}" / "progress") if folder is not None else None
+        progress = progress_file.read_progress(folder / f"rank{rank}" / "progress") if folder is not None else None
         return progress[0] if progress is not None else 0
 
     def until(self, what: Callable[[], bool], timeout_s: float = 30.0) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shared_core.protocol import progress_file
 from shared_core.system import jobdir
 from shared_core.system.process import state_of
 from shared_core.system.secret import VARIABLE
@@ -22,7 +23,6 @@ from shared_core.testing.processes import MARK
 from shared_core.testing.report import OUT, start_time
 from shared_core.testing.runner import JobResult, collect
 from shared_core.testing.warm import WarmLauncher
-from shared_core.worker import link
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -150,7 +150,7 @@ class Cluster:
     def tops(self, rank: int) -> int:
         """Batch tops that a rank has passed."""
         folders = [one["job_dir"] for one in self.workers(rank)]
-        progress = link.read_progress(Path(folders[-1]) / f"rank{rank}" / "progress") if folders else None
+        progress = progress_file.read_progress(Path(folders[-1]) / f"rank{rank}" / "progress") if folders else None
         return progress[0] if progress else 0
 
     def finish(self, timeout_s: float = 40.0) -> tuple[JobResult, list[int]]:

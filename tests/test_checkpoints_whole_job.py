@@ -11,7 +11,7 @@ import pytest
 from checkpointed import Running, committed, finished, options, running, went_on_from
 from harness import Jobs
 
-from shared_core.launcher.last_checkpoint import ENDING
+from shared_core.protocol.keys import ENDING
 from shared_core.testing.runner import JobResult, compare
 
 SCRIPT, ARGS = "plain_ddp.py", ["--norm", "--steps", "240"]

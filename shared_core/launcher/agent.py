@@ -35,29 +35,30 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.utils.api import macros
 
 from shared_core.checkpoint.command import Command
-from shared_core.checkpoint.persisting import Persisting
 from shared_core.config import SwiftConfig
 from shared_core.events import EventLog, console
 from shared_core.launcher.attempt import LOOPBACK, Attempt
 from shared_core.launcher.console import Change, Story, count, host_of, ranks
-from shared_core.launcher.environment import worker_env
+from shared_core.launcher.environment import environment_of
 from shared_core.launcher.fencing import Fenced
 from shared_core.launcher.goodbyes import Parting
-from shared_core.launcher.last_checkpoint import CHECKPOINTS, SAVED, LastCheckpoint
+from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.launcher.ledger import FAIL, RELEASE, RESIZE, RESTART
 from shared_core.launcher.logs import ERROR_FILE, WorkerLogs
 from shared_core.launcher.machine import Crew
+from shared_core.launcher.persisting import Persisting
 from shared_core.launcher.rendezvous import JobOver, Meeting
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
+from shared_core.protocol import keys, progress_file, worker_env
+from shared_core.protocol.keys import CHECKPOINTS, SAVED
 from shared_core.protocol.loss_policy import LOOP_LIMIT, Death, LossBook, RaisedError, Verdict
 from shared_core.protocol.request import Mode, StartRequest
 from shared_core.protocol.resizing import Resizing
 from shared_core.system import process
 from shared_core.system.jobdir import JobDir
 from shared_core.waiting import Wait, ranks_text
-from shared_core.worker import link
 
 #: Looks in a row that must find a worker in state T before it is killed.
 STOPPED_LOOKS = 2
@@ -230,7 +231,7 @@ class SwiftAgent(SimpleElasticAgent):
         place = (worker_group.spec.local_addr or LOOPBACK, 0 if self._number else self._options.store_port)
         if team is not None and self._crew is not None:
             if self._attempt is None and self._crew.line:  # given a place in the middle of the job
-                self._resizing.line = link.Resized.from_json(self._crew.line)
+                self._resizing.line = worker_env.Resized.from_json(self._crew.line)
                 self._crew.gather(team.machines, self._resizing.line)
             self._number, place = team.number, (team.host, team.port)
         world_size = worker_group.workers[0].world_size
@@ -303,7 +304,7 @@ class SwiftAgent(SimpleElasticAgent):
     @property
     def _reached(self) -> int:
         """Batch tops that workers of this machine have passed in this attempt."""
-        found = (link.read_progress(self._progress_file(rank)) for rank in self._ranks())
+        found = (progress_file.read_progress(self._progress_file(rank)) for rank in self._ranks())
         return max((progress[0] for progress in found if progress is not None), default=0)
 
     @property
@@ -466,7 +467,7 @@ class SwiftAgent(SimpleElasticAgent):
             cause = f"{error.summary[:200]} (at {error.place})"
         elif code == 0:
             cause = "exited with code 0 without saying goodbye"
-        progress = link.read_progress(self._progress_file(one.rank))
+        progress = progress_file.read_progress(self._progress_file(one.rank))
         tops = progress[0] if progress else 0
         return Death(one.rank, one.pid, code, cause, tops, error, path if error else "", detected)
 
@@ -573,7 +574,7 @@ class SwiftAgent(SimpleElasticAgent):
                 self._story.checkpoints(fields.get("checkpoint_dir"))
             config = SwiftConfig.from_dict(asdict(self._options.config) | fields)
             self._options = replace(self._options, config=config)
-        elif name == link.REPORTS:
+        elif name == keys.REPORTS:
             if (done := self._story.report(fields)) is not None:
                 stall_s, lost, top = done
                 self._events.emit("resumed", rank=0, stall_s=stall_s, recomputed_steps=lost, top=top)
@@ -615,7 +616,7 @@ class SwiftAgent(SimpleElasticAgent):
         if self._crew is not None:
             return
         for rank in list(resizing.due):
-            progress = link.read_progress(self._progress_file(rank))
+            progress = progress_file.read_progress(self._progress_file(rank))
             started = max((one.started for one in self._fleet.live.values() if one.rank == rank), default=None)
             if started is not None and progress is not None and progress[0] and progress[2] >= started:
                 del resizing.due[rank]
@@ -640,7 +641,7 @@ class SwiftAgent(SimpleElasticAgent):
         """The state is handed on: end this attempt and go on with another number of workers."""
         resizing, attempt = self._resizing, self._now
         before = self._worker_group.workers[0].world_size
-        line = link.Resized(attempt.number, before, resizing.stay, top) if top else resizing.line
+        line = worker_env.Resized(attempt.number, before, resizing.stay, top) if top else resizing.line
         entry: dict[str, Any] = {"over": RESIZE, "workers": resizing.target, "line": line.to_json() if line else ""}
         if self._crew is not None:
             entry["machines"] = list(resizing.after)
@@ -653,7 +654,7 @@ class SwiftAgent(SimpleElasticAgent):
 
     def _go_on_resized(self, entry: dict[str, Any]) -> None:
         """Kill every worker and start the next attempt with the number of workers that the ledger's entry says."""
-        line = link.Resized.from_json(entry["line"]) if entry["line"] else None
+        line = worker_env.Resized.from_json(entry["line"]) if entry["line"] else None
         group, workers = self._worker_group, int(entry["workers"])
         before, reached = group.workers[0].world_size, self._reached
         self._kill_all()
@@ -673,7 +674,7 @@ class SwiftAgent(SimpleElasticAgent):
         self._book.forget_ranks()  # they are others now
         self._start_workers(self._worker_group)
 
-    def _tell_of_resize(self, before: int, reached: int, line: link.Resized | None) -> None:
+    def _tell_of_resize(self, before: int, reached: int, line: worker_env.Resized | None) -> None:
         workers = self._worker_group.workers[0].world_size
         go_on = "goes on" if workers == 1 else "go on"
         what = f"{count(workers, 'worker')} {go_on}"
@@ -778,7 +779,7 @@ class SwiftAgent(SimpleElasticAgent):
             if one.stopped_looks >= STOPPED_LOOKS:
                 self._kill(one, "stopped (SIGSTOP), killed by the agent")
                 continue
-            progress = None if self._released else link.read_progress(self._progress_file(one.rank))
+            progress = None if self._released else progress_file.read_progress(self._progress_file(one.rank))
             if progress is not None:
                 tops, inside, changed = progress
                 # an entry older than the worker is its predecessor's
@@ -806,7 +807,7 @@ class SwiftAgent(SimpleElasticAgent):
         self._starts[rank] = nth + 1
         address = self._crew.address if self._crew is not None else ""
         line = self._resizing.line
-        env = worker_env(
+        env = environment_of(
             self._worker_group,
             local_rank,
             self._now,
@@ -882,7 +883,7 @@ class SwiftAgent(SimpleElasticAgent):
                 pids={str(rank): pid for rank, pid in pids.items()},
             )
 
-    def _restart_all(self, reason: str, delay_s: float, *, line: link.Resized | None) -> None:
+    def _restart_all(self, reason: str, delay_s: float, *, line: worker_env.Resized | None) -> None:
         """End this attempt for all agents, unless another did, and begin the next."""
         over = {"over": RESTART, "reason": reason, "line": line.to_json() if line is not None else ""}
         if (entry := self._now.append(lambda: over)) is None:
@@ -896,7 +897,7 @@ class SwiftAgent(SimpleElasticAgent):
         folder, line = self._options.config.checkpoint_dir, None
         whence = "from the start" if folder else "from the start, as no checkpoint_dir is set"
         if entry.get("line"):
-            line = link.Resized.from_json(entry["line"])
+            line = worker_env.Resized.from_json(entry["line"])
             whence = f"from batch top {line.top}, where their number had changed"
         many = self._worker_group.workers[0].world_size
         what = "the worker is back" if many == 1 else f"all {many} workers are back"

@@ -15,8 +15,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from shared_core.errors import ConfigError
 from shared_core.launcher.key_watcher import KeyWatcher
 from shared_core.launcher.ledger import RELEASE, Ledger
+from shared_core.protocol.keys import WORDS
 from shared_core.protocol.loss_policy import Death
-from shared_core.worker.link import WORDS
 
 #: Where the store of a job on one machine listens, unless the user says otherwise.
 LOOPBACK = "127.0.0.1"

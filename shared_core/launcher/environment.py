@@ -12,10 +12,10 @@ from shared_core.checkpoint.command import Command
 from shared_core.events import RUN
 from shared_core.launcher.attempt import Attempt
 from shared_core.launcher.standby import clean_env
-from shared_core.worker import link
+from shared_core.protocol import worker_env
 
 
-def worker_env(
+def environment_of(
     group: Any,
     local_rank: int,
     attempt: Attempt,
@@ -23,7 +23,7 @@ def worker_env(
     events: str | None,
     config_json: str,
     address: str = "",
-    resized: link.Resized | None = None,
+    resized: worker_env.Resized | None = None,
     command: Command | None = None,
     run: str = "",
 ) -> dict[str, str]:
@@ -42,7 +42,7 @@ def worker_env(
         run: id of this start of the job.
     """
     spec, member = group.spec, group.workers[local_rank]
-    env = link.left_environment(job_dir, member.global_rank) | clean_env(os.environ)
+    env = worker_env.left_environment(job_dir, member.global_rank) | clean_env(os.environ)
     env |= {
         "RANK": str(member.global_rank),
         "LOCAL_RANK": str(local_rank),
@@ -61,24 +61,24 @@ def worker_env(
         "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        link.JOB_DIR: str(job_dir),
-        link.STORE: f"{attempt.host}:{attempt.port}",
-        link.GENERATION: str(attempt.generation),
-        link.INCARNATION: str(attempt.incarnations[member.global_rank]),
-        link.EVENTS: events or "",
-        link.CONFIG: config_json,
-        link.RESTART: str(attempt.number),
-        link.COMMAND: (command or Command()).to_json(),
+        worker_env.JOB_DIR: str(job_dir),
+        worker_env.STORE: f"{attempt.host}:{attempt.port}",
+        worker_env.GENERATION: str(attempt.generation),
+        worker_env.INCARNATION: str(attempt.incarnations[member.global_rank]),
+        worker_env.EVENTS: events or "",
+        worker_env.CONFIG: config_json,
+        worker_env.RESTART: str(attempt.number),
+        worker_env.COMMAND: (command or Command()).to_json(),
         RUN: run,
     }
-    if link.HANDED_OVER in os.environ:
-        env[link.HANDED_OVER] = "1"
+    if worker_env.HANDED_OVER in os.environ:
+        env[worker_env.HANDED_OVER] = "1"
     if resized is not None:
-        env[link.RESIZED] = resized.to_json()
+        env[worker_env.RESIZED] = resized.to_json()
     if address:
-        env[link.ADDRESS] = address
-        env[link.JOB] = spec.rdzv_handler.get_run_id()
-        env[link.MACHINES] = json.dumps(attempt.ledger.machines)
+        env[worker_env.ADDRESS] = address
+        env[worker_env.JOB] = spec.rdzv_handler.get_run_id()
+        env[worker_env.MACHINES] = json.dumps(attempt.ledger.machines)
     else:
         # For groups of plain gloo, which would listen at the address that belongs to the machine's name.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")

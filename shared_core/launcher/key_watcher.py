@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from shared_core.launcher.last_checkpoint import SAVED
-from shared_core.worker.link import FOREVER_S, REPORTS, WORDS
+from shared_core.protocol.keys import REPORTS, SAVED, WORDS
+from shared_core.waiting import FOREVER_S
 
 _ONCE = ("fail", "restart", SAVED)
 _DIVERGENT = "divergent"

@@ -8,9 +8,7 @@ when nobody writes any more: before, nobody knows.
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,28 +19,10 @@ from shared_core.checkpoint.spool import FOLDER, Spool
 from shared_core.checkpoint.verdict import verdict
 from shared_core.config import SwiftConfig
 from shared_core.events import console
+from shared_core.protocol.keys import EARLY_SIGNALS, ENDING
 
-#: Name of a file in the job's folder, and of a key in the attempt's store: rank 0 finds there that the job ends.
-ENDING = "ending"
-#: Key that rank 0 sets when the last checkpoint is committed, or cannot be.
-SAVED = "saved"
-#: Key that workers set when their script, and not the launcher, says where checkpoints go.
-CHECKPOINTS = "checkpoints"
-_EARLY = (signal.SIGUSR1, signal.SIGUSR2)
 #: Part of the grace time that is left for ending the workers.
 _RESERVE = 0.15
-
-
-def leave_signals_to_the_agent() -> None:
-    """In a worker: what SLURM sends to every process of a step is for the agent, which ends the workers itself.
-
-    A handler that the program has set stays, and so does SIGTERM's default elsewhere: there it is sent to one worker.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for number in (*_EARLY, *((signal.SIGTERM,) if "SLURM_JOB_ID" in os.environ else ())):
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, signal.SIG_IGN)
 
 
 class LastCheckpoint:
@@ -72,7 +52,7 @@ class LastCheckpoint:
 
     def signals(self, names: Sequence[str]) -> tuple[str, ...]:
         """The signals to take over: those that end the job, and the early ones if there is something to do then."""
-        early = [number.name for number in _EARLY if self._wanted]
+        early = [number.name for number in EARLY_SIGNALS if self._wanted]
         return (*names, *(name for name in early if name not in names))
 
     def waits(self, received: Sequence[int]) -> bool:
@@ -82,7 +62,7 @@ class LastCheckpoint:
         """
         for number in received[self._handled :]:
             self._handled += 1
-            if not self._wanted or number not in (signal.SIGTERM, *_EARLY):
+            if not self._wanted or number not in (signal.SIGTERM, *EARLY_SIGNALS):
                 self._over = True
             elif self.deadline is None:
                 self._ask(number)
@@ -95,7 +75,7 @@ class LastCheckpoint:
         return self.deadline is not None and not self._over
 
     def _ask(self, number: int) -> None:
-        name, early = signal.Signals(number).name, number in _EARLY
+        name, early = signal.Signals(number).name, number in EARLY_SIGNALS
         limit = self._early_s if early else self._grace_s * (1 - _RESERVE)
         console(f"received {name}: a last checkpoint is made, for at most {limit:.0f} s")
         self.deadline = time.monotonic() + limit

@@ -20,10 +20,10 @@ from shared_core.launcher.neighbour import Copies, Sender
 from shared_core.launcher.rendezvous import Meeting
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.takeover import Reassignment, reassign
+from shared_core.protocol.worker_env import Resized
 from shared_core.system.jobdir import CHECKPOINTS, MIRROR
 from shared_core.system.secret import derive, leave
 from shared_core.waiting import Wait, ranks_text
-from shared_core.worker.link import Resized
 
 
 class Crew:

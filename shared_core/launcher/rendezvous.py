@@ -2,8 +2,8 @@
 
 torchelastic's own handler starts all workers anew whenever a machine comes or goes, calls a machine lost by comparing
 clocks, and after 15 s. Here a machine keeps its place for as long as it holds its lease, and a spare machine waits in
-:meth:`Meeting.next_rendezvous` until a place is given to it. The document of :mod:`~shared_core.launcher.rendezvous_store` says
-where the store is; all else is in the store.
+:meth:`Meeting.next_rendezvous` until a place is given to it. The document of
+:mod:`~shared_core.launcher.rendezvous_store` says where the store is; all else is in the store.
 """
 
 from __future__ import annotations

@@ -14,17 +14,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from shared_core.config import ENV_PREFIX
-from shared_core.protocol.request import StartRequest
+from shared_core.protocol.request import SINGLE_THREADED, StartRequest
 from shared_core.system import process
-from shared_core.worker.start import entry
 
-_BOOTSTRAP = process.NOT_FROM_HERE + "sys.path.append({root!r}); from shared_core.cluster.{module} import main; main()"
+_BOOTSTRAP = (
+    process.NOT_FROM_HERE + "sys.path.append({root!r}); from shared_core.worker.start.{module} import main; main()"
+)
 
 
 def _python(module: str, *args: str) -> list[str]:
     """Command line of a fresh interpreter with this one's flags that runs ``main()`` of a module of this package."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing's spawn does
-    code = _BOOTSTRAP.format(root=entry.PACKAGE_ROOT, module=module)
+    code = _BOOTSTRAP.format(root=process.PACKAGE_ROOT, module=module)
     return [os.environ.get("PYTHON_EXEC", sys.executable), *flags, "-u", "-c", code, *args]
 
 
@@ -55,8 +56,6 @@ class Preload:
 
 def _spawn_zygote(channel: socket.socket, env: dict[str, str]) -> int:
     """A zygote in a fresh interpreter that serves ``channel``; returns its pid."""
-    from shared_core.worker.start.zygote import SINGLE_THREADED
-
     started = subprocess.Popen(
         _python("zygote", str(channel.fileno()), str(os.getpid())),
         env=env | SINGLE_THREADED,

@@ -7,6 +7,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Mode = Literal["script", "module", "exec"]
+#: A zygote's environment. Libraries read it when they are loaded: with more than one thread they start them there and
+#: then, and a fork would lose them.
+SINGLE_THREADED = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "VECLIB_MAXIMUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting devices must not create a CUDA context
+}
 
 
 @dataclass(frozen=True)

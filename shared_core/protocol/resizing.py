@@ -8,7 +8,7 @@ from typing import Any
 
 from shared_core.config import SwiftConfig
 from shared_core.protocol.takeover import grown
-from shared_core.worker.link import Resized
+from shared_core.protocol.worker_env import Resized
 
 
 @dataclass

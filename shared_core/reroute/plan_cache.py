@@ -20,7 +20,7 @@ from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.schedule.symmetry import canonical, patterns, rename
 from shared_core.schedule.timing import StageTimes, Times
-from shared_core.system.process import die_with_parent, run_module
+from shared_core.system.process import PACKAGE_ROOT, die_with_parent, run_module
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,7 @@ class PlanStore:
         path = self.folder / "settings.json"
         path.write_text(json.dumps(self.settings.to_dict()), encoding="utf-8")
         command = run_module("shared_core.reroute.plan_cache", str(path), str(losses), str(os.getpid()))
-        root = str(Path(__file__).resolve().parents[2])
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))}
         return Filling(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
 
     def _patterns(self, losses: int) -> list[tuple[Worker, ...]]:

@@ -1,0 +1,1 @@
+"""What the operating system gives: processes, private folders, sockets between machines."""

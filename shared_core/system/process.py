@@ -18,6 +18,8 @@ _MADV_COLLAPSE = 25
 _HUGE = 2 << 20
 
 
+#: Folder that holds the package; stays importable for workers where the package is run from a checkout.
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 #: What ``python -c`` and ``-m`` put first is the working directory, from which torchrun's workers import nothing.
 NOT_FROM_HERE = "import sys; sys.path[:1] = [p for p in sys.path[:1] if getattr(sys.flags, 'safe_path', 0)]; "
 
@@ -26,8 +28,7 @@ def run_module(module: str, *args: str) -> list[str]:
     """Command line of a fresh interpreter with this one's flags that runs a module of this package as ``-m`` does, and
     imports nothing from the working directory."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing's spawn does
-    root = str(Path(__file__).resolve().parents[2])
-    code = f"{NOT_FROM_HERE}sys.path.append({root!r}); import runpy; runpy._run_module_as_main({module!r})"
+    code = f"{NOT_FROM_HERE}sys.path.append({PACKAGE_ROOT!r}); import runpy; runpy._run_module_as_main({module!r})"
     return [sys.executable, *flags, "-c", code, *args]
 
 

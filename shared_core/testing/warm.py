@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from shared_core.launcher.standby import Standby
+from shared_core.protocol.request import SINGLE_THREADED
 from shared_core.system import process
 from shared_core.testing.processes import describe
 from shared_core.worker.start import zygote
@@ -66,7 +67,7 @@ class WarmLauncher:
             [sys.executable, "-m", "shared_core.testing.warm", *preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=env | zygote.SINGLE_THREADED,
+            env=env | SINGLE_THREADED,
             start_new_session=True,
         )
         #: Process ids of the newest job's launchers.
@@ -248,7 +249,7 @@ def _breed(channel: socket.socket, launcher: int) -> None:
 def _become_zygote(fd: int, launcher: int, env: dict[str, str]) -> None:
     os.setsid()
     os.environ.clear()
-    os.environ.update(env | zygote.SINGLE_THREADED)
+    os.environ.update(env | SINGLE_THREADED)
     while os.getppid() != launcher:
         time.sleep(0.0001)  # the kernel is between closing the pipe and handing the orphan over
     sys.argv = ["zygote", str(fd), str(launcher)]

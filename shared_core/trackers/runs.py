@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared_core.job import Job
-from shared_core.worker.link import leave_environment
+from shared_core.protocol.worker_env import leave_environment
 
 _KIND = "trackers"
 #: Seconds after which Weights & Biases writes to its file; 15 by default, and what was not written is lost with rank 0.

@@ -1,0 +1,1 @@
+"""The training process: its groups, logs, state, checkpoints and recoveries."""

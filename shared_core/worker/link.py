@@ -1,4 +1,4 @@
-"""Helpers inside a worker: what the launcher told it, its own connection to the store, progress, goodbye.
+"""A worker's link to its launcher: its own connection to the store, what it tells the agent, its goodbye.
 
 Importing this module is cheap: torch is imported when a store is connected.
 """
@@ -7,178 +7,31 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
-import struct
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared_core.checkpoint.command import Command
-from shared_core.config import SwiftConfig
-from shared_core.errors import ConfigError, WaitTimeout
-from shared_core.events import RUN, console
-from shared_core.waiting import Wait
+from shared_core.errors import WaitTimeout
+from shared_core.events import console
+from shared_core.protocol import worker_env
+from shared_core.protocol.keys import REPORTS, WORDS
+from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.waiting import FOREVER_S, Wait
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
-STORE = "SWIFT_RECOVERY_STORE"
-GENERATION = "SWIFT_RECOVERY_GENERATION"
-INCARNATION = "SWIFT_RECOVERY_INCARNATION"
-EVENTS = "SWIFT_RECOVERY_EVENTS"
-CONFIG = "SWIFT_RECOVERY_CONFIG"
-RESTART = "SWIFT_RECOVERY_RESTART"
-ADDRESS = "SWIFT_RECOVERY_ADDRESS"
-RESIZED = "SWIFT_RECOVERY_RESIZED"
-MACHINES = "SWIFT_RECOVERY_MACHINES"
-JOB = "SWIFT_RECOVERY_JOB"
-COMMAND = "SWIFT_RECOVERY_COMMAND"
-#: Set where a script was started by itself and has become ``swiftrun``: its user gives no flags.
-HANDED_OVER = "SWIFT_RECOVERY_HANDED_OVER"
-
-#: Layout of a progress file: batch tops passed, 1 inside a wait for a collective, ``time.time()`` of the last change.
-PROGRESS = struct.Struct("<QQd")
-PROGRESS_BYTES = 64
-#: A wait that is meant to last, in seconds: torch warns of each store wait that times out, and counts in 32 bits of ms.
-FOREVER_S = 20 * 86400.0
 #: Longest time to connect to the launcher's store, in seconds.
 _CONNECT_S = 60.0
-#: Store queues that wake the agents, one for each machine's place, under the attempt's prefix.
-WORDS = "words"
-#: Store queues of what workers report to the agent of their machine's place, under the attempt's prefix.
-REPORTS = "reports"
-#: File in a rank's folder: variables of the environment for its newcomers.
-_LEFT = "environment.json"
 
 _failed = False
 _done = False
 _at_end: list[Callable[[], None]] = []
 _leaves_with: int | None = None
-
-
-@dataclass(frozen=True)
-class Resized:
-    """The attempt before, which had another number of workers and has handed its state on.
-
-    Attributes:
-        attempt: its number.
-        world_size: its number of logical ranks.
-        stay: those of them whose workers handed over.
-        top: the batch top from which the job goes on.
-    """
-
-    attempt: int
-    world_size: int
-    stay: tuple[int, ...]
-    top: int
-
-    def to_json(self) -> str:
-        """Inverse of :meth:`from_json`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, raw: str) -> Resized:
-        """Inverse of :meth:`to_json`."""
-        values = json.loads(raw)
-        return cls(values["attempt"], values["world_size"], tuple(values["stay"]), values["top"])
-
-
-@dataclass(frozen=True)
-class WorkerEnv:
-    """What the launcher told this worker.
-
-    Attributes:
-        rank: logical rank.
-        world_size: number of logical ranks.
-        generation: generation in which this worker starts; 0 for the first workers.
-        incarnation: this is the n-th worker that holds the rank, from 0.
-        restart: number of whole-job restarts before this one; store keys are prefixed with it.
-        job_dir: private folder of the job on this machine, in memory where possible.
-        store_host: host of the agent's store.
-        store_port: its port.
-        events: ``events.jsonl`` of the job, None when events are not written.
-        config: the options of the job.
-        slot: place of this machine, from 0.
-        job: what checkpoints name as the job they belong to, equal on all machines.
-        command: the program and its arguments.
-        handed_over: the script was started by itself, so that its user gives ``swiftrun`` no flags.
-        machines: who holds which place in the generation in which this worker starts; empty on one machine.
-        resized: the attempt from which this one goes on, if the number of workers has changed.
-        run: id of this start of the job, equal on all machines and in all attempts.
-    """
-
-    rank: int
-    world_size: int
-    generation: int
-    incarnation: int
-    restart: int
-    job_dir: Path
-    store_host: str
-    store_port: int
-    events: Path | None
-    config: SwiftConfig
-    slot: int = 0
-    job: str = ""
-    command: Command = Command()
-    handed_over: bool = False
-    machines: tuple[str | None, ...] = ()
-    resized: Resized | None = None
-    run: str = ""
-
-    @property
-    def prefix(self) -> str:
-        """Prefix of every store key of this attempt, ``swift/{restart}/``."""
-        return f"swift/{self.restart}/"
-
-    @property
-    def rank_dir(self) -> Path:
-        """Folder for what this rank publishes."""
-        return self.job_dir / f"rank{self.rank}"
-
-
-def launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether this process is a worker of ``swiftrun``."""
-    return JOB_DIR in (os.environ if environ is None else environ)
-
-
-def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
-    """Parse the variables the launcher sets.
-
-    Raises:
-        ConfigError: if this process was not started by ``swiftrun``.
-    """
-    source = os.environ if environ is None else environ
-    if JOB_DIR not in source:
-        raise ConfigError(
-            f"{JOB_DIR} is not set: this process was not started by swiftrun. Start it with: swiftrun SCRIPT ..."
-        )
-    host, _, port = source[STORE].rpartition(":")
-    return WorkerEnv(
-        rank=int(source["RANK"]),
-        world_size=int(source["WORLD_SIZE"]),
-        generation=int(source.get(GENERATION, "0")),
-        incarnation=int(source.get(INCARNATION, "0")),
-        restart=int(source.get(RESTART, "0")),
-        job_dir=Path(source[JOB_DIR]),
-        store_host=host,
-        store_port=int(port),
-        events=Path(source[EVENTS]) if source.get(EVENTS) else None,
-        config=SwiftConfig.from_env(source),
-        job=source.get(JOB, source[JOB_DIR]),
-        command=Command.from_json(source.get(COMMAND, "")),
-        handed_over=HANDED_OVER in source,
-        slot=int(source.get("GROUP_RANK", "0")),
-        machines=tuple(json.loads(source.get(MACHINES) or "[]")),
-        resized=Resized.from_json(source[RESIZED]) if source.get(RESIZED) else None,
-        run=source.get(RUN, ""),
-    )
 
 
 def connect_store(timeout_s: float = 60.0, where: WorkerEnv | None = None) -> TCPStore:
@@ -193,7 +46,7 @@ def connect_store(timeout_s: float = 60.0, where: WorkerEnv | None = None) -> TC
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    here = env() if where is None else where
+    here = worker_env.env() if where is None else where
     whom, limit_s = f"the launcher's store at {here.store_host}:{here.store_port} to answer", min(timeout_s, _CONNECT_S)
     try:
         with Wait(f"rank {here.rank}", whom, limit_s, bound="a fixed limit").announced():
@@ -224,7 +77,7 @@ def tell(store: TCPStore, name: str, value: Any, *, prefix: str | None = None) -
         value: plain data, stored as JSON.
         prefix: key prefix; this worker's own when None.
     """
-    prefix = env().prefix if prefix is None else prefix
+    prefix = worker_env.env().prefix if prefix is None else prefix
     store.set(prefix + name, json.dumps(value))
     slot = os.environ.get("GROUP_RANK", "0")
     store.queue_push(f"{prefix}{WORDS}/{slot}", name)  # one step: a worker killed here leaves no half-said word
@@ -241,66 +94,6 @@ def report(store: TCPStore, value: Mapping[str, Any], *, prefix: str) -> None:
     slot = os.environ.get("GROUP_RANK", "0")
     store.queue_push(f"{prefix}{REPORTS}/{slot}", json.dumps(value))
     store.queue_push(f"{prefix}{WORDS}/{slot}", REPORTS)
-
-
-def leave_environment(job_dir: Path, rank: int, variables: Mapping[str, str]) -> None:
-    """Have the newcomers of a rank find ``variables`` in their environment, where the user has not set them."""
-    new = job_dir / f"rank{rank}" / (_LEFT + ".new")
-    new.write_text(json.dumps(dict(variables)))
-    new.replace(new.with_name(_LEFT))
-
-
-def left_environment(job_dir: Path, rank: int) -> dict[str, str]:
-    """What predecessors on this machine have left with :func:`leave_environment`."""
-    try:
-        left: dict[str, str] = json.loads((job_dir / f"rank{rank}" / _LEFT).read_text())
-    except FileNotFoundError:
-        return {}
-    return left
-
-
-class ProgressFile:
-    """Writer of ``rank{r}/progress``, which the agent reads for the progress time-out. A write costs a microsecond."""
-
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        target = env().rank_dir / "progress" if path is None else Path(path)
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(target, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(fd, PROGRESS_BYTES)
-            self._map = mmap.mmap(fd, PROGRESS_BYTES)
-        finally:
-            os.close(fd)
-        self._tops = 0
-
-    def top(self, tops: int) -> None:
-        """Batch top number ``tops`` is passed; outside any collective."""
-        self._tops = tops
-        self._write(0)
-
-    def waiting(self, inside: bool) -> None:
-        """Entering (True) or leaving (False) a wait for a collective."""
-        self._write(int(inside))
-
-    def _write(self, flag: int) -> None:
-        PROGRESS.pack_into(self._map, 0, self._tops, flag, time.time())
-
-    def close(self) -> None:
-        """Release the mapping; the file stays."""
-        self._map.close()
-
-
-def read_progress(path: str | os.PathLike[str]) -> tuple[int, bool, float] | None:
-    """``(tops, inside a collective, time of the last change)``; None if nothing was written yet."""
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(PROGRESS.size)
-    except OSError:
-        return None
-    if len(raw) < PROGRESS.size:
-        return None
-    tops, flag, changed = PROGRESS.unpack(raw)
-    return (tops, bool(flag), changed) if changed else None
 
 
 def mark_failed(code: int | None = None) -> None:
@@ -335,10 +128,10 @@ def say_done_and_wait() -> None:
     Registered with ``atexit``; later calls, and calls after an error or outside ``swiftrun``, do nothing.
     """
     global _done, _leaves_with
-    if _done or _failed or not launched() or hasattr(sys, "last_type"):
+    if _done or _failed or not worker_env.launched() or hasattr(sys, "last_type"):
         return
     _done = True
-    here = env()
+    here = worker_env.env()
     try:
         store = connect_store(where=here)
         tell(store, f"done/{here.rank}", {"pid": os.getpid(), "time": time.time()}, prefix=here.prefix)

@@ -18,8 +18,8 @@ sys.path.insert(0, {str(ROOT / "tests" / "checkpoint")!r})
 from checkpoint_tools import snapshot
 from shared_core.checkpoint import Spool
 from shared_core.checkpoint.spool import FOLDER
-from shared_core.worker import link
-me = link.env()
+from shared_core.protocol import worker_env
+me = worker_env.env()
 spool = Spool(me.job_dir / FOLDER, me.restart)
 where = os.path.join(os.path.dirname(__file__), "storage")
 def leave(step):

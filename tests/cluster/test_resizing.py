@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shared_core.config import SwiftConfig
 from shared_core.protocol.resizing import Resizing
-from shared_core.worker.link import Resized
+from shared_core.protocol.worker_env import Resized
 
 #: The same examples in each run.
 FIXED = settings(max_examples=100, deadline=None, derandomize=True, database=None)

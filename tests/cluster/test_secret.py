@@ -246,8 +246,8 @@ SCRIPT = """
 import json, os
 from pathlib import Path
 from shared_core.system import secret
-from shared_core.worker import link
-me = link.env()
+from shared_core.protocol import worker_env
+me = worker_env.env()
 tag = os.environ["SWIFT_TEST_TAG"].encode()
 key = secret.of_job(me.job_dir)
 words = []

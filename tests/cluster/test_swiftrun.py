@@ -19,7 +19,9 @@ PRELUDE = """
 import json, os, signal, sys, time
 from datetime import timedelta
 from shared_core.worker import link
-me = link.env()
+from shared_core.protocol import progress_file
+from shared_core.protocol import worker_env
+me = worker_env.env()
 store = link.connect_store()
 def reach(name, rank=None):
     store.set(f"test/{name}/{me.rank if rank is None else rank}", str(os.getpid()))
@@ -367,7 +369,7 @@ def test_progress_breaks_a_crash_loop_and_the_budget_ends_it(tmp_path: Path) -> 
         PRELUDE
         + """
 if me.rank == 0:
-    link.ProgressFile().top(me.incarnation + 1)
+    progress_file.ProgressFile(me.rank_dir / "progress").top(me.incarnation + 1)
     os._exit(9)
 await_("never", 1)
 """
@@ -383,7 +385,7 @@ def test_a_worker_without_progress_is_replaced(tmp_path: Path) -> None:
         PRELUDE
         + """
 if me.incarnation == 0:
-    progress = link.ProgressFile()
+    progress = progress_file.ProgressFile(me.rank_dir / "progress")
     progress.top(1)
     if me.rank == 0:
         progress.waiting(True)  # in a collective: does not count
@@ -597,7 +599,7 @@ def test_a_foreign_entry_in_the_ledger_ends_the_job_with_a_line(tmp_path: Path) 
         """
         import time
         from shared_core.worker import link
-        me = link.env()
+        me = worker_env.env()
         if me.rank == 0:
             link.connect_store().set(me.prefix + "gen/1", '{"generation": 0, "incarnations": [0, 0]}')
         time.sleep(600)

@@ -10,6 +10,7 @@ from torch.distributed import TCPStore
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, WaitTimeout
 from shared_core.launcher.key_watcher import KeyWatcher
+from shared_core.protocol import progress_file, worker_env
 from shared_core.worker import link
 
 
@@ -28,25 +29,25 @@ def environment(folder: Path, port: int = 1) -> dict[str, str]:
 
 
 def test_env_is_parsed(tmp_path: Path) -> None:
-    me = link.env(environment(tmp_path))
+    me = worker_env.env(environment(tmp_path))
     assert (me.rank, me.world_size, me.generation, me.incarnation, me.restart) == (2, 4, 3, 1, 5)
     assert (me.store_host, me.store_port, me.config.seed) == ("localhost", 1, 7)
     assert (me.prefix, me.rank_dir) == ("swift/5/", tmp_path / "rank2")
-    assert not link.launched({})
+    assert not worker_env.launched({})
     with pytest.raises(ConfigError, match="not started by swiftrun"):
-        link.env({})
+        worker_env.env({})
 
 
 def test_progress_is_read_as_written(tmp_path: Path) -> None:
     path = tmp_path / "rank0" / "progress"
-    assert link.read_progress(path) is None
-    progress = link.ProgressFile(path)
-    assert link.read_progress(path) is None
-    assert path.stat().st_size == link.PROGRESS_BYTES
+    assert progress_file.read_progress(path) is None
+    progress = progress_file.ProgressFile(path)
+    assert progress_file.read_progress(path) is None
+    assert path.stat().st_size == progress_file.PROGRESS_BYTES
     progress.top(4)
-    first = link.read_progress(path)
+    first = progress_file.read_progress(path)
     progress.waiting(True)
-    second = link.read_progress(path)
+    second = progress_file.read_progress(path)
     assert first is not None and second is not None
     assert (first[:2], second[:2]) == ((4, False), (4, True))
     assert second[2] >= first[2]
@@ -54,14 +55,14 @@ def test_progress_is_read_as_written(tmp_path: Path) -> None:
 
 
 def test_a_missing_agent_is_named(tmp_path: Path, free_port: int) -> None:
-    me = link.env(environment(tmp_path, free_port))
+    me = worker_env.env(environment(tmp_path, free_port))
     with pytest.raises(WaitTimeout, match=f"rank 2: no answer from the agent's store at localhost:{free_port}"):
         link.connect_store(timeout_s=0.2, where=me)
 
 
 def test_what_workers_tell_reaches_the_watcher(tmp_path: Path) -> None:
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    me = link.env(environment(tmp_path, server.port))
+    me = worker_env.env(environment(tmp_path, server.port))
     woken: list[None] = []
     watcher = KeyWatcher(lambda: link.connect_store(where=me), me.prefix, lambda: woken.append(None), ranks=[1])
     store = link.connect_store(where=me)

@@ -1,7 +1,7 @@
 """A job without processes: ranks run a program of collectives, messages and batch tops, and are lost at any moment.
 
 It follows the rules of the runtime: when gloo may finish an operation, what is logged and dropped, what a survivor does
-while a recovery runs. What is under test is :func:`shared_core.consistency.decide`. A run fails if gloo groups of one
+while a recovery runs. What is under test is :func:`shared_core.protocol.plan.decide`. A run fails if gloo groups of one
 generation would be given different operations, if nobody can go on, or if a donor does not reach the state it owes.
 """
 

@@ -23,9 +23,9 @@ from shared_core.loaders.reshard import (
     unpack_indices,
     used,
 )
+from shared_core.protocol.worker_env import Resized
 from shared_core.recovery.plain import dumps, loads
 from shared_core.worker.checkpoints.resharding import sources, stage_source
-from shared_core.worker.link import Resized
 
 #: The same examples in each run.
 FIXED = settings(max_examples=100, deadline=None, derandomize=True, database=None)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import shared_core
+from shared_core.protocol import worker_env
 from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import Report
 from shared_core.worker import link
@@ -135,7 +136,7 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
     if args.last == dist_rank and report.who["incarnation"] == 0:
-        here = link.env()
+        here = worker_env.env()
         store = link.connect_store(where=here)
         store.wait([f"{here.prefix}done/{rank}" for rank in range(world) if rank != dist_rank])
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""Checkpoints that the training process makes, and the one from which it goes on."""

@@ -24,9 +24,11 @@ from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import check_place
 from shared_core.errors import ConfigError, CorruptFile, RecoveryFailed, SwiftError, WaitTimeout
 from shared_core.events import console
-from shared_core.launcher.last_checkpoint import ENDING, SAVED, leave_signals_to_the_agent
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
+from shared_core.protocol import progress_file
 from shared_core.protocol.frontier import Top
+from shared_core.protocol.keys import ENDING, SAVED
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.recovery.plain import dumps
 from shared_core.testing import inject
 from shared_core.waiting import Wait
@@ -36,7 +38,7 @@ from shared_core.worker.checkpoints.due import Decisions, FileEntries, StoreEntr
 from shared_core.worker.checkpoints.origins import Origins
 from shared_core.worker.checkpoints.pricing import Pricing
 from shared_core.worker.checkpoints.recovery_line import Collect, Line, Loaded
-from shared_core.worker.link import WorkerEnv
+from shared_core.worker.signals import leave_signals_to_the_agent
 from shared_core.worker.state.publications import Board
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.updates import Updates
@@ -110,7 +112,7 @@ class Checkpoints:
         self._beginning = ""
         self._known: set[int] | None = None
         # A newcomer passes batch tops again: only beyond its predecessor's it may decide anew.
-        progress = link.read_progress(env.rank_dir / "progress") if env.incarnation else None
+        progress = progress_file.read_progress(env.rank_dir / "progress") if env.incarnation else None
         self._level = progress[0] if progress is not None else 0
         self._origins: Origins | None = None
         if self._dir is None:

@@ -11,10 +11,10 @@ from shared_core.checkpoint import lineage
 from shared_core.checkpoint.spool import Spool
 from shared_core.checkpoint.storage import absolute
 from shared_core.errors import SwiftError, Unsupported
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
 from shared_core.worker.checkpoints import recovery_line, resharding
 from shared_core.worker.checkpoints.recovery_line import Line, Loaded
-from shared_core.worker.link import WorkerEnv
 
 #: What adopts a checkpoint where there is no command line of ours.
 BY_OPTION = "the option resume_from"

@@ -20,10 +20,10 @@ from shared_core.checkpoint.spool import Spool
 from shared_core.errors import CorruptFile, SwiftError, Unsupported
 from shared_core.events import console
 from shared_core.protocol.frontier import Top
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.recovery.plain import loads
 from shared_core.waiting import wait_for
 from shared_core.worker import near
-from shared_core.worker.link import WorkerEnv
 from shared_core.worker.state.replicated import Replicated
 
 #: Tiers in the order in which they are preferred.

@@ -27,9 +27,9 @@ from shared_core.loaders.reshard import (
 )
 from shared_core.loaders.seeded import place_seed
 from shared_core.protocol.frontier import Top
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.recovery_line import Collect, Line, Loaded
-from shared_core.worker.link import WorkerEnv
 from shared_core.worker.state.replicated import Replicated
 
 RANDOM, GRADIENTS, BUFFERS = "swift.random", "swift.gradients", "swift.buffers"

@@ -19,12 +19,12 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Store
 
 from shared_core.errors import GenerationAbandoned, NotConnected, RecoveryFailed, WaitTimeout
+from shared_core.protocol.worker_env import ADDRESS
 from shared_core.testing import inject
 from shared_core.waiting import Wait, poll, wait_for
 from shared_core.worker.comm import peers
 from shared_core.worker.comm.peers import Place
 from shared_core.worker.comm.quiet import quiet
-from shared_core.worker.link import ADDRESS
 
 #: Untyped, because torch's stubs leave out most of it.
 _Store: Any = Store

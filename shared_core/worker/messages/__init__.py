@@ -1,0 +1,1 @@
+"""The log of messages: in memory and on disk, for newcomers."""

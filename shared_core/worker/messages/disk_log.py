@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from shared_core.config import ranges_of
 from shared_core.errors import ConfigError, RecoveryFailed, SwiftError
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system.jobdir import log_folder, own
 from shared_core.worker.comm import Runtime
-from shared_core.worker.link import WorkerEnv
 from shared_core.worker.messages.archive import Archive
 
 #: Who waits for a peer waits for its replay too, which may take longer than a program expects of an operation.

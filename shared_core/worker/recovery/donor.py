@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shared_core.protocol.cut import Cut, Offer
-from shared_core.worker.link import WorkerEnv
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.recovery.resize import hand_on
 from shared_core.worker.state.publications import Board
 from shared_core.worker.state.updates import Updates

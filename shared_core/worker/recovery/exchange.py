@@ -29,11 +29,12 @@ from shared_core.protocol.admission import let_in
 from shared_core.protocol.cut import Offer, choose_cut
 from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
 from shared_core.protocol.plan import Plan, decide
+from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.testing import inject
-from shared_core.waiting import Wait, ranks_text, wait_for
+from shared_core.waiting import FOREVER_S, Wait, ranks_text, wait_for
 from shared_core.worker.comm.gloo import InnerGroup, finish
 from shared_core.worker.comm.runtime import MAX_ATTEMPTS, GroupState, Runtime
-from shared_core.worker.link import FOREVER_S, Resized, WorkerEnv, connect_store, report, tell
+from shared_core.worker.link import connect_store, report, tell
 from shared_core.worker.messages.archive import Archive
 from shared_core.worker.messages.group_log import Signature, read_signature
 from shared_core.worker.recovery.donor import Donor

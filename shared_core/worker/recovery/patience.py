@@ -20,9 +20,10 @@ from torch._C._distributed_c10d import Store
 from shared_core.errors import ReplayDivergence
 from shared_core.events import EventLog, console
 from shared_core.protocol.standstill import Standing, awaited, describe, stuck
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import ends_text, quiet_s, ranks_text
 from shared_core.worker.comm.standing import finished, standing
-from shared_core.worker.link import WorkerEnv, at_end
+from shared_core.worker.link import at_end
 from shared_core.worker.recovery.exchange import Recovery
 
 #: A wait that lasts longer is reported, in seconds.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from shared_core.errors import GenerationAbandoned, ReplicaMismatch, WaitTimeout
 from shared_core.events import console
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import wait_for
-from shared_core.worker.link import WorkerEnv
 from shared_core.worker.recovery.exchange import Recovery
 from shared_core.worker.state.updates import Updates
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shared_core.events import EventLog, console
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import Runtime
-from shared_core.worker.link import WorkerEnv
 from shared_core.worker.recovery.exchange import Received
 from shared_core.worker.state.updates import Updates
 

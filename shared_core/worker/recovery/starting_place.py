@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError, Unsupported
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints.checkpoints import Checkpoints, Restored, ends_before
 from shared_core.worker.checkpoints.recovery_line import Collect
-from shared_core.worker.link import WorkerEnv
 from shared_core.worker.recovery.exchange import Received, Recovery
 from shared_core.worker.recovery.lane import Lanes
 from shared_core.worker.recovery.rank_copy import unpack

@@ -27,8 +27,6 @@ from shared_core.worker import link
 from shared_core.worker.start import preload
 
 _HERE = Path(__file__).resolve()
-#: Folder that holds the package; stays importable for workers where the package is run from a checkout.
-PACKAGE_ROOT = str(_HERE.parents[2])
 
 
 def enter(request: StartRequest, *, forked: bool) -> None:
@@ -118,8 +116,8 @@ def _run(request: StartRequest) -> None:
     target, args = request.target, list(request.args)
     sys.argv = [target, *args]
     sys.orig_argv = [sys.executable, "-u", *(["-m"] if request.mode == "module" else []), target, *args]
-    if PACKAGE_ROOT not in sys.path[1:]:
-        sys.path.append(PACKAGE_ROOT)
+    if process.PACKAGE_ROOT not in sys.path[1:]:
+        sys.path.append(process.PACKAGE_ROOT)
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main

@@ -1,9 +1,10 @@
 """The zygote: it has imported what the job imports, runs no user code, holds one thread, and forks into workers.
 
 ``main()`` runs with two arguments, the descriptor of a stream socket to the agent and the agent's pid, and with
-:data:`SINGLE_THREADED` in the environment. Lines of JSON come in: first what to import, answered by ``{"ready": ...}``;
-then start requests, each answered by ``{"token": n, "pid": p}``. A worker is forked twice, so that the agent (a
-subreaper) becomes its parent and can wait for it. At the end of the stream the zygote exits.
+:data:`~shared_core.protocol.request.SINGLE_THREADED` in the environment. Lines of JSON come in: first what to import,
+answered by ``{"ready": ...}``; then start requests, each answered by ``{"token": n, "pid": p}``. A worker is forked
+twice, so that the agent (a subreaper) becomes its parent and can wait for it. At the end of the stream the zygote
+exits.
 """
 
 from __future__ import annotations
@@ -28,16 +29,6 @@ from shared_core.system import jobdir, process
 from shared_core.system.title import set_title
 from shared_core.worker import link
 from shared_core.worker.start import entry, preload
-
-#: Read when a library is loaded: with more than one thread, it starts them there and then, and a fork would lose them.
-SINGLE_THREADED = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "VECLIB_MAXIMUM_THREADS": "1",
-    "NUMEXPR_NUM_THREADS": "1",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting devices must not create a CUDA context
-}
 
 
 class _Orphan:

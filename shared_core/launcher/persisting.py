@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from shared_core.events import RUN
+from shared_core.protocol.worker_env import EVENTS, INCARNATION
 from shared_core.system import process
 from shared_core.system.jobdir import CHECKPOINTS
 from shared_core.waiting import Wait
-from shared_core.worker.link import EVENTS, INCARNATION
 
 PROGRAM = "shared_core.checkpoint.writer"
 #: Deaths in a row, each soon after the start, until it is started no more.
@@ -138,8 +138,7 @@ class Persisting:
         self._starts += 1
 
     def _environment(self, environ: Mapping[str, str], rank: int) -> dict[str, str]:
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [environ.get("PYTHONPATH", ""), root]))
+        path = os.pathsep.join(filter(None, [environ.get("PYTHONPATH", ""), process.PACKAGE_ROOT]))
         own = {"RANK": str(rank), INCARNATION: str(self._starts), EVENTS: self._events or "", "PYTHONPATH": path}
         own[RUN] = self._run
         return {**environ, **own}

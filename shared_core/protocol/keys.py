@@ -1,0 +1,18 @@
+"""Keys of the job's store, below the prefix of the attempt."""
+
+from __future__ import annotations
+
+import signal
+
+#: Store queues that wake the agents, one for each machine's place, under the attempt's prefix.
+WORDS = "words"
+#: Store queues of what workers report to the agent of their machine's place, under the attempt's prefix.
+REPORTS = "reports"
+#: Name of a file in the job's folder, and of a key in the attempt's store: rank 0 finds there that the job ends.
+ENDING = "ending"
+#: Key that rank 0 sets when the last checkpoint is committed, or cannot be.
+SAVED = "saved"
+#: Key that workers set when their script, and not the launcher, says where checkpoints go.
+CHECKPOINTS = "checkpoints"
+#: Signals that ask for a last checkpoint some time before the end.
+EARLY_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)

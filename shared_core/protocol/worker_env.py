@@ -1,0 +1,169 @@
+"""What the launcher tells a worker, as variables of its environment.
+
+Importing this module is cheap: no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shared_core.checkpoint.command import Command
+from shared_core.config import SwiftConfig
+from shared_core.errors import ConfigError
+from shared_core.events import RUN
+
+JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
+STORE = "SWIFT_RECOVERY_STORE"
+GENERATION = "SWIFT_RECOVERY_GENERATION"
+INCARNATION = "SWIFT_RECOVERY_INCARNATION"
+EVENTS = "SWIFT_RECOVERY_EVENTS"
+CONFIG = "SWIFT_RECOVERY_CONFIG"
+RESTART = "SWIFT_RECOVERY_RESTART"
+ADDRESS = "SWIFT_RECOVERY_ADDRESS"
+RESIZED = "SWIFT_RECOVERY_RESIZED"
+MACHINES = "SWIFT_RECOVERY_MACHINES"
+JOB = "SWIFT_RECOVERY_JOB"
+COMMAND = "SWIFT_RECOVERY_COMMAND"
+#: Set where a script was started by itself and has become ``swiftrun``: its user gives no flags.
+HANDED_OVER = "SWIFT_RECOVERY_HANDED_OVER"
+
+#: File in a rank's folder: variables of the environment for its newcomers.
+_LEFT = "environment.json"
+
+
+@dataclass(frozen=True)
+class Resized:
+    """The attempt before, which had another number of workers and has handed its state on.
+
+    Attributes:
+        attempt: its number.
+        world_size: its number of logical ranks.
+        stay: those of them whose workers handed over.
+        top: the batch top from which the job goes on.
+    """
+
+    attempt: int
+    world_size: int
+    stay: tuple[int, ...]
+    top: int
+
+    def to_json(self) -> str:
+        """Inverse of :meth:`from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, raw: str) -> Resized:
+        """Inverse of :meth:`to_json`."""
+        values = json.loads(raw)
+        return cls(values["attempt"], values["world_size"], tuple(values["stay"]), values["top"])
+
+
+@dataclass(frozen=True)
+class WorkerEnv:
+    """What the launcher told this worker.
+
+    Attributes:
+        rank: logical rank.
+        world_size: number of logical ranks.
+        generation: generation in which this worker starts; 0 for the first workers.
+        incarnation: this is the n-th worker that holds the rank, from 0.
+        restart: number of whole-job restarts before this one; store keys are prefixed with it.
+        job_dir: private folder of the job on this machine, in memory where possible.
+        store_host: host of the agent's store.
+        store_port: its port.
+        events: ``events.jsonl`` of the job, None when events are not written.
+        config: the options of the job.
+        slot: place of this machine, from 0.
+        job: what checkpoints name as the job they belong to, equal on all machines.
+        command: the program and its arguments.
+        handed_over: the script was started by itself, so that its user gives ``swiftrun`` no flags.
+        machines: who holds which place in the generation in which this worker starts; empty on one machine.
+        resized: the attempt from which this one goes on, if the number of workers has changed.
+        run: id of this start of the job, equal on all machines and in all attempts.
+    """
+
+    rank: int
+    world_size: int
+    generation: int
+    incarnation: int
+    restart: int
+    job_dir: Path
+    store_host: str
+    store_port: int
+    events: Path | None
+    config: SwiftConfig
+    slot: int = 0
+    job: str = ""
+    command: Command = Command()
+    handed_over: bool = False
+    machines: tuple[str | None, ...] = ()
+    resized: Resized | None = None
+    run: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of every store key of this attempt, ``swift/{restart}/``."""
+        return f"swift/{self.restart}/"
+
+    @property
+    def rank_dir(self) -> Path:
+        """Folder for what this rank publishes."""
+        return self.job_dir / f"rank{self.rank}"
+
+
+def launched(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is a worker of ``swiftrun``."""
+    return JOB_DIR in (os.environ if environ is None else environ)
+
+
+def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
+    """Parse the variables the launcher sets.
+
+    Raises:
+        ConfigError: if this process was not started by ``swiftrun``.
+    """
+    source = os.environ if environ is None else environ
+    if JOB_DIR not in source:
+        raise ConfigError(
+            f"{JOB_DIR} is not set: this process was not started by swiftrun. Start it with: swiftrun SCRIPT ..."
+        )
+    host, _, port = source[STORE].rpartition(":")
+    return WorkerEnv(
+        rank=int(source["RANK"]),
+        world_size=int(source["WORLD_SIZE"]),
+        generation=int(source.get(GENERATION, "0")),
+        incarnation=int(source.get(INCARNATION, "0")),
+        restart=int(source.get(RESTART, "0")),
+        job_dir=Path(source[JOB_DIR]),
+        store_host=host,
+        store_port=int(port),
+        events=Path(source[EVENTS]) if source.get(EVENTS) else None,
+        config=SwiftConfig.from_env(source),
+        job=source.get(JOB, source[JOB_DIR]),
+        command=Command.from_json(source.get(COMMAND, "")),
+        handed_over=HANDED_OVER in source,
+        slot=int(source.get("GROUP_RANK", "0")),
+        machines=tuple(json.loads(source.get(MACHINES) or "[]")),
+        resized=Resized.from_json(source[RESIZED]) if source.get(RESIZED) else None,
+        run=source.get(RUN, ""),
+    )
+
+
+def leave_environment(job_dir: Path, rank: int, variables: Mapping[str, str]) -> None:
+    """Have the newcomers of a rank find ``variables`` in their environment, where the user has not set them."""
+    new = job_dir / f"rank{rank}" / (_LEFT + ".new")
+    new.write_text(json.dumps(dict(variables)))
+    new.replace(new.with_name(_LEFT))
+
+
+def left_environment(job_dir: Path, rank: int) -> dict[str, str]:
+    """What predecessors on this machine have left with :func:`leave_environment`."""
+    try:
+        left: dict[str, str] = json.loads((job_dir / f"rank{rank}" / _LEFT).read_text())
+    except FileNotFoundError:
+        return {}
+    return left
