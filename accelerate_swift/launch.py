@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shared_core import SwiftConfig, hand_over
+from shared_core.config import variable_of
 from shared_core.events import console
 from shared_core.handover import under_plain_torchrun, warn_plain_torchrun_once, warn_srun_once
 
@@ -76,7 +77,7 @@ def _asked_for(command: Sequence[str]) -> int:
 
 def _export(config: SwiftConfig) -> None:
     for name, value in config.changed.items():
-        os.environ.setdefault(f"SWIFT_RECOVERY_{name.upper()}", str(value))
+        os.environ.setdefault(variable_of(name), str(value))
 
 
 def _leave_torchrun(standbys: int, config: SwiftConfig) -> NoReturn:

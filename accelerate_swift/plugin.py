@@ -19,6 +19,7 @@ from accelerate_swift.launch import hand_over_if_needed
 from accelerate_swift.state import RunState
 from shared_core import SharedStep, SwiftConfig, TrainingLoop, install, launched_by_swiftrun
 from shared_core.checkpoint.storage import absolute
+from shared_core.config import full_names
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import console
 from shared_core.recovery.values import holds_weights
@@ -41,9 +42,9 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         standbys: processes kept ready to replace a lost worker, where this plugin starts ``swiftrun`` itself.
         init_process_group: Accelerate's own handler for ``init_process_group``; only one of the two can be passed to
             it.
-        options: options of :class:`shared_core.SwiftConfig`, by name: ``checkpoint_dir="checkpoints",
-            resume="always"`` makes checkpoints of the job, from which the same command goes on by itself;
-            ``resume_from=PATH`` begins with a checkpoint of another command.
+        options: options of :class:`shared_core.SwiftConfig`, by name: ``checkpoint={"dir": "checkpoints",
+            "resume": "always"}`` makes checkpoints of the job, from which the same command goes on by itself;
+            ``checkpoint={..., "resume_from": PATH}`` begins with a checkpoint of another command.
 
     Raises:
         ConfigError: for an unknown option or a bad value.
@@ -57,8 +58,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         init_process_group: InitProcessGroupKwargs | None = None,
         **options: Any,
     ) -> None:
-        given = (SwiftConfig.from_file(config_file).changed if config_file else {}) | options
-        for name in ("checkpoint_dir", "resume_from"):
+        given = (SwiftConfig.from_file(config_file).changed if config_file else {}) | full_names(options)
+        for name in ("checkpoint.dir", "checkpoint.resume_from"):
             if given.get(name) is not None:
                 given[name] = absolute(given[name])
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(given))

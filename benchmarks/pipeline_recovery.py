@@ -169,7 +169,7 @@ def run(case: Case, repeats: int, folder: Path, every: int, since: int) -> Outco
     else:
         args += ["--ours"]
     if case.way == "shared replay":
-        env |= {"SWIFT_RECOVERY_RANDOMNESS": "seeded"}
+        env |= {"SWIFT_RECOVERY_REPLAY_RANDOMNESS": "seeded"}
     if case.way in ("replay", "shared replay"):
         env |= {
             "SWIFT_RECOVERY_CHECKPOINT_DIR": str(out / "checkpoints"),

@@ -192,9 +192,9 @@ def started(system: System, out: Path) -> Iterator[tuple[Workers, Any]]:
     args = ["--system", system.system, "--out", str(out), "--every", str(system.every)]
     env = {"BENCH_TORCHFT_TIMEOUT_S": str(system.timeout_s)}
     if system.resizes:
-        env |= {"SWIFT_RECOVERY_ON_FAILURE": "shrink", "SWIFT_RECOVERY_GROW_AFTER_S": str(GROW_AFTER_S)}
+        env |= {"SWIFT_RECOVERY_ON_FAILURE": "shrink", "SWIFT_RECOVERY_RESIZE_GROW_AFTER_S": str(GROW_AFTER_S)}
     if system.system == "shared":
-        env |= {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "ordered"}
+        env |= {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
     with contextlib.ExitStack() as stack:
         if system.system == "torchft":
             env["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(1, system.heartbeat_ms))

@@ -123,7 +123,7 @@ class Run:
         env = ENV | {
             "SWIFT_RECOVERY_ON_FAILURE": "reroute",
             "SWIFT_RECOVERY_REROUTE_PLAN": case.variant.value,
-            "SWIFT_RECOVERY_REJOIN_AFTER_S": "0" if case.rejoins else str(NEVER_S),
+            "SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "0" if case.rejoins else str(NEVER_S),
         }
         number = topology.pipelines * topology.stages
         standbys = int(case.rejoins)

@@ -27,7 +27,7 @@ SYSTEMS = {
     "ordered": Start(
         "swift",
         ("--loop", "shared", "--system", "ordered"),
-        {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "ordered"},
+        {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"},
     ),
 }
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from shared_core import SwiftConfig
 from shared_core.checkpoint.storage import absolute
-from shared_core.config import CHECKPOINT_OPTIONS
+from shared_core.config import CHECKPOINT_OPTIONS, CheckpointOptions
 from shared_core.errors import ConfigError
 
 
@@ -60,21 +60,23 @@ class SwiftCheckpoint(pl.Callback):
         if every_n_steps is not None and every_n_steps < 1:
             raise ConfigError(f"every_n_steps must be at least 1, got {every_n_steps}")
         config = SwiftConfig(
-            checkpoint_dir=absolute(dirpath),
-            checkpoint_policy=policy,
-            checkpoint_every_steps=every_n_steps or 0,
-            checkpoint_price=price,
-            checkpoint_history=None if history is None else absolute(history),
-            checkpoint_keep=keep,
-            checkpoint_quota_bytes=quota_bytes,
-            checkpoint_async=asynchronous,
-            resume=resume,
-            resume_from=None if resume_from is None else absolute(resume_from),
+            checkpoint=CheckpointOptions(
+                dir=absolute(dirpath),
+                policy=policy,
+                every_steps=every_n_steps or 0,
+                price=price,
+                history=None if history is None else absolute(history),
+                keep=keep,
+                quota_bytes=quota_bytes,
+                background=asynchronous,
+                resume=resume,
+                resume_from=None if resume_from is None else absolute(resume_from),
+            )
         )
         #: Options of the job; ``resume`` gives way to what is said elsewhere, because it has another default here.
         self.options = {name: value for name, value in config.changed.items() if name in CHECKPOINT_OPTIONS}
         if resume == "auto":
-            self.options["resume"] = resume
+            self.options["checkpoint.resume"] = resume
         # What follows is published like all plain attributes of callbacks, and so put back after a restart.
         self._life = uuid.uuid4().hex
         self._files: list[str] = []
@@ -95,7 +97,7 @@ class SwiftCheckpoint(pl.Callback):
         """
         for where, others in (("the strategy", given), ("swiftrun or the environment", said)):
             for name, value in others.items():
-                if name == "resume" or name not in self.options:
+                if name == "checkpoint.resume" or name not in self.options:
                     continue
                 mine = self.options[name]
                 if mine != (absolute(value) if name in _PATHS else value):
@@ -115,7 +117,7 @@ class SwiftCheckpoint(pl.Callback):
         job = getattr(trainer.strategy, "job", None)
         if job is None:
             raise ConfigError(_why_not(trainer))
-        if job.config.checkpoint_dir is None:
+        if job.config.checkpoint.dir is None:
             raise ConfigError(
                 "SwiftCheckpoint came too late: pass it to the constructor, as in "
                 "Trainer(strategy='swift_ddp', callbacks=[SwiftCheckpoint(...)])"
@@ -166,7 +168,7 @@ class SwiftCheckpoint(pl.Callback):
 
 
 #: Options that are paths.
-_PATHS = ("checkpoint_dir", "checkpoint_history", "resume_from")
+_PATHS = ("checkpoint.dir", "checkpoint.history", "checkpoint.resume_from")
 
 
 def _why_not(trainer: pl.Trainer) -> str:

@@ -32,7 +32,7 @@ from lightning_swift.loops import adopt_loops
 from lightning_swift.sharing import SharedLoader, Sharing
 from lightning_swift.support import check_ddp_options, check_device, check_trainer, refuse_strategy
 from shared_core import Job, hand_over, install, launched_by_swiftrun
-from shared_core.config import SwiftConfig
+from shared_core.config import SwiftConfig, full_names, variable_of
 from shared_core.handover import under_plain_torchrun, warn_plain_torchrun_once
 from shared_core.loaders import wrap_loader
 from shared_core.testing import inject
@@ -40,7 +40,7 @@ from shared_core.trackers import prepare
 
 #: Bytes of an object broadcast: 8 for the length, the rest for the object; longer ones need a second operation.
 _BROADCAST_BYTES = 1024
-_DEFAULTS = SwiftConfig()
+_DEFAULTS = dict(SwiftConfig().items())
 
 
 class SwiftDDPStrategy(DDPStrategy):
@@ -124,12 +124,12 @@ class SwiftDDPStrategy(DDPStrategy):
         given: dict[str, Any] = {
             "on_failure": on_failure,
             "data": data,
-            "checkpoint_dir": checkpoint_dir,
-            "checkpoint_every_steps": checkpoint_every_steps,
+            "checkpoint.dir": checkpoint_dir,
+            "checkpoint.every_steps": checkpoint_every_steps,
             "seed": seed,
         }
-        changed = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
-        self._take_over(standbys, changed | (options or {}))
+        changed = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
+        self._take_over(standbys, changed | full_names(options or {}))
 
     @classmethod
     def adopt(cls, strategy: DDPStrategy) -> SwiftDDPStrategy:
@@ -226,7 +226,7 @@ class SwiftDDPStrategy(DDPStrategy):
         """
         check_device((self.parallel_devices or [torch.device("cpu")])[0])
         for name, value in self._options.items():
-            os.environ.setdefault(f"SWIFT_RECOVERY_{name.upper()}", str(value))
+            os.environ.setdefault(variable_of(name), str(value))
         hand_over(self.num_processes, self._standbys)
 
     # -- set-up
@@ -371,7 +371,7 @@ class SwiftDDPStrategy(DDPStrategy):
     def _log_recovery(self, fields: dict[str, Any]) -> None:
         """One row of scalars for each recovery, in the user's loggers, where that is asked for."""
         trainer = self._trainer
-        if not self.config.log_recoveries or trainer is None or not trainer.is_global_zero:
+        if not self.config.log.recoveries or trainer is None or not trainer.is_global_zero:
             return
         if trainer.state.status != TrainerStatus.RUNNING:
             return

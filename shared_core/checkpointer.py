@@ -14,8 +14,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -32,7 +33,7 @@ from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import absolute, open_storage
 from shared_core.checkpoint.verdict import verdict
-from shared_core.config import SwiftConfig
+from shared_core.config import CheckpointOptions, SwiftConfig, full_names
 from shared_core.errors import ConfigError, Unsupported, WaitTimeout
 from shared_core.events import console
 from shared_core.job import Job, current_job
@@ -83,8 +84,8 @@ class Checkpointer(TrainingLoop):
         folder: for checkpoints: a path, or a URL that fsspec knows. Shared by all machines.
         objects: models, optimizers (at least one), loaders, and whatever else has ``state_dict`` (schedulers, scalers,
             averages).
-        options: of :class:`SwiftConfig`, such as ``checkpoint_policy`` or ``checkpoint_keep``; ``resume="never"``
-            begins anew, ``resume_from=FOLDER`` begins with a checkpoint of another command.
+        options: of :class:`~shared_core.config.CheckpointOptions`, such as ``policy`` or ``keep``: ``resume="never"``
+            begins anew, ``resume_from=FOLDER`` begins with a checkpoint of another command. Others in their section.
 
     Attributes:
         loss: of the newest batch; set it to have it looked at. It is not read at once, so it costs no wait.
@@ -99,10 +100,12 @@ class Checkpointer(TrainingLoop):
         if current_job() is not None:
             raise ConfigError(
                 "under swiftrun the job makes checkpoints itself: use shared_core.attach() and the option "
-                "checkpoint_dir, or start the script with python or torchrun"
+                "checkpoint.dir, or start the script with python or torchrun"
             )
         where = os.fspath(folder)
-        config = SwiftConfig.from_dict({"resume": "always", "checkpoint_dir": where} | options)
+        config = SwiftConfig.from_dict(
+            {"checkpoint.resume": "always", "checkpoint.dir": where} | _of_checkpoints(options)
+        )
         models = [each for each in objects if isinstance(each, nn.Module)]
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
         if not optimizers:
@@ -149,6 +152,12 @@ class Checkpointer(TrainingLoop):
         self._alone.close()
 
 
+def _of_checkpoints(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by full name; those of the section ``checkpoint`` may be given without it."""
+    known = {each.name for each in fields(CheckpointOptions)}
+    return full_names({f"checkpoint.{name}" if name in known else name: value for name, value in options.items()})
+
+
 class Alone:
     """What a training loop needs of a job where nobody replaces lost workers: batch tops with checkpoints.
 
@@ -167,8 +176,8 @@ class Alone:
     orders = None
 
     def __init__(self, config: SwiftConfig, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-        assert config.checkpoint_dir is not None
-        self.config, self._where = config, config.checkpoint_dir
+        assert config.checkpoint.dir is not None
+        self.config, self._where = config, config.checkpoint.dir
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.reachable = self.complete = self.joining = False
@@ -231,7 +240,7 @@ class Alone:
         self._look()
         self._decide()
         due, last = self._decisions.due(self.version)
-        every = self.config.checkpoint_every_steps if self.config.policy == "fixed" else 0
+        every = self.config.checkpoint.every_steps if self.config.checkpoint.chosen_policy == "fixed" else 0
         self._owed = self._owed or due or (every > 0 and self.tops % every == 0)
         # Between two updates gradients are pending, which belong to no checkpoint: it is made after the next one.
         updated, self._top_version = self.version != self._top_version, self.version
@@ -262,11 +271,11 @@ class Alone:
         several = len(self._local) < self.world_size
         self._decisions = Decisions(StoreEntries(self._store) if several else FileEntries(path / "due"))
         self._spool = Spool(path / FOLDER)
-        target = Target(self._where, self.config.checkpoint_keep, self.config.checkpoint_quota_bytes)
+        target = Target(self._where, self.config.checkpoint.keep, self.config.checkpoint.quota_bytes)
         self._snapshots = Snapshots(self._spool, self.rank, self.world_size, self._local, target, console)
         # The first process of a machine sees to the writer.
         self._persisting = Persisting(path, None, 60.0, console) if local_rank == 0 else None
-        measured = self.rank == 0 and self.config.policy not in ("fixed", "none")
+        measured = self.rank == 0 and self.config.checkpoint.chosen_policy not in ("fixed", "none")
         self._pricing = Pricing(self.config, self.world_size, self._command.key) if measured else None
         self._session = self._agreed("session", lineage.new_run())
         self._run, self._adopted = self._session, ""
@@ -282,7 +291,7 @@ class Alone:
 
     def _said(self, key: str, what: str) -> str:
         client = self._store()
-        wait_for(client, {0: key}, lambda: False, self.config.wait_timeout_s, self.rank, what)
+        wait_for(client, {0: key}, lambda: False, self.config.detection.wait_timeout_s, self.rank, what)
         return client.get(key).decode()
 
     def _agreed(self, key: str, mine: str) -> str:
@@ -298,7 +307,7 @@ class Alone:
     def _resume(self) -> None:
         """Find the checkpoint to begin with, if there is one; rank 0 decides."""
         chosen: list[Any] = []
-        told = absolute(self.config.resume_from) if self.config.resume_from else ""
+        told = absolute(self.config.checkpoint.resume_from) if self.config.checkpoint.resume_from else ""
         if self.rank == 0:
             chosen = self._choose(told)
         chosen = json.loads(self._agreed("begins", json.dumps(chosen)))
@@ -414,7 +423,7 @@ class Alone:
         if self._pricing is not None:
             self._pricing.name = self._run
             self._pricing.begun(self.tops, time.perf_counter() - started, taken)
-        if not self.config.checkpoint_async:
+        if not self.config.checkpoint.background:
             self._flush()
 
     def _look(self) -> None:
@@ -425,7 +434,7 @@ class Alone:
     def _flush(self) -> None:
         """Wait until the newest one is committed or given up; the writer is looked after meanwhile."""
         what, ends = f"the checkpoint at batch top {self.tops} to be committed", "it goes on without it"
-        wait = Wait("rank 0", what, self.config.wait_timeout_s, ends=ends, speaks=lambda: self.rank == 0)
+        wait = Wait("rank 0", what, self.config.detection.wait_timeout_s, ends=ends, speaks=lambda: self.rank == 0)
         while self._told < 2:
             try:
                 wait.look()
@@ -459,7 +468,7 @@ class Alone:
         whole = True
         if self._persisting is not None:
             self._persisting.look(self.rank)
-            deadline = time.monotonic() + self.config.wait_timeout_s
+            deadline = time.monotonic() + self.config.detection.wait_timeout_s
             whole = self._persisting.finish(deadline, time.sleep, lambda: self._told > 1)
             self._persisting = None
         if self.complete and self.rank == 0 and sys.exc_info()[0] is None:

@@ -16,8 +16,8 @@ _warned = False
 #: End of a message about an option that the script has and its launcher has not; with the option's name in capital
 #: letters, and its value.
 NOT_TOLD = (
-    " was not told to the launcher, which must know it: set SWIFT_RECOVERY_{}={}, give swiftrun a --swift-config FILE "
-    "with it (or --on-failure), or start the script with 'python', which starts swiftrun with the script's options"
+    " is set in the script alone, and the launcher needs it too: set {}={}, pass swiftrun --swift-config FILE (or "
+    "--on-failure), or start the script with 'python', which starts swiftrun with the script's options"
 )
 #: Debuggers that are started with ``python -m``.
 _DEBUGGERS = frozenset({"pdb", "ipdb", "pudb", "debugpy"})

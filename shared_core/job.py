@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shared_core.config import CHECKPOINT_OPTIONS, SCRIPT_OPTIONS, SwiftConfig
+from shared_core.config import CHECKPOINT_OPTIONS, SCRIPT_OPTIONS, SwiftConfig, full_names, variable_of
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import EventLog
 from shared_core.handover import NOT_TOLD
@@ -110,15 +110,15 @@ class Job:
         self._events = EventLog(env.events, env.run)
         self._board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env))
         self._progress = progress_file.ProgressFile(env.rank_dir / "progress")
-        self._updates = Updates(env.config.preimages)
+        self._updates = Updates(env.config.state.preimages)
         self._runtime = Runtime(
             env.rank,
             env.world_size,
             new_store=lambda prefix: self._recovery.new_store(prefix),
-            connect_timeout_s=env.config.connect_timeout_s,
-            wait_timeout_s=env.config.wait_timeout_s,
-            checksums=env.config.verify_checksums,
-            log_spill_bytes=env.config.log_spill_bytes,
+            connect_timeout_s=env.config.detection.connect_timeout_s,
+            wait_timeout_s=env.config.detection.wait_timeout_s,
+            checksums=env.config.state.verify_checksums,
+            log_spill_bytes=env.config.log.spill_bytes,
         )
         self._donor = Donor(env, self._board, self._updates, lambda: self.joining)
         self._recovery = Recovery(env, self._runtime, self._board, self._events, self._donor)
@@ -171,8 +171,8 @@ class Job:
             self.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
         self._beginning = Beginning(env, self._recovery, self._lanes, self._checkpoints, self._updates)
         asked = env.config.resizes
-        keeps = env.config.checkpoint_dir is not None and not self.reroutes
-        self.orders = Orders(self._board, env.config.data_policy == "drop", asked) if asked or keeps else None
+        keeps = env.config.checkpoint.dir is not None and not self.reroutes
+        self.orders = Orders(self._board, env.config.resize.data == "drop", asked) if asked or keeps else None
         if self.reroutes:
             self.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
 
@@ -198,11 +198,12 @@ class Job:
         Raises:
             ConfigError: names one that was not.
         """
+        options = full_names(options)
         wanted = SwiftConfig.from_dict(options)
         for name in options.keys() - SCRIPT_OPTIONS - self._said.keys():
-            value = getattr(wanted, name)
-            if value != getattr(self.config, name):
-                raise ConfigError(f"rank {self.rank}: {name}={value!r}{NOT_TOLD.format(name.upper(), value)}")
+            value = wanted.get(name)
+            if value != self.config.get(name):
+                raise ConfigError(f"rank {self.rank}: {name}={value!r}{NOT_TOLD.format(variable_of(name), value)}")
 
     def use_checkpoints(self, options: Mapping[str, Any]) -> None:
         """Have checkpoints made although the launcher was not told. All ranks call this, with the same, before there is
@@ -214,8 +215,8 @@ class Job:
         Raises:
             ConfigError: for a bad value, or where training has begun.
         """
-        wanted = {name: value for name, value in options.items() if name in CHECKPOINT_OPTIONS}
-        config = SwiftConfig.from_dict(asdict(self.config) | wanted | self._said)
+        wanted = {name: value for name, value in full_names(options).items() if name in CHECKPOINT_OPTIONS}
+        config = self.config.merged(wanted, self._said)
         if config == self.config:
             return
         if self.in_charge or self._checkpoints.newest_top:
@@ -226,7 +227,7 @@ class Job:
         self.config = config
         self._env = replace(self._env, config=config)
         self._begin()
-        self._recovery.tell(CHECKPOINTS, {name: getattr(config, name) for name in sorted(CHECKPOINT_OPTIONS)})
+        self._recovery.tell(CHECKPOINTS, {name: config.get(name) for name in sorted(CHECKPOINT_OPTIONS)})
 
     def attach(
         self,
@@ -284,14 +285,14 @@ class Job:
             self._updates.outside.expect()
         if replicas is not None:
             self._attach_stage(sorted(replicas))
-        if not self.config.log_spill_bytes:
+        if not self.config.log.spill_bytes:
             # Of two steps: gradients (in fp32 at most) and, of a sharded stage, gathered parameters.
             extra = 4 * sum(p.numel() for p in replicated.parameters) if sharded else 0
             self._runtime.max_log_bytes = max(2 * (replicated.nbytes + extra), 4 << 20)
         attached = Attached(modules, replicated, alike=alike)
         self._passes.buffers = attached.buffers
         self.register("swift.ddp", self._buckets.flags, self._buckets.set_flags)
-        self._runtime.bucket_checksums = self.config.verify_checksums and not self._buckets.may_be_unused
+        self._runtime.bucket_checksums = self.config.state.verify_checksums and not self._buckets.may_be_unused
         self.register("swift.buffers", attached.buffers, attached.restore_buffers, forward_mutated=True)
         self.register("swift.modes", attached.modes, attached.restore_modes)
         self.register("swift.hyperparameters", attached.groups, attached.restore_groups)
@@ -316,7 +317,7 @@ class Job:
                 "replace_timeout_s, or 'restart'"
             )
         self._replica_ranks = replicas
-        alone, wanted = len(replicas) == 1, self.config.log_messages
+        alone, wanted = len(replicas) == 1, self.config.log.messages
         if not alone:
             self._updates.keep_images(at_once=True)
         if wanted == "always" or (wanted == "auto" and alone):

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def options(folder: Path, every: int = 0, **more: Any) -> dict[str, str]:
     """Environment of a job with checkpoints in ``folder``; ``more`` are options by name."""
-    named = {"checkpoint_dir": folder, **more} | ({"checkpoint_every_steps": every} if every else {})
+    named = {"checkpoint.dir": folder, **more} | ({"checkpoint.every_steps": every} if every else {})
     return {f"SWIFT_RECOVERY_{name.upper()}": str(value) for name, value in named.items()}
 
 

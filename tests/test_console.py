@@ -68,7 +68,7 @@ CASES: dict[str, Callable[[Jobs], JobResult]] = {
         faults=ONE,
         args=["--epochs", "8", "--until", "3"],
         launcher_args=["--on-failure=shrink"],
-        env={"SWIFT_RECOVERY_GROW_AFTER_S": "3"},
+        env={"SWIFT_RECOVERY_RESIZE_GROW_AFTER_S": "3"},
     ),
     "reroute": lambda jobs: jobs.run(
         "lane.py", faults=[Fault(1, 4, "lane.wait", "SIGKILL")], launcher_args=["--on-failure=reroute"]

@@ -131,7 +131,7 @@ def test_what_happens_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
 def test_the_newcomer_may_be_started_later(jobs: Jobs) -> None:
     """The others wait longer for it than they wait for a connection."""
     fault = Fault(2, 4, "lane.wait", "SIGKILL", nth=3)
-    result = run(jobs, [fault], "--let-in-at", "7", SWIFT_RECOVERY_REJOIN_AFTER_S="7")
+    result = run(jobs, [fault], "--let-in-at", "7", SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S="7")
     compare(result, jobs.reference("lane.py", nproc=4))
     (lost,), (started,) = result.kinds("lost"), result.kinds("newcomer_start")
     assert started.time - lost.fields["detected"] >= 7, result.tail()

@@ -12,7 +12,7 @@ from shared_core.testing.runner import JobResult, compare, unconfirmed
 
 pytest.importorskip("lightning")
 
-ORDERED = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "ordered"}
+ORDERED = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
 SCRIPT = "lit_shared.py"
 
 
@@ -99,14 +99,14 @@ def test_without_a_loss_it_trains_as_ddp(jobs: Jobs) -> None:
     """Two addends have one sum only, so two ranks can be compared with Lightning's own DDP."""
     args, parts = ["--feature", "exact"], ["parameters", "optimizers", "schedulers", "loops", "steps"]
     theirs = jobs.reference(SCRIPT, args=args)
-    compare(jobs.run(SCRIPT, args=args, env=ORDERED | {"SWIFT_RECOVERY_REDUCTION": "sum"}), theirs, parts)
+    compare(jobs.run(SCRIPT, args=args, env=ORDERED | {"SWIFT_RECOVERY_REROUTE_REDUCTION": "sum"}), theirs, parts)
 
 
 @pytest.mark.nightly
 def test_sums_that_are_not_ordered_are_equal_to_rounding(jobs: Jobs) -> None:
     reference = jobs.reference(SCRIPT, nproc=3, env=ORDERED, launcher="swiftrun")
     faults = [Fault(1, 3, "reroute.forward", "SIGKILL")]
-    result = jobs.run(SCRIPT, nproc=3, env=ORDERED | {"SWIFT_RECOVERY_REDUCTION": "sum"}, faults=faults)
+    result = jobs.run(SCRIPT, nproc=3, env=ORDERED | {"SWIFT_RECOVERY_REROUTE_REDUCTION": "sum"}, faults=faults)
     assert result.status == 0 and result.kinds("rerouted"), result.tail()
     ours, theirs = (run.reports[0]["extra"]["logged"]["loss"] for run in (result, reference))
     assert ours == pytest.approx(theirs, rel=1e-4)

@@ -96,7 +96,7 @@ def test_a_spare_machine_takes_the_place_of_a_lost_one(site: Site) -> None:
 def test_with_c10d_the_loss_of_the_store_s_machine_ends_the_job(site: Site, tmp_path: Path) -> None:
     """Started again, it goes on from its checkpoint."""
     (tmp_path / "swift.json").write_text(
-        json.dumps({"checkpoint_every_steps": 10, "checkpoint_dir": str(tmp_path), "checkpoint_async": False})
+        json.dumps({"checkpoint.every_steps": 10, "checkpoint.dir": str(tmp_path), "checkpoint.background": False})
     )
     options = [f"--swift-config={tmp_path / 'swift.json'}"]
     cluster = site.start(site.machines[:2], LONG, options=options, name="again")
@@ -142,7 +142,7 @@ def test_a_frozen_agent_loses_its_place(site: Site) -> None:
 @pytest.mark.nightly
 def test_on_failure_restart_goes_on_from_the_checkpoint(site: Site, tmp_path: Path) -> None:
     (tmp_path / "swift.json").write_text(
-        json.dumps({"checkpoint_every_steps": 10, "checkpoint_dir": str(tmp_path), "checkpoint_async": False})
+        json.dumps({"checkpoint.every_steps": 10, "checkpoint.dir": str(tmp_path), "checkpoint.background": False})
     )
     options = ["--on-failure=restart", f"--swift-config={tmp_path / 'swift.json'}"]
     cluster = site.start(site.machines, LONG, options=options)
@@ -164,7 +164,7 @@ def test_all_start_again_from_a_lost_machine_s_copy(site: Site, tmp_path: Path) 
     """Storage takes nothing before. The spare machine gets its ranks' parts from the neighbour that kept them."""
     storage = tmp_path / "storage"
     storage.touch()  # a file: nothing can be written below it
-    each = {"checkpoint_every_steps": 20, "checkpoint_dir": str(storage)}
+    each = {"checkpoint.every_steps": 20, "checkpoint.dir": str(storage)}
     (tmp_path / "swift.json").write_text(json.dumps(each))
     options = [f"--swift-config={tmp_path / 'swift.json'}", "--on-failure=restart"]
     cluster = site.start(site.machines, LONG, options=options)
@@ -201,7 +201,7 @@ def test_two_machines_at_once(jobs: Jobs) -> None:
 def test_checkpoints_come_from_one_side_only(jobs: Jobs, tmp_path: Path) -> None:
     """The machine of rank 0 is cut off. The others go on from its last checkpoint, and none is written twice."""
     kept = tmp_path / "kept"
-    each = {"checkpoint_every_steps": 5, "checkpoint_dir": str(kept), "checkpoint_async": False}
+    each = {"checkpoint.every_steps": 5, "checkpoint.dir": str(kept), "checkpoint.background": False}
     (tmp_path / "swift.json").write_text(json.dumps(each))
     options = [f"--swift-config={tmp_path / 'swift.json'}"]
     with machines(4) as four, Etcd(tmp_path, on=four[3:]) as one, contextlib.closing(Site(jobs, four)) as site:
@@ -383,7 +383,7 @@ def test_fewer_machines_go_on(name: str, site: Site) -> None:
 
 @pytest.mark.nightly
 def test_a_machine_that_does_not_come_in_time_is_done_without(site: Site, tmp_path: Path) -> None:
-    (tmp_path / "swift.json").write_text(json.dumps({"replace_timeout_s": 1.0}))
+    (tmp_path / "swift.json").write_text(json.dumps({"resize.replace_timeout_s": 1.0}))
     options = [f"--swift-config={tmp_path / 'swift.json'}"]
     cluster = site.start(site.machines[:2], ["--epochs", "4"], "resize.py", nnodes="1:2", options=options)
     cluster.until(lambda: cluster.tops(2) >= 5)

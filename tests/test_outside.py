@@ -119,5 +119,5 @@ def test_a_loss_in_the_batch_in_which_they_begin_goes_back_to_the_checkpoint(job
 
 
 def test_unless_the_state_is_kept_from_the_start(jobs: Jobs) -> None:
-    env = {"SWIFT_RECOVERY_PREIMAGES": "always"}
+    env = {"SWIFT_RECOVERY_STATE_PREIMAGES": "always"}
     jobs.check(JOB, faults=[Fault(1, 5, "outside", "SIGKILL", nth=2)], args=LATE, env=env)

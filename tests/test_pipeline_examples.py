@@ -71,7 +71,7 @@ def test_re_routed(framework: str, jobs: Jobs) -> None:
     """
     script = str(ROOT / "examples" / f"{framework}_gpt2_pipeline.py")
     args = ["--steps", "8" if framework == "lightning" else "4", "--stages", "2", "--blocks", "2"]
-    env = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "ordered"}
+    env = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
     reference = jobs.reference(script, nproc=4, args=args, env=env, launcher="swiftrun", timeout_s=100)
     faults = [Fault(3, 2, "reroute.action", "SIGKILL", nth=3), Fault(0, 4, "reroute.action", "SIGKILL", nth=3)]
     result = jobs.run(script, nproc=4, args=args, faults=faults, env=env, timeout_s=100)

@@ -87,7 +87,7 @@ def test_the_others_go_on(name: str, jobs: Jobs) -> None:
 
 def test_four_three_two_four(jobs: Jobs) -> None:
     faults = [Fault(2, 5, "bucket", "SIGKILL"), Fault(1, 12, "update.during", "SIGKILL", nth=3)]
-    result = run(jobs, faults, "--until", "4", nproc=4, SWIFT_RECOVERY_GROW_AFTER_S="4")
+    result = run(jobs, faults, "--until", "4", nproc=4, SWIFT_RECOVERY_RESIZE_GROW_AFTER_S="4")
     check_exact(result, 4)
     assert [event.fields["workers"] for event in result.kinds("resize")] == [3, 2, 4]
 
@@ -115,7 +115,7 @@ def test_the_trainer_of_lightning(name: str, jobs: Jobs) -> None:
 def test_lightning_four_three_two_four(jobs: Jobs) -> None:
     faults = [Fault(2, 5, "bucket", "SIGKILL"), Fault(1, 12, "update.during", "SIGKILL", nth=3)]
     args = ("--devices", "4", "--until", "4")
-    result = run(jobs, faults, *args, nproc=4, script="lit_resize.py", SWIFT_RECOVERY_GROW_AFTER_S="4")
+    result = run(jobs, faults, *args, nproc=4, script="lit_resize.py", SWIFT_RECOVERY_RESIZE_GROW_AFTER_S="4")
     check_exact(result, 4)
     assert [event.fields["workers"] for event in result.kinds("resize")] == [3, 2, 4]
 
@@ -142,7 +142,7 @@ def test_a_loop_of_accelerate(name: str, jobs: Jobs) -> None:
 @pytest.mark.nightly
 def test_accelerate_four_three_two_four(jobs: Jobs) -> None:
     faults = [Fault(2, 5, "bucket", "SIGKILL"), Fault(1, 12, "update.during", "SIGKILL", nth=3)]
-    result = run(jobs, faults, "--until", "4", nproc=4, script="acc_resize.py", SWIFT_RECOVERY_GROW_AFTER_S="4")
+    result = run(jobs, faults, "--until", "4", nproc=4, script="acc_resize.py", SWIFT_RECOVERY_RESIZE_GROW_AFTER_S="4")
     check_exact(result, 4)
     assert [event.fields["workers"] for event in result.kinds("resize")] == [3, 2, 4]
 
@@ -150,13 +150,13 @@ def test_accelerate_four_three_two_four(jobs: Jobs) -> None:
 def test_nobody_takes_the_place_in_time(jobs: Jobs) -> None:
     """The first newcomer freezes, and the agent waits before it starts another."""
     faults = [Fault(1, 5, "bucket", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGSTOP", incarnation=1)]
-    result = run(jobs, faults, options=[], SWIFT_RECOVERY_REPLACE_TIMEOUT_S="0.3")
+    result = run(jobs, faults, options=[], SWIFT_RECOVERY_RESIZE_REPLACE_TIMEOUT_S="0.3")
     check_exact(result, 2)
     assert "nobody has taken the place of rank 1 in 0.3 s" in result.stderr
 
 
 def test_a_newcomer_in_time_takes_the_place(jobs: Jobs) -> None:
-    env = {"SWIFT_RECOVERY_REPLACE_TIMEOUT_S": "40"}
+    env = {"SWIFT_RECOVERY_RESIZE_REPLACE_TIMEOUT_S": "40"}
     result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], options=[], **env)
     check_exact(result, 3)
     assert not result.kinds("resize")
@@ -164,7 +164,7 @@ def test_a_newcomer_in_time_takes_the_place(jobs: Jobs) -> None:
 
 def test_the_rest_of_a_lost_worker_may_be_dropped(jobs: Jobs) -> None:
     """The first pass has not seen what the lost worker had left: 15 of 20 batches of 4."""
-    result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], "--epochs", "1", SWIFT_RECOVERY_DATA_POLICY="drop")
+    result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], "--epochs", "1", SWIFT_RECOVERY_RESIZE_DATA="drop")
     assert result.reports[0]["extra"]["used"] == [240 - 4 * 16], result.tail()
 
 
@@ -193,8 +193,8 @@ def test_a_loss_right_after_a_restart(jobs: Jobs, tmp_path: Path) -> None:
 def test_a_stream_is_refused_unless_it_may_be_dropped(jobs: Jobs) -> None:
     faults = [Fault(1, 5, "bucket", "SIGKILL")]
     refused = jobs.run("resize.py", nproc=3, args=["--stream"], launcher_args=SHRINK)
-    assert refused.status == 1 and "data_policy='drop'" in refused.stderr, refused.tail()
-    result = run(jobs, faults, "--stream", SWIFT_RECOVERY_DATA_POLICY="drop")
+    assert refused.status == 1 and "resize.data='drop'" in refused.stderr, refused.tail()
+    result = run(jobs, faults, "--stream", SWIFT_RECOVERY_RESIZE_DATA="drop")
     assert result.reports[0]["extra"]["worlds"] == [2, 2], result.tail()
 
 

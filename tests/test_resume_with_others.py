@@ -87,7 +87,7 @@ def test_another_number_of_workers_goes_on(way: str, change: str, jobs: Jobs, tm
     stop_and_go_on(jobs, tmp_path, WAYS[way], workers, at)
 
 
-SEEDED = {"SWIFT_RECOVERY_RANDOMNESS": "seeded"}
+SEEDED = {"SWIFT_RECOVERY_REPLAY_RANDOMNESS": "seeded"}
 #: Stages before and after, and more arguments.
 CUTS = {
     "4 to 2": ((4, 2), ()),

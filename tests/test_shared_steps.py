@@ -13,7 +13,7 @@ from shared_core.testing import ANY_STEP, Fault
 from shared_core.testing.runner import JobResult, compare, unconfirmed
 
 REROUTE = {"SWIFT_RECOVERY_ON_FAILURE": "reroute"}
-ORDERED = REROUTE | {"SWIFT_RECOVERY_REDUCTION": "ordered"}
+ORDERED = REROUTE | {"SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
 
 
 def check(jobs: Jobs, script: str, faults: list[Fault], args: list[str], nproc: int = 3) -> JobResult:
@@ -94,7 +94,9 @@ def test_without_a_loss_it_is_plain_data_parallelism(script: str, jobs: Jobs) ->
 def test_sums_that_are_not_ordered_are_equal_to_rounding(jobs: Jobs) -> None:
     reference = jobs.reference("shared_steps.py", nproc=3, env=ORDERED, launcher="swiftrun")
     faults = [Fault(1, 3, "reroute.forward", "SIGKILL")]
-    result = jobs.run("shared_steps.py", nproc=3, env=REROUTE | {"SWIFT_RECOVERY_REJOIN_AFTER_S": "60"}, faults=faults)
+    result = jobs.run(
+        "shared_steps.py", nproc=3, env=REROUTE | {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "60"}, faults=faults
+    )
     assert result.status == 0 and result.kinds("rerouted"), result.tail()
     ours, theirs = (run.reports[0]["extra"]["loss"] for run in (result, reference))
     assert ours == pytest.approx(theirs, rel=1e-4)

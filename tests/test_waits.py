@@ -20,7 +20,7 @@ ELSEWHERE = {
 
 
 def _run(jobs: Jobs, how: str, *, wait_s: float, torch_s: float = 1800, loss: bool = True) -> JobResult:
-    env = {"SWIFT_RECOVERY_WAIT_TIMEOUT_S": str(wait_s)}
+    env = {"SWIFT_RECOVERY_DETECTION_WAIT_TIMEOUT_S": str(wait_s)}
     return jobs.run("waits.py", nproc=3, faults=LOSS if loss else [], args=[how, str(torch_s)], env=env)
 
 

@@ -326,7 +326,7 @@ def _file_system(url: str) -> tuple[Any, str]:
         import fsspec
     except ImportError as error:
         raise MissingExtra(
-            f"checkpoints at {url} need fsspec: pip install 'swift-recovery[checkpoint]', or set checkpoint_dir to a "
+            f"checkpoints at {url} need fsspec: pip install 'swift-recovery[checkpoint]', or set checkpoint.dir to a "
             "local folder"
         ) from error
     try:
@@ -334,14 +334,14 @@ def _file_system(url: str) -> tuple[Any, str]:
     except ImportError as error:
         raise MissingExtra(f"checkpoints at {url} need a package that fsspec does not find: {error}") from error
     except ValueError as error:
-        raise ConfigError(f"checkpoint_dir={url!r}: {error}") from error
+        raise ConfigError(f"checkpoint.dir={url!r}: {error}") from error
     return files, path
 
 
 def _no_room(size: int, where: str, error: OSError) -> StorageFull:
     return StorageFull(
         f"no room to write {size} bytes to {where} ({error.strerror}); earlier checkpoints are as they were: make "
-        "room, or set checkpoint_dir to a larger device"
+        "room, or set checkpoint.dir to a larger device"
     )
 
 

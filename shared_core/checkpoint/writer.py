@@ -426,7 +426,7 @@ class Writer:
         if free is not None and free < need:
             raise StorageFull(
                 f"no room to write {need} bytes to {storage.root}: {free} bytes are free; earlier checkpoints are as "
-                "they were: make room, or set checkpoint_dir to a larger device"
+                "they were: make room, or set checkpoint.dir to a larger device"
             )
 
     def _failed(self, job: _Job, error: OSError | SwiftError) -> None:

@@ -28,7 +28,7 @@ def add_command(commands: Any) -> None:
         description="Print one row for each checkpoint, then a line for each command: what its next start does. The "
         "exit status is 1 if none would continue from a checkpoint.",
     )
-    parser.add_argument("dir", metavar="DIR", help="checkpoint_dir of the job: a folder or a URL")
+    parser.add_argument("dir", metavar="DIR", help="checkpoint.dir of the job: a folder or a URL")
     parser.add_argument(
         "--for",
         dest="command",

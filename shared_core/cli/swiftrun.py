@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from shared_core.checkpoint.storage import absolute, check_place, open_storage
 from shared_core.cli import arguments
 from shared_core.cli.section import find_section
 from shared_core.config import SwiftConfig
+from shared_core.config.page import help_of
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import console
 from shared_core.handover import srun_tasks
@@ -74,9 +74,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         action=env,
         choices=("replace", "reroute", "shrink", "restart"),
         default=None,
-        help="replace (default): a newcomer takes the lost worker's place. reroute: the others compute its share of "
-        "each step until a newcomer is let in. shrink: the others go on without it. "
-        "restart: all workers start again from the newest checkpoint.",
+        help=help_of("on_failure"),
     )
     ours.add_argument(
         "--swift-config", "--swift_config", action=env, default=None, help="YAML or JSON file of options (SwiftConfig)."
@@ -92,7 +90,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         "--checkpoint_dir",
         action=env,
         default=None,
-        help="Folder of the checkpoints that a restart goes on from.",
+        help=help_of("checkpoint.dir"),
     )
     ours.add_argument(
         "--preload",
@@ -216,14 +214,14 @@ def _check_program(args: argparse.Namespace) -> None:
 
 def _check_folders(args: argparse.Namespace, config: SwiftConfig) -> None:
     """Can the folders of the options be there?"""
-    for option in ("checkpoint_dir", "resume_from"):
-        if (where := getattr(config, option)) is not None:
+    for option in ("checkpoint.dir", "checkpoint.resume_from"):
+        if (where := config.get(option)) is not None:
             check_place(option, where)
-    if args.several or config.resume_from is None or config.checkpoint_dir is None:
+    if args.several or config.checkpoint.resume_from is None or config.checkpoint.dir is None:
         return
     # The next start goes on with its own checkpoints; what it began with may be gone by then.
-    if not open_storage(config.resume_from).exists() and not open_storage(config.checkpoint_dir).exists():
-        raise ConfigError(f"resume_from={config.resume_from!r}: there is no such folder")
+    if not open_storage(config.checkpoint.resume_from).exists() and not open_storage(config.checkpoint.dir).exists():
+        raise ConfigError(f"checkpoint.resume_from={config.checkpoint.resume_from!r}: there is no such folder")
 
 
 def _check_meeting(args: argparse.Namespace) -> None:
@@ -258,19 +256,21 @@ def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = N
         if not args.swift_config:
             raise ConfigError("--swift-config must name a YAML or JSON file of options")
         given_there = SwiftConfig.from_file(args.swift_config)
-        base = given_there if section is None else SwiftConfig.from_dict({**section, **given_there.changed})
+        base = given_there if section is None else SwiftConfig.from_dict(section).merged(given_there.changed)
     config = SwiftConfig.from_env(base=base)
-    given = {name: getattr(args, name) for name in ("on_failure", "checkpoint_dir") if getattr(args, name) is not None}
-    if args.machines[0] < args.machines[1] and config.on_failure == "replace" and not config.replace_timeout_s:
+    flags = {
+        "on_failure": args.on_failure,
+        "checkpoint.dir": args.checkpoint_dir,
+        "checkpoint.resume": "always" if args.resume else None,
+        "checkpoint.resume_from": args.resume_from,
+    }
+    given = {name: value for name, value in flags.items() if value is not None}
+    if args.machines[0] < args.machines[1] and config.on_failure == "replace" and not config.resize.replace_timeout_s:
         given.setdefault("on_failure", "shrink")  # what --nnodes MIN:MAX means
-    if args.resume:
-        given["resume"] = "always"
-    if args.resume_from is not None:
-        given["resume_from"] = args.resume_from
-    for name in ("checkpoint_dir", "resume_from"):
+    for name in ("checkpoint.dir", "checkpoint.resume_from"):
         if given.get(name):
             given[name] = absolute(given[name])
-    return SwiftConfig.from_dict(dataclasses.asdict(config) | given)
+    return config.merged(given)
 
 
 def _events_path(args: argparse.Namespace) -> str | None:

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ class SwiftAgent(SimpleElasticAgent):
         self._parting = Parting(console)
         self._told = False
         process.become_subreaper()
-        self._job = JobDir(options.config.log_dir)
+        self._job = JobDir(options.config.log.dir)
         self._job_dir = self._job.path
         self._persisting = Persisting(self._job_dir, options.events, options.grace_s, console)
         what = Preload(program.preload, str(self._job_dir), program.target)
@@ -164,7 +164,7 @@ class SwiftAgent(SimpleElasticAgent):
             what,
             console,
             early,
-            wait_timeout_s=options.config.wait_timeout_s,
+            wait_timeout_s=options.config.detection.wait_timeout_s,
         )
         self._attempt: Attempt | None = None
         self._number = 0
@@ -178,7 +178,11 @@ class SwiftAgent(SimpleElasticAgent):
         self._last_tick = 0.0
         config = options.config
         self._last_checkpoint = LastCheckpoint(
-            config.checkpoint_dir is not None, options.grace_s, config.wait_timeout_s, self._job_dir, self._set_key
+            config.checkpoint.dir is not None,
+            options.grace_s,
+            config.detection.wait_timeout_s,
+            self._job_dir,
+            self._set_key,
         )
         self._resizing = Resizing(
             options.config, spec.local_world_size, least=options.machines[0], most=options.machines[1]
@@ -438,7 +442,7 @@ class SwiftAgent(SimpleElasticAgent):
             else:
                 resizing.expect([death.rank for death in deaths], time.monotonic())
             if "absent" in entry:
-                delay = self._options.config.rejoin_after_s
+                delay = self._options.config.reroute.rejoin_after_s
             for (one, _), verdict in zip(lost, verdicts, strict=True) if "stay" not in entry and not restart else ():
                 self._due.append((time.monotonic() + max(verdict.delay_s, delay), one.local_rank))
             self._start_due()
@@ -570,9 +574,9 @@ class SwiftAgent(SimpleElasticAgent):
             self._told = True  # look at the signals again
         elif name == CHECKPOINTS:
             self._last_checkpoint.want()
-            if fields.get("checkpoint_dir") != self._options.config.checkpoint_dir:
-                self._story.checkpoints(fields.get("checkpoint_dir"))
-            config = SwiftConfig.from_dict(asdict(self._options.config) | fields)
+            if fields.get("checkpoint.dir") != self._options.config.checkpoint.dir:
+                self._story.checkpoints(fields.get("checkpoint.dir"))
+            config = self._options.config.merged(fields)
             self._options = replace(self._options, config=config)
         elif name == keys.REPORTS:
             if (done := self._story.report(fields)) is not None:
@@ -624,7 +628,7 @@ class SwiftAgent(SimpleElasticAgent):
         if not late or resizing.stay:
             return
         stay = sorted(set(self._ranks()) - set(late) - self._lost)
-        limit = self._options.config.replace_timeout_s
+        limit = self._options.config.resize.replace_timeout_s
         why = f"nobody has taken the place of {ranks(late)} in {limit:g} s"
         if not stay:
             return
@@ -771,7 +775,7 @@ class SwiftAgent(SimpleElasticAgent):
         if now - self._last_tick < self._tick_s:
             return False
         self._last_tick = now
-        limit = self._options.config.progress_timeout_s
+        limit = self._options.config.detection.progress_timeout_s
         for one in self._fleet.live.values():
             if one.cause:
                 continue
@@ -894,8 +898,8 @@ class SwiftAgent(SimpleElasticAgent):
 
     def _start_again(self, entry: dict[str, Any], delay_s: float) -> None:
         """Kill every worker and start all again as generation 0 of the next attempt."""
-        folder, line = self._options.config.checkpoint_dir, None
-        whence = "from the start" if folder else "from the start, as no checkpoint_dir is set"
+        folder, line = self._options.config.checkpoint.dir, None
+        whence = "from the start" if folder else "from the start, as no checkpoint.dir is set"
         if entry.get("line"):
             line = worker_env.Resized.from_json(entry["line"])
             whence = f"from batch top {line.top}, where their number had changed"

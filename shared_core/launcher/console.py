@@ -122,7 +122,7 @@ class Story:
         here = f"here {ranks(sorted(pids))}, {self._named(pids)}" if machines else self._named(pids)
         self._say(
             f"{many} {script}{where} ({here}); {_answer(config)}; "
-            f"events: {_short(events)}; checkpoints: {_short(config.checkpoint_dir)}" + (f"; {note}" if note else "")
+            f"events: {_short(events)}; checkpoints: {_short(config.checkpoint.dir)}" + (f"; {note}" if note else "")
         )
 
     def checkpoints(self, folder: str | None) -> None:

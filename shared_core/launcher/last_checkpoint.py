@@ -112,7 +112,7 @@ class LastCheckpoint:
             command: the program with its arguments.
             reached: batch tops that the workers of this machine have passed.
         """
-        if config.checkpoint_dir is not None:
+        if config.checkpoint.dir is not None:
             spool = Spool(self._job_dir / FOLDER)
             reached = self._top or reached
-            console(verdict(config.checkpoint_dir, command, spool, reached, continues=config.continues))
+            console(verdict(config.checkpoint.dir, command, spool, reached, continues=config.continues))

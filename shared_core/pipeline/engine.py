@@ -104,7 +104,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self._shard: Shard | None = None
         self._job: Job | None = current_job()
         self._options = self._job.config if self._job is not None else SwiftConfig.from_env()
-        self._seeded = self._options.randomness == "seeded" or self._options.on_failure == "reroute"
+        self._seeded = self._options.replay.randomness == "seeded" or self._options.on_failure == "reroute"
         if self._seeded:
             self._seed_layers()
         if self._job is None:
@@ -134,7 +134,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         if shared.possible and self._shard is None:
             self._shared = shared
             shared.offer()
-        if self._options.log_groups == "plan":
+        if self._options.log.groups == "plan":
             self._groups = PlannedGroups(self, self._job)
 
     def _refuse(self) -> None:

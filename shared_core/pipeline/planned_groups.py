@@ -1,4 +1,4 @@
-"""``log_groups="plan"``: the pipeline is measured while it trains, and who starts again together follows from that.
+"""``log.groups="plan"``: the pipeline is measured while it trains, and who starts again together follows from that.
 
 At each checkpoint's batch top all ranks tell each other what they have measured since the last, and plan alike: from
 that and from the plan before, which a newcomer finds in its checkpoint. A grouping holds from a batch top on at which a
@@ -55,7 +55,7 @@ class PlannedGroups:
         self._planned: list[list[float]] | None = None
         self._together: list[int] | None = None
         self._before = (0.0, 0)
-        job.keep_number("with log_groups='plan' ranks were in groups that belong to their stages")
+        job.keep_number("with log.groups='plan' ranks were in groups that belong to their stages")
         job.register("swift.groups", self._capture, self._restore)
 
     def _capture(self) -> Any:
@@ -92,7 +92,7 @@ class PlannedGroups:
             if not drifted(profile, planned):
                 return
         self._planned = rows
-        plan = plan_groups(profile, Budget(storage_bytes=config.log_budget_bytes or None))
+        plan = plan_groups(profile, Budget(storage_bytes=config.log.budget_bytes or None))
         mine = next(group for group in plan.groups if engine.stage_id // self._stages in group)
         self._together = [
             engine.grid.stage_to_global(stage_id=machine * self._stages + stage)

@@ -49,8 +49,8 @@ class Rerouting:
         grid = engine.grid
         self._topology = Topology(grid.data_parallel_size, grid.pipe_parallel_size, int(engine.micro_batches))
         self._me = Worker(grid.get_data_parallel_rank(), grid.get_stage_id())
-        variant, ordered = Variant(options.reroute_plan), options.reduction == "ordered"
-        self._plans = Plans(self._topology, variant, ordered, job.folder / f"plans{job.attempt}", options.reroute_ahead)
+        variant, ordered = Variant(options.reroute.plan), options.reroute.reduction == "ordered"
+        self._plans = Plans(self._topology, variant, ordered, job.folder / f"plans{job.attempt}", options.reroute.ahead)
         self._prepared: tuple[frozenset[Worker], bool] = (frozenset(), False)
         self._layers = _Layers(engine, job)
         self._executor = Executor(

@@ -50,8 +50,8 @@ class SharedReplay:
         # Recomputing segments adds to a parameter that two of them use in another order, and does so without autocast.
         alters = len(set(keys)) < len(keys) or engine.torch_autocast_enabled()
         return (
-            config.randomness == "seeded"
-            and config.parallel_replay != "never"
+            config.replay.randomness == "seeded"
+            and config.replay.parallel != "never"
             and not engine.dynamic_shape
             and not (alters and module.activation_checkpoint_interval > 0)
             and module.get_additional_losses() is None
@@ -81,7 +81,7 @@ class SharedReplay:
         if self._engine.global_steps >= replaying.complete:
             self._end()
             return False
-        if not self._decided and (micro_s or self._job.config.parallel_replay == "always") and self._shapes_known():
+        if not self._decided and (micro_s or self._job.config.replay.parallel == "always") and self._shapes_known():
             self._decided = True
             self._ask(micro_s)
         return self._helpers is not None
@@ -102,7 +102,7 @@ class SharedReplay:
             inner = lending.meet(self._job.replays, replaying, self._job.rank)
             helpers = Helpers(self._job.replays, inner, len(replaying.survivors), ordered=self._ordered)
             replay = self._replay(micro_s, helpers.bytes_per_s())
-            helpers.use = lending.workers_to_use(replay, helpers.count, self._job.config.parallel_replay)
+            helpers.use = lending.workers_to_use(replay, helpers.count, self._job.config.replay.parallel)
             if micro_s:
                 helpers.alone_s, helpers.planned_s = replay.seconds(1), replay.seconds(helpers.use + 1)
         except (RuntimeError, SwiftError):
@@ -135,7 +135,7 @@ class SharedReplay:
 
     @property
     def _ordered(self) -> bool:
-        return self._job.config.replay_sums == "ordered"
+        return self._job.config.replay.sums == "ordered"
 
     def _replay(self, micro_s: float, bytes_per_s: float) -> Replay:
         engine = self._engine

@@ -79,7 +79,7 @@ class Resizing:
         held = tuple(name for name in machines if name is not None)
         config = self.config
         at_once = bool(self.stay) or config.on_failure == "shrink"
-        in_time = config.replace_timeout_s and now >= self.vacant + config.replace_timeout_s
+        in_time = config.resize.replace_timeout_s and now >= self.vacant + config.resize.replace_timeout_s
         if len(held) < max(1, self.least) or (self.stay and not changed) or not (at_once or in_time):
             return None
         return held
@@ -98,7 +98,7 @@ class Resizing:
 
     def schedule(self, now: float, workers: int) -> None:
         """See when empty places are to be filled."""
-        wait = self.config.grow_after_s
+        wait = self.config.resize.grow_after_s
         self.grow_at = now + wait if workers < self.full and wait > 0 else None
 
     def shrinks(self, goodbyes: bool) -> bool:
@@ -111,8 +111,8 @@ class Resizing:
 
     def expect(self, ranks: Sequence[int], now: float) -> None:
         """Newcomers of these ranks are started."""
-        if self.config.on_failure == "replace" and self.config.replace_timeout_s:
-            self.due.update(dict.fromkeys(ranks, now + self.config.replace_timeout_s))
+        if self.config.on_failure == "replace" and self.config.resize.replace_timeout_s:
+            self.due.update(dict.fromkeys(ranks, now + self.config.resize.replace_timeout_s))
 
     def late(self, now: float) -> list[int]:
         """Ranks whose newcomers have not joined in time."""

@@ -300,7 +300,7 @@ def steps_of(
         job.lane,
         lambda wait: job.knocking(wait=wait),
         job.let_in,
-        ordered=job.config.reduction == "ordered",
+        ordered=job.config.reroute.reduction == "ordered",
         noted=lambda lost, step: job.event("rerouted", lost=lost, step=step),
     )
 

@@ -46,7 +46,7 @@ def own(folder: Path) -> bool:
     except FileExistsError:
         found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise ConfigError(f"{folder} is not a folder of this user, who may not trust it: choose another log_dir")
+        raise ConfigError(f"{folder} is not a folder of this user, who may not trust it: choose another log.dir")
     folder.chmod(0o700)
     return False
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared_core.config import SwiftConfig
+from shared_core.config import ResizeOptions, SwiftConfig
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.worker_env import Resized
 
 #: The same examples in each run.
 FIXED = settings(max_examples=100, deadline=None, derandomize=True, database=None)
-SHRINK = SwiftConfig(on_failure="shrink", grow_after_s=60)
-LATE = SwiftConfig(replace_timeout_s=5)
+SHRINK = SwiftConfig.from_dict({"on_failure": "shrink", "resize.grow_after_s": 60})
+LATE = SwiftConfig.from_dict({"resize.replace_timeout_s": 5})
 LINE = Resized(0, 4, (0, 2, 3), 7)
 
 configs = st.builds(
     SwiftConfig,
     on_failure=st.sampled_from(["replace", "shrink", "restart"]),
-    replace_timeout_s=st.sampled_from([0.0, 5.0]),
-    grow_after_s=st.sampled_from([0.0, 60.0]),
+    resize=st.builds(
+        ResizeOptions, replace_timeout_s=st.sampled_from([0.0, 5.0]), grow_after_s=st.sampled_from([0.0, 60.0])
+    ),
 )
 
 
@@ -47,8 +48,8 @@ def test_empty_places_are_filled_after_a_while(config: SwiftConfig, workers: int
     resizing = Resizing(config, 4)
     assert resizing.grow_at is None
     resizing.schedule(now, workers)
-    grows = workers < 4 and config.grow_after_s > 0
-    assert resizing.grow_at == (now + config.grow_after_s if grows else None)
+    grows = workers < 4 and config.resize.grow_after_s > 0
+    assert resizing.grow_at == (now + config.resize.grow_after_s if grows else None)
     resizing.begin([0], 1)
     assert resizing.grow_at is None, "not in the middle of a change"
 
@@ -86,5 +87,5 @@ def test_a_restart_of_all_forgets_who_was_awaited() -> None:
 def test_nobody_is_late_where_the_others_wait_on(config: SwiftConfig, now: float) -> None:
     resizing = Resizing(config, 4)
     resizing.expect([0, 1], now)
-    timed = config.on_failure == "replace" and config.replace_timeout_s > 0
+    timed = config.on_failure == "replace" and config.resize.replace_timeout_s > 0
     assert resizing.late(now + 1e6) == ([0, 1] if timed else [])

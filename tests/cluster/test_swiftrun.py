@@ -78,19 +78,19 @@ print("to stderr", me.rank, file=sys.stderr)
 
 def test_options_that_only_the_script_says(tmp_path: Path) -> None:
     """Those that the job goes by from its start must have been told to the launcher, whose word wins."""
-    (tmp_path / "swift.json").write_text('{"connect_timeout_s": 6}')
+    (tmp_path / "swift.json").write_text('{"detection.connect_timeout_s": 6}')
     script = """
 import shared_core
 from shared_core.config import SwiftConfig
 job = shared_core.install()
-said = {"data": "seeded", "seed": 3, "connect_timeout_s": 7, "on_failure": "replace"}
+said = {"data": "seeded", "seed": 3, "detection.connect_timeout_s": 7, "on_failure": "replace"}
 job.check_told(said)
 config = SwiftConfig.from_env(base=SwiftConfig.from_dict(said))
 assert (config.data, config.seed, config.connect_timeout_s) == ("seeded", 3, 6.0), config
-job.check_told({"wait_timeout_s": 7})
+job.check_told({"detection.wait_timeout_s": 7})
 """
     job = run(tmp_path, script, nproc=1, options=[f"--swift-config={tmp_path / 'swift.json'}", "--crash-loop=1"])
-    assert job.code != 0 and "wait_timeout_s=7.0 was not told to the launcher" in job.stderr, job.stderr
+    assert job.code != 0 and "detection.wait_timeout_s=7.0 is set in the script alone" in job.stderr, job.stderr
 
 
 @pytest.mark.parametrize("mistake", [False, True])
@@ -394,7 +394,7 @@ if me.incarnation == 0:
         signal.pause()
 """
     )
-    job = run(tmp_path, script, env={"SWIFT_RECOVERY_PROGRESS_TIMEOUT_S": "0.5"})
+    job = run(tmp_path, script, env={"SWIFT_RECOVERY_DETECTION_PROGRESS_TIMEOUT_S": "0.5"})
     assert job.code == 0, job.stderr
     (lost,) = job.of("lost")
     assert lost.rank == 1 and "no progress for 0.5 s" in lost.fields["cause"]
@@ -564,15 +564,15 @@ def test_modules_programs_and_exit_codes(tmp_path: Path) -> None:
 
 
 def test_options_come_from_file_environment_and_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "c.json").write_text('{"seed": 1, "wait_timeout_s": 1, "on_failure": "restart"}')
-    monkeypatch.setenv("SWIFT_RECOVERY_WAIT_TIMEOUT_S", "2")
+    (tmp_path / "c.json").write_text('{"seed": 1, "detection.wait_timeout_s": 1, "on_failure": "restart"}')
+    monkeypatch.setenv("SWIFT_RECOVERY_DETECTION_WAIT_TIMEOUT_S", "2")
     monkeypatch.setenv("PET_CHECKPOINT_DIR", str(tmp_path))
     args = parse_args(
         ["--swift-config", str(tmp_path / "c.json"), "--on-failure", "replace", "x.py", "--standbys", "3"]
     )
     config = build_config(args)
-    assert (config.seed, config.wait_timeout_s, config.on_failure) == (1, 2.0, "replace")
-    assert config.checkpoint_dir == str(tmp_path)
+    assert (config.seed, config.detection.wait_timeout_s, config.on_failure) == (1, 2.0, "replace")
+    assert config.checkpoint.dir == str(tmp_path)
     assert (args.max_restarts, args.standbys, args.training_script_args) == (100, 1, ["--standbys", "3"])
     assert parse_args(["--max-restarts", "0", "x.py"]).max_restarts == 0
 

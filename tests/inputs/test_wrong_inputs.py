@@ -15,7 +15,7 @@ import wrong_swiftctl
 import wrong_swiftrun
 
 from shared_core.cli import swiftctl, swiftrun
-from shared_core.config import SwiftConfig
+from shared_core.config import CheckpointOptions, SwiftConfig, variable_of
 from shared_core.events import Event
 
 
@@ -102,8 +102,9 @@ def test_options(check: Check, tmp_path: Path) -> None:
     for values, allowed in wrong_options.OPTIONS:
         path.write_text(json.dumps(values))
         check(swiftrun.main, f"--swift-config {path} SCRIPT", next(iter(values)), allowed)
+    full = {variable_of(name).removeprefix("SWIFT_RECOVERY_"): name for name, _ in SwiftConfig().items()}
     for name, value, allowed in wrong_options.VARIABLES:
-        check(swiftrun.main, "SCRIPT", name.lower(), allowed, **{f"SWIFT_RECOVERY_{name}": value})
+        check(swiftrun.main, "SCRIPT", full.get(name, name.lower()), allowed, **{f"SWIFT_RECOVERY_{name}": value})
 
 
 def test_a_user_sees_one_line(odd: Path, tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_what_is_not_wrong(odd: Path) -> None:
         args = swiftrun.parse_args([*line.split(), str(odd / "train.py"), "--nnodes", "x", "--", "-1"])
         assert args.training_script_args == ["--nnodes", "x", "--", "-1"]
     config = SwiftConfig.from_env(
-        {f"SWIFT_RECOVERY_{name}": "1" for name in ("SEED", "WAIT_TIMEOUT_S", "VERIFY_CHECKSUMS")}
+        {f"SWIFT_RECOVERY_{name}": "1" for name in ("SEED", "DETECTION_WAIT_TIMEOUT_S", "STATE_VERIFY_CHECKSUMS")}
     )
-    assert (config.seed, config.wait_timeout_s, config.verify_checksums) == (1, 1.0, True)
-    assert SwiftConfig(checkpoint_dir=odd).checkpoint_dir == str(odd)  # type: ignore[arg-type]
+    assert (config.seed, config.detection.wait_timeout_s, config.state.verify_checksums) == (1, 1.0, True)
+    assert CheckpointOptions(dir=odd).dir == str(odd)  # type: ignore[arg-type]

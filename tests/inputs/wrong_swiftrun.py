@@ -101,7 +101,7 @@ CASES: list[tuple[str, str, str]] = [
     ("--events /proc/none/events.jsonl SCRIPT", "--events", "a folder"),
     ("--events @fifo SCRIPT", "--events", "regular file"),
     ("--checkpoint-dir nonsense://x SCRIPT", "nonsense", "known"),
-    ("--checkpoint-dir= SCRIPT", "checkpoint_dir", "a folder or a URL"),
+    ("--checkpoint-dir= SCRIPT", "checkpoint.dir", "a folder or a URL"),
     ("--checkpoint-dir @noise SCRIPT", "noise", "not a folder"),
     ("--resume-from @absent --checkpoint-dir own SCRIPT", "absent", "no such folder"),
     ("--resume-from @noise SCRIPT", "noise", "not a folder"),

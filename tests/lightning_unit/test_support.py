@@ -49,8 +49,8 @@ def test_options_of_ddp(options: dict[str, Any], words: list[str]) -> None:
 
 def test_options_of_ours() -> None:
     assert SwiftDDPStrategy(data="seeded", seed=3).config.data == "seeded"
-    assert SwiftDDPStrategy(options={"wait_timeout_s": 5}).config.wait_timeout_s == 5
-    with pytest.raises(ConfigError, match="did you mean 'wait_timeout_s'"):
+    assert SwiftDDPStrategy(options={"detection.wait_timeout_s": 5}).config.detection.wait_timeout_s == 5
+    with pytest.raises(ConfigError, match="did you mean 'detection.wait_timeout_s'"):
         SwiftDDPStrategy(options={"wait_timeout": 5})
     with pytest.raises(ConfigError, match="'refetch', 'seeded'"):
         SwiftDDPStrategy(data="fast")  # type: ignore[arg-type]

@@ -27,19 +27,19 @@ ROOT = Path(__file__).parents[2]
 def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     here = str(tmp_path / "points")
-    assert SwiftCheckpoint("points").options == {"checkpoint_dir": here, "resume": "always"}
+    assert SwiftCheckpoint("points").options == {"checkpoint.dir": here, "checkpoint.resume": "always"}
     assert SwiftCheckpoint("s3://bucket/run", "young", keep=4, resume="auto").options == {
-        "checkpoint_dir": "s3://bucket/run",
-        "checkpoint_policy": "young",
-        "checkpoint_keep": 4,
-        "resume": "auto",
+        "checkpoint.dir": "s3://bucket/run",
+        "checkpoint.policy": "young",
+        "checkpoint.keep": 4,
+        "checkpoint.resume": "auto",
     }
     for options, words in (
-        ({"policy": "value", "every_n_steps": 5}, "leave checkpoint_every_steps out"),
-        ({"policy": "often"}, "checkpoint_policy must be one of .*, got 'often'"),
+        ({"policy": "value", "every_n_steps": 5}, "leave checkpoint.every_steps out"),
+        ({"policy": "often"}, "checkpoint.policy must be one of .*, got 'often'"),
         ({"keep": 1}, "at least 2"),
         ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
-        ({"policy": "fixed"}, "needs checkpoint_every_steps"),
+        ({"policy": "fixed"}, "needs checkpoint.every_steps"),
     ):
         with pytest.raises(ConfigError, match=words):
             SwiftCheckpoint("points", **options)  # type: ignore[arg-type]
@@ -48,15 +48,15 @@ def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_contradicts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     callback = SwiftCheckpoint("points", every_n_steps=5)
-    here = {"checkpoint_dir": str(tmp_path / "points")}
-    assert callback.merged({"checkpoint_dir": "points", "seed": 3}, here)["seed"] == 3
-    assert callback.merged({"resume": "never"}, {})["resume"] == "never"
-    with pytest.raises(ConfigError, match="the strategy checkpoint_dir='other': leave one of the two out"):
-        callback.merged({"checkpoint_dir": "other"}, {})
-    with pytest.raises(ConfigError, match="swiftrun or the environment checkpoint_every_steps=7"):
-        callback.merged({}, here | {"checkpoint_every_steps": 7})
+    here = {"checkpoint.dir": str(tmp_path / "points")}
+    assert callback.merged({"checkpoint.dir": "points", "seed": 3}, here)["seed"] == 3
+    assert callback.merged({"checkpoint.resume": "never"}, {})["checkpoint.resume"] == "never"
+    with pytest.raises(ConfigError, match="the strategy checkpoint.dir='other': leave one of the two out"):
+        callback.merged({"checkpoint.dir": "other"}, {})
+    with pytest.raises(ConfigError, match="swiftrun or the environment checkpoint.every_steps=7"):
+        callback.merged({}, here | {"checkpoint.every_steps": 7})
     with pytest.raises(ConfigError, match="finds the interval"):
-        callback.merged({"checkpoint_policy": "value"}, {})
+        callback.merged({"checkpoint.policy": "value"}, {})
 
 
 def test_without_a_strategy_of_ours(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ FULL = ("--tied", "--clip", "0.5", "--checkpointing", "1", "--schedule", "--eval
 
 def logging(folder: Path, every: int = 3, **more: Any) -> dict[str, str]:
     """Environment of a job with a checkpoint at every ``every``-th batch top; ``more`` are options by name."""
-    named = {"checkpoint_dir": folder / "checkpoints", "checkpoint_every_steps": every, "log_dir": folder}
-    options = named | {"checkpoint_async": False, **more}  # so that it is certain which ones there are
+    named = {"checkpoint.dir": folder / "checkpoints", "checkpoint.every_steps": every, "log.dir": folder}
+    options = named | {"checkpoint.background": False, **more}  # so that it is certain which ones there are
     return {f"SWIFT_RECOVERY_{name.upper()}": str(value) for name, value in options.items()}
 
 

@@ -23,7 +23,7 @@ CONFIG: dict[str, Any] = {
 
 def test_a_script_that_knows_nothing_of_it_survives(jobs: Jobs, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    section = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_every_steps": 2}
+    section = {"checkpoint.dir": str(tmp_path / "checkpoints"), "checkpoint.every_steps": 2}
     path.write_text(json.dumps(CONFIG | {"swift_recovery": section}))
     faults = [Fault(1, 5, "pipe.forward", "SIGKILL", 2), Fault(0, 7, "update.during", "SIGKILL")]
     result = jobs.check("pipe_config.py", faults=faults, args=["--deepspeed_config", str(path)])

@@ -34,9 +34,9 @@ def pipeline(
     """A pipeline on so many machines, the spare ones among them; ``more`` as for :class:`Cluster`."""
     config = folder / "swift.json"
     named: dict[str, Any] = {
-        "checkpoint_dir": str(folder / "checkpoints"),
-        "checkpoint_every_steps": EVERY,
-        "log_dir": str(folder),
+        "checkpoint.dir": str(folder / "checkpoints"),
+        "checkpoint.every_steps": EVERY,
+        "log.dir": str(folder),
     }
     named["checkpoint_async"] = False  # so that it is certain which ones there are
     config.write_text(json.dumps(named | options))
@@ -77,7 +77,7 @@ def processes(result: JobResult, rank: int) -> int:
 
 def test_a_machine_without_replicas_is_lost(jobs: Jobs, tmp_path: Path) -> None:
     """Only what crosses between machines is logged; the lost one's ranks start from the checkpoint, on a spare."""
-    with pipeline(jobs, tmp_path, 3, options={"log_groups": "machine"}) as cluster:
+    with pipeline(jobs, tmp_path, 3, options={"log.groups": "machine"}) as cluster:
         lose(cluster, 2)
         result = check(jobs, cluster)
     assert {rank for rank, _ in starts(result)} == {2, 3} and min(top for _, top in starts(result)) >= 2 * EVERY
@@ -89,7 +89,7 @@ def test_a_machine_without_replicas_is_lost(jobs: Jobs, tmp_path: Path) -> None:
 def test_machines_next_to_each_other_are_lost(jobs: Jobs, tmp_path: Path, log_groups: str) -> None:
     """Neither's log, nor what each had published, is left anywhere. Both start from the checkpoint and send each other
     again what was in them."""
-    options = {"log_groups": log_groups}
+    options = {"log.groups": log_groups}
     with pipeline(jobs, tmp_path, 6, options=options, nnodes=4, nproc=1) as cluster:
         lose(cluster, 2, 3)
         result = check(jobs, cluster)
@@ -113,7 +113,7 @@ def test_machines_are_lost_one_after_the_other(jobs: Jobs, tmp_path: Path) -> No
 def test_a_worker_of_a_machine_starts_again_with_the_others_there(jobs: Jobs, tmp_path: Path) -> None:
     """First on the one machine, then, with the replay behind, on the other."""
     lost = [Fault(3, 13, "pipe.forward", "SIGKILL", 2), Fault(1, 24, "pipe.backward", "SIGKILL", 2)]
-    with pipeline(jobs, tmp_path, 2, options={"log_groups": "machine"}, faults=lost) as cluster:
+    with pipeline(jobs, tmp_path, 2, options={"log.groups": "machine"}, faults=lost) as cluster:
         result = check(jobs, cluster)
     assert sorted(starts(result)) == [(0, 20), (1, 20), (2, 10), (3, 10)]
 
@@ -123,7 +123,7 @@ def test_a_worker_of_a_machine_starts_again_with_the_others_there(jobs: Jobs, tm
 def test_a_worker_on_each_machine_at_once(jobs: Jobs, tmp_path: Path, log_groups: str) -> None:
     """By machine, nobody is left who has not to start again."""
     lost = [Fault(1, 13, "pipe.forward", "SIGKILL", 2), Fault(2, 13, "pipe.forward", "SIGKILL", 1)]
-    with pipeline(jobs, tmp_path, 2, options={"log_groups": log_groups}, faults=lost) as cluster:
+    with pipeline(jobs, tmp_path, 2, options={"log.groups": log_groups}, faults=lost) as cluster:
         result = check(jobs, cluster, restarts=int(log_groups == "machine"))
     if log_groups == "worker":
         assert sorted(starts(result)) == [(1, 10), (2, 10)]
@@ -134,7 +134,7 @@ def test_a_worker_on_each_machine_at_once(jobs: Jobs, tmp_path: Path, log_groups
 def test_a_machine_with_both_replicas_of_a_stage_is_lost(jobs: Jobs, tmp_path: Path, log_messages: str) -> None:
     """Two pipelines of two stages: ranks 2 and 3 are the second stage of both. Without logs all go back."""
     args = ["--stages", "2", "--steps", "40", "--tied", "--clip", "0.5"]
-    options = {"log_groups": "machine", "log_messages": log_messages}
+    options = {"log.groups": "machine", "log.messages": log_messages}
     with pipeline(jobs, tmp_path, 3, args, options=options) as cluster:
         lose(cluster, 2)
         result = check(jobs, cluster, args, restarts=int(log_messages == "auto"))

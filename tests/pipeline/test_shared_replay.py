@@ -16,7 +16,7 @@ STEPS = 12
 
 def run(jobs: Jobs, tmp_path: Path, fault: list[Fault], *args: str, **options: str) -> JobResult:
     """A 1 x 4 pipeline with seeded random numbers, compared with the same without faults."""
-    env = {"SWIFT_RECOVERY_RANDOMNESS": "seeded", "SWIFT_RECOVERY_PARALLEL_REPLAY": "always"}
+    env = {"SWIFT_RECOVERY_REPLAY_RANDOMNESS": "seeded", "SWIFT_RECOVERY_REPLAY_PARALLEL": "always"}
     script = ["--stages", "4", "--steps", str(STEPS), *args]
     reference = jobs.reference("pipe.py", nproc=4, env=env, args=script, launcher="swiftrun")
     env |= {f"SWIFT_RECOVERY_{name.upper()}": value for name, value in options.items()}

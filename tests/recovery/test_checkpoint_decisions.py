@@ -94,7 +94,7 @@ def test_a_newcomer_finds_those_due_again_that_it_passes(entries: Any) -> None:
 
 
 def environment(folder: Path, rank: int, world_size: int) -> WorkerEnv:
-    config = SwiftConfig(wait_timeout_s=20.0)
+    config = SwiftConfig.from_dict({"detection.wait_timeout_s": 20.0})
     return WorkerEnv(rank, world_size, 0, 0, 1, folder, "", 0, None, config)
 
 

@@ -23,7 +23,7 @@ def test_ranks_alone_by_machine_and_named() -> None:
 
 @pytest.mark.parametrize("wrong", ["machines", "0-8", "3-1", "0-2,2-3", "1,,2", "-1"])
 def test_what_cannot_be_read_is_refused(wrong: str) -> None:
-    with pytest.raises(ConfigError, match="log_groups"):
+    with pytest.raises(ConfigError, match="log.groups"):
         together(wrong, 0, 8, 4)
 
 

@@ -11,7 +11,7 @@ from shared_core.testing import Fault
 from shared_core.testing.runner import JobResult, compare
 
 SCRIPT = "rerouted_pipe.py"
-ORDERED = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "ordered"}
+ORDERED = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
 
 
 def go(

@@ -16,7 +16,7 @@ from shared_core.testing.runner import JobResult, compare
 
 pytest.importorskip("deepspeed")
 SCRIPT = "rerouted_pipe.py"
-ORDERED = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "ordered"}
+ORDERED = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
 STAGGERED = ORDERED | {"SWIFT_RECOVERY_REROUTE_PLAN": "staggered"}
 WAITING = ORDERED | {"SWIFT_RECOVERY_REROUTE_PLAN": "decoupled"}
 #: Steps 2 (counted from 0), 5 and 7 have a label that makes one stage's gradients, or all of them, larger than allowed.

@@ -211,7 +211,7 @@ def test_a_survivor_is_lost_while_a_newcomer_is_let_in(jobs: Jobs, point: str) -
 @pytest.mark.parametrize("plan", VARIANTS)
 @pytest.mark.parametrize("rank", range(4))
 def test_sums_in_any_order_are_equal_to_rounding(jobs: Jobs, rank: int, plan: str, args: Sequence[str]) -> None:
-    env = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REDUCTION": "sum"} | variant(plan)
+    env = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "sum"} | variant(plan)
     reference = jobs.reference(SCRIPT, nproc=4, args=args, env=env, launcher="swiftrun")
     result = jobs.run(SCRIPT, nproc=4, args=args, env=env, faults=[kill(rank, 3, 4)])
     assert result.status == 0 and result.kinds("rerouted") and not result.kinds("restart"), result.tail()

@@ -96,4 +96,4 @@ def test_what_cannot_be_rerouted_is_refused(name: str, jobs: Jobs) -> None:
 @pytest.mark.nightly
 def test_the_launcher_must_know(jobs: Jobs) -> None:
     result = jobs.run(LIGHTNING, nproc=4, args=["--no-dropout", "--reroute"])
-    assert result.status != 0 and "on_failure='reroute' was not told to the launcher" in result.stderr, result.tail()
+    assert result.status != 0 and "on_failure='reroute' is set in the script alone" in result.stderr, result.tail()

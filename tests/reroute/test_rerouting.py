@@ -71,7 +71,7 @@ def test_a_buffer_that_forward_changes_is_refused(jobs: Jobs) -> None:
 
 
 def test_plans_go_by_measured_times(jobs: Jobs) -> None:
-    withheld = {"SWIFT_RECOVERY_REJOIN_AFTER_S": "600"}  # a newcomer that is quick has plans made again
+    withheld = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}  # a newcomer that is quick has plans made again
     result = run(jobs, [Fault(3, 5, "reroute.action", "SIGKILL", nth=5)], env=withheld)
     before, after = [event.fields for event in result.kinds("planned")]
     assert before["lost"] == [] and after["lost"] == [[1, 1]], result.tail()

@@ -57,8 +57,8 @@ def main() -> None:
     if not baseline:
         from accelerate_swift import SwiftPlugin
 
-        options = {"checkpoint_dir": args.checkpoints, "resume": "always"}
-        options |= {"checkpoint_every_steps": args.every} if args.every else {"checkpoint_price": 1e-3}
+        options = {"checkpoint.dir": args.checkpoints, "checkpoint.resume": "always"}
+        options |= {"checkpoint.every_steps": args.every} if args.every else {"checkpoint.price": 1e-3}
         plugin = SwiftPlugin(**options if args.checkpoints else {})
         handlers.append(plugin)
     from accelerate.utils import DataLoaderConfiguration

@@ -51,13 +51,13 @@ def main() -> None:
     if POLICY == "none":
         loop = shared_core.attach(model, optimizer, scheduler, *outside)
     else:
-        options: dict[str, Any] = {"checkpoint_policy": POLICY}
+        options: dict[str, Any] = {"checkpoint.policy": POLICY}
         if POLICY == "fixed":
-            options |= {"checkpoint_every_steps": 4}
+            options |= {"checkpoint.every_steps": 4}
         if "SLOW" in os.environ:
-            options |= {"wait_timeout_s": 1.0}
+            options |= {"detection.wait_timeout_s": 1.0}
         if "ADOPT" in os.environ:
-            options |= {"resume_from": os.environ["ADOPT"]}
+            options |= {"checkpoint.resume_from": os.environ["ADOPT"]}
         loop = shared_core.Checkpointer(FOLDER, model, optimizer, scheduler, *outside, **options)
     seen = loop.register(loss=0.0, first=-1)
     rank = dist.get_rank() if several else 0

@@ -76,7 +76,7 @@ def main() -> None:
 
         kind = SwiftTrainer
         if args.checkpoints:
-            ours = {"checkpoint_dir": args.checkpoints, "checkpoint_every_steps": 5, "resume": "always"}
+            ours = {"checkpoint.dir": args.checkpoints, "checkpoint.every_steps": 5, "checkpoint.resume": "always"}
             kind = partial(SwiftTrainer, swift=SwiftPlugin(**ours))  # before TrainingArguments
     arguments = TrainingArguments(
         output_dir=args.files or str(out / "checkpoints"),

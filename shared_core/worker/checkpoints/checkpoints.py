@@ -99,8 +99,8 @@ class Checkpoints:
     def __init__(self, env: WorkerEnv, recovery: Recovery, updates: Updates) -> None:
         self._env, self._recovery, self._updates = env, recovery, updates
         config = env.config
-        self._dir = config.checkpoint_dir
-        self._every = config.checkpoint_every_steps if config.policy == "fixed" else 0
+        self._dir = config.checkpoint.dir
+        self._every = config.checkpoint.every_steps if config.checkpoint.chosen_policy == "fixed" else 0
         self.newest_top = self.due_top = 0
         self.fixed = ""
         self._spool = Spool(env.job_dir / FOLDER, env.restart)
@@ -117,16 +117,16 @@ class Checkpoints:
         self._origins: Origins | None = None
         if self._dir is None:
             return
-        check_place("checkpoint_dir", self._dir)  # a script may have said it
+        check_place("checkpoint.dir", self._dir)  # a script may have said it
         self._origins = Origins(env, self._dir, self._spool, self._store, lambda: self.session)
         leave_signals_to_the_agent()
-        if config.policy != "none":
+        if config.checkpoint.chosen_policy != "none":
             several = len(env.machines) > 1
             path = env.job_dir / f"attempt{env.restart}" / "due"
             self._decisions = Decisions(StoreEntries(self._store) if several else FileEntries(path))
             self._snapshots = self._make_snapshots(self._dir)
             updates.fence = self._snapshots.fence
-            if env.rank == 0 and config.policy != "fixed":
+            if env.rank == 0 and config.checkpoint.chosen_policy != "fixed":
                 self.pricing = Pricing(config, env.world_size, env.command.key)
         if env.rank == 0:
             link.at_end(self._mark_ended)
@@ -154,7 +154,7 @@ class Checkpoints:
         self.due_top = top.index
         if not self._has(top.index):
             taken = self._take(top, parts, board)
-            if last or not self._env.config.checkpoint_async:
+            if last or not self._env.config.checkpoint.background:
                 self._await(top, taken)
         if last:
             self._part_with(top)
@@ -247,7 +247,7 @@ class Checkpoints:
         env, config = self._env, self._env.config
         nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         first = env.rank - env.rank % nproc
-        target = Target(where, config.checkpoint_keep, config.checkpoint_quota_bytes)
+        target = Target(where, config.checkpoint.keep, config.checkpoint.quota_bytes)
         local = range(first, min(first + nproc, env.world_size))
         return Snapshots(self._spool, env.rank, env.world_size, local, target, console)
 
@@ -307,7 +307,7 @@ class Checkpoints:
             return False
         self._snapshots.fence()
         runtime = self._recovery.runtime
-        generation, limit_s, done = runtime.generation, min(self._env.config.wait_timeout_s, _AWAIT_S), False
+        generation, limit_s, done = runtime.generation, min(self._env.config.detection.wait_timeout_s, _AWAIT_S), False
         what, ends = f"the checkpoint at batch top {top.index} to be committed", "it goes on without it"
         speaks = lambda: self._env.rank == 0  # noqa: E731 (all ranks wait for the same)
         wait = Wait("rank 0", what, limit_s, bound="wait_timeout_s, at most 60 s", ends=ends, speaks=speaks)
@@ -384,8 +384,8 @@ class Checkpoints:
         if self._beginning:
             console(self._beginning)
             self._beginning = ""
-        if self._dir is None and self._env.config.resume_from and not self._env.incarnation:
-            raise ConfigError("resume_from needs checkpoint_dir: say where this job's own checkpoints go")
+        if self._dir is None and self._env.config.checkpoint.resume_from and not self._env.incarnation:
+            raise ConfigError("resume_from needs checkpoint.dir: say where this job's own checkpoints go")
 
     def tops(self) -> list[Top]:
         """Batch tops of this attempt at which this rank's state is in a checkpoint that can be read, oldest first."""

@@ -39,7 +39,7 @@ class Origins:
     @property
     def told(self) -> str:
         """Where the checkpoint lies that the job was told to begin with; empty for none."""
-        return absolute(self._env.config.resume_from) if self._env.config.resume_from else ""
+        return absolute(self._env.config.checkpoint.resume_from) if self._env.config.checkpoint.resume_from else ""
 
     def choose(self, limit_s: float | None) -> Loaded | None:
         """The checkpoint that this attempt begins with, once all ranks have read it; None for none. It is adopted if

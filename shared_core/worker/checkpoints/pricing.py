@@ -44,8 +44,10 @@ class Pricing:
 
     def __init__(self, config: SwiftConfig, world_size: int, command: str) -> None:
         self._config, self._world_size, self._command = config, world_size, command
-        options: dict[str, Any] = {"price": config.checkpoint_price} if config.policy == "value" else {}
-        self._policy = make_policy(config.policy, **options)
+        options: dict[str, Any] = (
+            {"price": config.checkpoint.price} if config.checkpoint.chosen_policy == "value" else {}
+        )
+        self._policy = make_policy(config.checkpoint.chosen_policy, **options)
         self._meter = CostMeter()
         self._fitter = CurveFitter()
         self._losses: list[tuple[int, torch.Tensor | float]] = []
@@ -65,7 +67,7 @@ class Pricing:
     @property
     def _wants_curve(self) -> bool:
         if self._policy.name == "value":
-            return bool(self._config.checkpoint_price) or self._ending is not None
+            return bool(self._config.checkpoint.price) or self._ending is not None
         return self._policy.name.startswith("coci")
 
     # -- what happens ------------------------------------------------------------------------------
@@ -167,7 +169,7 @@ class Pricing:
     # -- earlier runs ------------------------------------------------------------------------------
 
     def _read_history(self) -> None:
-        path = self._config.checkpoint_history
+        path = self._config.checkpoint.history
         if path is None:
             return
         try:
@@ -180,7 +182,7 @@ class Pricing:
             self._before = self._before.seen(sum(run.rolled_back.values()), run.worker_s)
 
     def _tell(self, now: float, end: str = "running") -> None:
-        path = self._config.checkpoint_history
+        path = self._config.checkpoint.history
         if path is None or not self.name or (end == "running" and self._said and now - self._said < SAY_S):
             return
         self._said = now

@@ -337,6 +337,6 @@ def _key(line: Line) -> str:
 
 
 def _wait(env: WorkerEnv, client: Store, keys: list[str], what: str, limit_s: float | None = None) -> None:
-    own = env.config.wait_timeout_s
+    own = env.config.detection.wait_timeout_s
     bound = "wait_timeout_s" if limit_s in (None, own) else "time-out of the process group"
     wait_for(client, dict(enumerate(keys)), lambda: False, limit_s or own, env.rank, what, bound=bound)

@@ -201,11 +201,11 @@ def _changes(
     if not begun:
         return {"fresh": True}
     if not all(REST in each for each in begun):
-        if env.config.data_policy == "drop":
+        if env.config.resize.data == "drop":
             return {"live": False, "iterations": []}  # the pass ends here
         raise Unsupported(
             "the order of its pass over the data is not known: a stream of items, or a sampler that draws as it goes. "
-            "With data_policy='drop' the rest of the pass is left out"
+            "With resize.data='drop' the rest of the pass is left out"
         )
     if len(begun) < len(live):
         raise Unsupported("some of its ranks had not begun a pass over the data that others were in")

@@ -50,7 +50,7 @@ def together(groups: str, rank: int, world_size: int, local_world_size: int) -> 
     for ranks in ranges_of(groups):
         if ranks.stop > world_size:
             raise ConfigError(
-                f"log_groups={groups!r} names rank {ranks.stop - 1}; there are ranks 0 to {world_size - 1}"
+                f"log.groups={groups!r} names rank {ranks.stop - 1}; there are ranks 0 to {world_size - 1}"
             )
         if rank in ranks:
             return tuple(ranks)
@@ -81,8 +81,8 @@ class Logs:
             return
         env = self._env
         nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.regroup(together(env.config.log_groups, env.rank, env.world_size, nproc))
-        mine = log_folder(env.config.log_dir, env.job_dir) / f"rank{env.rank}"
+        self.regroup(together(env.config.log.groups, env.rank, env.world_size, nproc))
+        mine = log_folder(env.config.log.dir, env.job_dir) / f"rank{env.rank}"
         with suppress(OSError):  # a folder that cannot be made: the archive says so
             own(mine.parent)
         folder = mine / f"attempt{env.restart}"
@@ -97,7 +97,7 @@ class Logs:
         for group in self._runtime.groups.values():
             group.timeout = max(group.timeout, _PATIENCE)
         config = env.config
-        archive = make(folder, ring_bytes=config.log_ring_bytes, segment_bytes=config.log_segment_bytes, owner=owner)
+        archive = make(folder, ring_bytes=config.log.ring_bytes, segment_bytes=config.log.segment_bytes, owner=owner)
         if again:
             archive.verify()  # what is damaged is written again by the replay, what is whole is not
         self._runtime.open_archive(archive)

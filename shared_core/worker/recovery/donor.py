@@ -52,7 +52,7 @@ class Donor:
         """The state at a batch top, or at a moment when no update runs and at least ``min_version`` steps are in it; no
         update begins inside. See :meth:`Updates.frozen`.
         """
-        with self._updates.frozen(min_version, self._env.config.wait_timeout_s, top) as exported:
+        with self._updates.frozen(min_version, self._env.config.detection.wait_timeout_s, top) as exported:
             yield exported
 
     def offer(self) -> Offer:

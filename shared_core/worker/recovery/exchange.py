@@ -564,7 +564,7 @@ class Recovery:
         if self.env.rank in plan.leave:
             lost = ", ".join(map(str, plan.newcomers))
             self.events.emit("together", rank=self.env.rank, generation=generation, newcomers=list(plan.newcomers))
-            console(f"rank {self.env.rank} starts again together with rank {lost}: they share a group of log_groups")
+            console(f"rank {self.env.rank} starts again together with rank {lost}: they share a group of log.groups")
             os._exit(EXIT_STALE)
         with self.runtime.lock:
             whom = f"{ranks_text(plan.leave)} to end, which start again together with {ranks_text(plan.newcomers)}"

@@ -388,7 +388,7 @@ class Lanes:
             return ()
         store = self._recovery.new_store("")
         if wait:
-            timeout_s = self._env.config.rejoin_after_s + self._runtime.wait_timeout_s
+            timeout_s = self._env.config.reroute.rejoin_after_s + self._runtime.wait_timeout_s
             try:
                 what = "to be let in (they were lost, and their newcomers run the script up to the training loop)"
                 bound = "rejoin_after_s and wait_timeout_s"

@@ -74,7 +74,7 @@ class Patience:
 
     def _run(self) -> None:
         pause = threading.Event()
-        limit_s = self._env.config.wait_timeout_s
+        limit_s = self._env.config.detection.wait_timeout_s
         short = min(_LOOK_S[0], quiet_s(limit_s) / 4)
         while self._runtime.ended is None:
             waited = self._last.waited_s if self._last else 0.0
@@ -97,7 +97,7 @@ class Patience:
         """Report where this rank stands, and speak if that falls to it."""
         self._looks += 1
         mine = standing(self._runtime, self._looks)
-        quiet = quiet_s(self._env.config.wait_timeout_s)
+        quiet = quiet_s(self._env.config.detection.wait_timeout_s)
         if mine is not None and mine.waited_s < min(_REPORT_S, quiet / 2):
             mine = None
         self._last = mine
@@ -156,7 +156,7 @@ class Patience:
         begun = max(each.waited_s for each in waits.values())
         left, bound = min(each.limit_s - each.waited_s for each in waits.values()), "time-out of the process group"
         if generation > 0:
-            left, bound = self._env.config.wait_timeout_s - begun, "wait_timeout_s"
+            left, bound = self._env.config.detection.wait_timeout_s - begun, "wait_timeout_s"
         text = describe(standings, held)
         self._seen = f"{text}. "
         if self._said[0] != generation or self._said[1].isdisjoint(held):
@@ -183,7 +183,7 @@ class Patience:
         store.set(key, str(time.time()))
         at = {rank: standings[rank].where for rank in whom if rank in standings and not standings[rank].finished}
         where = "; ".join(f"rank {rank} is in {place}" for rank, place in list(at.items())[:4])
-        limit_s = self._env.config.progress_timeout_s
+        limit_s = self._env.config.detection.progress_timeout_s
         busy = [rank for rank in whom if rank not in standings]
         if busy:
             is_are = "is" if len(busy) == 1 else "are"

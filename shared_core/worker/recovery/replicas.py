@@ -36,7 +36,7 @@ class Replicas:
             ranks: those that hold the same state, this one among them.
         """
         due, generation = self._recovery.verify_version, self._recovery.runtime.generation
-        if due is None or not self._env.config.verify_checksums or generation <= self._compared:
+        if due is None or not self._env.config.state.verify_checksums or generation <= self._compared:
             return
         if self._updates.version < due:
             return

@@ -111,7 +111,7 @@ def _deal(
         return {"fresh": True}
     if not order_name(state) and "indices" not in state:
         return {"live": False, "iterations": []}  # a stream: the pass ends here
-    exact = env.config.data_policy == "exact"
+    exact = env.config.resize.data == "exact"
     rests = []
     for rank in range(resized.world_size) if exact else sorted(resized.stay):
         each = old.get(rank)

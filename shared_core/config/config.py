@@ -1,0 +1,284 @@
+"""All options of a job, from code, files and the environment."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shared_core.config.option import Section, option, options_of, prefix_of
+from shared_core.config.reading import parse, read
+from shared_core.config.sections import (
+    CheckpointOptions,
+    DetectionOptions,
+    LogOptions,
+    ReplayOptions,
+    RerouteOptions,
+    ResizeOptions,
+    StateOptions,
+)
+from shared_core.errors import ConfigError
+from shared_core.events import console
+from shared_core.kinds import MOST, Choice, Whole
+
+ENV_PREFIX = "SWIFT_RECOVERY_"
+#: Variables with the prefix that the agent sets for its workers, or that are no options.
+_RESERVED = frozenset(
+    {
+        "JOB_DIR",
+        "STORE",
+        "GENERATION",
+        "INCARNATION",
+        "EVENTS",
+        "CONFIG",
+        "RESTART",
+        "RESIZED",
+        "RUN",
+        "FILE",
+        "ADDRESS",
+        "MACHINES",
+        "JOB",
+        "COMMAND",
+        "HANDED_OVER",
+        "SECRET_FILE",
+    }
+)
+_old_names_told = False
+
+
+@dataclass(frozen=True)
+class SwiftConfig(Section):
+    """What a user may set: some options by themselves, the others in sections. ``docs/configuration.md`` lists them.
+
+    A section is given as a mapping or as its own class: ``SwiftConfig(checkpoint={"dir": "checkpoints"})``.
+
+    Attributes:
+        on_failure: the answer to the loss of a worker.
+        data: how a newcomer regains its place in the data.
+        seed: of all that is ``seeded``.
+        checkpoint: checkpoints for a restart.
+        resize: a number of workers that changes.
+        reroute: the others compute a lost worker's share.
+        replay: newcomers of pipelines without replicas.
+        log: the message log.
+        detection: when a worker counts as lost.
+        state: what is kept and compared of the training state.
+    """
+
+    on_failure: str = option(
+        "replace",
+        Choice(("replace", "reroute", "shrink", "restart")),
+        "`replace`: a newcomer takes the lost rank's place. `reroute`: the others compute its share of each step at "
+        "once, and let a newcomer in at a later batch top; data-parallel loops need `shared_steps` "
+        "([rerouting.md](rerouting.md#data-parallel)) or Lightning's `swift_ddp` "
+        "([there](rerouting.md#lightning)), others are refused. `shrink`: the others go on without it "
+        "([resizing.md](resizing.md)). `restart`: all workers start again from the newest checkpoint",
+    )
+    data: str = option(
+        "refetch",
+        Choice(("refetch", "seeded")),
+        "how a newcomer regains its place in the data. `refetch`: skipped items are read again, exact, cost in "
+        "proportion. `seeded`: an item's randomness is a function of seed, rank, epoch and batch, constant cost; "
+        "random augmentations differ from those of a run without it",
+        late=True,
+    )
+    seed: int = option(0, Whole(-MOST - 1), 'of `data: "seeded"` and `replay.randomness: "seeded"`', late=True)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    resize: ResizeOptions = field(default_factory=ResizeOptions)
+    reroute: RerouteOptions = field(default_factory=RerouteOptions)
+    replay: ReplayOptions = field(default_factory=ReplayOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+    detection: DetectionOptions = field(default_factory=DetectionOptions)
+    state: StateOptions = field(default_factory=StateOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, kind in SECTIONS.items():
+            given = getattr(self, name)
+            if isinstance(given, Mapping):
+                _refuse_unknown([f"{name}.{key}" for key in given])
+                object.__setattr__(self, name, kind(**given))
+            elif not isinstance(given, kind):
+                raise ConfigError(f"{name} must be a section of options, got {given!r:.100}")
+        if self.on_failure == "reroute" and self.resize.replace_timeout_s:
+            raise ConfigError(
+                "on_failure='reroute' never changes the number of workers: leave resize.replace_timeout_s out, or "
+                "choose on_failure='replace'"
+            )
+
+    @property
+    def resizes(self) -> bool:
+        """Whether the number of workers may change."""
+        return self.on_failure == "shrink" or (self.on_failure == "replace" and self.resize.replace_timeout_s > 0)
+
+    @property
+    def continues(self) -> bool:
+        """Whether a job begins with what an earlier start of the same command has left, or with what it was told to."""
+        chosen = self.checkpoint
+        wanted = chosen.resume == "always" or (chosen.resume == "auto" and self.on_failure == "restart")
+        return chosen.dir is not None and (wanted or bool(chosen.resume_from))
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The options that are not as they are by default, by full name (``checkpoint.dir``)."""
+        return {name: value for name, value in self.items() if value != _DEFAULTS[name]}
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """All options by full name."""
+        for section in (self, *(getattr(self, name) for name in SECTIONS)):
+            for each in options_of(section):
+                yield prefix_of(section) + each.name, getattr(section, each.name)
+
+    def get(self, name: str) -> Any:
+        """The value of an option, by its full name."""
+        section, _, last = name.rpartition(".")
+        return getattr(getattr(self, section) if section else self, last)
+
+    def merged(self, *values: Mapping[str, Any]) -> SwiftConfig:
+        """With these options over the present ones, the later over the earlier; names as in :meth:`from_dict`."""
+        together = dict(self.changed)
+        for each in values:
+            together |= full_names(each)
+        return _build(together)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SwiftConfig:
+        """Build from plain data, as read from YAML, JSON or a ``swift_recovery`` section.
+
+        Args:
+            values: options by name; those of a section in a mapping under its name, or by full name.
+
+        Raises:
+            ConfigError: for an unknown option (with the closest known name) or a bad value.
+        """
+        return _build(full_names(values))
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> SwiftConfig:
+        """Read a ``.json`` or YAML file.
+
+        Raises:
+            ConfigError: if it cannot be read or holds an unknown option.
+            MissingExtra: for YAML when PyYAML is not installed.
+        """
+        values = read(Path(path))
+        try:
+            return cls.from_dict(values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None, base: SwiftConfig | None = None) -> SwiftConfig:
+        """Options from ``SWIFT_RECOVERY_<OPTION>`` and ``SWIFT_RECOVERY_<SECTION>_<OPTION>``, over
+        ``SWIFT_RECOVERY_FILE``, over ``SWIFT_RECOVERY_CONFIG`` (set by the launcher), over ``base``.
+        """
+        env = os.environ if env is None else env
+        sources: list[Mapping[str, Any]] = []
+        if ENV_PREFIX + "CONFIG" in env:
+            sources.append(parse(env[ENV_PREFIX + "CONFIG"], ENV_PREFIX + "CONFIG", is_json=True))
+        if ENV_PREFIX + "FILE" in env:
+            sources.append(read(Path(env[ENV_PREFIX + "FILE"])))
+        given = {key.removeprefix(ENV_PREFIX): value for key, value in env.items() if key.startswith(ENV_PREFIX)}
+        variables = {name.lower(): value for name, value in given.items() if name not in _RESERVED}
+        sources.append({_OF_VARIABLES.get(name, name): value for name, value in variables.items()})
+        return (base or cls()).merged(*sources)
+
+    def to_json(self) -> str:
+        """Inverse of ``from_dict(json.loads(...))``: the options that are not as they are by default, so that what the
+        launcher was not told can be said in code.
+        """
+        return json.dumps(self.changed)
+
+
+SECTIONS: dict[str, type[Section]] = {
+    each.section: each
+    for each in (
+        CheckpointOptions,
+        ResizeOptions,
+        RerouteOptions,
+        ReplayOptions,
+        LogOptions,
+        DetectionOptions,
+        StateOptions,
+    )
+}
+_ALL: tuple[type[Section], ...] = (SwiftConfig, *SECTIONS.values())
+_FIELDS = {prefix_of(section) + each.name: each for section in _ALL for each in options_of(section)}
+_DEFAULTS = {name: each.default for name, each in _FIELDS.items()}
+#: ``checkpoint_dir`` -> ``checkpoint.dir``: what variables of the environment are called.
+_OF_VARIABLES = {name.replace(".", "_"): name for name in _FIELDS}
+#: Names that options had before there were sections.
+_FORMER = {each.metadata["formerly"] or name.replace(".", "_"): name for name, each in _FIELDS.items() if "." in name}
+#: Options that say how checkpoints are made; a script may give them to workers that run already.
+CHECKPOINT_OPTIONS = frozenset(name for name in _FIELDS if name.startswith("checkpoint."))
+#: Options that a script may say alone: a launcher and workers that run already need not know them before.
+SCRIPT_OPTIONS = frozenset(name for name, each in _FIELDS.items() if each.metadata["late"])
+
+
+def variable_of(name: str) -> str:
+    """The variable of the environment that sets an option."""
+    return ENV_PREFIX + name.replace(".", "_").upper()
+
+
+def full_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by full name, as given in sections, by full name or by a name of before there were sections.
+
+    Raises:
+        ConfigError: for an unknown option; names the closest known one.
+    """
+    found: dict[str, Any] = {}
+    former: dict[str, str] = {}
+    for name, value in values.items():
+        if name in SECTIONS and isinstance(value, Mapping | Section):
+            inside = (
+                value if isinstance(value, Mapping) else {o.name: getattr(value, o.name) for o in options_of(value)}
+            )
+            found |= {f"{name}.{key}": each for key, each in inside.items()}
+        elif name in _FORMER and name not in _FIELDS:
+            former[name] = _FORMER[name]
+            found[_FORMER[name]] = value
+        else:
+            found[name] = value
+    _refuse_unknown(found)
+    _tell_of(former)
+    return found
+
+
+def _refuse_unknown(names: Mapping[str, Any] | list[str]) -> None:
+    for name in names:
+        if name in _FIELDS:
+            continue
+        if name in SECTIONS:
+            raise ConfigError(f"{name} must be a section of options, for example {name}: {{...}}")
+        known = [*_FIELDS, *_FORMER]
+        close = difflib.get_close_matches(str(name), known, n=1)
+        meant = _FORMER.get(close[0], close[0]) if close else ""
+        hint = f"; did you mean {meant!r}?" if close else f"; known options: {', '.join(_FIELDS)}"
+        raise ConfigError(f"unknown option {name!r}{hint}")
+
+
+def _tell_of(former: Mapping[str, str]) -> None:
+    """One line about old names, from one process of the job."""
+    global _old_names_told
+    first = os.environ.get("RANK", "0") == "0" and os.environ.get(ENV_PREFIX + "INCARNATION", "0") == "0"
+    if former and first and not _old_names_told and ENV_PREFIX + "HANDED_OVER" not in os.environ:
+        _old_names_told = True
+        which = ", ".join(f"{old} is now {new}" for old, new in sorted(former.items()))
+        console(f"options have sections: {which}; the old names still work, see docs/configuration.md")
+
+
+def _build(values: Mapping[str, Any]) -> SwiftConfig:
+    """From options by full name."""
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    plain = {}
+    for name, value in values.items():
+        section, _, last = name.rpartition(".")
+        if section:
+            sections[section][last] = value
+        else:
+            plain[name] = value
+    return SwiftConfig(**plain, **{name: SECTIONS[name](**inside) for name, inside in sections.items()})  # type: ignore[arg-type]

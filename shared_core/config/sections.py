@@ -1,0 +1,302 @@
+"""The sections: one for each part of the product that has options.
+
+They stand here, and not beside the parts, because the launcher reads all of them and imports none of the parts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shared_core.config.option import Section, option
+from shared_core.errors import ConfigError
+from shared_core.kinds import Choice, Number, Place, Truth, Whole
+
+_SECONDS, _ABOVE, _COUNT = Number(), Number(above=True), Whole()
+_USE = Choice(("auto", "always", "never"))
+
+
+@dataclass(frozen=True)
+class CheckpointOptions(Section):
+    """Checkpoints for a restart: where, when, and with which one a job begins."""
+
+    section: ClassVar[str] = "checkpoint"
+
+    dir: str | None = option(
+        None,
+        Place("a folder or a URL"),
+        "where checkpoints for a restart are written: a folder, or an fsspec URL. Unset: none is written",
+        late=True,
+    )
+    policy: str = option(
+        "auto",
+        Choice(("auto", "fixed", "value", "young", "daly", "exact", "checkfreq", "coci", "coci_literal")),
+        "when checkpoints are made: `fixed`, or measured and calculated by `value`, `young`, `daly`, `exact`, "
+        "`checkfreq`, `coci`, `coci_literal` ([checkpoints.md](checkpoints.md)). `auto`: `fixed` where `every_steps` "
+        "is set, else `value`",
+        late=True,
+    )
+    every_steps: int = option(0, _COUNT, "batch tops between two checkpoints, for `fixed`", late=True)
+    price: float = option(
+        0.0, Number(most=1e300), "what a checkpoint costs beyond time, in units of the loss, for `value`", late=True
+    )
+    history: str | None = option(
+        None, Place("a file"), "file that tells how earlier runs ended, for `value`; this run adds itself", late=True
+    )
+    background: bool = option(
+        True,
+        Truth(),
+        "training goes on while a checkpoint is written; otherwise it waits until each is committed",
+        formerly="checkpoint_async",
+        late=True,
+    )
+    keep: int = option(2, Whole(2), "committed checkpoints of a run that stay, at least 2", late=True)
+    quota_bytes: int = option(0, _COUNT, "most that they may take together; 0 is no limit", late=True)
+    resume: str = option(
+        "auto",
+        _USE,
+        "begin with the newest checkpoint that an earlier start of the same command has left: `auto` with "
+        '`on_failure="restart"`, `always`, `never`',
+        formerly="resume",
+        late=True,
+    )
+    resume_from: str | None = option(
+        None,
+        Place("a folder or a URL"),
+        "begin with this checkpoint, whatever command has made it: the folder of one, or a folder of checkpoints, of "
+        "which the newest whole one is taken "
+        "([restarting.md](restarting.md#adopting-another-commands-checkpoint))",
+        formerly="resume_from",
+        late=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.policy == "fixed" and not self.every_steps:
+            raise ConfigError("checkpoint.policy='fixed' needs checkpoint.every_steps")
+        if self.policy not in ("auto", "fixed") and self.every_steps:
+            raise ConfigError(f"checkpoint.policy={self.policy!r} finds the interval: leave checkpoint.every_steps out")
+        if self.resume_from and self.resume == "never":
+            raise ConfigError(
+                "checkpoint.resume_from names the checkpoint to begin with, checkpoint.resume='never' none: leave one "
+                "out"
+            )
+
+    @property
+    def chosen_policy(self) -> str:
+        """By which policy checkpoints are made; ``none`` where none are."""
+        if self.dir is None:
+            return "none"
+        if self.policy != "auto":
+            return self.policy
+        return "fixed" if self.every_steps else "value"
+
+
+@dataclass(frozen=True)
+class ResizeOptions(Section):
+    """A job whose number of workers changes."""
+
+    section: ClassVar[str] = "resize"
+
+    replace_timeout_s: float = option(
+        0.0,
+        _SECONDS,
+        "with `replace`: go on without a lost worker when nobody has taken its place after so many seconds; 0 waits on",
+        formerly="replace_timeout_s",
+    )
+    grow_after_s: float = option(
+        60.0,
+        _SECONDS,
+        "seconds after which the places of workers that were lost are filled again, where the number of workers has "
+        "become smaller; 0 leaves them empty. A machine that joins is let in at once",
+        formerly="grow_after_s",
+    )
+    data: str = option(
+        "exact",
+        Choice(("exact", "drop")),
+        "a lost worker's share of the data: `exact` gives the rest of it to the others, `drop` leaves it out",
+        formerly="data_policy",
+    )
+
+
+@dataclass(frozen=True)
+class RerouteOptions(Section):
+    """``on_failure="reroute"``: the others compute a lost worker's share."""
+
+    section: ClassVar[str] = "reroute"
+
+    rejoin_after_s: float = option(
+        0.0,
+        _SECONDS,
+        "start the newcomer so many seconds after the loss. Each one that is let in costs the others a short stall",
+        formerly="rejoin_after_s",
+    )
+    reduction: str = option(
+        "sum",
+        Choice(("sum", "ordered")),
+        "gradients are added as they come (`sum`), or those of each data-parallel index apart and then by index "
+        "(`ordered`): the same bits, whoever computes them",
+        formerly="reduction",
+    )
+    plan: str = option(
+        "staggered",
+        Choice(("staggered", "decoupled", "coupled")),
+        "pipelines: how peers fit a lost stage's micro-batches in: with whole backwards (`coupled`), with input "
+        "gradients first and weight gradients later (`decoupled`), and with each stage's update as soon as its own "
+        "gradients are complete (`staggered`)",
+    )
+    ahead: int = option(
+        1,
+        _COUNT,
+        "pipelines: plans for so many further losses are made in the background and lie ready; 0 makes each when it is "
+        "needed",
+    )
+
+
+@dataclass(frozen=True)
+class ReplayOptions(Section):
+    """Pipelines without replicas: a newcomer runs on from a checkpoint with logged messages."""
+
+    section: ClassVar[str] = "replay"
+
+    parallel: str = option(
+        "auto",
+        _USE,
+        "survivors compute a part of what a newcomer replays: `auto` where it pays, `always`, `never`. Needs "
+        '`randomness: "seeded"`',
+        formerly="parallel_replay",
+    )
+    sums: str = option(
+        "ordered",
+        Choice(("ordered", "slices")),
+        "gradients of a shared replay are added by micro-batch in their order, bitwise (`ordered`), or by worker "
+        "(`slices`): less to move, equal up to rounding",
+        formerly="replay_sums",
+    )
+    randomness: str = option(
+        "stock",
+        Choice(("stock", "seeded")),
+        "random numbers in the stages. `stock`: in the order of the program, as DeepSpeed's. `seeded`: a function of "
+        "seed, step, micro-batch and layer, so that a micro-batch can be computed anywhere; other numbers than "
+        "DeepSpeed's",
+        formerly="randomness",
+    )
+
+
+@dataclass(frozen=True)
+class LogOptions(Section):
+    """The message log, from which newcomers and those that are behind are served."""
+
+    section: ClassVar[str] = "log"
+
+    spill_bytes: int = option(
+        0, _COUNT, "log memory above which results go to disk; 0 derives it from the model's size"
+    )
+    messages: str = option(
+        "auto",
+        _USE,
+        "pipelines: log what stages send each other to disk. `auto`: where a stage has no replica; `always`, `never`",
+    )
+    groups: str = option(
+        "auto",
+        Place("worker, machine, auto, plan or ranges of ranks such as 0-3,4-7"),
+        "pipelines: ranks that start again together, so that messages between them need no log. `worker`: each alone; "
+        "`machine`: those of a machine; `auto`: by machine where there are several; ranges of ranks, as `0-3,4-7`; or "
+        "`plan`: the grouping with the shortest replay within the budget, planned from measured times and again when "
+        "they drift",
+    )
+    budget_bytes: int = option(
+        0,
+        _COUNT,
+        "pipelines: what all logs together may take between two checkpoints, for `groups: plan`; 0 is no limit",
+    )
+    dir: str | None = option(
+        None,
+        Place("a folder"),
+        "pipelines: parent of the folder for these logs. Unset: the folder of temporary files",
+    )
+    ring_bytes: int = option(
+        256 << 20, _COUNT, "pipelines: so many bytes may wait for the disk before a stage waits for it"
+    )
+    segment_bytes: int = option(
+        64 << 20, _COUNT, "pipelines: size of a file of these logs, which are dropped file by file"
+    )
+    recoveries: bool = option(
+        False,
+        Truth(),
+        "Lightning: give the script's loggers a row with `swift/generation` and `swift/stall_s` for each recovery. In "
+        "`metrics.csv` these are two more columns",
+        late=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ranges_of(self.groups)
+
+
+@dataclass(frozen=True)
+class DetectionOptions(Section):
+    """When a worker counts as lost, and how long others are waited for."""
+
+    section: ClassVar[str] = "detection"
+
+    wait_timeout_s: float = option(
+        300.0,
+        _ABOVE,
+        "longest wait for a peer or newcomer in a recovery; the job ends then, and says who was waited for "
+        "([how_it_works.md](how_it_works.md#waits))",
+        formerly="wait_timeout_s",
+    )
+    progress_timeout_s: float = option(
+        300.0,
+        _ABOVE,
+        "a worker without progress outside collectives for so long is replaced",
+        formerly="progress_timeout_s",
+    )
+    connect_timeout_s: float = option(
+        5.0, _ABOVE, "longest time to connect the sockets of a new generation", formerly="connect_timeout_s"
+    )
+
+
+@dataclass(frozen=True)
+class StateOptions(Section):
+    """What is kept and compared of the training state."""
+
+    section: ClassVar[str] = "state"
+
+    preimages: str = option(
+        "auto",
+        _USE,
+        "what a worker keeps so that a newcomer can compute exactly. `auto`: parameters before each update where a "
+        "batch has several; parameters and optimizer state at batch tops once the script [changes them outside "
+        "updates](how_it_works.md#what-a-script-changes-by-itself). `always`: from the start. `never`",
+        formerly="preimages",
+    )
+    verify_checksums: bool = option(
+        True,
+        Truth(),
+        "publish checksums of inputs, compare replicas after each recovery",
+        formerly="verify_checksums",
+    )
+
+
+def ranges_of(groups: str) -> list[range]:
+    """The ranges of ranks in ``log.groups``, none where it is a word.
+
+    Raises:
+        ConfigError: it is neither, or a rank is in two ranges.
+    """
+    found: list[range] = []
+    for part in () if groups in ("auto", "plan", "worker", "machine") else groups.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
+        ranks = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        if not ranks:
+            raise ConfigError(
+                f"log.groups={groups!r}: {part!r} is no range of ranks; write for example 0-3,4-7, or worker, machine, "
+                "auto or plan"
+            )
+        if any(ranks.start < other.stop and other.start < ranks.stop for other in found):
+            raise ConfigError(f"log.groups={groups!r}: {part!r} names a rank of another group")
+        found.append(ranks)
+    return found
