@@ -7,25 +7,23 @@ the next turn of the loop. That fetch is the top of batch k + 1.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
 from accelerate_swift.dispatch import SwiftDispatcher
+from accelerate_swift.watch import Watch
 from shared_core import TrackedLoader
 from shared_core.errors import Unsupported
 
-if TYPE_CHECKING:
-    from accelerate_swift.plugin import SwiftPlugin
 
-
-def gate(plugin: SwiftPlugin, prepared: Any) -> Any:
+def gate(watch: Watch, prepared: Any) -> Any:
     """Have a prepared loader mark the batch tops; returns what the script is to iterate."""
     if type(prepared) is DataLoaderDispatcher:
-        return SwiftDispatcher.adopt(plugin, prepared, plugin.next_key())
+        return SwiftDispatcher.adopt(watch, prepared, watch.next_key())
     if issubclass(type(prepared), DataLoaderShard) and type(prepared.base_dataloader) is not Gate:
-        prepared.base_dataloader = Gate(plugin, prepared.base_dataloader)
+        prepared.base_dataloader = Gate(watch, prepared.base_dataloader)
     return prepared
 
 
@@ -44,16 +42,16 @@ def unwrapped(prepared: Any) -> Any:
 class Gate:
     """Stands between a prepared loader and the ``DataLoader`` below it, and looks like the latter."""
 
-    def __init__(self, plugin: SwiftPlugin, loader: Any) -> None:
-        self._plugin = plugin
-        self._tracked: TrackedLoader = plugin.loop.track(loader, plugin.next_key(), ahead=1)
+    def __init__(self, watch: Watch, loader: Any) -> None:
+        self._watch = watch
+        self._tracked: TrackedLoader = watch.loop.track(loader, watch.next_key(), ahead=1)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self._tracked.loader.wrapped)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_tracked", "_plugin"):  # while unpickling
+        if name in ("_tracked", "_watch"):  # while unpickling
             raise AttributeError(name)
         return getattr(self._tracked.loader, name)
 
@@ -61,15 +59,15 @@ class Gate:
         return len(self._tracked.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        loop, plugin = self._plugin.loop, self._plugin
-        if not plugin.training or not torch.is_grad_enabled():
+        loop, watch = self._watch.loop, self._watch
+        if not watch.training or not torch.is_grad_enabled():
             return iter(self._tracked.loader)
-        if loop.nested or not plugin.marks_tops:
+        if loop.nested or not watch.marks_tops:
             return _Inner(self._tracked)
-        plugin.begin_training()
+        watch.begin_training()
         if not loop.begin_round():
             return iter(())
-        tops = _Tops(plugin, self._tracked)
+        tops = _Tops(watch, self._tracked)
         loop.activate(tops)
         return tops
 
@@ -89,8 +87,8 @@ class _Inner(Iterator[Any]):
 class _Tops(Iterator[Any]):
     """Iterates the loader of a training loop and marks the batch tops."""
 
-    def __init__(self, plugin: SwiftPlugin, tracked: TrackedLoader) -> None:
-        self._loop = plugin.loop
+    def __init__(self, watch: Watch, tracked: TrackedLoader) -> None:
+        self._loop = watch.loop
         self._tracked = tracked
         self._position = iter(tracked.loader)
         self._begun = False

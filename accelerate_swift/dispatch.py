@@ -7,60 +7,59 @@ another rank it needs the shapes that were announced, which are published with t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import broadcast, concatenate, find_batch_size, initialize_tensors, send_to_device
 from accelerate.utils.dataclasses import TensorInformation
 
+from accelerate_swift import compat
+from accelerate_swift.watch import Watch
+from shared_core.encoding import decode, encode
 from shared_core.errors import Unsupported
-from shared_core.loaders.resumable import Position
-from shared_core.recovery.values import decode, encode
-
-if TYPE_CHECKING:
-    from accelerate_swift.plugin import SwiftPlugin
+from shared_core.loaders import Position
 
 
 class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate has no type annotations
     """A ``DataLoaderDispatcher`` that marks the batch tops; made from a prepared one."""
 
     @classmethod
-    def adopt(cls, plugin: SwiftPlugin, prepared: DataLoaderDispatcher, key: str) -> SwiftDispatcher:
+    def adopt(cls, watch: Watch, prepared: DataLoaderDispatcher, key: str) -> SwiftDispatcher:
         """The same loader with batch tops; ``key`` is its own in the script, the same in a newcomer.
 
         Raises:
             Unsupported: where the number of workers may change.
         """
-        assert plugin.loop.job is not None
-        if plugin.loop.job.config.resizes:
+        assert watch.loop.job is not None
+        if watch.loop.job.config.resizes:
             raise Unsupported(
                 "with dispatch_batches=True rank 0 holds batches for all, which cannot be dealt out when the number of "
                 "workers changes: set dispatch_batches=False, or leave out on_failure='shrink' and replace_timeout_s"
             )
-        plugin.loop.job.keep_number("with dispatch_batches=True rank 0 held batches for all")
+        watch.loop.job.keep_number("with dispatch_batches=True rank 0 held batches for all")
         made: SwiftDispatcher = cls.__new__(cls)
         made.__dict__.update(vars(prepared))
-        made._plugin = plugin
-        made._tracked = plugin.loop.track(prepared.base_dataloader, key, ahead=made.state.num_processes)
+        made._watch = watch
+        made._tracked = watch.loop.track(prepared.base_dataloader, key, ahead=made.state.num_processes)
         made.base_dataloader = made._tracked.loader
         made._ahead = _Ahead()
-        plugin.loop.job.register(f"accelerate.dispatch.{key}", made._capture, made._restore)
+        watch.loop.job.register(f"accelerate.dispatch.{key}", made._capture, made._restore)
         return made
 
     def __iter__(self) -> Iterator[Any]:
-        plugin, loop = self._plugin, self._plugin.loop
-        if not plugin.training or not torch.is_grad_enabled() or loop.nested:
+        watch, loop = self._watch, self._watch.loop
+        if not watch.training or not torch.is_grad_enabled() or loop.nested:
             yield from super().__iter__()
             return
-        plugin.begin_training()
+        watch.begin_training()
         if not loop.begin_round():
             return
         self.begin()
         self.set_epoch(self.iteration)
         position: Position = iter(self._tracked.loader)
         loop.activate(position)
-        self._stop_iteration = False
+        compat.set_at_end(self, False)
         ahead = self._ahead = _Ahead()
         if loop.joining:
             loop.batch_top()
@@ -81,23 +80,25 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
 
     def _fetch(self, position: Position) -> None:
         before = position.delivered
-        self._ahead.batch, self._ahead.info = self._fetch_batches(position)
+        self._ahead.batch, self._ahead.info = compat.fetch(self, position)
         self._ahead.items = position.delivered - before
 
     def _deliver(self, position: Position) -> Any:
         """This rank's part of the batch that was read ahead; the next one is read meanwhile."""
         ahead, ranks, rank = self._ahead, self.state.num_processes, self.state.process_index
         mine = ahead.batch if rank == 0 else initialize_tensors(ahead.info[0])
-        batch = broadcast(send_to_device(mine, self.state.device, non_blocking=self._non_blocking), from_process=0)
-        if ahead.first is None and not self._drop_last:
+        batch = broadcast(
+            send_to_device(mine, self.state.device, non_blocking=compat.sends_at_once(self)), from_process=0
+        )
+        if ahead.first is None and not compat.drops_last(self):
             ahead.first = self._part(batch, slice(0, ranks))
         size = find_batch_size(batch)
         share = size // ranks
-        last = self._stop_iteration
+        last = compat.is_at_end(self)
         if not last:
             self._fetch(position)
-            last = self._stop_iteration and ahead.info[0] is None
-        if last and size % ranks and not self._drop_last:
+            last = compat.is_at_end(self) and ahead.info[0] is None
+        if last and size % ranks and not compat.drops_last(self):
             batch, share = concatenate([batch, ahead.first], dim=0), share + 1
         if last:
             self.end_of_dataloader, self.remainder = True, size
@@ -113,7 +114,7 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
             "info": [_plain(ahead.info[0]), ahead.info[1]],
             "first": encode(ahead.first),
             "items": ahead.items,
-            "stop": getattr(self, "_stop_iteration", False),
+            "stop": compat.is_at_end(self),
         }
 
     def _restore(self, data: Mapping[str, Any]) -> None:
@@ -121,7 +122,7 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         self._ahead.info = [_unplain(data["info"][0]), data["info"][1]]
         self._ahead.first = decode(data["first"])
         self._ahead.items = data["items"]
-        self._stop_iteration = data["stop"]
+        compat.set_at_end(self, data["stop"])
 
 
 class _Ahead:

@@ -23,7 +23,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader
 
-from accelerate_swift.plugin import SwiftPlugin, accelerator_under_construction, enabled, mixed
+from accelerate_swift import compat
+from accelerate_swift.plugin import SwiftPlugin, enabled
 from shared_core import install, launched_by_swiftrun, pipeline
 from shared_core.errors import ConfigError, Unsupported
 
@@ -123,7 +124,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
                 "mixed_precision='bf16', but the DeepSpeed configuration has bf16 off: leave its section 'bf16' out"
             )
         super().set_mixed_precision(mixed_precision)
-        accelerator = accelerator_under_construction()
+        accelerator = compat.accelerator_under_construction()
         if accelerator is not None:
             self._adopt(accelerator)
 
@@ -153,7 +154,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         Accelerate asks its plugin only when there is a group already, and would create none at all for DeepSpeed on a
         CPU: it must be told the backend, and not that it is to use the CPU.
         """
-        if PartialState._shared_state and PartialState().distributed_type != DistributedType.DEEPSPEED:
+        if compat.is_set_up() and PartialState().distributed_type != DistributedType.DEEPSPEED:
             raise ConfigError(
                 "Accelerate has set up its process group already, for training without DeepSpeed: make the plugin "
                 "before the first Accelerator, PartialState or set_seed()"
@@ -161,7 +162,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         if enabled():
             self.swift.hand_over()
             job = install() if launched_by_swiftrun() else None
-            self.swift.replays = job is not None and job.reroutes
+            self.swift.watch.replays = job is not None and job.reroutes
         if "LOCAL_RANK" not in os.environ:
             raise ConfigError(
                 f"a pipeline of {self.num_stages} stages was started as a single process: use swiftrun "
@@ -193,7 +194,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         if other is None and enabled() and launched_by_swiftrun():
             self.swift.adopt(accelerator)
         accelerator._pipeline_plugin = self
-        accelerator.__class__ = mixed(_Pipelined, type(accelerator))
+        compat.become(accelerator, _Pipelined)
 
     def _check_model(self, model: nn.Module) -> None:
         if not isinstance(model, pipeline.import_deepspeed().PipelineModule):
@@ -230,18 +231,18 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
     def _engine_class(self) -> type:
         recovers = enabled() and launched_by_swiftrun()
         stock = pipeline.import_deepspeed().PipelineEngine
-        return mixed(_LoopEngine, pipeline.SwiftPipelineEngine if recovers else stock)
+        return compat.mixed(_LoopEngine, pipeline.SwiftPipelineEngine if recovers else stock)
 
     def _take(self, engine: Any) -> None:
         """``engine`` was made: batch tops lie where the loop draws its batches."""
         job = self.swift.loop.job
         if job is None:
             return
-        engine.drives = self.swift.replays
-        self.swift.engine = engine
-        self.swift.note_model(engine.module)
+        engine.drives = self.swift.watch.replays
+        self.swift.watch.engine = engine
+        self.swift.watch.note_model(engine.module)
         job.keep_number("the stages of a pipeline under Accelerate are cut anew by no restart yet")
-        if not self.swift.replays:
+        if not self.swift.watch.replays:
             job.register("accelerate.pipeline", lambda: engine.shapes, lambda shapes: setattr(engine, "shapes", shapes))
 
 
@@ -321,8 +322,7 @@ class _PipelineScheduler(AcceleratedScheduler):  # type: ignore[misc]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         for _ in range(1 if self.split_batches or not self.step_with_optimizer else self.pipelines):
-            total = getattr(self.scheduler, "total_steps", None)  # OneCycleLR refuses to go further, as in Accelerate
-            if total is None or self.scheduler._step_count <= total:
+            if compat.may_step(self):  # as in Accelerate
                 self.scheduler.step(*args, **kwargs)
 
 
@@ -372,7 +372,7 @@ class _Pipelined(Accelerator):  # type: ignore[misc]
         sampler = get_sampler(data_loader)
         if (
             self.num_processes > 1
-            or getattr(data_loader, "_is_accelerate_prepared", False)
+            or compat.is_prepared(data_loader)
             or self.use_seedable_sampler
             or not hasattr(sampler, "generator")
         ):
@@ -401,19 +401,20 @@ class _Pipelined(Accelerator):  # type: ignore[misc]
                 result = super()._prepare_deepspeed(*args)
         finally:
             self.gradient_accumulation_steps = 1
-        for scheduler in self._schedulers:
+        for scheduler in compat.schedulers_of(self):
             if type(scheduler) is AcceleratedScheduler:
                 scheduler.__class__ = _PipelineScheduler
                 scheduler.pipelines = plugin.pipelines
         if models:
-            engine = self._models[-1]
+            engine = compat.models_of(self)[-1]
             self.deepspeed_engine_wrapped = _Stepped(engine)
             plugin._take(engine)
         return result
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         self._check_checkpoints()
-        if any(getattr(model, "catching_up", False) for model in self._models if self._pipeline_plugin.swift.replays):
+        replays = self._pipeline_plugin.swift.watch.replays
+        if replays and any(getattr(model, "catching_up", False) for model in compat.models_of(self)):
             return None  # the others have saved at this place
         return super().save_state(*args, **kwargs)
 
@@ -423,7 +424,7 @@ class _Pipelined(Accelerator):  # type: ignore[misc]
 
     def _check_checkpoints(self) -> None:
         """DeepSpeed loses most of what it saves of an optimizer in bf16 without ZeRO, and cannot load the rest."""
-        if any(model.bfloat16_enabled() and not model.zero_optimization() for model in self._models):
+        if any(model.bfloat16_enabled() and not model.zero_optimization() for model in compat.models_of(self)):
             raise Unsupported(
                 "save_state and load_state in bf16 without ZeRO: DeepSpeed writes the optimizer of only one rank of "
                 "each stage, and cannot load it. Give the plugin zero_stage=1"
@@ -436,7 +437,7 @@ class _Pipelined(Accelerator):  # type: ignore[misc]
         Raises:
             ConfigError: if the engine clips by another norm.
         """
-        clipping = self._models[-1].gradient_clipping() if self._models else max_norm
+        clipping = compat.models_of(self)[-1].gradient_clipping() if compat.models_of(self) else max_norm
         if max_norm != clipping or norm_type != 2:
             raise ConfigError(
                 f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): the pipeline has clipped its gradients "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +11,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, KwargsHandler
 from torch import nn
-from torch.optim import Optimizer
 
-from accelerate_swift.data import Gate, gate, unwrapped
+from accelerate_swift import compat
+from accelerate_swift.data import gate, unwrapped
 from accelerate_swift.launch import hand_over_if_needed
 from accelerate_swift.state import RunState
+from accelerate_swift.watch import Watch
 from shared_core import SharedStep, SwiftConfig, TrainingLoop, install, launched_by_swiftrun
-from shared_core.checkpoint.storage import absolute
+from shared_core.checkpoint import absolute
 from shared_core.config import full_names
 from shared_core.errors import ConfigError, Unsupported
-from shared_core.events import console
-from shared_core.recovery.values import holds_weights
 from shared_core.trackers import prepare
 
 _ENABLE = "SWIFT_RECOVERY"
@@ -75,24 +73,17 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         self._init = init_process_group
         self._accelerator: Accelerator | None = None
         self._built: Accelerator | None = None
-        self._models: list[nn.Module] = []
-        self._attached: list[Any] = []
-        self._warned = False
-        self._numbered = 0
-        self._epoch_keys: list[str] = []
-        self.loop = TrainingLoop(None)
-        #: A newcomer runs the whole script, and its engine passes by the calls that others have finished.
-        self.replays = False
-        #: Whether loaders mark the batch tops; else whoever iterates them does.
-        self.marks_tops = True
-        #: A pipeline engine, which says itself what is trained.
-        self.engine: Any = None
+        #: What is trained; shared with the ``Accelerator`` and its loaders.
+        self.watch = Watch()
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        # Accelerate looks handlers up by their exact class, and asks this one before it creates the process group.
-        kind: type = InitProcessGroupKwargs
-        return kind
+        return compat.ASKED_FIRST
+
+    @property
+    def loop(self) -> TrainingLoop:
+        """The loop of the core."""
+        return self.watch.loop
 
     def to_kwargs(self) -> dict[str, Any]:
         """Called by ``Accelerator`` while it is built, before any process group exists.
@@ -101,7 +92,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             ConfigError: if ``SWIFT_RECOVERY`` is neither on nor off.
             SwiftError: where the script cannot be started again under ``swiftrun``.
         """
-        accelerator = self._built = accelerator_under_construction()
+        accelerator = self._built = compat.accelerator_under_construction()
         if accelerator is not None and enabled():
             self.hand_over()
             if launched_by_swiftrun():
@@ -116,14 +107,13 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
 
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
         """As :meth:`shared_core.TrainingLoop.epochs`."""
-        if self.replays:
+        if self.watch.replays:
             yield from range(start, count)
             return
         if self._accelerator is not None:
             self.state.early()
         for epoch in self.loop.epochs(count, start):
-            while self._epoch_keys:
-                self.loop.forget(self._epoch_keys.pop())
+            self.watch.begin_epoch()
             yield epoch
 
     def shared_steps(
@@ -151,12 +141,12 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
                 "no Accelerator has taken this plugin: build Accelerator(kwargs_handlers=[plugin]) before "
                 "plugin.shared_steps()"
             )
-        if self.engine is not None:
+        if self.watch.engine is not None:
             raise Unsupported("shared_steps() is for data parallelism: a pipeline engine makes its steps itself")
         if accelerator.scaler is not None:
             raise Unsupported("shared_steps() cannot be used with fp16, whose scaler counts steps: use bf16 or no")
         if self.loop.job is not None:
-            self._take_over()
+            self.watch.attach()
         if accumulate is None:
             accumulate = int(accelerator.gradient_accumulation_steps)
         modules = [model] if isinstance(model, nn.Module) else list(model)
@@ -164,8 +154,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
 
     def wait_for_all(self) -> None:
         """As :meth:`shared_core.TrainingLoop.wait_for_all`."""
-        if self.engine is not None:
-            self.engine.wait_for_all()
+        if self.watch.engine is not None:
+            self.watch.engine.wait_for_all()
         else:
             self.loop.wait_for_all()
 
@@ -174,55 +164,6 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         Accelerate.
         """
         return self.loop.register(*objects, **values)
-
-    # -- what loaders call --------------------------------------------------------------------------------------------
-
-    def begin_training(self) -> None:
-        """A training loader is about to be iterated: say what is trained, and check that this can work.
-
-        Raises:
-            Unsupported: for a kind of distributed training that is not supported.
-        """
-        job = self.loop.job
-        assert job is not None
-        self.loop.refuse_own_steps()
-        if self.loop.epoch is None and not self._warned:
-            self._warned = True
-            if job.rank == 0:
-                console(
-                    "the epochs are not counted by plugin.epochs(n): a worker that is lost after the first pass over "
-                    "the data cannot be replaced, all then go back to the newest checkpoint. Write "
-                    "'for epoch in plugin.epochs(n):'"
-                )
-        self._take_over()
-
-    def _take_over(self) -> None:
-        """Raises Unsupported."""
-        accelerator, job = self._accelerator, self.loop.job
-        assert accelerator is not None and job is not None
-        if accelerator.num_processes != job.world_size:
-            raise Unsupported(
-                f"swiftrun started {job.world_size} workers, but this Accelerator sees {accelerator.num_processes}: "
-                "without a GPU, pass Accelerator(cpu=True) or set ACCELERATE_USE_CPU=true"
-            )
-        kind = accelerator.distributed_type.value
-        if kind not in ("NO", "MULTI_CPU") and self.engine is None:
-            raise Unsupported(f"recovery under Accelerate's {kind} is not in this version: only MULTI_CPU is supported")
-        if self.engine is not None:
-            return
-        models = self._models
-        optimizers: list[Optimizer] = [each.optimizer for each in accelerator._optimizers]
-        trained = [*models, *optimizers]
-        if len(trained) != len(self._attached) or any(a is not b for a, b in zip(trained, self._attached, strict=True)):
-            self._attached = trained
-            job.attach(models, optimizers)
-            if any(holds_weights(each) for each in accelerator._custom_objects):
-                job.keep_tops()
-
-    @property
-    def training(self) -> bool:
-        """Whether the models are being trained rather than evaluated."""
-        return any(model.training for model in self._models)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -236,30 +177,14 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         self._accelerator = accelerator
         job = install()
         assert job is not None
-        self.loop.begin(job, self.config, replays=self.replays)
-        self.state = RunState(accelerator, self.loop, replays=self.replays)
+        self.watch.begin(accelerator, job, self.config)
+        self.state = RunState(accelerator, self.loop, replays=self.watch.replays)
         accelerator._swift_plugin = self
-        accelerator.__class__ = mixed(_Watched, type(accelerator))
-
-    def note_model(self, prepared: Any) -> Any:
-        """Remember a model as it is after Accelerate has wrapped it; Accelerate itself keeps what it was before."""
-        if not any(prepared is each for each in self._models):
-            self._models.append(prepared)
-        return prepared
-
-    def next_key(self) -> str:
-        """Names loaders in the order in which they are prepared: those of an epoch apart, for a newcomer prepares none
-        of the epochs before.
-        """
-        if self.loop.epoch is not None:
-            self._epoch_keys.append(f"epoch {len(self._epoch_keys) + 1}")
-            return self._epoch_keys[-1]
-        self._numbered += 1
-        return str(self._numbered)
+        compat.become(accelerator, _Watched)
 
     def gate(self, prepared: Any) -> Any:
         """Have a loader that Accelerate has prepared mark the batch tops."""
-        return prepared if self.replays else gate(self, prepared)
+        return prepared if self.watch.replays else gate(self.watch, prepared)
 
 
 class _Watched(Accelerator):  # type: ignore[misc]
@@ -270,7 +195,7 @@ class _Watched(Accelerator):  # type: ignore[misc]
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super().prepare_data_loader(*args, **kwargs)
         watched = self._swift_plugin.gate(prepared)
-        self._dataloaders: list[Any] = [watched if each is prepared else each for each in self._dataloaders]
+        compat.exchange_loader(self, prepared, watched)
         return watched
 
     def prepare_model(
@@ -279,7 +204,7 @@ class _Watched(Accelerator):  # type: ignore[misc]
         job = self._swift_plugin.loop.job
         # As for evaluation: without DistributedDataParallel, which sums what each worker has computed itself.
         bare = evaluation_mode or (job is not None and job.reroutes)
-        return self._swift_plugin.note_model(super().prepare_model(model, device_placement, bare))
+        return self._swift_plugin.watch.note_model(super().prepare_model(model, device_placement, bare))
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """As in ``Accelerator``; a policy of checkpoints hears the loss, which is not read here."""
@@ -306,11 +231,6 @@ class _Watched(Accelerator):  # type: ignore[misc]
         return self._swift_plugin.gate(super().skip_first_batches(*args, **kwargs))
 
 
-def mixed(mixin: type, kind: type) -> type:
-    """``kind`` with ``mixin`` before it, under the same name."""
-    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
-
-
 def enabled() -> bool:
     """Whether ``SWIFT_RECOVERY`` leaves the plugin on.
 
@@ -323,17 +243,4 @@ def enabled() -> bool:
     return value in ("1", "true", "yes", "on")
 
 
-def accelerator_under_construction() -> Accelerator | None:
-    """The ``Accelerator`` in whose constructor we are. Handlers are not told; frames are the only way to it."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        candidate = frame.f_locals.get("self")
-        if frame.f_code.co_name == "__init__" and isinstance(candidate, Accelerator):
-            return candidate
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None
-
-
-__all__ = ["Gate", "SwiftPlugin"]
+__all__ = ["SwiftPlugin"]

@@ -8,9 +8,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from accelerate_swift import compat
 from accelerate_swift.trackers import STATE, Trackers
 from shared_core import TrainingLoop
-from shared_core.recovery.values import decode, encode_state
+from shared_core.encoding import decode, encode_state
 
 
 class RunState:
@@ -29,7 +30,7 @@ class RunState:
         """In a newcomer, before an epoch begins: loaders count epochs themselves, and shuffle by them."""
         published: Mapping[str, Any] | None = self._job.peek(STATE) if self._loop.joining else None
         if published is not None:
-            for loader, number in zip(self._accelerator._dataloaders, published["loaders"], strict=False):
+            for loader, number in zip(compat.loaders_of(self._accelerator), published["loaders"], strict=False):
                 if number is not None:
                     loader.iteration = number
 
@@ -61,18 +62,18 @@ class RunState:
             "sync": accelerator.gradient_state.sync_gradients,
             "checkpoints": accelerator.project_configuration.iteration,
             "trackers": self.trackers.capture(),
-            "loaders": [getattr(loader, "iteration", None) for loader in accelerator._dataloaders],
-            "schedulers": [encode_state(each.scheduler.state_dict()) for each in accelerator._schedulers],
-            "objects": [encode_state(each.state_dict()) for each in accelerator._custom_objects],
+            "loaders": [getattr(loader, "iteration", None) for loader in compat.loaders_of(accelerator)],
+            "schedulers": [encode_state(each.scheduler.state_dict()) for each in compat.schedulers_of(accelerator)],
+            "objects": [encode_state(each.state_dict()) for each in compat.registered(accelerator)],
         }
 
     def _restore(self, data: Mapping[str, Any]) -> None:
         accelerator = self._accelerator
         accelerator.step = data["step"]
-        accelerator.gradient_state._set_sync_gradients(data["sync"])
+        compat.set_sync(accelerator, data["sync"])
         accelerator.project_configuration.iteration = data["checkpoints"]
         self.trackers.restore(data["trackers"])
-        for scheduler, state in zip(accelerator._schedulers, data["schedulers"], strict=False):
+        for scheduler, state in zip(compat.schedulers_of(accelerator), data["schedulers"], strict=False):
             scheduler.scheduler.load_state_dict(decode(state))
-        for each, state in zip(accelerator._custom_objects, data["objects"], strict=False):
+        for each, state in zip(compat.registered(accelerator), data["objects"], strict=False):
             each.load_state_dict(decode(state))

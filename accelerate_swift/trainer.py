@@ -6,19 +6,18 @@ module in a worker of ``swiftrun`` is what makes the group one that survives.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import transformers
-import transformers.trainer
 from transformers.trainer_utils import TrainOutput
 
+from accelerate_swift import compat
 from accelerate_swift.plugin import SwiftPlugin, enabled
 from accelerate_swift.reports import Reports
 from shared_core import install, launched_by_swiftrun
+from shared_core.encoding import assign, decode, encode_state
 from shared_core.errors import Unsupported
-from shared_core.recovery.values import assign, decode, encode_state
 from shared_core.trackers import prepare
 
 if launched_by_swiftrun() and enabled():
@@ -28,7 +27,6 @@ if launched_by_swiftrun() and enabled():
 _NAME = "transformers.state"
 #: In the place of a checkpoint's folder: go on in the middle of an epoch, but load nothing.
 _PLACE = "the predecessor's place"
-_ATTRIBUTES = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 
 
 class SwiftTrainer(transformers.Trainer):
@@ -45,7 +43,7 @@ class SwiftTrainer(transformers.Trainer):
 
     def __init__(self, *args: Any, swift: SwiftPlugin | None = None, **kwargs: Any) -> None:
         self._swift = swift or SwiftPlugin()
-        self._swift.marks_tops = False  # a Trainer fetches all micro-batches of a step before it uses the first
+        self._swift.watch.marks_tops = False  # a Trainer fetches all micro-batches of a step before it uses the first
         self._swift_phase = 0
         self._swift_epoch = 0
         self._swift_batches = 0
@@ -113,7 +111,7 @@ class SwiftTrainer(transformers.Trainer):
             "epochs_trained": kwargs["epoch"],
             "steps_trained_in_current_epoch": self._swift_batches,
         }
-        with _loader_kept():
+        with compat.loader_kept():
             self._swift_run(kwargs)
 
     def _swift_run(self, kwargs: dict[str, Any]) -> None:
@@ -133,7 +131,7 @@ class SwiftTrainer(transformers.Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """As in ``Trainer``; the batch top lies before it."""
         if self._swift.loop.job is not None:
-            self._swift.begin_training()
+            self._swift.watch.begin_training()
             self._swift.loop.batch_top()
         samples: tuple[list[Any], Any] = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._swift_batches += len(samples[0])
@@ -151,13 +149,14 @@ class SwiftTrainer(transformers.Trainer):
 
     def _swift_capture(self) -> dict[str, Any]:
         scheduler: Any = self.lr_scheduler  # a Trainer does not have it prepared
+        attributes = {name: getattr(self, name) for name in compat.TRAINER_STATE if hasattr(self, name)}
         return {
             "phase": self._swift_phase,
             "epoch": self._swift_epoch,
             "batches": self._swift_batches,
             "began": self._swift_began,
             "reports": None if self._swift_reports is None else self._swift_reports.capture(),
-            "attributes": encode_state({name: getattr(self, name) for name in _ATTRIBUTES if hasattr(self, name)}),
+            "attributes": encode_state(attributes),
             "scheduler": encode_state(scheduler.state_dict()),
             "state": encode_state(vars(self.state)),
             "control": encode_state(vars(self.control)),
@@ -181,21 +180,6 @@ def _set(target: Any, data: Any) -> None:
     """Put encoded attributes back, in place where others may hold the value too."""
     for name, value in data[1]:
         setattr(target, name, assign(getattr(target, name, None), value))
-
-
-@contextlib.contextmanager
-def _loader_kept() -> Iterator[None]:
-    """The Trainer skips batches by making a new loader; a newcomer's own finds its place by itself.
-
-    ``Trainer`` calls the function by its global name, once, at the start of an epoch; there is no other way between.
-    """
-    module: Any = transformers.trainer
-    skip = module.skip_first_batches
-    module.skip_first_batches = lambda loader, count: loader
-    try:
-        yield
-    finally:
-        module.skip_first_batches = skip
 
 
 __all__ = ["SwiftTrainer"]

@@ -13,6 +13,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 
+from lightning_swift import compat
+
 AVERAGING = (WeightAveraging, StochasticWeightAveraging)
 
 
@@ -28,7 +30,7 @@ class Averages:
 
     def _models(self) -> dict[str, nn.Module]:
         callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        found = {str(i): each._average_model for i, each in enumerate(callbacks) if isinstance(each, AVERAGING)}
+        found = {str(i): compat.average_of(each) for i, each in enumerate(callbacks) if isinstance(each, AVERAGING)}
         return {name: model for name, model in found.items() if model is not None}
 
     @property
@@ -60,7 +62,7 @@ class Averages:
         batch normalisation anew.
         """
         return [
-            (each._swa_scheduler is not None, any(norm.momentum is None for norm in each.momenta))
+            (compat.has_average_scheduler(each), any(norm.momentum is None for norm in each.momenta))
             for each in self._stochastic()
         ]
 
@@ -68,7 +70,7 @@ class Averages:
         """Bring the callbacks of a newcomer as far; values of what they make are restored after this."""
         trainer, module = self._trainer, self._trainer.lightning_module
         for callback, (scheduling, resetting) in zip(self._stochastic(), data, strict=False):
-            if scheduling and callback._swa_scheduler is None:
+            if scheduling and not compat.has_average_scheduler(callback):
                 progress = trainer.fit_loop.epoch_progress.current
                 epoch, progress.completed = progress.completed, callback.swa_start
                 callback.on_train_epoch_start(trainer, module)

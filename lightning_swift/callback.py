@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from functools import wraps
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_swift.construction import trainer_under_construction
+from lightning_swift.compat import trainer_under_construction
 from lightning_swift.launcher import SwiftLauncher
 from lightning_swift.strategy import DDP_NAMES, SwiftDDPStrategy, register
 from lightning_swift.support import refuse_strategy
@@ -21,14 +20,12 @@ class SwiftCallback(pl.Callback):
     """Turns on recovery for ``Trainer(strategy="ddp", callbacks=[SwiftCallback()])``.
 
     A callback's hooks run after Lightning has created the process group, so it acts when it is constructed: from then
-    on the name ``ddp`` means
-    :class:`~lightning_swift.SwiftDDPStrategy`, and a ``DDPStrategy`` object is taken over in place when its Trainer
-    is built.
+    on the name ``ddp`` means :class:`~lightning_swift.SwiftDDPStrategy`. A ``DDPStrategy`` object is taken over in
+    place while its Trainer is built (:func:`callbacks_from_environment`).
     """
 
     def __init__(self) -> None:
         register(DDP_NAMES, override=True)
-        _take_over_objects()
         if launched_by_swiftrun():
             install()
         trainer = trainer_under_construction()
@@ -51,36 +48,22 @@ class SwiftCallback(pl.Callback):
 
 
 def callbacks_from_environment() -> list[pl.Callback]:
-    """Factory for Lightning's entry point group ``lightning.pytorch.callbacks_factory``: ``SWIFT_RECOVERY=1``
-    enables recovery.
+    """Factory for Lightning's entry point group ``lightning.pytorch.callbacks_factory``, which every Trainer asks while
+    it is built: ``SWIFT_RECOVERY=1`` enables recovery, and a :class:`SwiftCallback` that it was given takes over its
+    strategy.
     """
-    if os.environ.get(_ENABLE, "").strip().lower() not in ("1", "true", "yes", "on"):
-        return []
     trainer = trainer_under_construction()
-    if trainer is None or any(isinstance(callback, SwiftCallback) for callback in getattr(trainer, "callbacks", ())):
+    if trainer is None:
+        return []
+    if any(isinstance(callback, SwiftCallback) for callback in getattr(trainer, "callbacks", ())):
+        if type(trainer.strategy) is DDPStrategy:
+            _adopt(trainer)
+        return []
+    if os.environ.get(_ENABLE, "").strip().lower() not in ("1", "true", "yes", "on"):
         return []
     if not isinstance(trainer.strategy, DDPStrategy) and trainer.world_size == 1:
         return []  # one device: nobody to lose
     return [SwiftCallback()]
-
-
-def _take_over_objects() -> None:
-    """Have every plain ``DDPStrategy`` object become ours where Lightning tells it the devices: later, its group
-    exists.
-    """
-    configure = DDPStrategy._configure_launcher
-    if getattr(configure, "_swift", False):
-        return
-
-    @wraps(configure)
-    def configure_launcher(self: DDPStrategy) -> None:
-        if type(self) is DDPStrategy:
-            SwiftDDPStrategy.adopt(self)._configure_launcher()
-        else:
-            configure(self)
-
-    configure_launcher._swift = True  # type: ignore[attr-defined]
-    DDPStrategy._configure_launcher = configure_launcher  # type: ignore[method-assign]
 
 
 def _adopt(trainer: pl.Trainer) -> None:

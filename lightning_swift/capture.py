@@ -9,29 +9,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.loops.progress import _BaseProgress, _BatchProgress, _ReadyCompletedTracker
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_swift import compat
 from lightning_swift.attributes import Holder, Holders
 from lightning_swift.averages import Averages
+from lightning_swift.compat import BatchProgress, Counter, Loop, Progress
 from lightning_swift.data import Data
 from lightning_swift.loggers import Loggers, Missed
 from lightning_swift.results import Results
 from shared_core import Job
-from shared_core.recovery.plain import dumps, loads
-from shared_core.recovery.values import decode, encode, encode_state
+from shared_core.encoding import decode, dumps, encode, encode_state, loads
 
-_METRIC_INTERNALS = frozenset(
-    {"_defaults", "_persistent", "_reductions", "_cache", "_signature", "_dtype_convert", "_device"}
-)
 _OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults"})
-#: Objects, or None before they exist: every process has its own.
-_LOOP_OBJECTS = frozenset({"trainer", "datamodule", "_combined_loader", "_data_fetcher", "_data_source", "_results"})
-#: Attributes that hold readings of the monotonic clock, which another machine counts from another moment.
-_CLOCKS = ("_start_time", "_end_time", "_last_time_checked", "_last_val_time", "_train_start_time")
 
 
 class RunState:
@@ -91,19 +83,19 @@ class RunState:
 
     # -- progress and flags -------------------------------------------------------------------------------------------
 
-    def _loops(self) -> tuple[list[Holder], list[_ReadyCompletedTracker], list[_BatchProgress]]:
+    def _loops(self) -> tuple[list[Holder], list[Counter], list[BatchProgress]]:
         if "loops" not in self._built:
             fitting = self.trainer.state.fn == TrainerFn.FITTING
             loops = list(_loops_of(self.trainer, fitting))
-            leaves: list[_ReadyCompletedTracker] = []
-            batches: list[_BatchProgress] = []
+            leaves: list[Counter] = []
+            batches: list[BatchProgress] = []
             for loop in loops:
                 for value in vars(loop).values():
-                    if isinstance(value, _BaseProgress):
+                    if isinstance(value, Progress):
                         _leaves(value, leaves, batches)
-            items: list[object] = [self.trainer, self.trainer._logger_connector, *loops]
-            self._built["loops"] = ([Holder(item, _LOOP_OBJECTS) for item in items], leaves, batches)
-        found: tuple[list[Holder], list[_ReadyCompletedTracker], list[_BatchProgress]] = self._built["loops"]
+            items: list[object] = [self.trainer, compat.logger_connector(self.trainer), *loops]
+            self._built["loops"] = ([Holder(item, compat.LOOP_OBJECTS) for item in items], leaves, batches)
+        found: tuple[list[Holder], list[Counter], list[BatchProgress]] = self._built["loops"]
         return found
 
     def _capture_progress(self) -> Any:
@@ -210,7 +202,7 @@ def _module_objects(trainer: pl.Trainer) -> tuple[dict[str, object], frozenset[s
     named = {} if module is None else dict(module.named_modules())
     # Attributes of torch's own layers are their configuration; what they learn are parameters and buffers.
     objects = {name: child for name, child in named.items() if not type(child).__module__.startswith("torch.nn.")}
-    return dict(objects), frozenset(vars(pl.LightningModule())) | _METRIC_INTERNALS | frozenset(vars(nn.Module()))
+    return dict(objects), frozenset(vars(pl.LightningModule())) | compat.METRIC_INTERNALS | frozenset(vars(nn.Module()))
 
 
 def _callback_objects(trainer: pl.Trainer, user: bool) -> tuple[dict[str, object], frozenset[str]]:
@@ -239,31 +231,31 @@ _BUILDERS: dict[str, Callable[[pl.Trainer], tuple[dict[str, object], frozenset[s
 }
 
 
-def _loops_of(trainer: pl.Trainer, fitting: bool) -> Iterator[_Loop]:
+def _loops_of(trainer: pl.Trainer, fitting: bool) -> Iterator[Loop]:
     """The loops that the entry call in progress can change."""
-    roots: list[_Loop] = [trainer.fit_loop]
+    roots: list[Loop] = [trainer.fit_loop]
     if not fitting:
         roots += [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
     while roots:
         loop = roots.pop(0)
         yield loop
-        roots += [child for child in vars(loop).values() if isinstance(child, _Loop)]
+        roots += [child for child in vars(loop).values() if isinstance(child, Loop)]
 
 
-def _leaves(progress: Any, leaves: list[_ReadyCompletedTracker], batches: list[_BatchProgress]) -> None:
-    if isinstance(progress, _ReadyCompletedTracker):
+def _leaves(progress: Any, leaves: list[Counter], batches: list[BatchProgress]) -> None:
+    if isinstance(progress, Counter):
         leaves.append(progress)
         return
-    if isinstance(progress, _BatchProgress):
+    if isinstance(progress, BatchProgress):
         batches.append(progress)
     for child in vars(progress).values():
-        if isinstance(child, _BaseProgress):
+        if isinstance(child, Progress):
             _leaves(child, leaves, batches)
 
 
 def _shift_clocks(item: object, shift: float) -> None:
     values = vars(item)
-    for name in _CLOCKS:
+    for name in compat.CLOCKS:
         value = values.get(name)
         if isinstance(value, float):
             values[name] = value + shift

@@ -10,11 +10,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from shared_core import SwiftConfig
-from shared_core.checkpoint.storage import absolute
-from shared_core.config import CHECKPOINT_OPTIONS, CheckpointOptions
+from shared_core import CHECKPOINT_OPTIONS, SwiftConfig
+from shared_core.checkpoint import absolute
+from shared_core.config import CheckpointOptions
 from shared_core.errors import ConfigError
 
 
@@ -143,8 +144,8 @@ class SwiftCheckpoint(pl.Callback):
         """Note which files there are; where the job goes on, the list of its first start is put in place of this."""
         for callback in trainer.checkpoint_callbacks if trainer.is_global_zero else ():
             folder = getattr(callback, "dirpath", None)
-            if isinstance(callback, ModelCheckpoint) and folder is not None and callback._fs.isdir(folder):
-                for path in callback._fs.ls(folder, detail=False):
+            if isinstance(callback, ModelCheckpoint) and folder is not None and get_filesystem(folder).isdir(folder):
+                for path in get_filesystem(folder).ls(folder, detail=False):
                     self.note_file(os.path.join(folder, os.path.basename(path)))
 
     def note_file(self, path: str) -> None:
@@ -161,7 +162,7 @@ class SwiftCheckpoint(pl.Callback):
         """As ``ModelCheckpoint.file_exists``, by which it chooses another name. After a restart, files that were
         written after the checkpoint are not there yet: they are written again.
         """
-        there = bool(trainer.is_global_zero and callback._fs.exists(filepath))
+        there = bool(trainer.is_global_zero and get_filesystem(filepath).exists(filepath))
         if life != self._life:  # that of an earlier start was put back
             there = there and str(filepath) in self._files
         return bool(trainer.strategy.reduce_boolean_decision(there, all=False))

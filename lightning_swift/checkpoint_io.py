@@ -10,15 +10,14 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _load
-from lightning.fabric.utilities.types import _PATH
 
-from shared_core.checkpoint.storage import CHUNK, TEMPORARY, LocalStorage, Storage, open_storage
+from shared_core.checkpoint import CHUNK, TEMPORARY, LocalStorage, Storage, open_storage
 from shared_core.errors import CorruptFile, StorageFull
 
 #: A file of ``torch.save`` is a zip archive; ours have this and the SHA-256 of what is before as the archive's comment.
@@ -52,7 +51,7 @@ class SwiftCheckpointIO(CheckpointIO):
         self._error: BaseException | None = None
         self._room = threading.Semaphore(1)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a file; see the class.
 
         Raises:
@@ -77,7 +76,7 @@ class SwiftCheckpointIO(CheckpointIO):
 
     def load_checkpoint(
         self,
-        path: _PATH,
+        path: str | Path,
         map_location: Callable[..., Any] | None = lambda storage, loc: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
@@ -99,14 +98,14 @@ class SwiftCheckpointIO(CheckpointIO):
         if state == _DAMAGED:
             raise CorruptFile(f"{path} is damaged, its checksum is another: load an earlier checkpoint")
         try:
-            loaded: dict[str, Any] = _load(path, map_location, weights_only)
+            loaded: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
             return loaded
         except (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError) as error:
             if state != _NO_ARCHIVE:
                 raise
             raise CorruptFile(f"{path} is cut off, or no checkpoint: load an earlier one ({error})") from error
 
-    def remove_checkpoint(self, path: _PATH) -> None:
+    def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a file or folder, after the files that are being written."""
         if self._thread is None:
             TorchCheckpointIO().remove_checkpoint(path)
@@ -177,7 +176,7 @@ def _check(chunks: Iterator[bytes], size: int) -> str:
     return _NO_SEAL if _END in tail else _NO_ARCHIVE
 
 
-def _write(buffer: io.BytesIO, path: _PATH) -> None:
+def _write(buffer: io.BytesIO, path: str | Path) -> None:
     _seal(buffer)
     data = buffer.getbuffer()
     storage, name = _place(path)
@@ -194,7 +193,7 @@ def _write(buffer: io.BytesIO, path: _PATH) -> None:
         ) from error
 
 
-def _place(path: _PATH) -> tuple[Storage, str]:
+def _place(path: str | Path) -> tuple[Storage, str]:
     """The folder and the name in it."""
     folder, slash, name = os.fspath(path).rpartition("/")
     storage = open_storage(folder or slash or ".")

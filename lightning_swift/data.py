@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
-from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSize, _MinSize
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_unflatten
 
+from lightning_swift import compat
+from lightning_swift.compat import DataFetcher, IterFetcher, PrefetchFetcher, fetcher_of, loader_of
 from lightning_swift.sharing import SharedLoader
 from shared_core.errors import Unsupported
 from shared_core.loaders import Position, ResumableLoader, read_random, write_random
@@ -36,24 +37,21 @@ class Data:
 
     def tell_fetch_ahead(self) -> None:
         """Lightning fetches a batch ahead only where it cannot know the length."""
-        fetcher = self._trainer.fit_loop._data_fetcher
-        ahead = (
-            1
-            if isinstance(fetcher, _DataLoaderIterDataFetcher) or (fetcher is not None and fetcher.length is None)
-            else 0
-        )
-        for loader in _wrapped(self._trainer.fit_loop._combined_loader):
+        fetcher = fetcher_of(self._trainer.fit_loop)
+        ahead = 1 if isinstance(fetcher, IterFetcher) or (fetcher is not None and fetcher.length is None) else 0
+        for loader in _wrapped(loader_of(self._trainer.fit_loop)):
             loader.fetches_ahead(ahead)
 
     def lengths(self) -> list[Any]:
         """What depends on the number of batches of this rank in a pass over the data."""
         fit = self._trainer.fit_loop
-        return [fit.max_batches, self._trainer.val_check_batch, list(fit.epoch_loop.val_loop._max_batches)]
+        return [fit.max_batches, self._trainer.val_check_batch, compat.most_batches(fit.epoch_loop.val_loop)]
 
     def set_lengths(self, lengths: list[Any]) -> None:
         """Inverse of :meth:`lengths`."""
         fit = self._trainer.fit_loop
-        fit.max_batches, self._trainer.val_check_batch, fit.epoch_loop.val_loop._max_batches = lengths
+        fit.max_batches, self._trainer.val_check_batch, most = lengths
+        compat.set_most_batches(fit.epoch_loop.val_loop, most)
 
     def begin_pass(self) -> None:
         """An ordinary pass begins."""
@@ -64,17 +62,17 @@ class Data:
     def _shorten(self) -> None:
         """The pass in progress has as many batches as were used before the number of workers changed, and are left."""
         trainer, fit = self._trainer, self._trainer.fit_loop
-        combined, fetcher = fit._combined_loader, fit._data_fetcher
+        combined, fetcher = loader_of(fit), fetcher_of(fit)
         left = [p.left for p in (_positions(combined) if combined is not None else ()) if p and p.left is not None]
         if not left or fetcher is None:
             return
-        if isinstance(fetcher, _DataLoaderIterDataFetcher):
+        if isinstance(fetcher, IterFetcher):
             raise Unsupported(
                 "training_step(dataloader_iter) fetches its batches itself, so the number of workers cannot change "
                 "in the middle of a pass over the data; use training_step(batch, batch_idx)"
             )
         self._ordinary = self.lengths()
-        shortest = isinstance(combined._iterator, _MinSize) if combined is not None else False
+        shortest = combined is not None and compat.ends_with_shortest(combined)
         length = fetcher.fetched + (min(left) if shortest else max(left))
         fetcher.length = fit.max_batches = length
         fetcher.done = fetcher.fetched >= length
@@ -88,15 +86,13 @@ class Data:
         fit, val = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
         reloads = bool(getattr(self._trainer, "reload_dataloaders_every_n_epochs", 0))
         return {
-            "train": _capture_combined(fit._combined_loader, between=False),
-            "val": _capture_combined(val._combined_loader, between=True),
-            "fetcher": None if fit._data_fetcher is None else _capture_fetcher(fit._data_fetcher),
+            "train": _capture_combined(loader_of(fit), between=False),
+            "val": _capture_combined(loader_of(val), between=True),
+            "fetcher": None if (fetcher := fetcher_of(fit)) is None else _capture_fetcher(fetcher),
             # Only where loaders are requested again during a fit does a newcomer need to do so too.
             "ordinary": self._ordinary,
             "requested": dict(self._requested) if reloads else {},
-            "reloaded": {"train": fit._last_train_dl_reload_epoch, "val": val._last_val_dl_reload_epoch}
-            if reloads
-            else {},
+            "reloaded": compat.reload_epochs(self._trainer) if reloads else {},
         }
 
     # -- restore ------------------------------------------------------------------------------------------------------
@@ -113,16 +109,17 @@ class Data:
         fit, val = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
         if data["reloaded"]:
             self._request_again(data)
-        if fit._combined_loader is not None and data["train"] is not None:
-            _restore_combined(fit._combined_loader, data["train"], copied)
-            if fit._data_fetcher is not None and data["fetcher"] is not None:
-                length = fit._data_fetcher.length
-                _restore_fetcher(fit._data_fetcher, fit._combined_loader, data["fetcher"])
+        combined, fetcher, validation = loader_of(fit), fetcher_of(fit), loader_of(val)
+        if combined is not None and data["train"] is not None:
+            _restore_combined(combined, data["train"], copied)
+            if fetcher is not None and data["fetcher"] is not None:
+                length = fetcher.length
+                _restore_fetcher(fetcher, combined, data["fetcher"])
                 if resized:
-                    fit._data_fetcher.length = length
+                    fetcher.length = length
                     self._shorten()
-        if val._combined_loader is not None and data["val"] is not None:
-            _restore_combined(val._combined_loader, data["val"], copied)
+        if validation is not None and data["val"] is not None:
+            _restore_combined(validation, data["val"], copied)
 
     def _request_again(self, data: Mapping[str, Any]) -> None:
         """``reload_dataloaders_every_n_epochs``: call the user's hooks as they were last called, in the epoch of
@@ -140,17 +137,15 @@ class Data:
                 continue
             progress.completed = int(epoch)
             write_random(data["requested"][name])
-            fetcher = fit._data_fetcher
-            loop._combined_loader = None
+            fetcher = fetcher_of(fit)
+            compat.drop_loader(loop)
             if name == "val":
                 trainer.validating = True
             loop.setup_data()
             if name == "val":
                 trainer.training = True
-            elif fetcher is not None and fit._data_fetcher is not None:
-                # The epoch loop above us in the stack goes on with the object it has.
-                fetcher.__dict__.update(fit._data_fetcher.__dict__)
-                fit._data_fetcher = fetcher
+            elif fetcher is not None and fetcher_of(fit) is not None:
+                compat.keep_fetcher(fit, fetcher)
         progress.completed = completed
         strategy.quiet = False
         self._requested = dict(data["requested"])
@@ -159,7 +154,7 @@ class Data:
 def unwrap(trainer: pl.Trainer) -> None:
     """After an entry: give the user's own loaders back to the combined loaders."""
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
-        combined = loop._combined_loader
+        combined = loader_of(loop)
         if combined is not None:
             combined.flattened = [
                 loader.wrapped if isinstance(loader, (ResumableLoader, SharedLoader)) else loader
@@ -175,7 +170,7 @@ def _wrapped(combined: CombinedLoader | None) -> list[ResumableLoader]:
 
 def _positions(combined: CombinedLoader) -> list[Position | None]:
     """The iterator that the combined one holds for each loader, where there is one and it is ours."""
-    iterators = combined._iterator.iterators if combined._iterator is not None else []
+    iterators = compat.iterators_of(combined)
     found: list[Position | None] = []
     for number, _ in enumerate(combined.flattened):
         iterator = iterators[number] if len(iterators) == len(combined.flattened) else None
@@ -186,14 +181,14 @@ def _positions(combined: CombinedLoader) -> list[Position | None]:
 def _capture_combined(combined: CombinedLoader | None, between: bool) -> Any:
     if combined is None:
         return None
-    iterator = combined._iterator
+    index, consumed = compat.place_of(combined)
     return {
         "loaders": [
             loader.state(position, between=between) if isinstance(loader, ResumableLoader) else None
             for loader, position in zip(combined.flattened, _positions(combined), strict=True)
         ],
-        "index": None if iterator is None else iterator._idx,
-        "consumed": list(getattr(iterator, "_consumed", ())),
+        "index": index,
+        "consumed": consumed,
     }
 
 
@@ -201,39 +196,32 @@ def _restore_combined(combined: CombinedLoader, data: Mapping[str, Any], copied:
     for loader, position, state in zip(combined.flattened, _positions(combined), data["loaders"], strict=True):
         if isinstance(loader, ResumableLoader) and state is not None:
             loader.restore(state, position, copied=copied)
-    iterator = combined._iterator
-    if iterator is not None and data["index"] is not None:
-        iterator._idx = data["index"]
-        if hasattr(iterator, "_consumed"):
-            iterator._consumed = list(data["consumed"])
+    compat.set_place(combined, data["index"], data["consumed"])
 
 
-def _capture_fetcher(fetcher: _DataFetcher) -> Any:
+def _capture_fetcher(fetcher: DataFetcher) -> Any:
     return {
         "fetched": fetcher.fetched,
         "done": fetcher.done,
         "length": fetcher.length,
-        "waiting": len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0,
-        "last": (fetcher._batch_idx, fetcher._dataloader_idx)
-        if isinstance(fetcher, _DataLoaderIterDataFetcher)
-        else None,
+        "waiting": len(fetcher.batches) if isinstance(fetcher, PrefetchFetcher) else 0,
+        "last": compat.fetched_last(fetcher) if isinstance(fetcher, IterFetcher) else None,
     }
 
 
-def _restore_fetcher(fetcher: _DataFetcher, combined: CombinedLoader, data: Mapping[str, Any]) -> None:
+def _restore_fetcher(fetcher: DataFetcher, combined: CombinedLoader, data: Mapping[str, Any]) -> None:
     fetcher.fetched, fetcher.done, fetcher.length = data["fetched"], data["done"], data["length"]
-    if isinstance(fetcher, _PrefetchDataFetcher):
+    if isinstance(fetcher, PrefetchFetcher):
         fetcher.batches = [_last_batch(combined)] if data["waiting"] else []
-    elif isinstance(fetcher, _DataLoaderIterDataFetcher):
-        fetcher._batch_idx, fetcher._dataloader_idx = data["last"]
-        fetcher._batch = _last_batch(combined)[0] if data["fetched"] else None
+    elif isinstance(fetcher, IterFetcher):
+        compat.set_fetched_last(fetcher, data["last"], _last_batch(combined)[0] if data["fetched"] else None)
 
 
 def _last_batch(combined: CombinedLoader) -> tuple[Any, int, int]:
     """The batch that the combined iterator gave last, from the items its loaders read again."""
     items: list[Any] = []
     for position in _positions(combined):
-        ended = position is not None and position.exhausted and isinstance(combined._iterator, _MaxSize)
+        ended = position is not None and position.exhausted and compat.ends_with_longest(combined)
         items.append(None if position is None or ended or not position.last_items else position.last_items[-1])
-    index = combined._iterator._idx - 1 if combined._iterator is not None else 0
-    return tree_unflatten(items, combined._spec), index, 0
+    index, _ = compat.place_of(combined)
+    return tree_unflatten(items, compat.structure_of(combined)), 0 if index is None else index - 1, 0

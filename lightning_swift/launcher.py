@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
+from lightning_swift import compat
 from lightning_swift.data import unwrap
+from lightning_swift.loops import adopt_loops
+from lightning_swift.recovering import RecoveringStrategy
+from shared_core.encoding import NotPlain, decode, encode
 from shared_core.errors import Unsupported
 from shared_core.loaders import read_random, write_random
-from shared_core.recovery.values import NotPlain, decode, encode
-
-if TYPE_CHECKING:
-    from lightning_swift.strategy import SwiftDDPStrategy
 
 #: Names of the arguments after the model, as the entry functions take them.
 _DATA = {
@@ -27,10 +25,10 @@ _DATA = {
 }
 
 
-class SwiftLauncher(_Launcher):
+class SwiftLauncher(compat.Launcher):
     """Calls the entry function in this process, unless the predecessor of a newcomer has finished it already."""
 
-    def __init__(self, strategy: SwiftDDPStrategy) -> None:
+    def __init__(self, strategy: RecoveringStrategy) -> None:
         self._strategy = strategy
         self._entering: tuple[pl.Trainer, tuple[Any, ...]] | None = None
         self._leaving = False
@@ -50,6 +48,7 @@ class SwiftLauncher(_Launcher):
         # First of all parts: after an entry call that is skipped, the others are restored into what this one builds.
         job.register("lightning.entry", self._capture, self._restore)
         strategy.begin_entry(trainer)
+        adopt_loops(trainer)
         self._entering = (trainer, args)
         decision = job.entry(fn.value)
         self._entering = None
@@ -106,12 +105,9 @@ class SwiftLauncher(_Launcher):
         }
         strategy.quiet = True
         try:
-            trainer._data_connector.attach_data(model, datamodule=datamodule, **loaders)
+            compat.attach(trainer, model, loaders, datamodule)
             strategy.connect(model)
-            trainer._callback_connector._attach_model_callbacks()
-            trainer._callback_connector._attach_model_logging_functions()
-            call._call_setup_hook(trainer)
-            call._call_configure_model(trainer)
+            compat.set_up(trainer)
             if fn == TrainerFn.FITTING:
                 strategy.setup_optimizers(trainer)
         finally:

@@ -15,17 +15,15 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import lightning.fabric.loggers.csv_logs as fabric_csv_logs
-import lightning.fabric.loggers.tensorboard as fabric_tensorboard
 import lightning.pytorch as pl
 import lightning.pytorch.loggers.csv_logs as csv_logs
-import lightning.pytorch.loggers.tensorboard as tensorboard
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
+from lightning_swift import compat
 from lightning_swift.attributes import Holder
 from lightning_swift.services import Services
 from shared_core import Job, current_job
-from shared_core.recovery.values import decode, encode
+from shared_core.encoding import decode, encode
 
 _JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
 
@@ -38,9 +36,8 @@ def _joining() -> bool:
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
-def _note_versions(kind: type) -> None:
-    """Have ``kind`` choose the versions that an earlier worker of this rank chose, in the same order."""
-    choose: Callable[[Any], int] = kind._get_next_version  # type: ignore[attr-defined]
+def _noted(kind: type, choose: Callable[[Any], int]) -> Callable[[Any], int]:
+    """``choose`` of a kind of loggers, but what an earlier worker of this rank has chosen comes first, in its order."""
     asked: dict[tuple[int, str], int] = {}
 
     @wraps(choose)
@@ -61,7 +58,7 @@ def _note_versions(kind: type) -> None:
             new.replace(path)
         return versions[number]
 
-    kind._get_next_version = next_version  # type: ignore[attr-defined]
+    return next_version
 
 
 # -- CSV --------------------------------------------------------------------------------------------------------------
@@ -117,7 +114,7 @@ class SwiftExperimentWriter(csv_logs.ExperimentWriter):
 
 
 def _capture_csv(logger: CSVLogger) -> Any:
-    writer = logger._experiment
+    writer = compat.opened(logger)
     if not isinstance(writer, SwiftExperimentWriter):
         return None
     return {
@@ -140,28 +137,23 @@ def _restore_csv(logger: CSVLogger, data: Mapping[str, Any]) -> None:
 _FILES = "_swift_files"
 
 
-def _event_writers(logger: TensorBoardLogger) -> list[Any]:
-    writers = getattr(logger._experiment, "all_writers", None) or {}
-    found = [getattr(writer, "event_writer", None) for writer in writers.values()]
-    return [writer for writer in found if hasattr(writer, "_file_name")]
-
-
 def _capture_tensorboard(logger: TensorBoardLogger) -> Any:
     """Length of each event file. Flushes only where something was added since the last time."""
     files: dict[str, int] = logger.__dict__.setdefault(_FILES, {})
-    for writer in _event_writers(logger):
+    for writer in compat.event_writers(logger):
         marks = vars(writer)
         if "_swift_added" not in marks:
             _watch_additions(writer)
         if marks["_swift_added"]:
             marks["_swift_added"] = False
             writer.flush()
-            files[writer._file_name] = os.path.getsize(writer._file_name) if _is_local(writer._file_name) else -1
-    for name in [name for name in files if name not in {w._file_name for w in _event_writers(logger)}]:
+            name = compat.file_of(writer)
+            files[name] = os.path.getsize(name) if _is_local(name) else -1
+    open_files = [compat.file_of(writer) for writer in compat.event_writers(logger)]
+    for name in [name for name in files if name not in open_files]:
         if os.path.exists(name):  # closed meanwhile
             files[name] = os.path.getsize(name)
-    current = next((w._file_name for w in _event_writers(logger)), None)
-    return {"files": dict(files), "current": current, "version": logger.version}
+    return {"files": dict(files), "current": next(iter(open_files), None), "version": logger.version}
 
 
 def _watch_additions(writer: Any) -> None:
@@ -178,7 +170,7 @@ def _watch_additions(writer: Any) -> None:
 def _restore_tensorboard(logger: TensorBoardLogger, data: Mapping[str, Any]) -> None:
     """Drop what this process wrote while starting up, cut the predecessor's files, go on in its current one."""
     experiment = logger.experiment
-    own = [writer._file_name for writer in _event_writers(logger)]
+    own = [compat.file_of(writer) for writer in compat.event_writers(logger)]
     experiment.close()
     for name in own:
         if name not in data["files"] and os.path.exists(name):
@@ -188,23 +180,7 @@ def _restore_tensorboard(logger: TensorBoardLogger, data: Mapping[str, Any]) -> 
             os.truncate(name, size)
     logger.__dict__[_FILES] = dict(data["files"])
     if data["current"] is not None and os.path.exists(data["current"]):
-        experiment._get_file_writer()
-        for writer in _event_writers(logger):
-            _continue_file(writer, data["current"])
-
-
-def _continue_file(writer: Any, name: str) -> None:
-    """Have an event writer append to an existing file in place of the new one it has opened; where it cannot, it
-    keeps the new one.
-    """
-    file = getattr(writer, "_general_file_writer", None)
-    if not getattr(file, "fs_supports_append", False) or not getattr(file, "write_started", False):
-        return
-    assert file is not None
-    new = writer._file_name
-    writer._file_name = name
-    file.filename = os.fsencode(name)
-    os.unlink(new)
+        compat.continue_files(logger, data["current"])
 
 
 # -- all --------------------------------------------------------------------------------------------------------------
@@ -227,8 +203,8 @@ class Loggers:
             self._services = Services(job, [each for each in self._trainer.loggers if not isinstance(each, files)])
         for logger, data in self._pairs(state):
             version = (data or {}).get("version")
-            if version is not None and getattr(logger, "_experiment", None) is None and hasattr(logger, "_version"):
-                logger._version = version
+            if version is not None:
+                compat.set_version(logger, version)
             if self._services is not None:
                 self._services.take_up(logger, (data or {}).get("run"))
 
@@ -327,9 +303,8 @@ def _is_local(path: str) -> bool:
 
 def _install() -> None:
     """Replace what the loggers are made with; outside ``swiftrun`` all of it behaves as before."""
-    csv_logs.ExperimentWriter = SwiftExperimentWriter  # type: ignore[misc]
-    for kind in (fabric_csv_logs.CSVLogger, fabric_tensorboard.TensorBoardLogger, tensorboard.TensorBoardLogger):
-        _note_versions(kind)
+    compat.replace_csv_writer(SwiftExperimentWriter)
+    compat.choose_versions(_noted)
 
 
 _install()

@@ -9,42 +9,37 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-from lightning.pytorch.loops.fetchers import _DataFetcher
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
-from lightning.pytorch.loops.prediction_loop import _PredictionLoop
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
+from lightning_swift import compat
+from lightning_swift.recovering import RecoveringStrategy
 from lightning_swift.sharing import SharedClosure
 from shared_core.errors import Unsupported
-from shared_core.testing import inject
-
-if TYPE_CHECKING:
-    from lightning_swift.strategy import SwiftDDPStrategy
+from shared_core.faults import point
 
 
-def _strategy(trainer: pl.Trainer) -> SwiftDDPStrategy:
+def _strategy(trainer: pl.Trainer) -> RecoveringStrategy:
     strategy: Any = trainer.strategy
-    found: SwiftDDPStrategy = strategy
+    found: RecoveringStrategy = strategy
     return found
 
 
-class SwiftTrainingEpochLoop(_TrainingEpochLoop):
+class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
     """Marks the top of each batch, before Lightning's SIGTERM broadcast and before the fetch."""
 
-    def advance(self, data_fetcher: _DataFetcher) -> None:
+    def advance(self, data_fetcher: compat.DataFetcher) -> None:
         # In the middle of an accumulation window gradients are pending, which are nobody's published state. The last
         # window of an epoch may be short, but then the next batch is the first of its epoch: nothing is pending at
         # `ready == 0`.
         # A pass that only makes statistics of batch normalisation has no gradients.
-        automatic = self.trainer.lightning_module.automatic_optimization and not self.trainer.fit_loop._skip_backward
+        automatic = self.trainer.lightning_module.automatic_optimization and not compat.only_measures(
+            self.trainer.fit_loop
+        )
         pending = automatic and self.batch_progress.current.ready % self.trainer.accumulate_grad_batches != 0
         strategy = _strategy(self.trainer)
         strategy.batch_top(accumulating=pending)
@@ -61,11 +56,11 @@ class SwiftTrainingEpochLoop(_TrainingEpochLoop):
                     "on_failure='reroute' does not support on_train_batch_start() that returns -1: use "
                     "limit_train_batches, or choose on_failure='replace'"
                 ) from stop
-            if not self.done and not self._should_check_val_fx(data_fetcher):
+            if not self.done and not compat.validates_next(self, data_fetcher):
                 return
             # What follows talks to all workers. A newcomer is let in at a batch top, so this is one.
             sharing.behind = True
-            strategy.batch_top(accumulating=self._should_accumulate())
+            strategy.batch_top(accumulating=compat.accumulates(self))
         sharing.wait_for_all()
         sharing.behind = False
 
@@ -76,7 +71,7 @@ class SwiftTrainingEpochLoop(_TrainingEpochLoop):
             super()._broadcast_sigterm_tensor()
 
 
-class SwiftAutomaticOptimization(_AutomaticOptimization):
+class SwiftAutomaticOptimization(compat.AutomaticOptimization):
     """Under ``reroute`` a batch is that of all ranks."""
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
@@ -85,7 +80,7 @@ class SwiftAutomaticOptimization(_AutomaticOptimization):
         return closure if sharing is None else SharedClosure(closure, sharing)
 
 
-class SwiftFitLoop(_FitLoop):
+class SwiftFitLoop(compat.FitLoop):
     """Notes the random state before the user's hooks make loaders, which a newcomer may have to do again in a later
     epoch.
     """
@@ -93,19 +88,19 @@ class SwiftFitLoop(_FitLoop):
     def setup_data(self) -> None:
         data = _strategy(self.trainer).run_state.data
         data.begin_pass()
-        if self._combined_loader is not None and not self._should_reload_train_dl:
+        if not compat.remakes_training_loaders(self):
             return
         data.before_request("train")
         super().setup_data()
         data.tell_fetch_ahead()
 
 
-class SwiftEvaluationLoop(_EvaluationLoop):
+class SwiftEvaluationLoop(compat.EvaluationLoop):
     """A stand-alone evaluation starts at a recovery point; a newcomer does not repeat the sanity check."""
 
     def run(self) -> Any:
         strategy = _strategy(self.trainer)
-        if self._trainer_fn != TrainerFn.FITTING:
+        if compat.purpose(self) != TrainerFn.FITTING:
             strategy.eval_top()
         elif self.trainer.sanity_checking and strategy.joining:
             # Its results are thrown away; but the loaders are made here, in their place in the stream of random
@@ -115,7 +110,7 @@ class SwiftEvaluationLoop(_EvaluationLoop):
         return super().run()
 
     def setup_data(self) -> None:
-        if self._trainer_fn == TrainerFn.FITTING and (self._combined_loader is None or self._should_reload_val_dl):
+        if compat.purpose(self) == TrainerFn.FITTING and compat.remakes_validation_loaders(self):
             _strategy(self.trainer).run_state.data.before_request("val")
         super().setup_data()
 
@@ -123,11 +118,11 @@ class SwiftEvaluationLoop(_EvaluationLoop):
         self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
     ) -> None:
         if not self.trainer.sanity_checking:
-            inject.point("validation", batch=batch_idx)
+            point("validation", batch=batch_idx)
         super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
 
 
-class SwiftPredictionLoop(_PredictionLoop):
+class SwiftPredictionLoop(compat.PredictionLoop):
     """A prediction starts at a recovery point."""
 
     def run(self) -> Any:
@@ -135,7 +130,7 @@ class SwiftPredictionLoop(_PredictionLoop):
         return super().run()
 
 
-class SwiftSignalConnector(_SignalConnector):
+class SwiftSignalConnector(compat.SignalConnector):
     """Leaves SIGTERM alone: its sender is either the agent, which ends the job, or a failure, which must end the
     process.
 
@@ -147,12 +142,12 @@ class SwiftSignalConnector(_SignalConnector):
 
 
 _CLASSES: tuple[tuple[type, type], ...] = (
-    (_TrainingEpochLoop, SwiftTrainingEpochLoop),
-    (_AutomaticOptimization, SwiftAutomaticOptimization),
-    (_FitLoop, SwiftFitLoop),
-    (_EvaluationLoop, SwiftEvaluationLoop),
-    (_PredictionLoop, SwiftPredictionLoop),
-    (_SignalConnector, SwiftSignalConnector),
+    (compat.TrainingEpochLoop, SwiftTrainingEpochLoop),
+    (compat.AutomaticOptimization, SwiftAutomaticOptimization),
+    (compat.FitLoop, SwiftFitLoop),
+    (compat.EvaluationLoop, SwiftEvaluationLoop),
+    (compat.PredictionLoop, SwiftPredictionLoop),
+    (compat.SignalConnector, SwiftSignalConnector),
 )
 
 
@@ -162,10 +157,7 @@ def adopt_loops(trainer: pl.Trainer) -> None:
     Raises:
         Unsupported: for a loop class of the user's own.
     """
-    fit = trainer.fit_loop
-    parts: list[Any] = [fit, fit.epoch_loop, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
-    parts += [fit.epoch_loop.automatic_optimization, trainer.predict_loop, trainer._signal_connector]
-    for part in parts:
+    for part in compat.replaceable_parts(trainer):
         ours = dict(_CLASSES).get(type(part))
         if ours is not None:
             part.__class__ = ours

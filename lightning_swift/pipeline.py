@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
+from lightning_swift import compat
 from lightning_swift.pipeline_parts import (
     STAGE,
     StageFiles,
@@ -39,11 +38,10 @@ from lightning_swift.pipeline_parts import (
 )
 from lightning_swift.strategy import SwiftDDPStrategy
 from shared_core.errors import ConfigError, MissingExtra, Unsupported
-from shared_core.testing import inject
+from shared_core.faults import point
 
 if TYPE_CHECKING:
-    from shared_core.pipeline import SwiftPipelineEngine
-    from shared_core.pipeline.sharded import Shard
+    from shared_core.pipeline import Shard, SwiftPipelineEngine
 
 
 class SwiftPipelineStrategy(SwiftDDPStrategy):
@@ -193,7 +191,7 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         trainer = model.trainer
         if trainer.state.fn == TrainerFn.PREDICTING:
             raise Unsupported("Trainer.predict: only the last stage of a pipeline has outputs; use Trainer.test")
-        if self._layer_sync is not None:
+        if compat.syncs_layers(self):
             raise Unsupported("sync_batchnorm: a pipeline's stages do not have the same layers; leave it out")
         precision = str(self.precision_plugin.precision)
         self._config = precision_config(self._given[1], precision)
@@ -210,13 +208,13 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         )
         model.training_step = self.training_step  # type: ignore[method-assign]
         model.test_step = self.test_step  # type: ignore[method-assign]
-        if val._data_source.is_defined():
+        if compat.has_source(val):
             model.validation_step = self.validation_step  # type: ignore[method-assign]
 
     def setup_environment(self) -> None:
         deepspeed = _deepspeed(self.root_device)
         super().setup_environment()
-        deepspeed.init_distributed(dist_backend=self._process_group_backend, auto_mpi_discovery=False, verbose=False)
+        deepspeed.init_distributed(dist_backend=compat.backend_of(self), auto_mpi_discovery=False, verbose=False)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
@@ -252,8 +250,7 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         return found
 
     def _start_engine(self, stage: nn.Module, trainer: pl.Trainer, optimizer: Optimizer | None) -> None:
-        from shared_core.pipeline import initialize
-        from shared_core.pipeline.sharded import Shard, is_sharded
+        from shared_core.pipeline import Shard, initialize, is_sharded
 
         if self._engine is not None:
             self._engine.destroy()
@@ -317,7 +314,7 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         """
         assert self.lightning_module is not None
         self._waiting += split(batch, self._pieces)
-        if self.lightning_module.trainer.fit_loop._should_accumulate():
+        if compat.accumulates(self.lightning_module.trainer.fit_loop):
             return torch.tensor(float("nan"))
         pieces, self._waiting = self._waiting, []
         if len(pieces) != self._pieces * self._per_step:
@@ -374,8 +371,7 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         trainer = self.lightning_module.trainer
         before = self._gradient_versions()
         for hook, arguments in (("on_after_backward", ()), ("on_before_optimizer_step", (self.optimizers[0],))):
-            call._call_callback_hooks(trainer, hook, *arguments)
-            call._call_lightning_module_hook(trainer, hook, *arguments)
+            compat.call_hook(trainer, hook, *arguments)
         if self._gradient_versions() != before:
             raise Unsupported(
                 "a hook on_after_backward or on_before_optimizer_step changed gradients; with on_failure='reroute' "
@@ -428,15 +424,17 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
                 )
             self._shard.restore(state)
 
-    def _files(self, filepath: _PATH) -> StageFiles:
+    def _files(self, filepath: str | Path) -> StageFiles:
         shards = 0 if self._shard is None else self.pipelines
         return StageFiles(str(filepath), self.checkpoint_io, self.stage, self.stages, self.data_index, shards)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
         """Write a folder: one file a stage, by the stage's first rank, and what all share, by rank 0. In bf16 and with
         ZeRO also one a rank.
         """
-        inject.point("checkpoint.write")
+        point("checkpoint.write")
         files = self._files(self.broadcast(filepath))
         files.write_parts(checkpoint, storage_options)
         self.barrier()
@@ -445,7 +443,7 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         self.barrier()
         files.drop_older(checkpoint["global_step"])
 
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         return self._files(checkpoint_path).read(weights_only)
 
 
@@ -461,7 +459,7 @@ def _deepspeed(device: torch.device) -> Any:
     install()
     import deepspeed
 
-    chosen = deepspeed.accelerator.get_accelerator()._name
+    chosen = deepspeed.accelerator.get_accelerator().device_name()
     if chosen != device.type:
         raise ConfigError(
             f"DeepSpeed was imported for {chosen}, but the Trainer uses {device.type}: set DS_ACCELERATOR={device.type}"

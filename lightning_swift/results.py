@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
-from torch.distributed import distributed_c10d as c10d
 
-from shared_core.recovery.values import decode, encode
+from lightning_swift import compat
+from lightning_swift.compat import Metadata, ResultMetric
+from shared_core.encoding import decode, encode
+from shared_core.worker.comm import group_name, group_named
 
 _META = (
     "fx",
@@ -40,28 +35,19 @@ class Results:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._metas: dict[int, tuple[_ResultMetric, Any]] = {}
-
-    def _collections(self) -> dict[str, _ResultCollection]:
-        trainer = self._trainer
-        return {
-            "train": trainer.fit_loop.epoch_loop._results,
-            "val": trainer.fit_loop.epoch_loop.val_loop._results,
-            "validate": trainer.validate_loop._results,
-            "test": trainer.test_loop._results,
-        }
+        self._metas: dict[int, tuple[ResultMetric, Any]] = {}
 
     def capture(self) -> dict[str, Any]:
         """Plain data, about 4 us for each logged name."""
         return {
             name: [(key, self._meta(metric), _values(metric)) for key, metric in collection.items()]
-            for name, collection in self._collections().items()
+            for name, collection in compat.results_of(self._trainer).items()
             if collection
         }
 
     def restore(self, data: dict[str, Any]) -> None:
         """Put back what :meth:`capture` took; names that were not logged by then are removed."""
-        for name, collection in self._collections().items():
+        for name, collection in compat.results_of(self._trainer).items():
             entries = data.get(name, [])
             known = dict(collection)
             collection.clear()
@@ -72,20 +58,19 @@ class Results:
                     for attribute in ("value", "cumulated_batch_size"):
                         if attribute in values:
                             setattr(metric, attribute, decode(values[attribute]))
-                metric._forward_cache = decode(values["forward"])
-                metric._computed = decode(values["computed"])
-                metric._update_count = values["updates"]
+                forward, computed = decode(values["forward"]), decode(values["computed"])
+                compat.set_metric_state(metric, forward, computed, values["updates"])
                 metric.has_reset = values["reset"]
                 metric.meta.sync.should = meta["should"]
 
     def reset(self) -> None:
         """Forget the values of what is logged, not that it is."""
-        for collection in self._collections().values():
+        for collection in compat.results_of(self._trainer).values():
             for metric in collection.values():
                 if metric.is_tensor:
                     metric.reset()
 
-    def _meta(self, metric: _ResultMetric) -> dict[str, Any]:
+    def _meta(self, metric: ResultMetric) -> dict[str, Any]:
         cached = self._metas.get(id(metric))
         if cached is not None and cached[0] is metric and cached[1]["should"] == metric.meta.sync.should:
             found: dict[str, Any] = cached[1]
@@ -99,38 +84,31 @@ class Results:
             "should": sync.should,
             "op": sync.op,
             "rank_zero_only": sync.rank_zero_only,
-            "group": None if sync.group is None else c10d._get_process_group_name(sync.group),
+            "group": None if sync.group is None else group_name(sync.group),
         }
         self._metas[id(metric)] = (metric, plain)
         return plain
 
-    def _make(self, plain: dict[str, Any]) -> _ResultMetric:
-        meta = _Metadata(**{name: plain[name] for name in _META}, reduce_fx=getattr(torch, plain["reduce_fx"]))
+    def _make(self, plain: dict[str, Any]) -> ResultMetric:
+        meta = Metadata(**{name: plain[name] for name in _META}, reduce_fx=getattr(torch, plain["reduce_fx"]))
         group: Any = None
         if plain["group"] is not None:
-            group = next(
-                (g for g in list(c10d._world.pg_map) if c10d._get_process_group_name(g) == plain["group"]),
-                dist.group.WORLD,
-            )
-        meta.sync = _Sync(
-            fn=self._trainer.strategy.reduce,
-            _should=plain["should"],
-            rank_zero_only=plain["rank_zero_only"],
-            _op=plain["op"],
-            _group=group,
-        )
-        metric = _ResultMetric(meta, plain["is_tensor"])
+            group = group_named(plain["group"])
+        reduce = self._trainer.strategy.reduce
+        meta.sync = compat.make_sync(reduce, plain["should"], plain["rank_zero_only"], plain["op"], group)
+        metric = ResultMetric(meta, plain["is_tensor"])
         if not metric.is_tensor:
             # Its state belongs to the module, which is captured with it.
             object.__setattr__(metric, "value", self._trainer.lightning_module.get_submodule(plain["metric_attribute"]))
         return metric
 
 
-def _values(metric: _ResultMetric) -> dict[str, Any]:
+def _values(metric: ResultMetric) -> dict[str, Any]:
+    forward, computed, updates = compat.metric_state(metric)
     values: dict[str, Any] = {
-        "forward": encode(metric._forward_cache),
-        "computed": encode(metric._computed),
-        "updates": metric._update_count,
+        "forward": encode(forward),
+        "computed": encode(computed),
+        "updates": updates,
         "reset": metric.has_reset,
     }
     if metric.is_tensor:

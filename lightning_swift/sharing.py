@@ -10,28 +10,25 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
 
+from lightning_swift import compat
+from lightning_swift.compat import ResultCollection
 from shared_core import Job
 from shared_core.errors import ConfigError, Unsupported
-from shared_core.loaders.shards import Shards
-from shared_core.reroute.data_parallel import Outcome, steps_of
-from shared_core.reroute.shares import Shares, start_alike
-from shared_core.testing import inject
-
-if TYPE_CHECKING:
-    from lightning_swift.capture import RunState
+from shared_core.faults import point
+from shared_core.loaders import Shards
+from shared_core.reroute import Outcome, Shares, start_alike, steps_of
 
 _WHAT = "on_failure='reroute'"
 _STEP = "training_step"
@@ -71,7 +68,7 @@ class SharedLoader:
             yield batch
 
 
-class _Recorder(_ResultCollection):
+class _Recorder(ResultCollection):
     """Stands for the training loop's results while a share is computed, and keeps what ``training_step`` logs.
 
     Args:
@@ -79,7 +76,7 @@ class _Recorder(_ResultCollection):
         batch: what is computed.
     """
 
-    def __init__(self, results: _ResultCollection | None, batch: Any) -> None:
+    def __init__(self, results: ResultCollection | None, batch: Any) -> None:
         super().__init__(training=True)
         self._behind, self._of = results, batch
         #: Name, value, weight, and the options of each call.
@@ -108,7 +105,7 @@ class SharedClosure(Closure):
     """
 
     def __init__(self, inner: Closure, sharing: Sharing) -> None:
-        super().__init__(inner._step_fn, inner._backward_fn, inner._zero_grad_fn)
+        super().__init__(*compat.closure_parts(inner))
         self._sharing = sharing
 
     @torch.enable_grad()
@@ -122,7 +119,7 @@ class Sharing:
     Args:
         job: of this worker.
         trainer: whose fit begins.
-        state: of the fit.
+        untouched: a context after which the module's own attributes, metrics among them, are as they were.
         seed: of random numbers.
         number: of the next step; it counts over all fits, so that no two have the same random numbers.
 
@@ -142,7 +139,7 @@ class Sharing:
         self,
         job: Job,
         trainer: pl.Trainer,
-        state: RunState,
+        untouched: Callable[[], AbstractContextManager[None]],
         seed: int,
         number: int,
     ) -> None:
@@ -154,7 +151,7 @@ class Sharing:
         self._apart = Shares(job, [module], seed, _WHAT, _STEP)
         self._trainer, self._module, self._parameters = trainer, module, parameters
         self.job, self.seed = job, seed
-        self._state, self._known = state, {id(p) for p in parameters}
+        self._untouched, self._known = untouched, {id(p) for p in parameters}
         self._steps = steps_of(job, parameters, self._compute)
         self.number, self.behind = number, False
         self._own: Callable[[], ClosureResult] | None = None
@@ -215,7 +212,7 @@ class Sharing:
         if ready % every and ready != trainer.num_training_batches:
             return  # no step in this batch
         for callback in getattr(trainer, "callbacks", ()):
-            period = callback._every_n_train_steps if isinstance(callback, ModelCheckpoint) else 0
+            period = compat.period_of(callback) if isinstance(callback, ModelCheckpoint) else 0
             if period and (trainer.global_step + 1) % period == 0:
                 self.wait_for_all()
 
@@ -235,7 +232,7 @@ class Sharing:
                 "the module's optimizer_step(), or choose on_failure='replace'"
             )
         self._called = loop.total_batch_idx
-        if loop._should_accumulate():
+        if compat.accumulates(loop):
             with self._share(self.job.rank, index) as recorder:
                 result = own()
             self._entries += recorder.entries
@@ -274,7 +271,7 @@ class Sharing:
             loss = self._result.loss
         else:
             entries, loss = [], None
-            with self._state.untouched():
+            with self._untouched():
                 for index in range(self._first, self._trainer.fit_loop.epoch_loop.batch_idx + 1):
                     recorder, loss = self._lost_batch(rank, index)
                     entries += recorder.entries
@@ -285,16 +282,15 @@ class Sharing:
     @contextmanager
     def _share(self, rank: int, index: int, batch: Any = None) -> Iterator[_Recorder]:
         """Compute a batch of a rank in here; its own if none is given."""
-        loop = self._trainer.fit_loop.epoch_loop
-        results = loop._results
+        results = compat.results_of(self._trainer)["train"]
         recorder = _Recorder(results, results.batch) if batch is None else _Recorder(None, batch)
-        loop._results = recorder
+        compat.set_training_results(self._trainer, recorder)
         try:
             with self._apart.share(self.number, rank, index):
-                inject.point("reroute.forward")
+                point("reroute.forward")
                 yield recorder
         finally:
-            loop._results = results
+            compat.set_training_results(self._trainer, results)
 
     def _lost_batch(self, rank: int, index: int) -> tuple[_Recorder, torch.Tensor | None]:
         """Forward and backward of a lost rank's batch: ``training_step``, and no other hook of its callbacks."""
@@ -302,11 +298,11 @@ class Sharing:
         batch = self._shards.read(rank, self.epoch, index)
         with self._apart.share(self.number, rank, index, _MOVING):
             batch = trainer.precision_plugin.convert_input(batch)
-            batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = compat.before_transfer(self._module, batch)
             batch = strategy.batch_to_device(batch, dataloader_idx=0)
         with self._share(rank, index, batch) as recorder:
-            arguments = loop.epoch_loop._build_kwargs(OrderedDict(), batch, index)
-            result = loop.epoch_loop.automatic_optimization._training_step(arguments)
+            arguments = compat.step_arguments(loop.epoch_loop, OrderedDict(), batch, index)
+            result = compat.run_training_step(trainer, arguments)
             assert result.closure_loss is not None
             self._backward(result.closure_loss)
         return recorder, result.loss
@@ -318,7 +314,7 @@ class Sharing:
         return loss
 
     def _backward(self, loss: torch.Tensor) -> None:
-        inject.point("reroute.backward")
+        point("reroute.backward")
         self._trainer.precision_plugin.backward(loss, self._module, self._optimizer)
 
     @property
@@ -328,7 +324,7 @@ class Sharing:
         Raises:
             Unsupported: if there are several.
         """
-        combined = self._trainer.fit_loop._combined_loader
+        combined = compat.loader_of(self._trainer.fit_loop)
         loader: Any = None if combined is None else combined.iterables
         if not isinstance(loader, SharedLoader):
             raise Unsupported(
@@ -360,7 +356,7 @@ class Sharing:
             # It is the value of all ranks already, so nobody has to be asked at the end of the epoch.
             options |= {"batch_size": weight, "enable_graph": False, "rank_zero_only": True}
             dtype = torch.float64 if given["dtype"] == torch.float64 else torch.get_default_dtype()
-            self._trainer.fit_loop.epoch_loop._results.log(_STEP, name, value.to(dtype), **options)
+            compat.results_of(self._trainer)["train"].log(_STEP, name, value.to(dtype), **options)
 
 
 def _operation(options: Mapping[str, Any]) -> str:
@@ -404,7 +400,7 @@ def check_sharing(trainer: pl.Trainer) -> None:
             "reload_dataloaders_every_n_epochs: a newcomer could not read what the others have read. Leave it out",
         ),
         (
-            getattr(trainer, "_val_check_time_interval", None) is not None,
+            compat.validates_by_time(trainer),
             "a val_check_interval in time: workers have different clocks. Give a number of batches",
         ),
     ]
@@ -412,7 +408,7 @@ def check_sharing(trainer: pl.Trainer) -> None:
         refused += [
             (isinstance(callback, Timer), "Timer and max_time, which ask rank 0 in every batch. Use max_steps"),
             (
-                isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None,
+                isinstance(callback, ModelCheckpoint) and compat.saves_by_time(callback),
                 "ModelCheckpoint(train_time_interval), which asks rank 0 in every batch. Use every_n_train_steps",
             ),
         ]

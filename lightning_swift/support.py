@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_swift.averages import AVERAGING
-from shared_core.config import SwiftConfig
+from shared_core import SwiftConfig
 from shared_core.errors import ConfigError, Unsupported
 
 _CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (

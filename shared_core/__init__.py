@@ -1,23 +1,32 @@
 """Training that does not notice failures: the framework-agnostic core.
 
-The public names are those listed in ``__all__``; adapters use nothing else.
+The public names are those listed in ``__all__``, in ``shared_core.errors`` and ``shared_core.events``, and in the
+``__all__`` of the packages below; adapters use nothing else.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shared_core.config import SwiftConfig
+from shared_core.config import CHECKPOINT_OPTIONS, SwiftConfig
+from shared_core.lazy import lazily
 
 if TYPE_CHECKING:
     from shared_core.checkpointer import Checkpointer
-    from shared_core.handover import hand_over, launched_by_swiftrun
+    from shared_core.handover import (
+        hand_over,
+        launched_by_swiftrun,
+        under_plain_torchrun,
+        warn_plain_torchrun_once,
+        warn_srun_once,
+    )
     from shared_core.job import EntryDecision, Job, current_job, install
     from shared_core.loaders import TrackedLoader
     from shared_core.loop import TrainingLoop, attach
     from shared_core.sharing import SharedStep
 
 __all__ = [
+    "CHECKPOINT_OPTIONS",
     "Checkpointer",
     "EntryDecision",
     "Job",
@@ -30,27 +39,25 @@ __all__ = [
     "hand_over",
     "install",
     "launched_by_swiftrun",
+    "under_plain_torchrun",
+    "warn_plain_torchrun_once",
+    "warn_srun_once",
 ]
 
-_HOMES = {
-    "Checkpointer": "shared_core.checkpointer",
-    "EntryDecision": "shared_core.job",
-    "Job": "shared_core.job",
-    "current_job": "shared_core.job",
-    "install": "shared_core.job",
-    "SharedStep": "shared_core.sharing",
-    "TrackedLoader": "shared_core.loaders",
-    "TrainingLoop": "shared_core.loop",
-    "attach": "shared_core.loop",
-    "hand_over": "shared_core.handover",
-    "launched_by_swiftrun": "shared_core.handover",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: the launcher and ``swiftctl`` need no torch."""
-    if name in _HOMES:
-        import importlib
-
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {
+        "shared_core.checkpointer": ("Checkpointer",),
+        "shared_core.handover": (
+            "hand_over",
+            "launched_by_swiftrun",
+            "under_plain_torchrun",
+            "warn_plain_torchrun_once",
+            "warn_srun_once",
+        ),
+        "shared_core.job": ("EntryDecision", "Job", "current_job", "install"),
+        "shared_core.loaders": ("TrackedLoader",),
+        "shared_core.loop": ("TrainingLoop", "attach"),
+        "shared_core.sharing": ("SharedStep",),
+    },
+)

@@ -34,12 +34,12 @@ from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import absolute, open_storage
 from shared_core.checkpoint.verdict import verdict
 from shared_core.config import CheckpointOptions, SwiftConfig, full_names
+from shared_core.encoding.plain import dumps, loads
 from shared_core.errors import ConfigError, Unsupported, WaitTimeout
 from shared_core.events import console
 from shared_core.job import Job, current_job
 from shared_core.launcher.persisting import Persisting
 from shared_core.loop import TrainingLoop
-from shared_core.recovery.plain import dumps, loads
 from shared_core.sharing import SharedStep
 from shared_core.system.jobdir import JobDir
 from shared_core.waiting import Wait, wait_for

@@ -25,13 +25,13 @@ from torch.optim import Optimizer
 from shared_core.config import CHECKPOINT_OPTIONS, SCRIPT_OPTIONS, SwiftConfig, full_names, variable_of
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import EventLog
+from shared_core.faults import inject
 from shared_core.handover import NOT_TOLD
 from shared_core.launcher.mirror import Mirror
 from shared_core.protocol import progress_file, worker_env
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.keys import CHECKPOINTS
 from shared_core.system import secret
-from shared_core.testing import inject
 from shared_core.worker import link
 from shared_core.worker.checkpoints.checkpoints import Checkpoints, Restored
 from shared_core.worker.comm import Runtime

@@ -18,12 +18,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shared_core.config import SwiftConfig
+from shared_core.encoding.plain import dumps, loads
+from shared_core.encoding.values import NotPlain, assign, decode, encode, holds_weights
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.handover import warn_plain_torchrun_once, warn_srun_once
 from shared_core.job import Job, current_job
 from shared_core.loaders import Loaders, TrackedLoader, read_random, write_random
-from shared_core.recovery.plain import dumps, loads
-from shared_core.recovery.values import NotPlain, assign, decode, encode, holds_weights
 from shared_core.sharing import SharedStep, Sharing, shared_steps
 
 #: Passes of an epoch that a newcomer may skip with the random generators that its predecessor had after each.

@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError
+from shared_core.faults import inject
 from shared_core.job import Job
 from shared_core.loaders.shards import Shards
 from shared_core.reroute.data_parallel import DataParallelSteps, Outcome, steps_of
 from shared_core.reroute.shares import Shares, start_alike
-from shared_core.testing import inject
 
 Loss = Callable[[Any], Tensor]
 

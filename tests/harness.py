@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 from shared_core.testing.plain import PlainLauncher
 from shared_core.testing.runner import JobResult, check_clean, check_survivors, compare, unconfirmed
 from shared_core.testing.runner import run_job as _run_job
@@ -26,7 +26,7 @@ def armed(fault: Fault) -> str:
     """Lines at the beginning of a script that is not started by ``swiftrun --faults``: its workers arm the fault."""
     return f"""
 import os
-from shared_core.testing import Fault, arm
+from shared_core.faults import Fault, arm
 if "SWIFT_RECOVERY_INCARNATION" in os.environ:
     arm([{fault!r}], int(os.environ["RANK"]), int(os.environ["SWIFT_RECOVERY_INCARNATION"]))
 """

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shared_core.faults.inject import STRUCK
+from shared_core.faults.spec import Fault, dumps
 from shared_core.protocol import progress_file
 from shared_core.system import jobdir
 from shared_core.system.process import state_of
 from shared_core.system.secret import VARIABLE
-from shared_core.testing.faults import Fault, dumps
-from shared_core.testing.inject import STRUCK
 from shared_core.testing.namespaces import Machine, write_hosts
 from shared_core.testing.processes import MARK
 from shared_core.testing.report import OUT, start_time

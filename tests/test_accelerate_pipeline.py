@@ -14,7 +14,7 @@ from harness import Jobs, armed, most
 
 from accelerate_swift import SwiftDeepSpeedPipelinePlugin
 from shared_core.errors import ConfigError
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 from shared_core.testing.digest import digest
 from shared_core.testing.runner import ROOT, compare
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness import armed, most
 
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """

@@ -12,7 +12,7 @@ import pytest
 from checkpointed import Running, committed, finished, options, running
 from harness import Jobs
 
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 from shared_core.testing.digest import digest
 from shared_core.testing.runner import JobResult, compare
 from shared_core.worker.checkpoints import recovery_line

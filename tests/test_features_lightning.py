@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harness import Jobs, most
 
-from shared_core.testing import ANY_STEP, Fault
+from shared_core.faults import ANY_STEP, Fault
 from shared_core.testing.runner import check_survivors, compare, unconfirmed
 
 #: Feature, faults. An epoch has six batches on two ranks unless the feature says otherwise.

@@ -6,7 +6,7 @@ import pytest
 from harness import Jobs
 from trackers import csv_file, of_tensorboard
 
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 
 ARGS = ["--feature", "loggers"]
 

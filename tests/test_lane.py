@@ -9,7 +9,7 @@ import pytest
 from checkpointed import options
 from harness import Jobs, most
 
-from shared_core.testing import ANY_STEP, Fault
+from shared_core.faults import ANY_STEP, Fault
 from shared_core.testing.runner import JobResult, check_survivors, compare, unconfirmed
 
 REROUTE = ["--on-failure=reroute"]

@@ -22,7 +22,7 @@ from lightning_swift.pipeline_parts import (
     split,
 )
 from shared_core.errors import ConfigError, Unsupported
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 from shared_core.testing.runner import compare
 
 SCRIPT = "lit_pipe.py"

@@ -8,7 +8,7 @@ import pytest
 from checkpointed import options
 from harness import Jobs
 
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 from shared_core.testing.runner import check_clean, compare, unconfirmed
 
 EACH = (

@@ -17,7 +17,7 @@ from harness import SCRIPTS, Jobs
 from machines import Cluster, alive
 
 from shared_core.checkpoint.spool import FOLDER, Spool
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 from shared_core.testing.namespaces import Machine, machines, unavailable
 from shared_core.testing.runner import JobResult, check_clean, check_survivors, compare, unconfirmed
 

@@ -11,7 +11,7 @@ import pytest
 from harness import Jobs
 
 from shared_core.errors import ConfigError
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 from shared_core.testing.runner import ROOT
 
 LOSS = [Fault(1, 5, "bucket", "SIGKILL", nth=2)]
@@ -94,7 +94,7 @@ def test_a_yaml_file_without_pyyaml(tmp_path: os.PathLike[str]) -> None:
 
 def test_faults_that_cannot_be_read_say_why(jobs: Jobs) -> None:
     done = _python(
-        "from shared_core.testing import inject; inject.point('startup')",
+        "from shared_core.faults import inject; inject.point('startup')",
         RANK="0",
         SWIFT_FAULTS_LAUNCHER=str(os.getpid()),
         SWIFT_FAULTS='[{"rank": 0, "step": 1, "point": "buckets", "kind": "SIGKILL"}]',

@@ -8,7 +8,7 @@ import pytest
 from harness import Jobs, most
 
 import shared_core.testing.jobs
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 from shared_core.testing.runner import compare
 
 JOB = str(Path(shared_core.testing.jobs.__file__).parent / "outside_job.py")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from harness import Jobs
 
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 from shared_core.testing.runner import ROOT, JobResult, unconfirmed
 
 POINTS = "load forward backward send_activation recv_activation send_grad recv_grad reduce step".split()

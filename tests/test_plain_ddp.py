@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harness import Jobs, most
 
-from shared_core.testing import ANY_STEP, Fault
+from shared_core.faults import ANY_STEP, Fault
 from shared_core.testing.runner import compare
 
 NORM = ["--norm"]

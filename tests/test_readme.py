@@ -12,8 +12,8 @@ import pytest
 from harness import Jobs, armed
 from machines import Cluster
 
-from shared_core.testing import Fault
-from shared_core.testing.faults import dumps
+from shared_core.faults import Fault
+from shared_core.faults.spec import dumps
 from shared_core.testing.namespaces import machines, unavailable
 
 ROOT = Path(__file__).parents[1]

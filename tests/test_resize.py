@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from harness import Jobs, most
 
-from shared_core.testing import ANY_STEP, Fault
+from shared_core.faults import ANY_STEP, Fault
 from shared_core.testing.runner import JobResult, unconfirmed
 
 SHRINK = ["--on-failure=shrink"]

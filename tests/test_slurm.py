@@ -20,9 +20,9 @@ import slurm
 from slurm import Slurm, running_slurm
 
 from shared_core.events import read_events
+from shared_core.faults import Fault
+from shared_core.faults.spec import dumps
 from shared_core.system.jobdir import JobDir
-from shared_core.testing import Fault
-from shared_core.testing.faults import dumps
 from shared_core.testing.processes import MARK, wait_gone
 
 ROOT = Path(__file__).parents[1]

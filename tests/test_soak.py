@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from harness import Jobs
 
-from shared_core.testing import Fault, soak
-from shared_core.testing.faults import KINDS
+from shared_core.faults import Fault
+from shared_core.faults.spec import KINDS
+from shared_core.testing import soak
 from shared_core.testing.runner import Mismatch, check_clean, check_survivors, compare, unconfirmed
 
 

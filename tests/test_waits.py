@@ -7,7 +7,7 @@ import re
 import pytest
 from harness import Jobs, most
 
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 from shared_core.testing.runner import JobResult
 
 LOSS = [Fault(1, 3, "collective.after", "SIGKILL")]

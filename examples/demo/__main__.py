@@ -25,9 +25,9 @@ from typing import Any
 
 from examples.demo.plot import side_by_side, write_png
 from shared_core.events import Event, read_events
+from shared_core.faults.inject import STRUCK, read_struck
+from shared_core.faults.spec import ANY_STEP, Fault, dumps
 from shared_core.report import Recovery, format_recoveries, recoveries
-from shared_core.testing.faults import ANY_STEP, Fault, dumps
-from shared_core.testing.inject import STRUCK, read_struck
 
 WORKERS = 4
 TRAIN = Path(__file__).with_name("train.py")

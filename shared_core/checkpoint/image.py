@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from shared_core.checkpoint.storage import FULL
 from shared_core.errors import CorruptFile, StorageFull, SwiftError, Unsupported
+from shared_core.faults import inject
 from shared_core.kinds import open_regular
-from shared_core.testing import inject
 
 if TYPE_CHECKING:
     import torch

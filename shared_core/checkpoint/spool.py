@@ -30,7 +30,7 @@ from typing import Any
 from shared_core.checkpoint.storage import FULL
 from shared_core.checkpoint.store import folder_name
 from shared_core.errors import StorageFull
-from shared_core.testing import inject
+from shared_core.faults import inject
 
 #: Its name in the job's folder.
 FOLDER = "checkpoints"

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shared_core.errors import ConfigError, MissingExtra, StorageFull
+from shared_core.faults import inject
 from shared_core.kinds import no_folder, open_regular
-from shared_core.testing import inject
 
 TEMPORARY = ".tmp-"
 #: What the system says when a file cannot grow: full device, quota, limit of the process.

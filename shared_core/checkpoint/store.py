@@ -25,7 +25,7 @@ from typing import Any
 from shared_core.checkpoint.storage import TEMPORARY, Storage, open_storage
 from shared_core.errors import CorruptFile, NotAFile
 from shared_core.events import console
-from shared_core.testing import inject
+from shared_core.faults import inject
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -32,7 +32,7 @@ from shared_core.checkpoint.spool import BELL, Sealed, Spool, Target
 from shared_core.checkpoint.storage import CHUNK, TEMPORARY, Storage, cause_of, open_storage
 from shared_core.errors import CorruptFile, StorageFull, SwiftError
 from shared_core.events import RUN, EventLog, console
-from shared_core.testing import inject
+from shared_core.faults import inject
 
 #: How often other machines' marks and notes are looked for, in seconds: in a folder, and behind a URL.
 LOOK_S, LOOK_URL_S = 0.1, 1.0

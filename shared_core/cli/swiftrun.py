@@ -19,11 +19,11 @@ from shared_core.config import SwiftConfig
 from shared_core.config.page import help_of
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import console
+from shared_core.faults import inject
 from shared_core.handover import srun_tasks
 from shared_core.kinds import no_folder
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.system.title import set_name
-from shared_core.testing import inject
 from shared_core.worker.start import preload
 
 DEFAULT_BUDGET = 100
@@ -153,7 +153,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         "--faults",
         default=None,
         metavar="FILE",
-        help="For tests: a JSON list of faults that strike workers, see shared_core/testing/faults.py.",
+        help="For tests: a JSON list of faults that strike workers, see shared_core/faults/spec.py.",
     )
     return parser
 

@@ -2,6 +2,7 @@
 
 from shared_core.loaders.randomness import RandomParts, changed, read_random, seed_random, write_random
 from shared_core.loaders.resumable import Orders, Position, ResumableLoader, wrap_loader
+from shared_core.loaders.shards import Shards
 from shared_core.loaders.tracked import Loaders, TrackedLoader
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Position",
     "RandomParts",
     "ResumableLoader",
+    "Shards",
     "TrackedLoader",
     "changed",
     "read_random",

@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from shared_core.pipeline import import_deepspeed
+from shared_core.pipeline.compat import choose_engines, import_deepspeed
 
 deepspeed = import_deepspeed()  # before the engine's module imports it
 from shared_core.pipeline.engine import SwiftPipelineEngine, install  # noqa: E402
@@ -14,12 +15,11 @@ from shared_core.pipeline.engine import SwiftPipelineEngine, install  # noqa: E4
 _Stock = deepspeed.PipelineEngine
 
 
-def _make(*args: Any, **kwargs: Any) -> Any:
-    config = kwargs.get("config")
+def _choose(given: Mapping[str, Any]) -> type:
+    config = given.get("config")
     wanted = isinstance(config, dict) and "swift_recovery" in config
-    return (SwiftPipelineEngine if wanted else _Stock)(*args, **kwargs)
+    return SwiftPipelineEngine if wanted else _Stock
 
 
 install()
-# deepspeed.initialize names the class of the engine, and offers no hook to say another.
-deepspeed.PipelineEngine = _make
+choose_engines(_choose)

@@ -8,8 +8,8 @@ faults before each instruction.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import deepspeed
@@ -19,18 +19,18 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, Unsupported
+from shared_core.faults import inject
 from shared_core.job import Job, current_job
 from shared_core.job import install as install_backend
 from shared_core.loaders import seed_random
 from shared_core.loaders.randomness import RawRandom, restore_raw
-from shared_core.pipeline import import_deepspeed
+from shared_core.pipeline import compat
 from shared_core.pipeline.calls import STATE, Calls
 from shared_core.pipeline.planned_groups import PlannedGroups
 from shared_core.pipeline.rerouting import Rerouting
 from shared_core.pipeline.sharded import SHARD, Shard, evaluates, is_sharded
 from shared_core.pipeline.shared_replay import SharedReplay
 from shared_core.pipeline.stage import layer_seed
-from shared_core.testing import inject
 
 _POINTS = {
     schedule.LoadMicroBatch: "pipe.load",
@@ -210,7 +210,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
     _INSTRUCTION_MAP = {
         kind: _with_faults(_POINTS[kind], execute)
         for kind, execute in (
-            PipelineEngine._INSTRUCTION_MAP
+            dict(compat.instructions_of(PipelineEngine))
             | {
                 schedule.ForwardPass: _exec_forward_pass,
                 schedule.BackwardPass: _exec_backward_pass,
@@ -315,7 +315,8 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         if self._calls.finished():
             source = data_iter if data_iter is not None else self.data_iterator
             draws = micro_batches if self.is_first_stage() or self.is_last_stage() else 0
-            result, self._global_grad_norm = self._calls.skip(source, draws)
+            result, norm = self._calls.skip(source, draws)
+            compat.set_gradient_norm(self, norm)
             return result
         if self._calls.comes_in():
             self._set_hyperparameters(self._others)
@@ -330,7 +331,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
                 return self._call(micro_batches, data_iter, call, trains)
         self._after_top(self._job, trains)
         result = call()
-        self._calls.done([result, self._global_grad_norm])
+        self._calls.done([result, compat.gradient_norm(self)])
         return result
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
@@ -386,19 +387,8 @@ def _allocate(shapes: Any) -> Any:
 
 def install() -> Job | None:
     """:func:`shared_core.install` for a script that uses DeepSpeed; call it before ``deepspeed.init_distributed()``."""
-    import_deepspeed()
+    compat.import_deepspeed()
     return install_backend()
-
-
-@contextmanager
-def engines(kind: type[PipelineEngine]) -> Iterator[None]:
-    """Have ``deepspeed.initialize`` make pipeline engines of class ``kind``; it names its own, and offers no hook."""
-    stock = deepspeed.PipelineEngine
-    deepspeed.PipelineEngine = kind
-    try:
-        yield
-    finally:
-        deepspeed.PipelineEngine = stock
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[SwiftPipelineEngine, Any, Any, Any]:
@@ -414,5 +404,5 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[SwiftPipelineEngine, Any, Any
     model = kwargs.get("model", args[1] if len(args) > 1 else None)
     if not isinstance(model, deepspeed.PipelineModule):
         raise TypeError(f"model must be a deepspeed.pipe.PipelineModule, got {type(model).__name__}")
-    with engines(SwiftPipelineEngine):
+    with compat.engines(SwiftPipelineEngine):
         return deepspeed.initialize(*args, **kwargs)  # type: ignore[no-any-return]

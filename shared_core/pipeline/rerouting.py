@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
 from shared_core.loaders.randomness import RawRandom, restore_raw
+from shared_core.pipeline import compat
 from shared_core.reroute.executor import Executor
 from shared_core.reroute.messages import Parts
 from shared_core.reroute.planning import Plans
@@ -120,7 +121,7 @@ class Rerouting:
                 continue
             if ranks:
                 if (gradients := executor.gradients) is not None and self._newest is not None:
-                    norm = self._engine._global_grad_norm
+                    norm = compat.gradient_norm(self._engine)
                     job.remember(_RESULT, "", [job.tops, self._newest.to_tensor(), gradients, norm])
                 job.let_in(ranks)
             executor.leave()
@@ -154,14 +155,15 @@ class Rerouting:
         engine = self._engine
         if engine.is_first_stage() or engine.is_last_stage():
             self._layers.items()
-        top, result, gradients, engine._global_grad_norm = self._job.remembered(_RESULT)[""]
+        top, result, gradients, norm = self._job.remembered(_RESULT)[""]
+        compat.set_gradient_norm(engine, norm)
         assert top == self._job.tops
         for parameter, gradient in zip(
             self._layers.parameters, unflatten(gradients, self._layers.parameters), strict=True
         ):
             parameter.grad = gradient  # hooks look at it; the update does nothing
         engine.before_step()
-        engine._exec_optimizer_step()
+        compat.step(engine)
         self._executor.step = int(engine.global_steps)
         self.result = replace(Result.from_tensor(result, self._topology), let_in=-1)
 
@@ -204,7 +206,7 @@ class _Layers:
 
     def items(self) -> list[tuple[Parts, Parts]]:
         engine = self._engine
-        drawn = [engine._next_batch() for _ in range(int(engine.micro_batches))]
+        drawn = [compat.next_batch(engine) for _ in range(int(engine.micro_batches))]
         items = [(_parts(batch[0]), _parts(batch[1])) for batch in drawn]
         for item in items:
             shapes = [[tuple(tensor.shape) for tensor in part] for part in item]
@@ -221,7 +223,7 @@ class _Layers:
         module = engine.module
         module.micro_offset = engine.offset_of(micro_batch, pipeline)
         copies = tuple(t.clone() for t in inputs)
-        if engine._reentrant_activation_checkpointing():  # else the first stage's parameters would get no gradients
+        if compat.checkpoints_reentrantly(engine):  # else the first stage's parameters would get no gradients
             copies = tuple(t if t.requires_grad else t.requires_grad_(t.is_floating_point()) for t in copies)
         versions = [buffer._version for buffer in self._buffers.values()]
         with autocast_if_enabled(engine):
@@ -259,7 +261,7 @@ class _Layers:
         total = total.pow(0.5)
         part = total / self._engine.grid.data_parallel_size  # it averages over replicas, too
         total = sum(([part] * self._engine.grid.data_parallel_size)[1:], start=part)
-        self._engine._global_grad_norm = total
+        compat.set_gradient_norm(self._engine, total)
         coefficient = torch.tensor([float(self._engine.gradient_clipping())]) / (total + 1e-6)
         return float(torch.min(torch.tensor([1.0]), coefficient))
 
@@ -271,7 +273,7 @@ class _Layers:
         if self._undo is not None:
             self._undo.commit()
         self._scale(factor)
-        self._engine._exec_optimizer_step()
+        compat.step(self._engine)
 
     def update_again(self, factor: float) -> None:
         assert self._undo is not None
@@ -306,7 +308,7 @@ def _parts(value: Any) -> Parts:
 def _tied(engine: SwiftPipelineEngine, parameters: Sequence[nn.Parameter]) -> list[Tied]:
     """Parameters of tied layers of this stage that other stages have, too; those of the same stages are one."""
     module, stages = engine.module, dict[str, set[int]]()
-    for index, spec in enumerate(module._layer_specs):
+    for index, spec in enumerate(compat.layers_of(module)):
         if isinstance(spec, TiedLayerSpec):
             stages.setdefault(spec.key, set()).add(int(module.stage_owner(index)))
     sets = sorted({tuple(sorted(each)) for each in stages.values() if len(each) > 1})
@@ -316,7 +318,7 @@ def _tied(engine: SwiftPipelineEngine, parameters: Sequence[nn.Parameter]) -> li
     found: dict[tuple[int, ...], list[int]] = {}
     for key in sorted(module.tied_comms):
         for name in module.tied_comms[key]["weight_attr"]:
-            place = places.get(id(module._recursive_getattr(module.tied_modules[key], name)))
+            place = places.get(id(compat.tied_parameter(module, key, name)))
             if place is not None and len(stages[key]) > 1:  # it is trained
                 found.setdefault(tuple(sorted(stages[key])), []).append(place)
     return [Tied(sets.index(each) + 1, each, tuple(found[each])) for each in sets if each in found]

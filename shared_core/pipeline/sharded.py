@@ -17,6 +17,7 @@ from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from shared_core.errors import SwiftError, Unsupported
+from shared_core.pipeline import compat
 
 #: Name of the registered state.
 SHARD = "swift.shard"
@@ -90,7 +91,4 @@ class Shard:
             group.update(options)
         for name, value in values["facts"].items():
             setattr(self._outer, name, value)
-        # Parameters know the slices of the moments that are theirs: of these tensors, not of those before.
-        self._outer._hp_optimizer_states_linked = False
-        if all(values["state"]):
-            self._outer._lazy_init_hp_params_optimizer_state()
+        compat.link_moments(self._outer, there=all(values["state"]))

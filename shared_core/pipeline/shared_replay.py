@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from shared_core.errors import SwiftError
 from shared_core.job import Job
-from shared_core.pipeline import lending, stage
+from shared_core.pipeline import compat, lending, stage
 from shared_core.pipeline.cost import Replay
 from shared_core.pipeline.lending import Helpers
 from shared_core.pipeline.stage import Computed, Work
@@ -46,7 +46,7 @@ class SharedReplay:
         """Whether micro-batches of every stage can be computed out of order and elsewhere; all ranks answer alike."""
         engine, config = self._engine, self._job.config
         module = engine.module
-        keys = [spec.key for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)]
+        keys = [spec.key for spec in compat.layers_of(module) if isinstance(spec, TiedLayerSpec)]
         # Recomputing segments adds to a parameter that two of them use in another order, and does so without autocast.
         alters = len(set(keys)) < len(keys) or engine.torch_autocast_enabled()
         return (
@@ -62,8 +62,7 @@ class SharedReplay:
         engine, job, threads = self._engine, self._job, torch.get_num_threads()
 
         def stage_of(rank: int) -> stage.Stage:
-            coordinates = engine.grid._topo.get_coord(rank)
-            return stage.clone(engine, coordinates.pipe, job.config.seed)
+            return stage.clone(engine, compat.stage_of(engine, rank), job.config.seed)
 
         job.replays.help(lambda replaying: lending.help_newcomers(job.replays, replaying, stage_of, threads))
 
@@ -160,7 +159,7 @@ class SharedReplay:
         """One step, as the schedule would have made it."""
         engine = self._engine
         own = stage.own(engine, self._job.config.seed)
-        engine._reserve_pipe_buffers(1)
+        compat.use_one_buffer(engine)
         engine.fwd_outputs = []
         works = [self._work(place) for place in range(engine.micro_batches)]
         assert self._helpers is not None
@@ -181,20 +180,20 @@ class SharedReplay:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         engine.module.micro_offset = engine.offset_of(engine.micro_batches - 1) + 1
         for instruction in (schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep):
-            engine._INSTRUCTION_MAP[instruction](engine)
+            compat.instructions_of(engine)[instruction](engine)
 
     def _work(self, place: int) -> Work:
         engine = self._engine
         buffers = engine.pipe_buffers
         if engine.is_first_stage() or engine.is_last_stage():
-            engine._exec_load_micro_batch(0)
+            compat.load_micro_batch(engine)
         if not engine.is_first_stage():
-            engine._exec_recv_activations(0)
+            compat.receive_activations(engine)
         work = Work(engine.number_of(place), buffers["inputs"][0])
         if engine.is_last_stage():
             work.labels = buffers["labels"][0]
         else:
-            engine._exec_recv_grads(0)
+            compat.receive_gradients(engine)
             work.gradient = engine.grad_layer.clone()
         return work
 
@@ -212,7 +211,7 @@ class SharedReplay:
                 engine.total_loss += each.loss
             else:
                 buffers["outputs"][0] = each.outputs
-                engine._exec_send_activations(0)
+                compat.send_activations(engine)
                 buffers["outputs"][0] = None
             if not engine.is_first_stage():
                 inputs, gradients = _tensors(work.inputs), _tensors(each.input_gradients)
@@ -220,7 +219,7 @@ class SharedReplay:
                 for tensor, gradient in zip(held, gradients, strict=True):
                     tensor.grad = gradient
                 buffers["inputs"][0] = tuple(held) if isinstance(work.inputs, tuple) else held[0]
-                engine._exec_send_grads(0)
+                compat.send_gradients(engine)
 
 
 def _tensors(value: Any) -> list[Any]:

@@ -21,6 +21,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import nn
 
 from shared_core.loaders import seed_random
+from shared_core.pipeline import compat
 
 #: What passes between stages: one tensor or a tuple of them.
 Tensors = Any
@@ -139,7 +140,7 @@ def clone(engine: PipelineEngine, stage: int, seed: int) -> Stage:
     made = nn.Module()
     made.tied_modules = nn.ModuleDict()
     layers: list[Callable[[Tensors], Tensors]] = []
-    for place, spec in enumerate(module._layer_specs[first:stop], first):
+    for place, spec in enumerate(compat.layers_of(module)[first:stop], first):
         if isinstance(spec, TiedLayerSpec):
             if spec.key not in made.tied_modules:
                 made.tied_modules[spec.key] = spec.build()

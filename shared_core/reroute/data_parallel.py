@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from shared_core.errors import LaneBroken, Unsupported
+from shared_core.faults import inject
 from shared_core.reroute.messages import Key, Lane, Mail, What
 from shared_core.reroute.summing import reduce_in_order, unflatten
 from shared_core.schedule.schedule import Topology, Worker
-from shared_core.testing import inject
 
 if TYPE_CHECKING:
     from shared_core.job import Job

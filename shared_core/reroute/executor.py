@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shared_core.errors import ConfigError, InvalidSchedule, LaneBroken, RecoveryFailed, Unsupported
+from shared_core.faults import inject
 from shared_core.reroute.finishing import Finishing
 from shared_core.reroute.history import History, Planner, StepPlan
 from shared_core.reroute.messages import Key, Lane, Mail, Parts, Shapes, What
@@ -31,7 +32,6 @@ from shared_core.reroute.step import (
 )
 from shared_core.schedule.profile import COMMUNICATION, Profile
 from shared_core.schedule.schedule import Action, Kind, Topology, Worker
-from shared_core.testing import inject
 
 #: Steps after whose last all workers go by measured times.
 MEASURED = 3

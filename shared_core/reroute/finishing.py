@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from shared_core.faults import inject
 from shared_core.reroute.history import History, StepPlan
 from shared_core.reroute.messages import Key, Mail, What
 from shared_core.reroute.step import Options, Result, StageModel, Step, Tied, merge, table_of
 from shared_core.reroute.summing import flatten, reduce_in_order, unflatten
 from shared_core.schedule.schedule import Action, Kind, Topology, Worker
-from shared_core.testing import inject
 
 
 class Finishing:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.events import Event, read_events
-from shared_core.testing.faults import EXIT_CODE, Fault, dumps
-from shared_core.testing.inject import STRUCK, read_struck
+from shared_core.faults.inject import STRUCK, read_struck
+from shared_core.faults.spec import EXIT_CODE, Fault, dumps
 from shared_core.testing.plain import ROOT, PlainLauncher
 from shared_core.testing.processes import MARK, describe, kill_marked, wait_gone
 from shared_core.testing.report import OUT, start_time
@@ -44,7 +44,7 @@ class JobResult:
         duration_s: wall-clock seconds.
         faults: faults asked for.
         events: events of ``events.jsonl``; empty for a plain run.
-        struck: records of the faults that struck (see :func:`shared_core.testing.inject.read_struck`).
+        struck: records of the faults that struck (see :func:`shared_core.faults.inject.read_struck`).
         workers: one record for each process that ran the script, in order of their starts.
         reports: final report of each rank that finished.
         orphans: processes that outlived the job; they have been killed.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared_core.testing.faults import ANY_STEP, KINDS, POINTS, Fault, random_faults
+from shared_core.faults.spec import ANY_STEP, KINDS, POINTS, Fault, random_faults
 from shared_core.testing.plain import PlainLauncher
 from shared_core.testing.runner import JobResult, Mismatch, check_clean, check_survivors, compare, run_job, unconfirmed
 from shared_core.testing.warm import WarmLauncher

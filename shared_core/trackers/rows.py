@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shared_core.encoding.plain import dumps, loads
+from shared_core.encoding.values import NotPlain, decode, encode
 from shared_core.job import Job
-from shared_core.recovery.plain import dumps, loads
-from shared_core.recovery.values import NotPlain, decode, encode
 
 Row = Mapping[str, Any]
 #: Writes a row: its values, its step, further arguments of the script's.

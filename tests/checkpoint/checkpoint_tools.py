@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from shared_core.checkpoint import Checkpoint, Sealed, Spool, Target, committed, newest_valid, read_part
 from shared_core.checkpoint.image import write_file
 from shared_core.checkpoint.writer import main
-from shared_core.testing import Fault, inject
+from shared_core.faults import Fault, inject
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 20.0

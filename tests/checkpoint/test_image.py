@@ -20,7 +20,7 @@ from shared_core.checkpoint import Spool, Target
 from shared_core.checkpoint.image import Changed, Image, Stager, load
 from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.errors import CorruptFile, Unsupported
-from shared_core.testing import ANY_STEP, Fault, inject
+from shared_core.faults import ANY_STEP, Fault, inject
 
 DTYPES = [
     torch.float64,

@@ -30,7 +30,7 @@ from shared_core.checkpoint.snapshots import MOST, Snapshots
 from shared_core.checkpoint.spool import available_memory
 from shared_core.checkpoint.storage import LocalStorage, UrlStorage, open_storage
 from shared_core.errors import ConfigError, MissingExtra
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 
 
 def failing(spool: Spool, where: Path | str, steps: range, cause: str, size: int = 3000) -> list[str]:

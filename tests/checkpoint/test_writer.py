@@ -30,7 +30,7 @@ from shared_core.checkpoint import writer as writer_module
 from shared_core.checkpoint.spool import BELL
 from shared_core.errors import CorruptFile
 from shared_core.events import read_events
-from shared_core.testing import ANY_STEP, Fault
+from shared_core.faults import ANY_STEP, Fault
 
 
 def test_what_workers_leave_is_committed(spool: Spool, where: Path, tmp_path: Path) -> None:

@@ -614,7 +614,7 @@ def test_a_foreign_entry_in_the_ledger_ends_the_job_with_a_line(tmp_path: Path) 
 
 FAULTY = """
 import os
-from shared_core.testing import point
+from shared_core.faults import point
 for step in range(3):
     point("batch_top")
 print(f"rank {os.environ['RANK']} ends")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import Jobs
 
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 from shared_core.testing.runner import ROOT
 
 SCRIPTS = Path(__file__).parent / "scripts"

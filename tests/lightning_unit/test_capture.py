@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lightning_swift.loggers
 from lightning_swift import SwiftDDPStrategy
+from shared_core.encoding.plain import dumps, loads
+from shared_core.encoding.values import same
 from shared_core.loaders import read_random, write_random
-from shared_core.recovery.plain import dumps, loads
-from shared_core.recovery.values import same
 
 
 class LocalJob:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_swift import SwiftCheckpointIO
 from shared_core.checkpoint import storage
 from shared_core.errors import CorruptFile, StorageFull
-from shared_core.testing import ANY_STEP, Fault, arm
+from shared_core.faults import ANY_STEP, Fault, arm
 
 
 def state(number: int, numbers: int = 5000) -> dict[str, Any]:

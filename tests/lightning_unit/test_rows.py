@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harness import Jobs, most
 
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 
 SCRIPT = str(Path(__file__).parent / "rows.py")
 #: Row, faults. An epoch has six batches on two ranks.

@@ -17,7 +17,7 @@ from checkpointed import committed, descendants
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_swift import SwiftCheckpoint, SwiftDDPStrategy
-from lightning_swift.construction import callbacks_under_construction, trainer_under_construction
+from lightning_swift.compat import callbacks_under_construction, trainer_under_construction
 from shared_core.errors import ConfigError
 from shared_core.system import jobdir
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from harness import Jobs
 
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 from shared_core.testing.runner import JobResult, check_survivors, compare, unconfirmed
 
 SCRIPT, MICRO_BATCHES = "pipe.py", 4

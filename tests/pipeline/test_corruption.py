@@ -13,7 +13,7 @@ import pytest
 from harness import Jobs, most
 from pipelines import logging, resolutions, run, starts
 
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 
 BASE = ("--stages", "4", "--steps", "10", "--tied", "--clip", "0.5")
 #: Checkpoints at batch tops 3 and 6; rank 1 damages its log as the script's step 6 (batch top 7) begins.

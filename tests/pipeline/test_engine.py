@@ -8,8 +8,8 @@ import pytest
 from harness import Jobs, most
 from pipelines import FULL, SCRIPT, instructions, logging, resolutions, run, starts
 
-from shared_core.testing import ANY_STEP, Fault
-from shared_core.testing.faults import KINDS
+from shared_core.faults import ANY_STEP, Fault
+from shared_core.faults.spec import KINDS
 
 #: Ranks 0 and 1 are the first stage, ranks 2 and 3 the second.
 STAGES = 2

@@ -8,9 +8,9 @@ import pytest
 from harness import Jobs
 from pipelines import logging, run, starts
 
+from shared_core.faults import Fault
 from shared_core.pipeline.grouping import Machine
 from shared_core.pipeline.planned_groups import profile_of
-from shared_core.testing import Fault
 from shared_core.testing.runner import JobResult
 
 

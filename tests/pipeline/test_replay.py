@@ -8,7 +8,7 @@ import pytest
 from harness import Jobs, most
 from pipelines import instructions, logging, resolutions, run, starts
 
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 
 BASE = ("--stages", "4", "--steps", "10", "--tied", "--clip", "0.5")
 

@@ -11,7 +11,7 @@ from harness import Jobs
 
 from shared_core.cli.section import find_section
 from shared_core.errors import ConfigError
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 16,

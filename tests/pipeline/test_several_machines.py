@@ -16,7 +16,7 @@ from harness import SCRIPTS, Jobs
 from machines import Cluster
 from pipelines import SCRIPT, starts
 
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 from shared_core.testing.namespaces import machines, unavailable
 from shared_core.testing.runner import JobResult, check_clean, compare, unconfirmed
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from harness import Jobs, most
 
+from shared_core.faults import ANY_STEP, Fault
 from shared_core.pipeline.cost import Replay, shares
-from shared_core.testing import ANY_STEP, Fault
 from shared_core.testing.runner import JobResult, compare, unconfirmed
 
 STEPS = 12

@@ -16,13 +16,13 @@ from torch.distributed import HashStore
 from shared_core.checkpoint.image import Image
 from shared_core.checkpoint.spool import FOLDER, Sealed, Spool
 from shared_core.config import SwiftConfig
+from shared_core.encoding.plain import dumps
 from shared_core.errors import CorruptFile
 from shared_core.launcher import last_checkpoint
 from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.keys import ENDING
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.recovery.plain import dumps
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.checkpoints import named
 from shared_core.worker.checkpoints.due import Decisions, Entries, FileEntries, StoreEntries

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from shared_core.encoding.plain import dumps, loads, pieces
 from shared_core.errors import CorruptFile, SwiftError
 from shared_core.protocol.frontier import Top
-from shared_core.recovery.plain import dumps, loads, pieces
 from shared_core.testing.digest import digest
 from shared_core.worker.state import publications as board_module
 from shared_core.worker.state.publications import Board
@@ -103,7 +103,7 @@ def test_code_is_refused_when_it_is_read(protocol: int, tmp_path: pathlib.Path) 
 @pytest.mark.parametrize("name", ["_tensor", "_dtype"])
 def test_a_type_name_cannot_reach_other_attributes_of_torch(name: str) -> None:
     args = (b"", "load", (1,)) if name == "_tensor" else ("load",)
-    data = pickle.dumps(Attack(getattr(__import__("shared_core.recovery.plain", fromlist=[name]), name), *args), 4)
+    data = pickle.dumps(Attack(getattr(__import__("shared_core.encoding.plain", fromlist=[name]), name), *args), 4)
     with pytest.raises(CorruptFile):
         loads(data)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harness import Jobs
 
-from shared_core.testing import ANY_STEP, Fault
+from shared_core.faults import ANY_STEP, Fault
 from shared_core.testing.runner import check_survivors, compare
 
 CORRUPT = str(Path(__file__).parent / "scripts" / "corrupt.py")

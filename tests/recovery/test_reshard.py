@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from shared_core.encoding.plain import dumps, loads
 from shared_core.errors import RecoveryFailed
 from shared_core.loaders.reshard import (
     MARK,
@@ -24,7 +25,6 @@ from shared_core.loaders.reshard import (
     used,
 )
 from shared_core.protocol.worker_env import Resized
-from shared_core.recovery.plain import dumps, loads
 from shared_core.worker.checkpoints.resharding import sources, stage_source
 
 #: The same examples in each run.

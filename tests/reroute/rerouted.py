@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from harness import Jobs
 
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 from shared_core.testing.runner import JobResult, compare
 
 SCRIPT = "rerouted_pipe.py"

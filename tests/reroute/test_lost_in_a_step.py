@@ -10,7 +10,7 @@ import pytest
 from harness import Jobs, most
 from rerouted import SCRIPT, go
 
-from shared_core.testing import ANY_STEP, Fault
+from shared_core.faults import ANY_STEP, Fault
 from shared_core.testing.runner import JobResult
 
 pytest.importorskip("deepspeed")

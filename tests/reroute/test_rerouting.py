@@ -8,7 +8,7 @@ import pytest
 from harness import Jobs, most
 from rerouted import ORDERED, SCRIPT, go
 
-from shared_core.testing import Fault
+from shared_core.faults import Fault
 from shared_core.testing.runner import JobResult, compare
 
 pytest.importorskip("deepspeed")

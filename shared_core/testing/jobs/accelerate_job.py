@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from shared_core.testing import inject
+from shared_core.faults import inject
 from shared_core.testing.digest import training_digest
 from shared_core.testing.jobs.clusters import Clusters
 from shared_core.testing.report import Report, generators_digest

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
-from shared_core.testing import inject
+from shared_core.faults import inject
 from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import Report, generators_digest
 from shared_core.testing.runner import BASELINE

@@ -22,15 +22,15 @@ from shared_core.checkpoint import lineage
 from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import check_place
+from shared_core.encoding.plain import dumps
 from shared_core.errors import ConfigError, CorruptFile, RecoveryFailed, SwiftError, WaitTimeout
 from shared_core.events import console
+from shared_core.faults import inject
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.protocol import progress_file
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.keys import ENDING, SAVED
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.recovery.plain import dumps
-from shared_core.testing import inject
 from shared_core.waiting import Wait
 from shared_core.worker import link
 from shared_core.worker.checkpoints import recovery_line, resharding

@@ -17,11 +17,11 @@ from torch._C._distributed_c10d import Store
 
 from shared_core.checkpoint import image, lineage, store
 from shared_core.checkpoint.spool import Spool
+from shared_core.encoding.plain import loads
 from shared_core.errors import CorruptFile, SwiftError, Unsupported
 from shared_core.events import console
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.recovery.plain import loads
 from shared_core.waiting import wait_for
 from shared_core.worker import near
 from shared_core.worker.state.replicated import Replicated

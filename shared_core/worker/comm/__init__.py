@@ -1,7 +1,8 @@
 """The ``torch.distributed`` backend ``swift``: gloo that survives the loss of ranks."""
 
 from shared_core.worker.comm.backend import install
+from shared_core.worker.comm.compat import group_name, group_named
 from shared_core.worker.comm.group import SwiftProcessGroup
 from shared_core.worker.comm.runtime import Runtime
 
-__all__ = ["Runtime", "SwiftProcessGroup", "install"]
+__all__ = ["Runtime", "SwiftProcessGroup", "group_name", "group_named", "install"]

@@ -15,20 +15,19 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Store
 
 from shared_core.errors import GenerationAbandoned, NotConnected, RecoveryFailed, WaitTimeout
+from shared_core.faults import inject
 from shared_core.protocol.worker_env import ADDRESS
-from shared_core.testing import inject
 from shared_core.waiting import Wait, poll, wait_for
 from shared_core.worker.comm import peers
+from shared_core.worker.comm.compat import ProcessGroupGloo, gloo_options, set_operation_timeout
 from shared_core.worker.comm.peers import Place
 from shared_core.worker.comm.quiet import quiet
 
 #: Untyped, because torch's stubs leave out most of it.
 _Store: Any = Store
-ProcessGroupGloo: Any = _distributed_c10d.ProcessGroupGloo
 _device_lock = threading.Lock()
 #: How long gloo may take to give operations back once their sockets are shut down. Usually it takes 2 ms.
 STUCK_S = 0.25
@@ -198,10 +197,7 @@ class InnerGroup:
         store.set(f"port/{own}", place)
         wait_for(store, keys, abandoned, wait_timeout_s, rank, f"to connect {what}", silent=silent)
         places = frozenset(bytes(raw).decode() for raw in store.multi_get(list(keys.values()))) - {"unknown"}
-        options = ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=connect_timeout_s)
-        options._threads = 2  # what torch's own gloo group has
-        options._devices = [device]
+        options = gloo_options(device, timedelta(seconds=connect_timeout_s))
         try:
             met = _AbortableStore(store, abandoned, wait_timeout_s, f"rank {rank}", f"the sockets of {what}")
             with quiet():
@@ -210,7 +206,7 @@ class InnerGroup:
             if isinstance(error, GenerationAbandoned) or abandoned():
                 raise GenerationAbandoned(f"{what}: {error}") from error
             raise NotConnected(f"{what}: {error}") from error
-        pg._set_default_timeout(operation_timeout)
+        set_operation_timeout(pg, operation_timeout)
         group = cls(pg, place, places, rank, tuple(members), wait_timeout_s)
         try:
             who, whom = f"rank {rank}", f"its peers to accept the sockets of {what}"

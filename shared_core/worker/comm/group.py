@@ -7,17 +7,15 @@ hands it to the runtime; nothing here knows about failures. ``docs/operations.md
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.autograd.graph
 import torch.distributed
-from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import Unsupported
+from shared_core.worker.comm.compat import agreeing_on_buckets, called_by_reducer
 from shared_core.worker.comm.op import Op, SwiftWork, input_checksum, signature
 from shared_core.worker.comm.p2p import Channels
 from shared_core.worker.comm.runtime import GroupState, Runtime
@@ -27,9 +25,6 @@ Tensors = list[torch.Tensor]
 #: Untyped, because torch's stubs leave out options and declare overloads that C++ resolves.
 dist: Any = torch.distributed
 _Base: Any = dist.ProcessGroup
-
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
-_DDP_FORWARD = DistributedDataParallel._pre_forward.__code__
 
 
 def _root_detail(opts: Any) -> int:
@@ -174,8 +169,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
                 tensor.data.copy_(result)
 
         # DDP's reducer calls from inside the autograd engine and takes the future's value: it gets the buffer itself.
-        frame = sys._getframe(1)
-        bucket = frame is None or frame.f_code is _ENGINE
+        bucket = called_by_reducer()
         op = Op(
             signature("all_reduce", tensors, _reduce_detail(opts)),
             start,
@@ -233,11 +227,11 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
             full=False,
             checksum=self._inputs_checksum(tensors) if root else 0,
         )
-        frame = sys._getframe(1)
-        if frame is not None and frame.f_code is _DDP_FORWARD:
+        ddp = agreeing_on_buckets()
+        if ddp is not None:
             # DDP agrees on the order of its buckets once, after the first backward; a newcomer needs this whenever it
             # joins.
-            self._runtime.bucket_order(frame.f_locals["self"], op)
+            self._runtime.bucket_order(ddp, op)
         return self._run(op, tensors if root else ())
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:

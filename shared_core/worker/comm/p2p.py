@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shared_core.errors import SwiftError
+from shared_core.faults import inject
 from shared_core.protocol.frontier import Channel, Done, channel_key
-from shared_core.testing import inject
 from shared_core.worker.messages.archive import Key
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from shared_core.errors import (
     Unsupported,
     WaitTimeout,
 )
+from shared_core.faults import inject
 from shared_core.protocol.frontier import Done
-from shared_core.testing import inject
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.compute_turn import Turn
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup

@@ -24,13 +24,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shared_core.errors import CorruptFile, GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError, WaitTimeout
 from shared_core.events import EventLog, console
+from shared_core.faults import inject
 from shared_core.launcher.ledger import let_in_key, read_entry
 from shared_core.protocol.admission import let_in
 from shared_core.protocol.cut import Offer, choose_cut
 from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
 from shared_core.protocol.plan import Plan, decide
 from shared_core.protocol.worker_env import Resized, WorkerEnv
-from shared_core.testing import inject
 from shared_core.waiting import FOREVER_S, Wait, ranks_text, wait_for
 from shared_core.worker.comm.gloo import InnerGroup, finish
 from shared_core.worker.comm.runtime import MAX_ATTEMPTS, GroupState, Runtime

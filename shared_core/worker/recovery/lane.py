@@ -30,8 +30,8 @@ from shared_core.errors import (
     SwiftError,
     WaitTimeout,
 )
+from shared_core.faults import inject
 from shared_core.launcher.ledger import lane_key
-from shared_core.testing import inject
 from shared_core.waiting import Keys, ranks_text, wait_for
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup, finish
 from shared_core.worker.comm.runtime import MAX_ATTEMPTS, SUSPECT_S, Runtime

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from shared_core.recovery.plain import dumps, loads
+from shared_core.encoding.plain import dumps, loads
 from shared_core.worker.state.ddp_buckets import BUCKETS
 from shared_core.worker.state.publications import Board
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shared_core.testing import inject
+from shared_core.faults import inject
 from shared_core.worker.comm import Runtime
 from shared_core.worker.state.publications import Board
 from shared_core.worker.state.updates import Updates

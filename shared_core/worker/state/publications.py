@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 
+from shared_core.encoding.plain import Piece, dumps, loads, pieces
 from shared_core.errors import CorruptFile
 from shared_core.launcher.mirror import Mirror
 from shared_core.loaders.reshard import pack_indices, unpack_indices
 from shared_core.protocol.frontier import Top
-from shared_core.recovery.plain import Piece, dumps, loads, pieces
 
 _HEADER = struct.Struct("<IQI")  # length of the header, length of the payload, checksum of both
 _CHECK = struct.Struct("<IIQ")  # group, checksum, sequence number + 1

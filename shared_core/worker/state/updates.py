@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shared_core.errors import RecoveryFailed
-from shared_core.testing import inject
+from shared_core.faults import inject
 from shared_core.worker.state.outside_changes import Outside
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.undo import Arguments, Undo, begin_after_closure

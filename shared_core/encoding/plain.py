@@ -1,7 +1,7 @@
 """Plain data with tensors as bytes, and back, quickly and without executing what is read.
 
 The standard library's pickler writes, tensors and numpy arrays by their bytes. It does not read:
-    :mod:`shared_core.recovery.unpacking` does, and makes plain data only.
+    :mod:`shared_core.encoding.unpacking` does, and makes plain data only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shared_core.encoding.unpacking import array_kind, unpack
 from shared_core.errors import CorruptFile, SwiftError
-from shared_core.recovery.unpacking import array_kind, unpack
 
 #: What a value can be written as without a copy.
 Piece = bytes | memoryview

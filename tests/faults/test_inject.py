@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from shared_core.errors import ConfigError
-from shared_core.testing import Fault, FaultInjected, inject
-from shared_core.testing.faults import EXIT_CODE, dumps
+from shared_core.faults import Fault, FaultInjected, inject
+from shared_core.faults.spec import EXIT_CODE, dumps
 from shared_core.testing.runner import ROOT
 
 STEPS = """
-from shared_core.testing import inject
+from shared_core.faults import inject
 for step in range(1, 6):
     inject.point("batch_top")
     for n in (1, 2, 3):
@@ -31,7 +31,7 @@ for step in range(1, 6):
 
 UPDATE = """
 import torch
-from shared_core.testing import inject
+from shared_core.faults import inject
 weights = [torch.ones(3, requires_grad=True) for _ in range(4)]
 optimizers = [torch.optim.SGD(weights[:2], 0.1), torch.optim.SGD(weights[2:], 0.1)]
 for weight in weights:
@@ -183,13 +183,13 @@ def test_forming_the_first_groups_is_no_recovery() -> None:
 
 
 def test_children_of_a_worker_are_not_struck(tmp_path: Path) -> None:
-    code = "import os\nfrom shared_core.testing import inject\ninject.point('startup')\npid = os.fork()\n"
+    code = "import os\nfrom shared_core.faults import inject\ninject.point('startup')\npid = os.fork()\n"
     code += "if pid == 0: inject.point('batch_top')\nelse: print(os.waitpid(pid, 0)[1], flush=True)\n"
     assert _run(code, [Fault(1, 1, "batch_top", "SIGKILL")], tmp_path)[:2] == (0, ["0"])
 
 
 def test_a_delayed_fault_strikes_wherever_the_worker_is(tmp_path: Path) -> None:
-    code = "from shared_core.testing import inject\nimport time\ninject.point('batch_top')\nprint('on', flush=True)\n"
+    code = "from shared_core.faults import inject\nimport time\ninject.point('batch_top')\nprint('on', flush=True)\n"
     code += "time.sleep(60)\n"
     begin = time.monotonic()
     status, lines, _ = _run(code, [Fault(1, 1, "batch_top", "SIGKILL", delay_s=0.1)], tmp_path)

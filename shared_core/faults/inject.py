@@ -23,7 +23,7 @@ from typing import Any
 
 from shared_core.errors import ConfigError
 from shared_core.events import RUN, EventLog
-from shared_core.testing.faults import ANY_STEP, EXIT_CODE, Fault, dumps, loads
+from shared_core.faults.spec import ANY_STEP, EXIT_CODE, Fault, dumps, loads
 
 FAULTS = "SWIFT_FAULTS"
 #: Process id of the launcher that was given the faults: only processes below it arm them.
@@ -97,7 +97,7 @@ def point(name: str, **info: Any) -> None:
     """A place where a fault may strike; does nothing unless one is armed for it.
 
     Args:
-        name: one of :data:`shared_core.testing.faults.POINTS`.
+        name: one of :data:`shared_core.faults.spec.POINTS`.
         info: facts for people who read the call; not evaluated.
     """
     if _active:
@@ -212,7 +212,7 @@ def update_window() -> AbstractContextManager[Any]:
 
 def _operations(each: Callable[[], None]) -> AbstractContextManager[Any]:
     """A context that calls ``each`` before every tensor operation; torch is imported here, not by unarmed programs."""
-    from shared_core.testing._dispatch import BeforeEach
+    from shared_core.faults.dispatch import BeforeEach
 
     return BeforeEach(each)
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from lightning_swift.attributes import LARGE, Holder, Holders
-from shared_core.recovery.plain import dumps, loads
-from shared_core.recovery.values import NotPlain, assign, decode, encode, same
+from shared_core.encoding.plain import dumps, loads
+from shared_core.encoding.values import NotPlain, assign, decode, encode, same
 
 
 class Colour(Enum):

@@ -1,4 +1,4 @@
-"""Reads what :mod:`shared_core.recovery.plain` writes, and nothing else.
+"""Reads what :mod:`shared_core.encoding.plain` writes, and nothing else.
 
 The bytes are those of a pickle, because the standard library writes them quickly. They are not given to its reader,
 which calls what they name. This reader knows the few marks that plain data needs; a name stands for one of the kinds
@@ -29,8 +29,8 @@ _REPEATS, _SOME = 16, 1 << 20
 _KEY_SIZE, _KEY_DEPTH = 4096, 50
 _ARRAY_KIND = re.compile(r"[<>|=]([biufcSU]\d+|[mM]8(\[\d*\w+\])?)")
 
-#: Modules whose names may stand in the bytes: this package's writer is one.
-WRITER = "shared_core.recovery.plain"
+#: Modules whose names may stand in the bytes: this package's writer is one. Older files have the second name for it.
+WRITER, _FORMERLY = "shared_core.encoding.plain", "shared_core.recovery.plain"
 _BUILTINS: tuple[type, ...] = (set, frozenset, complex, list, dict, int, float)
 _OTHERS: tuple[type, ...] = (
     collections.OrderedDict,
@@ -197,6 +197,7 @@ class _Made(tuple[str, str]):
 
 
 _NAMES: dict[tuple[str, str], Any] = {key: _Made(key) for key in _MAKERS if isinstance(key, tuple)}
+_NAMES |= {(_FORMERLY, name): made for (_, name), made in _NAMES.items()}
 _NAMES |= {("builtins", kind.__name__): kind for kind in _BUILTINS}
 _NAMES |= {(kind.__module__, kind.__name__): kind for kind in _OTHERS}
 _MAKE = {(_Made(key) if isinstance(key, tuple) else key): maker for key, maker in _MAKERS.items()}

@@ -1,0 +1,192 @@
+"""Everything of Accelerate and transformers that they do not offer, and every place where they are changed: nothing
+else of this package uses private names, except that subclasses override them.
+
+:data:`NAMES` says why each is needed; a test looks each up, so that a version that has changed one is noticed before a
+job meets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate import Accelerator, PartialState
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import InitProcessGroupKwargs
+
+CHECKED_WITH = "accelerate 1.15.0, transformers 5.23.0"
+
+_ACCELERATOR, _LOADER = "accelerate:Accelerator", "accelerate.data_loader"
+_TRAINER = "transformers.trainer:Trainer"
+
+#: ``module:name``, with its parameters where it is overridden or called; why it is needed.
+NAMES: tuple[tuple[str, str], ...] = (
+    (
+        f"{_ACCELERATOR}._dataloaders",
+        "loaders, which count epochs themselves, and are exchanged for watched ones",
+    ),
+    (f"{_ACCELERATOR}._models", "the engine that was prepared"),
+    (f"{_ACCELERATOR}._optimizers", "what is trained"),
+    (f"{_ACCELERATOR}._schedulers", "their state is published"),
+    (f"{_ACCELERATOR}._custom_objects", "objects registered for checkpointing are published"),
+    (f"{_ACCELERATOR}._prepare_deepspeed(self, *args)", "overridden: a pipeline's engine has no forward"),
+    (f"{_ACCELERATOR}.deepspeed_engine_wrapped", "what backward() turns to is exchanged"),
+    ("accelerate.state:GradientState._set_sync_gradients(self, sync_gradients)", "a newcomer goes on in a window"),
+    ("accelerate.state:PartialState._shared_state", "whether Accelerate has set up a process group already"),
+    (f"{_LOADER}:DataLoaderDispatcher._fetch_batches(self, iterator)", "a batch top lies before the broadcast"),
+    (f"{_LOADER}:DataLoaderDispatcher._non_blocking", "as it sends batches"),
+    (f"{_LOADER}:DataLoaderDispatcher._drop_last", "as it ends a pass"),
+    (f"{_LOADER}:DataLoaderDispatcher._stop_iteration", "the same"),
+    (f"{_ACCELERATOR}.prepare_data_loader", "sets _is_accelerate_prepared on what it has prepared"),
+    ("torch.optim.lr_scheduler:LRScheduler._step_count", "OneCycleLR refuses to go further than its end"),
+    (f"{_TRAINER}._build_accelerator_args(self, **kwargs)", "overridden: the plugin is one of the handlers"),
+    (f"{_TRAINER}._init_training_state", "overridden: a newcomer begins in its predecessor's epoch"),
+    (f"{_TRAINER}._run_epoch", "overridden: and at its batch"),
+    (f"{_TRAINER}._finalize_training(self, trial, num_train_samples, start_time)", "overridden: the true start"),
+    (f"{_TRAINER}._load_rng_state(self, checkpoint)", "overridden: a newcomer's random state is published"),
+    (f"{_TRAINER}.get_batch_samples(self, epoch_iterator, num_batches, device)", "overridden: the batch top"),
+    (f"{_TRAINER}._tr_loss", "running sums of the loss are published"),
+    (f"{_TRAINER}._total_loss_scalar", "the same"),
+    (f"{_TRAINER}._globalstep_last_logged", "the same"),
+    ("transformers.trainer:skip_first_batches", "patched: in a newcomer the loader finds its place by itself"),
+)
+
+#: Attributes of a ``transformers.Trainer`` that change while it trains.
+TRAINER_STATE = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
+
+#: Handlers are looked up by their exact class, and only that one is asked before the process group is created: the
+#: plugin says that it is one.
+ASKED_FIRST: type = InitProcessGroupKwargs
+
+
+def accelerator_under_construction() -> Accelerator | None:
+    """The ``Accelerator`` in whose constructor we are. Handlers are not told; frames are the only way to it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__init__" and isinstance(candidate, Accelerator):
+            return candidate
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def is_set_up() -> bool:
+    """Whether Accelerate has set up a process group, or found that there is none."""
+    return bool(PartialState._shared_state)
+
+
+def become(target: Any, mixin: type) -> None:
+    """Patch: give an object, which others hold already, a class with ``mixin`` before its own."""
+    target.__class__ = mixed(mixin, type(target))
+
+
+def mixed(mixin: type, kind: type) -> type:
+    """``kind`` with ``mixin`` before it, under the same name."""
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+
+
+# -- what an Accelerator has prepared ---------------------------------------------------------------------------------
+
+
+def loaders_of(accelerator: Accelerator) -> list[Any]:
+    """Loaders, in the order of their preparation."""
+    found: list[Any] = accelerator._dataloaders
+    return found
+
+
+def exchange_loader(accelerator: Accelerator, old: Any, new: Any) -> None:
+    """Put one loader in the place of another."""
+    accelerator._dataloaders = [new if each is old else each for each in accelerator._dataloaders]
+
+
+def models_of(accelerator: Accelerator) -> list[Any]:
+    """Models, as Accelerate keeps them."""
+    found: list[Any] = accelerator._models
+    return found
+
+
+def optimizers_of(accelerator: Accelerator) -> list[Any]:
+    """Optimizers, wrapped."""
+    found: list[Any] = accelerator._optimizers
+    return found
+
+
+def schedulers_of(accelerator: Accelerator) -> list[Any]:
+    """Schedulers, wrapped."""
+    found: list[Any] = accelerator._schedulers
+    return found
+
+
+def registered(accelerator: Accelerator) -> list[Any]:
+    """Objects that the script has registered for checkpointing."""
+    found: list[Any] = accelerator._custom_objects
+    return found
+
+
+def set_sync(accelerator: Accelerator, sync: bool) -> None:
+    """Whether gradients are summed after the next backward."""
+    accelerator.gradient_state._set_sync_gradients(sync)
+
+
+def is_prepared(loader: Any) -> bool:
+    """Whether Accelerate has prepared a loader already."""
+    return bool(getattr(loader, "_is_accelerate_prepared", False))
+
+
+def may_step(scheduler: AcceleratedScheduler) -> bool:
+    """Whether a scheduler is not at its end; OneCycleLR refuses to go further."""
+    total = getattr(scheduler.scheduler, "total_steps", None)
+    return total is None or bool(scheduler.scheduler._step_count <= total)
+
+
+# -- dispatch_batches -------------------------------------------------------------------------------------------------
+
+
+def fetch(dispatcher: DataLoaderDispatcher, iterator: Any) -> Any:
+    """The next batch for all, on rank 0, and what is announced of it."""
+    return dispatcher._fetch_batches(iterator)
+
+
+def is_at_end(dispatcher: DataLoaderDispatcher) -> bool:
+    """Whether :func:`fetch` has met the end."""
+    return bool(getattr(dispatcher, "_stop_iteration", False))
+
+
+def set_at_end(dispatcher: DataLoaderDispatcher, ended: bool) -> None:
+    """Inverse of :func:`is_at_end`."""
+    dispatcher._stop_iteration = ended
+
+
+def drops_last(dispatcher: DataLoaderDispatcher) -> bool:
+    """Whether a batch that is too small is left out."""
+    return bool(dispatcher._drop_last)
+
+
+def sends_at_once(dispatcher: DataLoaderDispatcher) -> bool:
+    """Whether batches are sent to their device without waiting."""
+    return bool(dispatcher._non_blocking)
+
+
+# -- transformers -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def loader_kept() -> Iterator[None]:
+    """Patch: the Trainer skips batches by making a new loader; a newcomer's own finds its place by itself.
+
+    ``Trainer`` calls the function by its global name, once, at the start of an epoch; there is no other way between.
+    """
+    import transformers.trainer
+
+    module: Any = transformers.trainer
+    skip = module.skip_first_batches
+    module.skip_first_batches = lambda loader, count: loader
+    try:
+        yield
+    finally:
+        module.skip_first_batches = skip

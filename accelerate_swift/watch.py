@@ -1,0 +1,115 @@
+"""What is trained under an ``Accelerator``, and whether its loaders mark the batch tops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from accelerate_swift import compat
+from shared_core import Job, SwiftConfig, TrainingLoop
+from shared_core.encoding import holds_weights
+from shared_core.errors import Unsupported
+from shared_core.events import console
+
+
+class Watch:
+    """Shared by the plugin, the ``Accelerator`` that it has taken, and its loaders.
+
+    Attributes:
+        loop: of the core; without a job until :meth:`begin`.
+        replays: a newcomer runs the whole script, and its engine passes by the calls that others have finished.
+        marks_tops: whether loaders mark the batch tops; else whoever iterates them does.
+        engine: a pipeline engine, which says itself what is trained.
+    """
+
+    def __init__(self) -> None:
+        self.loop = TrainingLoop(None)
+        self.replays = False
+        self.marks_tops = True
+        self.engine: Any = None
+        self._accelerator: Accelerator | None = None
+        self._models: list[nn.Module] = []
+        self._attached: list[Any] = []
+        self._warned = False
+        self._numbered = 0
+        self._epoch_keys: list[str] = []
+
+    def begin(self, accelerator: Accelerator, job: Job, config: SwiftConfig) -> None:
+        """An ``Accelerator`` takes part in a job."""
+        self._accelerator = accelerator
+        self.loop.begin(job, config, replays=self.replays)
+
+    def begin_epoch(self) -> None:
+        """An epoch begins: loaders of the one before are gone."""
+        while self._epoch_keys:
+            self.loop.forget(self._epoch_keys.pop())
+
+    def begin_training(self) -> None:
+        """A training loader is about to be iterated: say what is trained, and check that this can work.
+
+        Raises:
+            Unsupported: for a kind of distributed training that is not supported.
+        """
+        job = self.loop.job
+        assert job is not None
+        self.loop.refuse_own_steps()
+        if self.loop.epoch is None and not self._warned:
+            self._warned = True
+            if job.rank == 0:
+                console(
+                    "the epochs are not counted by plugin.epochs(n): a worker that is lost after the first pass over "
+                    "the data cannot be replaced, all then go back to the newest checkpoint. Write "
+                    "'for epoch in plugin.epochs(n):'"
+                )
+        self.attach()
+
+    def attach(self) -> None:
+        """Tell the job what is trained.
+
+        Raises:
+            Unsupported: for a kind of distributed training that is not supported.
+        """
+        accelerator, job = self._accelerator, self.loop.job
+        assert accelerator is not None and job is not None
+        if accelerator.num_processes != job.world_size:
+            raise Unsupported(
+                f"swiftrun started {job.world_size} workers, but this Accelerator sees {accelerator.num_processes}: "
+                "without a GPU, pass Accelerator(cpu=True) or set ACCELERATE_USE_CPU=true"
+            )
+        kind = accelerator.distributed_type.value
+        if kind not in ("NO", "MULTI_CPU") and self.engine is None:
+            raise Unsupported(f"recovery under Accelerate's {kind} is not in this version: only MULTI_CPU is supported")
+        if self.engine is not None:
+            return
+        models = self._models
+        optimizers: list[Optimizer] = [each.optimizer for each in compat.optimizers_of(accelerator)]
+        trained = [*models, *optimizers]
+        if len(trained) != len(self._attached) or any(a is not b for a, b in zip(trained, self._attached, strict=True)):
+            self._attached = trained
+            job.attach(models, optimizers)
+            if any(holds_weights(each) for each in compat.registered(accelerator)):
+                job.keep_tops()
+
+    @property
+    def training(self) -> bool:
+        """Whether the models are being trained rather than evaluated."""
+        return any(model.training for model in self._models)
+
+    def note_model(self, prepared: Any) -> Any:
+        """Remember a model as it is after Accelerate has wrapped it; Accelerate itself keeps what it was before."""
+        if not any(prepared is each for each in self._models):
+            self._models.append(prepared)
+        return prepared
+
+    def next_key(self) -> str:
+        """Names loaders in the order in which they are prepared: those of an epoch apart, for a newcomer prepares none
+        of the epochs before.
+        """
+        if self.loop.epoch is not None:
+            self._epoch_keys.append(f"epoch {len(self._epoch_keys) + 1}")
+            return self._epoch_keys[-1]
+        self._numbered += 1
+        return str(self._numbered)

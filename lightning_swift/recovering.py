@@ -1,0 +1,240 @@
+"""A strategy in a run: what the launcher and the loops ask of it, and what Lightning calls."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_swift import compat
+from lightning_swift.capture import RunState
+from lightning_swift.checkpoint import SwiftCheckpoint
+from lightning_swift.checkpoint_io import SwiftCheckpointIO
+from lightning_swift.collectives import CollectiveStrategy
+from lightning_swift.sharing import SharedLoader, Sharing
+from lightning_swift.support import check_trainer
+from shared_core import Job, SwiftConfig
+from shared_core.faults import point
+from shared_core.loaders import wrap_loader
+
+
+class RecoveringStrategy(CollectiveStrategy):
+    """The part of :class:`~lightning_swift.SwiftDDPStrategy` that is at work while something is trained.
+
+    Attributes:
+        config: options of the run.
+        sharing: the training steps of the last fit, where survivors compute a lost worker's share.
+    """
+
+    config: SwiftConfig
+    #: Whether callbacks may average the weights.
+    averages = True
+    #: Whether all workers give their metrics the same values.
+    metrics_alike = False
+    #: What is trained is built with collectives, in :meth:`after_skip`.
+    builds_late = False
+
+    def _begin(self, job: Job | None) -> None:
+        """Called once, by whatever makes the strategy.
+
+        Args:
+            job: of this worker; None where nobody recovers it.
+        """
+        self.job = job
+        self.quiet = False
+        self.sharing: Sharing | None = None
+        self._run_state: RunState | None = None
+        self._trainer: pl.Trainer | None = None
+        self._listening = False
+
+    # -- entry calls --------------------------------------------------------------------------------------------------
+
+    @property
+    def reroutes(self) -> bool:
+        """Whether survivors compute a lost worker's share of the batches, see :class:`Sharing`."""
+        return self.job is not None and self.job.reroutes and self.world_size > 1
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        if self.job is not None:
+            self._check(trainer)  # again: the module may have added callbacks
+            assert self.model is not None
+            averages = self.run_state.averages.models
+            self.attach([self.model, *averages], self.optimizers if trainer.state.fn == TrainerFn.FITTING else [])
+            if averages:
+                self.job.keep_tops()
+            self.run_state.loggers.opened()
+
+    def configure_ddp(self) -> None:
+        """Where survivors compute a lost worker's share, gradients are summed by :class:`Sharing`."""
+        if not self.reroutes:
+            super().configure_ddp()
+            return
+        assert self.job is not None and self.lightning_module is not None
+        number = 0 if self.sharing is None else self.sharing.number
+        if self.sharing is None:
+            self.job.at_end(self._settle)
+        self.job.alike = True
+        self.sharing = Sharing(
+            self.job, self.lightning_module.trainer, self.run_state.untouched, self.config.seed, number
+        )
+
+    def _settle(self) -> None:
+        assert self.sharing is not None
+        self.sharing.settle()
+
+    def _check(self, trainer: pl.Trainer) -> None:
+        check_trainer(trainer, averages=self.averages and not self.reroutes)
+
+    def begin_entry(self, trainer: pl.Trainer) -> None:
+        """An entry call begins: everything that only this rank has is registered before the job decides whether to
+        run it.
+        """
+        assert self.job is not None
+        self._check(trainer)
+        self._trainer = trainer
+        self._run_state = RunState(trainer)
+        self._run_state.register(self.job)
+        self._run_state.loggers.prepare(self.job, self.job.peek("lightning.loggers"))
+        if not self._listening:
+            self._listening = True
+            self.job.on_recovered(self._log_recovery)
+
+    def attach(self, modules: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        """Tell the job what is trained."""
+        assert self.job is not None
+        self.job.attach(modules, optimizers)
+
+    def put_back(self, ended: Mapping[str, Any]) -> None:
+        """Put the module and the optimizers into the state that they had at the end of an entry call."""
+        if self.lightning_module is not None:
+            self.lightning_module.load_state_dict(ended["module"], strict=False)
+        self.load_optimizer_state_dict({"optimizer_states": ended["optimizers"]})
+        self.run_state.averages.load(ended["averages"])
+
+    def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
+        """A newcomer has skipped an entry call: make what its predecessor made in it with collectives.
+
+        Args:
+            trainer: its trainer.
+            ended: state of the module and the optimizers at the end of the call.
+        """
+
+    @property
+    def run_state(self) -> RunState:
+        """Rank-local state of the entry call in progress."""
+        assert self._run_state is not None
+        return self._run_state
+
+    @property
+    def joining(self) -> bool:
+        """Whether this is a newcomer that has not reached its predecessor's place yet."""
+        return self.job is not None and self.job.joining
+
+    @property
+    def data_index(self) -> int:
+        """Ranks with the same one read the same batches."""
+        return self.global_rank
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Loaders of a fit get the wrapper that can be put back to where it was."""
+        trainer = self._trainer
+        if self.job is None or trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return dataloader
+        if self.reroutes and trainer.training:
+            assert self.sharing is not None
+            loader: Any = dataloader
+            return SharedLoader(loader, self.sharing)
+        return wrap_loader(
+            dataloader,
+            mode=self.config.data,
+            seed=self.config.seed,
+            rank=self.data_index,
+            first_epoch=trainer.current_epoch,
+            ahead=1 if trainer.training else 0,
+            lazy=self.joining,
+            orders=self.job.orders if trainer.training else None,
+            copied=self.job.reroutes,
+        )
+
+    # -- batch tops ---------------------------------------------------------------------------------------------------
+
+    def batch_top(self, accumulating: bool) -> None:
+        """The top of a training batch; a newcomer takes its predecessor's place in here."""
+        if self.job is not None:
+            if isinstance(self.checkpoint_io, SwiftCheckpointIO) and self.job.checkpoint_near:
+                self.checkpoint_io.wait()  # ModelCheckpoint counts its file as written
+            if self.job.batch_top(accumulating=accumulating):
+                self._log_recovery({})
+
+    def eval_top(self) -> None:
+        """The start of a stand-alone evaluation."""
+        if self.job is not None:
+            self.job.eval_top()
+
+    def _log_recovery(self, fields: dict[str, Any]) -> None:
+        """One row of scalars for each recovery, in the user's loggers, where that is asked for."""
+        trainer = self._trainer
+        if not self.config.log.recoveries or trainer is None or not trainer.is_global_zero:
+            return
+        if trainer.state.status != TrainerStatus.RUNNING:
+            return
+        scalars = {"swift/generation": float(fields.get("generation", os.environ.get("SWIFT_RECOVERY_GENERATION", 0)))}
+        if "detected" in fields:
+            scalars["swift/stall_s"] = time.time() - float(fields["detected"])
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=compat.steps_made(trainer.fit_loop.epoch_loop))
+            logger.save()
+
+    # -- what Lightning calls during a run ----------------------------------------------------------------------------
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self.sharing is not None:
+            self.sharing.moved()
+        return batch
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """As in ``DDPStrategy``; where the gradient is summed later, hooks for what follows are called later, too."""
+        if self.sharing is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        return self.sharing.backward(closure_loss)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        def marked() -> Any:
+            result = closure()
+            point("clip")  # gradients are there; hooks, clipping and the update follow
+            return result
+
+        return super().optimizer_step(optimizer, closure if self.job is None else marked, model, **kwargs)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        point("checkpoint.write")
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        for callback in getattr(self._trainer, "callbacks", ()):
+            if isinstance(callback, SwiftCheckpoint):
+                callback.note_file(str(filepath))
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        super().remove_checkpoint(filepath)
+        for callback in getattr(self._trainer, "callbacks", ()):
+            if isinstance(callback, SwiftCheckpoint):
+                callback.forget_file(str(filepath))

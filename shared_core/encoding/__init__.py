@@ -1,0 +1,47 @@
+"""State as bytes, and back, without executing what is read.
+
+- ``values``: attributes of the user's objects as plain data, and back in place.
+- ``plain``: plain data, tensors and arrays as bytes. ``unpacking``: the reader.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shared_core.lazy import lazily
+
+if TYPE_CHECKING:
+    from shared_core.encoding.plain import Piece, dumps, loads, pieces
+    from shared_core.encoding.values import ATOMS, NotPlain, assign, decode, encode, encode_state, holds_weights, same
+
+__all__ = [
+    "ATOMS",
+    "NotPlain",
+    "Piece",
+    "assign",
+    "decode",
+    "dumps",
+    "encode",
+    "encode_state",
+    "holds_weights",
+    "loads",
+    "pieces",
+    "same",
+]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "shared_core.encoding.plain": ("Piece", "dumps", "loads", "pieces"),
+        "shared_core.encoding.values": (
+            "ATOMS",
+            "NotPlain",
+            "assign",
+            "decode",
+            "encode",
+            "encode_state",
+            "holds_weights",
+            "same",
+        ),
+    },
+)

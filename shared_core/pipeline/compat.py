@@ -1,0 +1,223 @@
+"""Everything of DeepSpeed that it does not offer, and every place where it is changed: nothing else uses private names,
+except that :class:`~shared_core.pipeline.engine.SwiftPipelineEngine` overrides them.
+
+:data:`NAMES` says why each is needed; a test looks each up, so that a version that has changed one is noticed before a
+job meets it. DeepSpeed is imported by functions only: ``swiftctl`` plans where it is not installed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from shared_core.errors import ConfigError, MissingExtra
+
+CHECKED_WITH = "deepspeed 0.19.8"
+
+_ENGINE, _MODULE = "deepspeed.runtime.pipe.engine:PipelineEngine", "deepspeed.runtime.pipe.module:PipelineModule"
+_BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
+_ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+
+#: ``module:name``, with its parameters where it is overridden or called; why it is needed.
+NAMES: tuple[tuple[str, str], ...] = (
+    ("deepspeed.ops:__compatible_ops__", "patched: an operation that training does not use is compiled under a lock"),
+    ("deepspeed:PipelineEngine", "patched: initialize() makes the engine by this name, and offers no hook"),
+    (f"{_ENGINE}._INSTRUCTION_MAP", "instructions are looked up in it by class; each gets a point for faults"),
+    (f"{_ENGINE}._exec_forward_pass(self, buffer_id)", "overridden: random numbers of each layer, and time"),
+    (f"{_ENGINE}._exec_backward_pass(self, buffer_id)", "overridden: time"),
+    (f"{_ENGINE}._exec_send_activations(self, buffer_id)", "overridden: the log says what a message is; replayed"),
+    (f"{_ENGINE}._exec_send_grads(self, buffer_id)", "the same"),
+    (f"{_ENGINE}._exec_recv_activations(self, buffer_id)", "replayed"),
+    (f"{_ENGINE}._exec_recv_grads(self, buffer_id)", "replayed"),
+    (f"{_ENGINE}._exec_load_micro_batch(self, buffer_id)", "replayed"),
+    (f"{_ENGINE}._exec_optimizer_step(self, lr_kwargs)", "the end of a step whose schedule is not DeepSpeed's"),
+    (f"{_ENGINE}._exec_schedule(self, pipe_schedule)", "overridden: plans and parallel replay run instead of it"),
+    (f"{_ENGINE}._reserve_pipe_buffers(self, num_buffers)", "parallel replay uses one buffer"),
+    (f"{_ENGINE}._aggregate_total_loss(self)", "overridden: the loss of a re-routed step is known"),
+    (f"{_ENGINE}._next_batch(self)", "overridden: batches that were drawn are counted"),
+    (f"{_ENGINE}._take_model_step", "overridden: hooks before the step"),
+    (f"{_ENGINE}._global_grad_norm", "set for a step that is not run here"),
+    (f"{_ENGINE}._reentrant_activation_checkpointing(self)", "then inputs must require gradients"),
+    ("deepspeed.runtime.pipe.topology:PipelineParallelGrid._topo", "the stage of another rank"),
+    (f"{_MODULE}._layer_specs", "layers of other stages are built"),
+    (f"{_MODULE}._recursive_getattr(module, attr_name)", "parameters of tied layers"),
+    (f"{_BF16}._hp_optimizer_states_linked", "moments are linked anew"),
+    (f"{_BF16}._lazy_init_hp_params_optimizer_state(self)", "the same"),
+    (f"{_ZERO}._hp_optimizer_states_linked", "the same"),
+    (
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state(self)",
+        "the same",
+    ),
+)
+
+
+def import_deepspeed() -> Any:
+    """The module ``deepspeed``, set up as recovery needs it. Call it before the process group is created.
+
+    DeepSpeed trains on the CPU, also where there is a GPU, and leaves out its all-reduce through shared memory, which
+    training does not use: that is compiled at start-up under a lock that a killed worker leaves behind, for which all
+    later ones on the machine would wait for ever.
+
+    Raises:
+        ConfigError: if DeepSpeed was imported already and has chosen another device.
+        MissingExtra: if it is not installed.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+    except ImportError as error:
+        raise MissingExtra("pipelines need DeepSpeed: pip install 'swift-recovery[deepspeed]'") from error
+    chosen = get_accelerator().device_name()
+    if chosen != "cpu":
+        raise ConfigError(
+            f"DeepSpeed has chosen {chosen!r} when it was imported, and this version trains on CPUs only: set "
+            "DS_ACCELERATOR=cpu in the environment, or import DeepSpeed later"
+        )
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+# -- which engine deepspeed.initialize makes --------------------------------------------------------------------------
+
+
+@contextmanager
+def engines(kind: type) -> Iterator[None]:
+    """Patch: have ``deepspeed.initialize`` make pipeline engines of class ``kind``; it names its own, and offers no
+    hook.
+    """
+    import deepspeed
+
+    stock = deepspeed.PipelineEngine
+    deepspeed.PipelineEngine = kind
+    try:
+        yield
+    finally:
+        deepspeed.PipelineEngine = stock
+
+
+def choose_engines(choose: Callable[[Mapping[str, Any]], type]) -> None:
+    """Patch: have ``deepspeed.PipelineEngine(...)``, as ``deepspeed.initialize`` calls it, make an engine of the class
+    that ``choose`` says.
+
+    The name stays that of a class: ``isinstance``, ``issubclass`` and subclasses mean what they did.
+
+    Args:
+        choose: of the keyword arguments.
+    """
+    import deepspeed
+
+    deepspeed.PipelineEngine = choosing(deepspeed.PipelineEngine, choose)
+
+
+def choosing(stock: type, choose: Callable[[Mapping[str, Any]], type]) -> type:
+    """A class that stands for ``stock``, except that its objects are of the class that ``choose`` says."""
+
+    class Choosing(type(stock)):  # type: ignore[misc]  # a metaclass of that of ``stock``
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            kind = choose(kwargs) if cls is stand_in else cls
+            return kind(*args, **kwargs) if kind is not cls else super().__call__(*args, **kwargs)
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, stock) if cls is stand_in else super().__instancecheck__(instance)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, stock) if cls is stand_in else super().__subclasscheck__(subclass)
+
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    stand_in: type = Choosing(stock.__name__, (stock,), names)
+    return stand_in
+
+
+# -- an engine --------------------------------------------------------------------------------------------------------
+
+
+def instructions_of(engine: Any) -> Mapping[type, Callable[..., None]]:
+    """What is done for each kind of instruction, called with the engine; of an engine, or of its class."""
+    found: Mapping[type, Callable[..., None]] = engine._INSTRUCTION_MAP
+    return found
+
+
+def load_micro_batch(engine: Any) -> None:
+    """Read the next micro-batch into the first buffer."""
+    engine._exec_load_micro_batch(0)
+
+
+def receive_activations(engine: Any) -> None:
+    """Receive the inputs of a micro-batch into the first buffer."""
+    engine._exec_recv_activations(0)
+
+
+def receive_gradients(engine: Any) -> None:
+    """Receive the gradients of the outputs in the first buffer."""
+    engine._exec_recv_grads(0)
+
+
+def send_activations(engine: Any) -> None:
+    """Send the outputs in the first buffer."""
+    engine._exec_send_activations(0)
+
+
+def send_gradients(engine: Any) -> None:
+    """Send the gradients of the inputs in the first buffer."""
+    engine._exec_send_grads(0)
+
+
+def step(engine: Any) -> None:
+    """Clip, update, and step the scheduler."""
+    engine._exec_optimizer_step()
+
+
+def use_one_buffer(engine: Any) -> None:
+    """Have room for one micro-batch."""
+    engine._reserve_pipe_buffers(1)
+
+
+def next_batch(engine: Any) -> Any:
+    """The next micro-batch of the data."""
+    return engine._next_batch()
+
+
+def gradient_norm(engine: Any) -> Any:
+    """Of the last step."""
+    return engine._global_grad_norm
+
+
+def set_gradient_norm(engine: Any, norm: Any) -> None:
+    """Inverse of :func:`gradient_norm`."""
+    engine._global_grad_norm = norm
+
+
+def checkpoints_reentrantly(engine: Any) -> bool:
+    """Whether activations are checkpointed in a way that needs inputs with gradients."""
+    return bool(engine._reentrant_activation_checkpointing())
+
+
+def stage_of(engine: Any, rank: int) -> int:
+    """Stage of a rank."""
+    return int(engine.grid._topo.get_coord(rank).pipe)
+
+
+def layers_of(module: Any) -> Sequence[Any]:
+    """The layers of all stages, as the user gave them."""
+    found: Sequence[Any] = module._layer_specs
+    return found
+
+
+def tied_parameter(module: Any, key: str, name: str) -> Any:
+    """A parameter of a tied layer."""
+    return module._recursive_getattr(module.tied_modules[key], name)
+
+
+def link_moments(optimizer: Any, *, there: bool) -> None:
+    """Parameters know the slices of the moments that are theirs: have them know those of the present tensors.
+
+    Args:
+        optimizer: one of DeepSpeed's that shards.
+        there: every master has moments by now; else they are linked when they are made.
+    """
+    optimizer._hp_optimizer_states_linked = False
+    if there:
+        optimizer._lazy_init_hp_params_optimizer_state()

@@ -1,0 +1,160 @@
+"""What the backend needs of ``torch`` that is not public, and the one place where torch is changed.
+
+:data:`NAMES` says why each is needed, also those that other packages use in place; a test looks each up, so that a
+version that has changed one is noticed before a job meets it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.autograd.graph
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch._C import _distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+CHECKED_WITH = "torch 2.13.0"
+
+_C10D, _GROUP = "torch.distributed.distributed_c10d", "torch._C._distributed_c10d:ProcessGroup"
+_GLOO, _DDP = "torch._C._distributed_c10d:ProcessGroupGloo", "torch.nn.parallel:DistributedDataParallel"
+
+#: ``module:name``, with its parameters where it is called by name; why it is needed.
+NAMES: tuple[tuple[str, str], ...] = (
+    # -- groups
+    (
+        f"{_C10D}:_new_process_group_helper(group_size, group_rank, global_ranks_in_group, backend, store, group_name, "
+        "backend_options, timeout, pg_tag, device_id, group_desc)",
+        "patched: frameworks branch on the backend's name, so a swift group is recorded as gloo",
+    ),
+    (f"{_C10D}:_world", "where the name of a group's backend is recorded, and groups are found by name"),
+    (f"{_C10D}:_World.pg_map", "the same"),
+    (f"{_C10D}:_World.pg_backend_config", "the same"),
+    (f"{_C10D}:_get_process_group_name(pg)", "a group's name is published in its place"),
+    (f"{_C10D}:_get_default_store()", "processes of a script without a launcher meet there"),
+    (f"{_C10D}:Backend._plugins", "whether the backend is registered"),
+    ("torch._C._distributed_c10d:Store", "a store of one's own is a subclass"),
+    ("torch._C._distributed_c10d:PrefixStore", "torch's stubs know it by this place only"),
+    (f"{_GROUP}._get_backend_name", "overridden"),
+    (f"{_GROUP}._set_group_name", "overridden"),
+    (f"{_GROUP}._set_group_desc", "overridden"),
+    (f"{_GROUP}._device_types", "overridden"),
+    (f"{_GROUP}._get_backend", "overridden: the inner gloo backend"),
+    (f"{_GROUP}._set_default_backend", "overridden"),
+    (f"{_GROUP}._register_backend", "overridden"),
+    (f"{_GROUP}._set_sequence_number_for_group", "overridden"),
+    (f"{_GROUP}._get_sequence_number_for_group", "overridden"),
+    # -- gloo
+    (f"{_GLOO}._Options", "a group is made on a device of its own, whose sockets can be shut"),
+    ("torch._C._distributed_c10d:ProcessGroupGloo._Options._timeout", "the same"),
+    ("torch._C._distributed_c10d:ProcessGroupGloo._Options._threads", "the same"),
+    ("torch._C._distributed_c10d:ProcessGroupGloo._Options._devices", "the same"),
+    (f"{_GLOO}._set_default_timeout", "of operations, apart from that of connecting"),
+    (f"{_GLOO}._allgather_base", "all_gather_single of the inner group"),
+    (f"{_GLOO}._reduce_scatter_base", "reduce_scatter_single of the inner group"),
+    # -- who calls a collective
+    (
+        "torch.autograd.graph:_engine_run_backward",
+        "DDP's reducer calls from inside backward, and takes the future's value",
+    ),
+    (f"{_DDP}._pre_forward(self, *inputs, **kwargs)", "in it DDP broadcasts the order of its buckets"),
+    ("torch.nn.parallel.distributed:DistributedDataParallel.reducer", "a newcomer's buckets are rebuilt"),
+    ("torch._C._distributed_c10d:Reducer._push_all_rebuilt_params", "the same"),
+    ("torch._C._distributed_c10d:Reducer._rebuild_buckets", "the same"),
+    # -- tensors, modules and autograd
+    ("torch:Tensor._version", "whether somebody has written to a tensor"),
+    ("torch:_foreach_copy_", "copies of many tensors in one call"),
+    ("torch.autograd.grad_mode:_unsafe_preserve_version_counter", "what is put back counts as no change"),
+    ("torch.autograd:Variable._execution_engine", "a callback at the end of backward"),
+    ("torch._C:_current_graph_task_id", "whether a backward pass is running"),
+    ("torch.nn:Module._buffers", "buffers are put in place under their names"),
+    ("torch:Tensor._backward_hooks", "hooks of parameters, which see a whole gradient only"),
+    ("torch.nn.modules.batchnorm:_NormBase", "statistics of one worker"),
+    ("torch.nn.modules.batchnorm:_BatchNorm", "the same"),
+    ("torch.utils._pytree:tree_flatten", "nested batches"),
+    ("torch.utils._pytree:tree_unflatten", "the same"),
+    ("torch.utils._pytree:tree_map", "the same"),
+    ("torch.utils._pytree:tree_leaves", "the same"),
+    ("torch.utils._python_dispatch:TorchDispatchMode", "faults between tensor operations"),
+)
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_DDP_FORWARD = DistributedDataParallel._pre_forward.__code__
+ProcessGroupGloo: Any = _distributed_c10d.ProcessGroupGloo
+
+# -- who calls a collective -------------------------------------------------------------------------------------------
+
+
+def called_by_reducer() -> bool:
+    """Whether the function that asks was called by DDP's reducer: C++, right inside the autograd engine."""
+    frame = sys._getframe(1).f_back
+    return frame is None or frame.f_code is _ENGINE
+
+
+def agreeing_on_buckets() -> Any:
+    """The ``DistributedDataParallel`` from whose forward the function that asks was called, to agree on the order of
+    its buckets; None if it was not.
+    """
+    frame = sys._getframe(1).f_back
+    return frame.f_locals["self"] if frame is not None and frame.f_code is _DDP_FORWARD else None
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+def is_registered(backend: str) -> bool:
+    """Whether torch knows a backend."""
+    return backend.upper() in dist.Backend._plugins
+
+
+def replace_group_creation(make: Callable[[Callable[..., Any], Mapping[str, Any]], Any]) -> None:
+    """Patch: have every group be made by ``make(torch's function, its arguments by name)``, the only one of torch.
+
+    Frameworks branch on the name of the backend in dozens of places (Lightning replaces AVG by SUM and a division only
+    for "gloo"), so the recorded name must stay "gloo" for the same bits; but new_group() inherits the recorded name,
+    and would make plain gloo groups. torch has no hook between the two, so the function in which both meet is replaced.
+    """
+    helper = c10d._new_process_group_helper
+    names = helper.__code__.co_varnames[: helper.__code__.co_argcount]
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        return make(helper, {**dict(zip(names, args, strict=False)), **kwargs})
+
+    c10d._new_process_group_helper = new_group
+
+
+def record_as_gloo(group: Any, store: Any) -> None:
+    """Have torch answer "gloo" to whoever asks for a group's backend."""
+    gloo = dist.Backend("gloo")
+    c10d._world.pg_map[group] = (gloo, store)
+    c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(gloo))
+
+
+def group_name(group: Any) -> str:
+    """The name of a group, the same at all its members."""
+    return str(c10d._get_process_group_name(group))
+
+
+def group_named(name: str) -> Any:
+    """The group of this name; that of all ranks where there is none."""
+    return next((each for each in list(c10d._world.pg_map) if group_name(each) == name), dist.group.WORLD)
+
+
+# -- gloo -------------------------------------------------------------------------------------------------------------
+
+
+def gloo_options(device: Any, timeout: timedelta) -> Any:
+    """Options of a gloo group that uses this device, and has so long to connect."""
+    options = ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._threads = 2  # what torch's own gloo group has
+    options._devices = [device]
+    return options
+
+
+def set_operation_timeout(group: Any, timeout: timedelta) -> None:
+    """Of the operations of a gloo group."""
+    group._set_default_timeout(timeout)

@@ -1,0 +1,212 @@
+"""The rules by which the house is built, checked on the source: who may import whom, and how large anything may be."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import import_graph
+import pytest
+from import_graph import Graph, Import, Module, circles, imports, inside, offered, taken_later
+
+CORE, LIGHTNING, ACCELERATE = PACKAGES = ("shared_core", "lightning_swift", "accelerate_swift")
+TESTING = "shared_core.testing"
+
+#: Modules of the core that adapters may import besides packages with ``__all__``.
+PLAIN_FACES = ("shared_core.errors", "shared_core.events")
+
+#: Which modules may import a package.
+ONLY_IN = {
+    "deepspeed": ("shared_core.pipeline", LIGHTNING, ACCELERATE),
+    "ortools": ("shared_core.schedule.optimal",),
+    "lightning": (LIGHTNING,),
+    "pytorch_lightning": (LIGHTNING,),
+    "accelerate": (ACCELERATE,),
+    "transformers": (ACCELERATE,),
+}
+
+MOST_LINES, MOST_CLASS_LINES, MOST_METHODS = 500, 300, 20
+#: What is larger. It is to become smaller: nothing may be added, and what fits by now must be taken out.
+LARGE_FILES = {
+    "shared_core.checkpoint.writer",
+    "shared_core.launcher.agent",
+    "shared_core.worker.messages.archive",
+    "shared_core.worker.comm.runtime",
+    "shared_core.job",
+    "shared_core.loaders.resumable",
+    "shared_core.worker.recovery.exchange",
+    "shared_core.reroute.executor",
+}
+LARGE_CLASSES = {
+    "lightning_swift.pipeline.SwiftPipelineStrategy",
+    "shared_core.checkpoint.writer.Writer",
+    "shared_core.checkpointer.Alone",
+    "shared_core.launcher.agent.SwiftAgent",
+    "shared_core.launcher.rendezvous.Meeting",
+    "shared_core.worker.messages.archive.Archive",
+    "shared_core.worker.comm.group.SwiftProcessGroup",  # its methods are torch's
+    "shared_core.worker.comm.runtime.Runtime",
+    "shared_core.job.Job",
+    "shared_core.loaders.resumable.ResumableLoader",
+    "shared_core.loop.TrainingLoop",
+    "shared_core.worker.state.publications.Board",
+    "shared_core.worker.checkpoints.checkpoints.Checkpoints",
+    "shared_core.worker.recovery.exchange.Recovery",
+    "shared_core.worker.state.updates.Updates",
+    "shared_core.reroute.executor.Executor",
+}
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return import_graph.read(*PACKAGES)
+
+
+def is_adapter(module: str) -> bool:
+    return inside(module, LIGHTNING, ACCELERATE)
+
+
+def is_face(graph: Graph, module: str) -> bool:
+    return module in PLAIN_FACES or (graph[module].is_package and offered(graph[module]) is not None)
+
+
+def test_adapters_import_only_public_faces(graph: Graph) -> None:
+    wrong = [str(i) for i in imports(graph, is_adapter) if inside(i.imported, CORE) and not allowed(graph, i)]
+    wrong += [
+        f"{adapter.name}:{line} takes {name} of {module}"
+        for adapter in graph.values()
+        if is_adapter(adapter.name)
+        for module, name, line in taken_later(adapter)
+        if inside(module, CORE) and name not in names_of(graph[module])
+    ]
+    assert not wrong, (
+        "adapters import names in __all__ of packages of the core, its errors and its events, nothing else"
+    )
+
+
+def allowed(graph: Graph, each: Import) -> bool:
+    return is_face(graph, each.imported) and set(each.names) <= names_of(graph[each.imported])
+
+
+def names_of(face: Module) -> set[str]:
+    """What may be taken from a face; everything public where it has no ``__all__``."""
+    listed = offered(face)
+    if listed is not None:
+        return set(listed)
+    public = (node.name for node in face.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
+    return {name for name in public if not name.startswith("_")}
+
+
+def test_what_a_package_offers_is_what_it_imports_on_first_use(graph: Graph) -> None:
+    """``__getattr__`` of a package finds exactly what the type checker sees there."""
+    found = 0
+    for module in graph.values():
+        homes = homes_of(module)
+        if homes is None:
+            continue
+        found += 1
+        typed = {(i.imported, name) for i in module.imports if i.kind == "typing" for name in i.names}
+        assert homes == typed, module.name
+        assert {name for _, name in homes} <= set(offered(module) or ()), module.name
+    assert found > 3
+
+
+def homes_of(module: Module) -> set[tuple[str, str]] | None:
+    """(module, name) in the call of ``lazily``; None where there is none."""
+    for node in ast.walk(module.tree) if module.is_package else ():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "lazily":
+            return {(home, name) for home, names in ast.literal_eval(node.args[1]).items() for name in names}
+    return None
+
+
+def test_the_product_does_not_import_its_test_tools(graph: Graph) -> None:
+    wrong = [str(i) for i in imports(graph, lambda m: not inside(m, TESTING)) if inside(i.imported, TESTING)]
+    assert not wrong
+
+
+def test_the_core_does_not_import_the_adapters(graph: Graph) -> None:
+    core = imports(graph, lambda m: inside(m, CORE) and not inside(m, TESTING))
+    wrong = [str(i) for i in core if inside(i.imported, LIGHTNING, ACCELERATE)]
+    wrong += [str(i) for i in imports(graph, lambda m: inside(m, LIGHTNING)) if inside(i.imported, ACCELERATE)]
+    wrong += [str(i) for i in imports(graph, lambda m: inside(m, ACCELERATE)) if inside(i.imported, LIGHTNING)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", ONLY_IN)
+def test_a_framework_is_imported_in_its_place_only(graph: Graph, package: str) -> None:
+    users = [i for i in imports(graph, lambda m: not inside(m, TESTING)) if inside(i.imported, package)]
+    assert not [str(i) for i in users if not inside(i.importer, *ONLY_IN[package])]
+
+
+@pytest.mark.parametrize("package", [LIGHTNING, ACCELERATE])
+def test_no_circle_of_imports(graph: Graph, package: str) -> None:
+    """Those for the type checker and those inside functions included: a circle is one module in several files."""
+    assert not circles(graph, lambda module: inside(module, package))
+
+
+def test_no_file_is_too_long(graph: Graph) -> None:
+    assert {module.name for module in graph.values() if module.lines > MOST_LINES} == LARGE_FILES
+
+
+def test_no_class_is_too_large(graph: Graph) -> None:
+    large = {
+        f"{module.name}.{kind.name}"
+        for module in graph.values()
+        for kind in classes(module.tree)
+        if lines_of(kind) > MOST_CLASS_LINES or len(set(methods(kind))) > MOST_METHODS
+    }
+    assert large == LARGE_CLASSES
+
+
+def classes(node: ast.AST) -> Iterator[ast.ClassDef]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            yield child
+        if isinstance(child, ast.stmt):
+            yield from classes(child)
+
+
+def lines_of(kind: ast.ClassDef) -> int:
+    assert kind.end_lineno is not None
+    return kind.end_lineno - kind.lineno + 1
+
+
+def methods(kind: ast.ClassDef) -> Iterator[str]:
+    """Names of its public methods."""
+    for node in kind.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            yield node.name
+
+
+def test_the_checker_sees_every_kind_of_import() -> None:
+    """The graph itself: what it is made of, and that it finds a circle."""
+    text = """
+import a.b.c
+from a.b import c, name
+from . import beside
+if TYPE_CHECKING:
+    from a import x
+def function():
+    try:
+        import later
+    finally:
+        pass
+class Kind:
+    from a.b.c import y
+"""
+    module = Module("a.one", import_graph.ROOT, ast.parse(text), 1, False)
+    graph = {"a": module, "a.b": module, "a.b.c": module, "a.one": module, "a.beside": module}
+    found = {(i.imported, i.names, i.kind) for i in import_graph.of_module(module, graph)}
+    assert found == {
+        ("a.b.c", (), "module"),
+        ("a.b", ("name",), "module"),
+        ("a.beside", (), "module"),
+        ("a", ("x",), "typing"),
+        ("later", (), "function"),
+        ("a.b.c", ("y",), "module"),
+    }
+    one, two = (Module(name, import_graph.ROOT, module.tree, 1, False) for name in ("one", "two"))
+    one.imports = [Import("one", "two", (), "module", 1)]
+    two.imports = [Import("two", "one", (), "typing", 1)]
+    assert circles({"one": one, "two": two}, lambda name: True) == [["one", "two"]]
+    assert not circles({"one": one, "two": two}, lambda name: True, ["module", "function"])

@@ -1,0 +1,116 @@
+"""The private names of frameworks that the product uses are what they were in the version it was checked with."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import import_graph
+import pytest
+from compat_names import what_is_wrong
+
+from shared_core.pipeline.compat import choosing
+
+#: Where the names of each framework are listed, and used.
+TABLES = {
+    "lightning": ("lightning_swift.private_names", ["lightning_swift.compat"]),
+    "deepspeed": ("shared_core.pipeline.compat", ["shared_core.pipeline.compat"]),
+    "torch": ("shared_core.worker.comm.compat", ["shared_core.worker.comm.compat"]),
+    "accelerate": ("accelerate_swift.compat", ["accelerate_swift.compat"]),
+}
+
+
+def names(framework: str) -> list[tuple[str, str]]:
+    table = importlib.import_module(TABLES[framework][0])
+    found: list[tuple[str, str]] = list(table.NAMES)
+    return found
+
+
+@pytest.mark.parametrize("framework", TABLES)
+def test_private_names_are_what_they_were(framework: str) -> None:
+    """All in one test: each takes microseconds, and a new version of a framework changes several."""
+    checked_with = importlib.import_module(TABLES[framework][0]).CHECKED_WITH
+    wrong = [f"{what}; needed because: {why}" for name, why in names(framework) if (what := what_is_wrong(name))]
+    assert not wrong, f"not as in {checked_with}:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("framework", TABLES)
+def test_all_private_names_that_are_used_are_listed(framework: str) -> None:
+    listed = {part for name, _ in names(framework) for part in name.partition("(")[0].replace(":", ".").split(".")}
+    for module in TABLES[framework][1]:
+        used = private_names(import_graph.ROOT / Path(*module.split(".")).with_suffix(".py"))
+        assert used <= listed, f"{module} uses names that the table does not list: {sorted(used - listed)}"
+
+
+@pytest.mark.parametrize("package", ["lightning_swift", "accelerate_swift"])
+def test_adapters_use_private_names_of_frameworks_in_one_place(package: str) -> None:
+    """All others that they use are their own: they define them somewhere."""
+    files = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (import_graph.ROOT / package).glob("*.py")}
+    own = {name for tree in files.values() for name in defined_in(tree)} | {"_exit", "_swift_added"}
+    torchs = {part for name, _ in names("torch") for part in name.partition("(")[0].replace(":", ".").split(".")}
+    wrong = {path.name: private_names(path) - own - torchs for path in files if path.name != "compat.py"}
+    assert not {path: sorted(found) for path, found in wrong.items() if found}
+
+
+def defined_in(tree: ast.Module) -> set[str]:
+    """Names of functions and classes, and of what is assigned to ``self``, to a class, or to an object made here."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "made"):
+                found.add(node.attr)
+    return found
+
+
+def private_names(path: Path) -> set[str]:
+    """Names with an underscore that are imported, or taken of or set in an object."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    found |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return {name for name in found if name.startswith("_") and not name.startswith("__")} - {"_getframe"}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("compat_names:what_is_wrong(name)", None),
+        ("compat_names:what_is_wrong(text)", "takes (name)"),
+        ("compat_names:nothing", "has no nothing"),
+        ("no_such_module:name", "cannot be imported"),
+        ("import_graph:Module.imports", None),
+        ("fractions:Fraction._numerator", None),
+        ("fractions:Fraction._of_another_name", "has no _of_another_name"),
+    ],
+)
+def test_a_name_that_has_changed_is_found(name: str, wrong: str | None) -> None:
+    found = what_is_wrong(name)
+    assert found is None if wrong is None else wrong in (found or "")
+
+
+def test_the_name_of_deepspeeds_engine_stays_that_of_a_class() -> None:
+    """With a section in the configuration, what ``deepspeed.PipelineEngine`` makes is chosen; it is a class still."""
+
+    class Stock:
+        def __init__(self, config: object = None) -> None:
+            self.config = config
+
+    class Ours(Stock):
+        pass
+
+    stand_in = choosing(Stock, lambda given: Ours if given.get("config") else Stock)
+
+    class Theirs(stand_in):  # type: ignore[misc, valid-type]
+        pass
+
+    plain, chosen, theirs = stand_in(), stand_in(config=1), Theirs(config=1)
+    assert (type(plain), type(chosen), type(theirs)) == (Stock, Ours, Theirs)
+    assert chosen.config == theirs.config == 1
+    assert all(isinstance(each, stand_in) for each in (plain, chosen, theirs))
+    assert all(issubclass(each, stand_in) for each in (Stock, Ours, Theirs))
+    assert not isinstance(3, stand_in) and not issubclass(int, stand_in)
+    assert not isinstance(chosen, Theirs) and not issubclass(Ours, Theirs)
