@@ -25,6 +25,61 @@ ONLY_IN = {
     "transformers": (ACCELERATE,),
 }
 
+#: The layers of the core, from the top. A module imports from layers below its own, and from its own folder.
+LAYERS = (
+    ("testing",),
+    ("cli",),
+    ("report",),
+    ("pipeline", "trackers"),
+    ("",),  # the package itself
+    ("checkpointer",),
+    ("loop",),
+    ("sharing",),
+    ("reroute",),
+    ("job",),
+    ("worker", "launcher"),
+    ("handover",),
+    ("protocol",),
+    ("simulate", "schedule"),
+    ("checkpoint",),
+    ("encoding",),
+    ("loaders",),
+    ("config",),
+    ("system",),
+    ("faults",),
+    ("waiting",),
+    ("events",),
+    ("kinds",),
+    ("errors",),
+    ("lazy",),
+)
+#: Imports that still run upwards or sideways. Nothing may be added.
+UPWARDS: set[tuple[str, str]] = {
+    ("shared_core.launcher.neighbour", "shared_core.worker.near"),
+    ("shared_core.worker.recovery.exchange", "shared_core.launcher.ledger"),
+    ("shared_core.worker.recovery.lane", "shared_core.launcher.ledger"),
+    ("shared_core.worker.recovery.resize", "shared_core.launcher.mirror"),
+    ("shared_core.worker.state.publications", "shared_core.launcher.mirror"),
+}
+#: Circles of the core that are still there, by their modules. Nothing may be added.
+CIRCLES = [
+    {
+        "shared_core.pipeline.engine",
+        "shared_core.pipeline.planned_groups",
+        "shared_core.pipeline.rerouting",
+        "shared_core.pipeline.shared_replay",
+    },
+    {"shared_core.worker.comm.p2p", "shared_core.worker.comm.runtime"},
+    {
+        "shared_core.worker.checkpoints.checkpoints",
+        "shared_core.worker.recovery.donor",
+        "shared_core.worker.recovery.exchange",
+        "shared_core.worker.recovery.resize",
+    },
+]
+#: What ``protocol/`` is free of.
+IMPURE = ("torch", "threading", "socket", "selectors", "subprocess", "multiprocessing")
+
 MOST_LINES, MOST_CLASS_LINES, MOST_METHODS = 500, 300, 20
 #: What is larger. It is to become smaller: nothing may be added, and what fits by now must be taken out.
 LARGE_FILES = {
@@ -132,6 +187,28 @@ def test_the_core_does_not_import_the_adapters(graph: Graph) -> None:
     assert not wrong
 
 
+def layer_of(module: str) -> tuple[int, str]:
+    """Number of its layer, from the top, and its folder or file in the core."""
+    place = (module.split(".") + [""])[1]
+    return next(number for number, names in enumerate(LAYERS) if place in names), place
+
+
+def test_imports_go_down(graph: Graph) -> None:
+    """Neither up nor to the side: ``worker`` and ``launcher`` know nothing of each other."""
+    wrong = set()
+    for each in imports(graph, lambda m: inside(m, CORE) and not inside(m, TESTING)):
+        if inside(each.imported, CORE):
+            (mine, here), (other, there) = layer_of(each.importer), layer_of(each.imported)
+            if here != there and other <= mine:
+                wrong.add((each.importer, each.imported))
+    assert wrong == UPWARDS
+
+
+def test_the_protocol_is_pure(graph: Graph) -> None:
+    users = imports(graph, lambda m: inside(m, "shared_core.protocol"))
+    assert not [str(i) for i in users if inside(i.imported, *IMPURE)]
+
+
 @pytest.mark.parametrize("package", ONLY_IN)
 def test_a_framework_is_imported_in_its_place_only(graph: Graph, package: str) -> None:
     users = [i for i in imports(graph, lambda m: not inside(m, TESTING)) if inside(i.imported, package)]
@@ -142,6 +219,11 @@ def test_a_framework_is_imported_in_its_place_only(graph: Graph, package: str) -
 def test_no_circle_of_imports(graph: Graph, package: str) -> None:
     """Those for the type checker and those inside functions included: a circle is one module in several files."""
     assert not circles(graph, lambda module: inside(module, package))
+
+
+def test_no_other_circle_in_the_core(graph: Graph) -> None:
+    found = circles(graph, lambda module: inside(module, CORE))
+    assert sorted(map(sorted, found)) == sorted(map(sorted, CIRCLES))
 
 
 def test_no_file_is_too_long(graph: Graph) -> None:
