@@ -197,7 +197,9 @@ class InnerGroup:
         own, keys = list(members).index(rank), {each: f"port/{at}" for at, each in enumerate(members)}
         store.set(f"port/{own}", place)
         wait_for(store, keys, abandoned, wait_timeout_s, rank, f"to connect {what}", silent=silent)
-        places = frozenset(bytes(raw).decode() for raw in store.multi_get(list(keys.values()))) - {"unknown"}
+        places = frozenset(bytes(raw).decode(errors="replace") for raw in store.multi_get(list(keys.values()))) - {
+            "unknown"
+        }
         options = ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=connect_timeout_s)
         options._threads = 2  # what torch's own gloo group has
