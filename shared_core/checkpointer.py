@@ -40,6 +40,7 @@ from shared_core.events import console
 from shared_core.job import Job, current_job
 from shared_core.launcher.persisting import Persisting
 from shared_core.loop import TrainingLoop
+from shared_core.protocol.codec import Count, decode, text
 from shared_core.sharing import SharedStep
 from shared_core.system.jobdir import JobDir
 from shared_core.waiting import Wait, wait_for
@@ -292,7 +293,7 @@ class Alone:
     def _said(self, key: str, what: str) -> str:
         client = self._store()
         wait_for(client, {0: key}, lambda: False, self.config.detection.wait_timeout_s, self.rank, what)
-        return client.get(key).decode()
+        return text(client.get(key), key)
 
     def _agreed(self, key: str, mine: str) -> str:
         """What rank 0 says, at all ranks."""
@@ -306,14 +307,14 @@ class Alone:
 
     def _resume(self) -> None:
         """Find the checkpoint to begin with, if there is one; rank 0 decides."""
-        chosen: list[Any] = []
+        chosen: list[tuple[str, int, bool]] = []
         told = absolute(self.config.checkpoint.resume_from) if self.config.checkpoint.resume_from else ""
         if self.rank == 0:
             chosen = self._choose(told)
-        chosen = json.loads(self._agreed("begins", json.dumps(chosen)))
+        chosen = decode(self._agreed("begins", json.dumps(chosen)), list[tuple[str, Count, bool]], "begins")
         if not chosen:
             return
-        where, step, adopts = chosen
+        ((where, step, adopts),) = chosen
         found = store.load_manifest(open_storage(where), step)
         self._found = loads(store.read_part(found, f"rank{self.rank}"))
         self._run, self._adopted = str(found.meta["run"]), str(found.meta.get("adopted", ""))
@@ -327,7 +328,7 @@ class Alone:
             whose = f", of '{lineage.Saved(found).command.short}'" if adopts else ""
             console(f"going on from the checkpoint at batch top {step} in {found.path.parent}{whose}")
 
-    def _choose(self, told: str) -> list[Any]:
+    def _choose(self, told: str) -> list[tuple[str, int, bool]]:
         """Rank 0: folder and step of the checkpoint to begin with, and whether it is adopted; empty for none.
 
         Raises:
@@ -339,7 +340,7 @@ class Alone:
         adoptable = lineage.adoptable(told) if told else []
         found = lineage.first_whole(each for each in (*own, *adoptable) if self._fits(each))
         if found is not None:
-            return [found.checkpoint.storage.root, found.step, found not in own]
+            return [(found.checkpoint.storage.root, found.step, found not in own)]
         if told:
             raise ConfigError(f"resume_from: there is no whole checkpoint of {self.world_size} ranks at {told}")
         said = lineage.left_behind(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,23 @@ def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
 
 def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
     compare(jobs.run("loop.py"), jobs.reference("loop.py"))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_nothing_grows_with_each_replacement(jobs: Jobs, tmp_path: Path) -> None:
+    steps = [step for step in range(3, 71, 2) if step % 7 not in (0, 1)][:25]
+    faults = [Fault(1, step, "bucket", "SIGKILL", incarnation=number) for number, step in enumerate(steps)]
+    env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "1000"}
+    args = ["--epochs", "11"]
+    result = jobs.run("growth.py", faults=faults, env=env, args=args, timeout_s=300.0)
+    compare(result, jobs.reference("loop.py", args=args))
+    assert len(result.struck) == len(faults) == 25, result.tail()
+    notes = [json.loads(line) for line in (result.out / "notes.jsonl").read_text().splitlines()]
+    early, late = notes[2:10], notes[-8:]
+    for key in notes[0]:
+        most, least = max(note[key] for note in early), min(note[key] for note in late)
+        assert least <= 1.1 * most, (key, [note[key] for note in notes])
 
 
 def test_epochs_that_the_script_counts_survive_losses_in_the_first(jobs: Jobs) -> None:

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +235,7 @@ class SwiftAgent(SimpleElasticAgent):
         place = (worker_group.spec.local_addr or LOOPBACK, 0 if self._number else self._options.store_port)
         if team is not None and self._crew is not None:
             if self._attempt is None and self._crew.line:  # given a place in the middle of the job
-                self._resizing.line = worker_env.Resized.from_json(self._crew.line)
+                self._resizing.line = worker_env.Resized.from_json(self._crew.line, "first")
                 self._crew.gather(team.machines, self._resizing.line)
             self._number, place = team.number, (team.host, team.port)
         world_size = worker_group.workers[0].world_size
@@ -532,7 +532,7 @@ class SwiftAgent(SimpleElasticAgent):
             self._let_go()
         elif entry.get("over") == FAIL:
             self._story.fails(str(entry["message"]))
-            return self._failed(int(entry["rank"]), 0, 1, "", str(entry["message"]))
+            return self._failed(entry.get("rank", 0), 0, 1, "", str(entry["message"]))
         elif entry.get("over") == RESTART:
             self._start_again(entry, 0.0)
         elif entry.get("over") == RESIZE:
@@ -558,38 +558,38 @@ class SwiftAgent(SimpleElasticAgent):
                 self._kill(one, CANCELLED)
 
     def _hear(self, name: str, value: Any) -> RunResult | None:
-        fields = value if isinstance(value, dict) else {}
         if name == "divergent":
             for one in list(self._fleet.live.values()):
                 if one.rank in value:
                     self._kill(one, "its state differs from its replicas'")
         elif name == "fail":
-            rank, message = int(fields.get("rank", 0)), str(fields.get("message", value))
+            rank, message = value.rank, value.message
             self._story.fails(f"rank {rank}: {message}")
             self._emit("end", rank=rank, result="failed", reason=message, replaced=self._replaced)
             pid = next((one.pid for one in self._fleet.live.values() if one.rank == rank), 0)
             return self._failed(rank, pid, 1, "", message)
         elif name == SAVED:
-            self._last_checkpoint.saved(fields)
+            self._last_checkpoint.saved(asdict(value))
             self._told = True  # look at the signals again
         elif name == CHECKPOINTS:
             self._last_checkpoint.want()
-            if fields.get("checkpoint.dir") != self._options.config.checkpoint.dir:
-                self._story.checkpoints(fields.get("checkpoint.dir"))
-            config = self._options.config.merged(fields)
+            if value.get("checkpoint.dir") != self._options.config.checkpoint.dir:
+                self._story.checkpoints(value.get("checkpoint.dir"))
+            config = self._options.config.merged(value)
             self._options = replace(self._options, config=config)
         elif name == keys.REPORTS:
+            fields = {key: each for key, each in asdict(value).items() if each is not None}
             if (done := self._story.report(fields)) is not None:
                 stall_s, lost, top = done
                 self._events.emit("resumed", rank=0, stall_s=stall_s, recomputed_steps=lost, top=top)
         elif name in ("handed", "declined"):
-            if self._resizing.stay and fields.get("generation") == self._now.generation:
+            if self._resizing.stay and value.generation == self._now.generation:
                 if name == "handed":
-                    self._resize(int(fields["top"]))
+                    self._resize(value.top)
                 else:
-                    self._stay_as_many(str(fields["reason"]))
+                    self._stay_as_many(value.reason)
         elif name == "restart":
-            reason = str(fields.get("reason", value))
+            reason = value.reason
             if self._book.budget <= 0:
                 reason += "; no replacements are left (--max-restarts)"
                 self._story.fails(reason)

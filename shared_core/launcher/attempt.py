@@ -8,19 +8,27 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypedDict
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shared_core.errors import ConfigError
 from shared_core.launcher.key_watcher import KeyWatcher
 from shared_core.launcher.ledger import RELEASE, Ledger
+from shared_core.protocol.codec import decode
 from shared_core.protocol.keys import WORDS
 from shared_core.protocol.loss_policy import Death
 
 #: Where the store of a job on one machine listens, unless the user says otherwise.
 LOOPBACK = "127.0.0.1"
 _FIRST = "first"
+
+
+class _First(TypedDict):
+    """Shape of what an attempt begins with."""
+
+    machines: list[str | None]
+    line: str
 
 
 def connect(host: str, port: int, timeout_s: float = 30.0) -> Any:
@@ -61,9 +69,12 @@ def prefix_of(number: int) -> str:
 def first_of(store: Any, number: int) -> dict[str, Any] | None:
     """With what an attempt begins: ``machines`` in their places, and ``line`` (see :class:`Resizing`); None if no agent
     has begun it.
+
+    Raises:
+        DamagedRecord: what is there is something else.
     """
     key = prefix_of(number) + _FIRST
-    return json.loads(store.get(key)) if store.check([key]) else None
+    return decode(store.get(key), _First, key) if store.check([key]) else None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from shared_core.errors import DamagedRecord
+from shared_core.events import console
+from shared_core.protocol import worker_messages as said
 from shared_core.protocol.keys import REPORTS, SAVED, WORDS
 from shared_core.waiting import FOREVER_S
 
@@ -66,21 +69,25 @@ class KeyWatcher:
         self._thread.join(5.0)
 
     def look(self) -> list[tuple[str, Any]]:
-        """``(key, value)`` of what was said since the last look."""
+        """``(key, value)`` of what was said since the last look; values as in
+        :mod:`~shared_core.protocol.worker_messages`. What is damaged is passed over, with a line.
+        """
         store = self._client
         heard: list[tuple[str, Any]] = []
-        for name in _ONCE:
-            if name not in self._seen and store.check([self._prefix + name]):
-                self._seen.add(name)
-                heard.append((name, _decode(store.get(self._prefix + name))))
-        for name in _AGAIN:
-            if store.check([self._prefix + name]):
-                raw = store.get(self._prefix + name)
-                if self._said.get(name) != raw:
-                    self._said[name] = raw
-                    heard.append((name, _decode(raw)))
+        for name in (*_ONCE, *_AGAIN):
+            if name in self._seen or not store.check([self._prefix + name]):
+                continue
+            raw = store.get(self._prefix + name)
+            if self._said.get(name) == raw:
+                continue
+            self._said[name] = raw
+            if (value := _read(name, raw)) is not None:
+                heard.append((name, value))
+                if name in _ONCE:
+                    self._seen.add(name)
         for _ in range(store.queue_len(self._reports)):
-            heard.append((REPORTS, _decode(store.queue_pop(self._reports))))
+            if (value := _read(REPORTS, store.queue_pop(self._reports))) is not None:
+                heard.append((REPORTS, value))
         if mine := self._divergent():
             heard.append((_DIVERGENT, mine))
         return heard
@@ -90,9 +97,12 @@ class KeyWatcher:
         key = self._prefix + _DIVERGENT
         while self._client.check([key]):
             raw = self._client.get(key)
-            named = _decode(raw)
-            mine = [rank for rank in named if rank in self._ranks] if isinstance(named, list) else []
+            if self._said.get(_DIVERGENT) == raw:
+                break
+            named = _read(_DIVERGENT, raw)
+            mine = [rank for rank in named or () if rank in self._ranks]
             if not mine:
+                self._said[_DIVERGENT] = raw
                 break
             rest = json.dumps([rank for rank in named if rank not in mine])
             if self._client.compare_set(key, raw.decode(), rest) == rest.encode():
@@ -111,8 +121,9 @@ class KeyWatcher:
             self._wake()
 
 
-def _decode(raw: bytes) -> Any:
+def _read(name: str, raw: bytes) -> Any:
     try:
-        return json.loads(raw)
-    except ValueError:
-        return raw.decode(errors="replace")
+        return said.read(name, raw)
+    except DamagedRecord as error:
+        console(f"what a worker has said is passed over: {error}")
+        return None

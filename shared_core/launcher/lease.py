@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from shared_core.errors import DamagedRecord
 from shared_core.events import console
+from shared_core.protocol.codec import Between, decode
 
 #: Part of its lease after which a machine that could not renew it stops its workers.
 FENCE = 0.75
@@ -24,8 +25,9 @@ RENEWALS = 10
 #: Seconds that a machine may take from its place in the rendezvous to its first renewal.
 FIRST_S = 15.0
 _PREFIX = "machines/"
-#: More machines than any job has seen come.
-_MOST = 1_000_000
+_COUNT = f"{_PREFIX}count"
+#: More machines than any job has seen come: each look asks for each of them.
+_Come = Annotated[int, Between(0, 10_000)]
 #: The counter of a lease that holds no number: it stands still.
 _UNREADABLE = -1
 
@@ -121,7 +123,8 @@ class Lease:
         duties = [self._own, *([_Duty("its lease in etcd", also, also_s)] if also is not None else [])]
         self._duties = tuple(duties) if guard else ()
         self._renew()
-        place = self._store.add(f"{_PREFIX}count", 1)
+        self._come()
+        place = self._store.add(_COUNT, 1)
         self._store.set(f"{_PREFIX}member/{place}", machine)
         self._threads = [
             threading.Thread(target=self._keep, args=(duty,), name="swift-lease", daemon=True) for duty in duties
@@ -138,7 +141,7 @@ class Lease:
     def leave(self) -> None:
         """Tell the others that this machine goes."""
         self._store.set(f"{_PREFIX}left/{self._machine}", "1")
-        self._store.check([f"{_PREFIX}count"])  # a set is not acknowledged; this is, after it
+        self._store.check([_COUNT])  # a set is not acknowledged; this is, after it
 
     def close(self) -> None:
         """End the threads."""
@@ -168,14 +171,11 @@ class Lease:
     def _renew(self) -> bool:
         self._count += 1
         self._store.set(f"{_PREFIX}beat/{self._machine}", str(self._count))
-        self._store.check([f"{_PREFIX}count"])  # answered after the renewal took effect
+        self._store.check([_COUNT])  # answered after the renewal took effect
         return True
 
     def _look(self) -> None:
-        count = self._store.add(f"{_PREFIX}count", 0)
-        if not 0 <= count <= _MOST:
-            raise DamagedRecord(f"the job's store says that {count} machines have come: something else wrote to it")
-        keys = [f"{_PREFIX}member/{place}" for place in range(1, count + 1)]
+        keys = [f"{_PREFIX}member/{place}" for place in range(1, self._come() + 1)]
         keys = [key for key in keys if self._store.check([key])]
         names = [raw.decode(errors="backslashreplace") for raw in self._store.multi_get(keys)]
         watched = [name for name in dict.fromkeys([*names, *sorted(self._expected)]) if name not in self.lost]
@@ -191,6 +191,10 @@ class Lease:
             self.lost = self.lost | late | gone
             self.alive = alive
             self._changed()
+
+    def _come(self) -> int:
+        """How many machines have come. The store breaks the connection of whoever adds to what is no number."""
+        return int(decode(self._store.get(_COUNT), _Come, _COUNT)) if self._store.check([_COUNT]) else 0
 
     def _read_beat(self, name: str, raw: bytes) -> int:
         """How often a machine has renewed its lease. What is no number is no renewal, which is said once."""

@@ -8,14 +8,38 @@ Workers follow the same keys.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict
 
-from shared_core.errors import DamagedRecord
+from shared_core.protocol.codec import Count, damaged, decode, word
 
 #: What ends an attempt: all workers said goodbye, all start again, another number goes on, the job failed.
 RELEASE, RESTART, RESIZE, FAIL = "release", "restart", "resize", "fail"
+#: What is said of newcomers that ask to be let in.
+LET_IN = ("yes", "no")
+
+
+class _Numbered(TypedDict):
+    generation: Count
+    incarnations: list[Count]
+
+
+class _Entry(_Numbered, total=False):
+    """Shape of an entry."""
+
+    lost: list[Count]
+    absent: list[Count]
+    stay: list[Count]
+    cause: dict[str, str]
+    detected: float
+    machines: list[str | None]
+    after: list[str]
+    reason: str
+    over: Literal["release", "restart", "resize", "fail"]
+    rank: Count
+    message: str
+    workers: Count
+    line: str
 
 
 def lane_key(rank: int, incarnation: int) -> str:
@@ -40,47 +64,27 @@ def read_entry(raw: bytes, key: str, generation: int, world_size: int) -> dict[s
     Raises:
         DamagedRecord: it is another's, or damaged. To follow it could start workers in an endless loop.
     """
-    try:
-        entry = json.loads(raw)
-        wrong = _wrong_in(entry, generation, world_size)
-    except (ValueError, RecursionError) as error:
-        wrong = f"it is no JSON ({error})"
-    if wrong:
-        raise DamagedRecord(
-            f"the entry {key} in the job's store is damaged or was written by something else: {wrong}; "
-            "start the job again, and let nothing else reach its store"
-        )
-    return dict(entry)
+    entry: dict[str, Any] = decode(raw, _Entry, key)
+    if wrong := _wrong_in(entry, generation, world_size):
+        raise damaged(key, wrong)
+    return entry
 
 
-def _wrong_in(entry: Any, generation: int, world_size: int) -> str:
-    """What is wrong in an entry; empty if nothing is."""
-    if not isinstance(entry, dict):
-        return f"it holds {entry!r:.80}"
-    if not _is_count(entry.get("generation")) or entry["generation"] != generation:
-        return f"its generation is {entry.get('generation')!r:.80}, not {generation}"
-    counts = entry.get("incarnations")
-    if not isinstance(counts, list) or len(counts) != world_size or not all(map(_is_count, counts)):
-        return f"its incarnations are {counts!r:.80}, not {world_size} counts"
+def _wrong_in(entry: dict[str, Any], generation: int, world_size: int) -> str:
+    """What is wrong in an entry of the right shape; empty if nothing is."""
+    if entry["generation"] != generation:
+        return f"generation is {entry['generation']}, not {generation}"
+    if len(entry["incarnations"]) != world_size:
+        return f"it has {len(entry['incarnations'])} incarnations, not {world_size}"
     for name in ("lost", "absent", "stay"):
-        ranks = entry.get(name, [])
-        if not isinstance(ranks, list) or not all(_is_count(rank) and rank < world_size for rank in ranks):
-            return f"{name} is {ranks!r:.80}, not a list of ranks below {world_size}"
-    for name in ("machines", "after"):
-        names = entry.get(name, [])
-        if not isinstance(names, list) or not all(each is None or isinstance(each, str) for each in names):
-            return f"{name} is {names!r:.80}, not a list of machines"
-    detected = entry.get("detected", 0.0)
-    if isinstance(detected, bool) or not isinstance(detected, int | float) or not math.isfinite(detected):
-        return f"detected is {detected!r:.80}, not a time"
-    over = entry.get("over")
-    if over and over not in (RELEASE, RESTART, RESIZE, FAIL):
-        return f"over is {over!r:.80}"
-    return ""
+        if any(rank >= world_size for rank in entry.get(name, ())):
+            return f"{name} is {entry[name]!r:.80}, not ranks below {world_size}"
+    needed = ("stay",) if "after" in entry else _ENDS.get(entry.get("over", ""), ())
+    return next((f"it is without {name!r}" for name in needed if name not in entry), "")
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+#: What the last entry of an attempt has to say.
+_ENDS = {RESTART: ("reason",), RESIZE: ("workers", "line"), FAIL: ("message",)}
 
 
 class Ledger:
@@ -162,7 +166,8 @@ class Ledger:
         away: frozenset[int] = frozenset()
         if self.absent:
             key = self._prefix + let_in_key(self.generation)
-            away = frozenset() if self._store.check([key]) and self._store.get(key) == b"yes" else self.absent
+            let_in = self._store.check([key]) and word(self._store.get(key), LET_IN, key) == "yes"
+            away = frozenset() if let_in else self.absent
         return [rank for rank in range(len(self.incarnations)) if rank not in away]
 
     def _absent_after(self, lost: Sequence[int]) -> frozenset[int] | None:
@@ -176,8 +181,9 @@ class Ledger:
             return frozenset(lost) if self._store.check(keys) else None
         if not self.absent:
             return frozenset(lost)
-        settled = self._store.compare_set(self._prefix + let_in_key(self.generation), "", "no")
-        return frozenset(lost) | (frozenset() if bytes(settled) == b"yes" else self.absent)
+        key = self._prefix + let_in_key(self.generation)
+        settled = word(self._store.compare_set(key, "", "no"), LET_IN, key)
+        return frozenset(lost) | (frozenset() if settled == "yes" else self.absent)
 
     @property
     def _next(self) -> str:

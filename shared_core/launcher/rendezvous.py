@@ -25,13 +25,14 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from shared_core.errors import ConfigError, SwiftError, WaitTimeout
+from shared_core.errors import ConfigError, DamagedRecord, SwiftError, WaitTimeout
 from shared_core.events import console
 from shared_core.launcher.attempt import Team, connect, first_of, prefix_of
 from shared_core.launcher.console import host_of, ranks
 from shared_core.launcher.lease import FIRST_S, Lease
 from shared_core.launcher.ledger import RELEASE, RESIZE, RESTART, Ledger
 from shared_core.launcher.rendezvous_store import C10D, Gone, Register, own_address, probe
+from shared_core.protocol.meeting_document import ENDED, FORMING, RUNNING
 from shared_core.waiting import Wait
 
 _LOOK_S = 0.05
@@ -43,7 +44,6 @@ _LAST_S = 10.0
 #: The least length of the lease of the store's host in etcd, in seconds. Members of etcd that have lost their leader
 #: answer nobody until they have another; up to 3 s were measured.
 HOLD_S = 6.0
-FORMING, RUNNING, ENDED = "forming", "running", "ended"
 
 
 class JobOver(SwiftError):
@@ -203,7 +203,7 @@ class Meeting(RendezvousHandler):
         lease = self.lease
         if lease is None or lease.fenced:
             return
-        with suppress(RuntimeError, RendezvousConnectionError):
+        with suppress(RuntimeError, RendezvousConnectionError, DamagedRecord):
             lease.leave()
             if self.hosts_store:
                 what = "the other machines to leave, because it hosts the store"
@@ -445,6 +445,6 @@ class Meeting(RendezvousHandler):
 
         try:
             document = self._register.change(renew)
-        except (RendezvousConnectionError, ConfigError):
+        except (RendezvousConnectionError, ConfigError, DamagedRecord):
             return False
         return document is not None and document.get("beat") == self._beats and document["round"] == self._round

@@ -12,12 +12,14 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from shared_core.errors import ConfigError
 from shared_core.launcher.etcd import ETCD, EtcdBackend
+from shared_core.protocol.codec import damaged
+from shared_core.protocol.meeting_document import ADVICE, read_document
 
 C10D = "c10d"
 BACKENDS = (C10D, ETCD)
@@ -121,6 +123,10 @@ class Register:
         """All endpoints, for messages."""
         return f"{', '.join(f'{host}:{port}' for host, port in self.endpoints)} ({self.backend})"
 
+    @property
+    def _key(self) -> str:
+        return f"of the job {self.run_id} at {self.where}"
+
     def open(self) -> None:
         """Connect, or host the rendezvous where the endpoint is this machine's.
 
@@ -157,10 +163,13 @@ class Register:
 
         Raises:
             RendezvousConnectionError: if the rendezvous cannot be reached.
-            ConfigError: if something else is kept there.
+            DamagedRecord: if something else is kept there.
         """
         assert self._backend is not None
-        state = self._backend.get_state()
+        try:
+            state = self._backend.get_state()
+        except RendezvousStateError as error:
+            raise damaged(self._key, f"it is not encoded ({error.__cause__})", ADVICE) from None
         while True:
             document = None if state is None else self._decode(state[0])
             wanted = how(document)
@@ -175,13 +184,4 @@ class Register:
                 state = answer[:2]
 
     def _decode(self, raw: bytes) -> dict[str, Any]:
-        try:
-            document = json.loads(raw)
-        except ValueError:
-            document = None
-        if not isinstance(document, dict) or "phase" not in document:
-            raise ConfigError(
-                f"what is kept at {self.where} for the job {self.run_id} is not of this version of swiftrun: choose "
-                "another --rdzv-id"
-            )
-        return document
+        return read_document(raw, self._key)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from shared_core.errors import RecoveryFailed
+from shared_core.protocol.codec import Count, damaged, decode
 
 
 @dataclass(frozen=True)
@@ -25,20 +26,26 @@ class Offer:
         version: optimizer steps its state contains; None if it is a newcomer that has no state yet.
     """
 
-    rank: int
-    slot: int
-    tops: tuple[tuple[int, int, str], ...]
-    version: int | None
+    rank: Count
+    slot: Count
+    tops: tuple[tuple[Count, Count, str], ...]
+    version: Count | None
 
     def to_json(self) -> str:
         """Inverse of :meth:`from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, raw: str) -> Offer:
-        """Inverse of :meth:`to_json`."""
-        values = json.loads(raw)
-        return cls(values["rank"], values["slot"], tuple((i, v, k) for i, v, k in values["tops"]), values["version"])
+    def from_json(cls, raw: bytes | str, key: str = "offer", rank: int | None = None) -> Offer:
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            DamagedRecord: what is kept under ``key`` is none, or none of ``rank``.
+        """
+        found: Offer = decode(raw, cls, key)
+        if rank not in (None, found.rank):
+            raise damaged(key, f"its rank is {found.rank}")
+        return found
 
 
 @dataclass(frozen=True)

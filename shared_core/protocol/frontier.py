@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated
+
+from shared_core.protocol.codec import Count, Form, damaged, decode
+
+#: Ranks do not differ by more in the number of collectives that they have made of a group, nor in that of messages.
+_MOST_APART = 10_000_000
 
 
 class Done:
@@ -54,6 +59,10 @@ class Done:
 Channel = tuple[int, int, int]
 
 
+#: Messages of each channel, by :func:`channel_key`.
+PerChannel = dict[Annotated[str, Form(r"\d{1,9},\d{1,9},-?\d{1,19}", "a channel")], Count]
+
+
 def channel_key(channel: Channel) -> str:
     """The channel as a JSON key."""
     return ",".join(map(str, channel))
@@ -76,15 +85,15 @@ class Top:
         saved: parameters and optimizer state at this top are in a checkpoint, so that no donor is needed.
     """
 
-    index: int
-    version: int
+    index: Count
+    version: Count
     entry: int
     kind: str
-    groups: dict[str, int]
-    received: dict[str, dict[str, int]] = field(default_factory=dict)
-    sent: dict[str, dict[str, int]] = field(default_factory=dict)
-    members: dict[str, list[int]] = field(default_factory=dict)
-    replicas: list[int] = field(default_factory=list)
+    groups: dict[str, Count]
+    received: dict[str, PerChannel] = field(default_factory=dict)
+    sent: dict[str, PerChannel] = field(default_factory=dict)
+    members: dict[str, list[Count]] = field(default_factory=dict)
+    replicas: list[Count] = field(default_factory=list)
     saved: bool = False
 
 
@@ -104,14 +113,14 @@ class GroupFrontier:
         held: per channel, number of the first message that can be sent again.
     """
 
-    ranks: tuple[int, ...]
-    next: int
-    done: list[int]
-    log: list[int]
-    exclusive: list[int]
-    received: dict[str, int] = field(default_factory=dict)
-    sent: dict[str, int] = field(default_factory=dict)
-    held: dict[str, int] = field(default_factory=dict)
+    ranks: tuple[Count, ...]
+    next: Count
+    done: list[Count]
+    log: list[Count]
+    exclusive: list[Count]
+    received: PerChannel = field(default_factory=dict)
+    sent: PerChannel = field(default_factory=dict)
+    held: PerChannel = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -131,15 +140,15 @@ class Frontier:
         outside: its script changes these outside updates: a newer state serves no older batch top.
     """
 
-    rank: int
-    incarnation: int
+    rank: Count
+    incarnation: Count
     newcomer: bool
-    version: int
+    version: Count
     tops: tuple[Top, ...]
     groups: dict[str, GroupFrontier] = field(default_factory=dict)
-    together: list[int] = field(default_factory=list)
-    top: int = 0
-    kept: list[int] = field(default_factory=list)
+    together: list[Count] = field(default_factory=list)
+    top: Count = 0
+    kept: list[Count] = field(default_factory=list)
     outside: bool = False
 
     def to_json(self) -> str:
@@ -147,11 +156,54 @@ class Frontier:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> Frontier:
-        """Inverse of :meth:`to_json`."""
-        raw: dict[str, Any] = json.loads(text)
-        raw["tops"] = tuple(Top(**top) for top in raw["tops"])
-        raw["groups"] = {
-            name: GroupFrontier(**{**group, "ranks": tuple(group["ranks"])}) for name, group in raw["groups"].items()
-        }
-        return cls(**raw)
+    def from_json(cls, raw: bytes | str, key: str = "front") -> Frontier:
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            DamagedRecord: what is kept under ``key`` is none.
+        """
+        found: Frontier = decode(raw, cls, key)
+        return found
+
+
+def read_fronts(raws: Mapping[int, bytes], keys: Mapping[int, str]) -> dict[int, Frontier]:
+    """The frontiers of all ranks, of numbers 0 to the highest.
+
+    Args:
+        raws: what the store holds, by rank.
+        keys: where it was.
+
+    Raises:
+        DamagedRecord: one is none.
+    """
+    fronts = {rank: Frontier.from_json(raw, keys[rank]) for rank, raw in raws.items()}
+    for rank, front in fronts.items():
+        if wrong := _wrong_in(rank, front, len(fronts)):
+            raise damaged(keys[rank], wrong)
+    for name in {name for front in fronts.values() for name in front.groups}:
+        made = {rank: front.groups[name].next for rank, front in fronts.items() if name in front.groups}
+        most, least = max(made, key=lambda rank: made[rank]), min(made.values())
+        if made[most] - least > _MOST_APART:
+            raise damaged(keys[most], f"groups.{name}.next is {made[most]}, another rank's is {least}")
+    return fronts
+
+
+def _wrong_in(rank: int, front: Frontier, world_size: int) -> str:
+    """What is wrong in a frontier of the right shape; empty if nothing is."""
+    if front.rank != rank:
+        return f"its rank is {front.rank}"
+    channels: list[tuple[str, tuple[int, ...], tuple[dict[str, int], ...]]]
+    channels = [(name, group.ranks, (group.received, group.sent, group.held)) for name, group in front.groups.items()]
+    for top in front.tops:
+        for name, ranks in top.members.items():
+            channels.append((name, tuple(ranks), (top.received.get(name, {}), top.sent.get(name, {}))))
+    for name, members, counts in channels:
+        ends = (int(end) for each in counts for key in each for end in key.split(",")[:2])
+        if any(end >= len(members) for end in ends):
+            return f"group {name!r} of {len(members)} ranks has a channel of another"
+    for name, group in front.groups.items():
+        if not group.ranks or max(group.ranks) >= world_size:
+            return f"groups.{name}.ranks is {list(group.ranks)!r:.80}, not some of {world_size}"
+        if not group.done or max(group.done) - group.next > _MOST_APART:
+            return f"groups.{name}.done is {group.done!r:.80}, not numbers up to {group.next}"
+    return ""

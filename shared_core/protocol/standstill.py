@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from shared_core.protocol.codec import Count, damaged, decode
 from shared_core.waiting import ranks_text
 
 #: Calls in which all members must give the same shapes.
@@ -34,9 +35,9 @@ class Standing:
         sent: per group and channel, how many messages it has sent.
     """
 
-    rank: int
+    rank: Count
     generation: int
-    look: int
+    look: Count
     waited_s: float = 0.0
     limit_s: float = 0.0
     call: str = ""
@@ -55,10 +56,16 @@ class Standing:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, raw: str) -> Standing:
-        """Inverse of :meth:`to_json`."""
-        values = json.loads(raw)
-        return cls(**values | {"members": tuple(values["members"])})
+    def from_json(cls, raw: bytes | str, key: str = "stand", rank: int | None = None) -> Standing:
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            DamagedRecord: what is kept under ``key`` is none, or none of ``rank``.
+        """
+        found: Standing = decode(raw, cls, key)
+        if rank not in (None, found.rank):
+            raise damaged(key, f"its rank is {found.rank}")
+        return found
 
     @property
     def finished(self) -> bool:

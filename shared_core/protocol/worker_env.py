@@ -15,6 +15,7 @@ from shared_core.checkpoint.command import Command
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError
 from shared_core.events import RUN
+from shared_core.protocol.codec import Count, decode
 
 JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
 STORE = "SWIFT_RECOVERY_STORE"
@@ -46,20 +47,24 @@ class Resized:
         top: the batch top from which the job goes on.
     """
 
-    attempt: int
-    world_size: int
-    stay: tuple[int, ...]
-    top: int
+    attempt: Count
+    world_size: Count
+    stay: tuple[Count, ...]
+    top: Count
 
     def to_json(self) -> str:
         """Inverse of :meth:`from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, raw: str) -> Resized:
-        """Inverse of :meth:`to_json`."""
-        values = json.loads(raw)
-        return cls(values["attempt"], values["world_size"], tuple(values["stay"]), values["top"])
+    def from_json(cls, raw: bytes | str, key: str = "line") -> Resized:
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            DamagedRecord: what was kept under ``key`` is none.
+        """
+        found: Resized = decode(raw, cls, key)
+        return found
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,16 @@ _PIECE = 1 << 20
 
 
 def place_of(machine: str) -> tuple[str, int]:
-    """Where a machine's agent takes copies; it is part of the machine's name, ``HOST:PORT#...``."""
+    """Where a machine's agent takes copies; it is part of the machine's name, ``HOST:PORT#...``.
+
+    Raises:
+        OSError: it is no machine's name.
+    """
     host, _, port = machine.partition("#")[0].rpartition(":")
+    if not (
+        host.isascii() and host.isprintable() and port.isdecimal() and port.isascii() and 0 < int(port[:6]) < 65536
+    ):
+        raise OSError(f"{machine!r:.80} is no machine's name")
     return host, int(port)
 
 

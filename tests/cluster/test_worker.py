@@ -11,6 +11,7 @@ from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, WaitTimeout
 from shared_core.launcher.key_watcher import KeyWatcher
 from shared_core.protocol import progress_file, worker_env
+from shared_core.protocol.worker_messages import Failed
 from shared_core.worker import link
 
 
@@ -72,7 +73,7 @@ def test_what_workers_tell_reaches_the_watcher(tmp_path: Path) -> None:
     assert watcher.look() == []
     store.set(me.prefix + "fail", "plain words")
     assert store.check([me.prefix + "fail"])  # a set is not acknowledged: another client may look before it arrives
-    assert watcher.look() == [("fail", "plain words")]
+    assert watcher.look() == [("fail", Failed("plain words"))]
     link.tell(store, "divergent", [0, 1], prefix=me.prefix)
     assert watcher.look() == [("divergent", [1])]  # rank 0 is another agent's to hear of
     assert watcher.look() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,32 @@ def test_spilled_results_come_back_bit_for_bit(
     assert log.nbytes == 0
     assert torch.equal(log.results(5)[0], expected[5][0]) and log.results(5)[1].shape == (0, 4)
     log.drop_before(6)
-    assert not log.entries and log._spill_file is None
+    assert not log.entries and on_disk(tmp_path) == (0, 0)
+
+
+def on_disk(folder: Path) -> tuple[int, int]:
+    """How many files without a name this process has open in a folder, and the bytes that they take there."""
+    links = [path for path in Path("/proc/self/fd").iterdir() if os.path.islink(path)]
+    found = [os.stat(path) for path in links if os.readlink(path).startswith(str(folder))]
+    return len(found), sum(each.st_blocks * 512 for each in found)
+
+
+def test_the_disk_holds_only_what_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log is never empty, and an operation of each step finishes after one of the next."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    log, size = GroupLog(BufferPool()), 1 << 14
+    late = entry(0, top=0, size=size)
+    for step in range(1, 60):
+        for number in range(3):
+            log.put(10 * step + number, entry(step, top=step, size=size))
+        log.put(10 * step - 1, late)
+        late = entry(-step, top=step, size=size)
+        log.spill(size)
+        log.drop_before(step - 1)
+        files, used = on_disk(tmp_path)
+        assert files <= 4 and used <= 16 * 4 * size, (step, files, used)
+        *own, before = list(log.entries)[-4:]
+        assert [float(log.results(seq)[0][0]) for seq in (*own, before)] == [step, step, step, 1 - step]
 
 
 def test_kept_inputs_of_rank_specific_operations_stay_in_memory() -> None:

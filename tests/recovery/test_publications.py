@@ -16,6 +16,7 @@ import torch
 
 from shared_core.encoding.plain import dumps, loads, pieces
 from shared_core.errors import CorruptFile, SwiftError
+from shared_core.loaders.reshard import MARK
 from shared_core.protocol.frontier import Top
 from shared_core.testing.digest import digest
 from shared_core.worker.state import publications as board_module
@@ -156,6 +157,40 @@ def test_old_tops_go_and_the_newest_stays(tmp_path: pathlib.Path) -> None:
     assert left == ["checks", "mid.4.0", "records", "spare.tmp", "top.4"]
     board.publish_top(Top(5, 0, 0, "batch", {}), {"shorter": 1})  # over what a dropped one has left
     assert not (tmp_path / "rank0" / "spare.tmp").exists() and board.read_top(5) == {"shorter": 1}
+
+
+def test_what_predecessors_left_goes_when_nothing_refers_to_it(tmp_path: pathlib.Path) -> None:
+    """Every newcomer publishes the order of its pass anew; one that it goes on with stays."""
+
+    def state(order: str) -> dict[str, Any]:
+        return {"loop": [{MARK: True, "iterations": [{"order": order}]}]}
+
+    def files() -> set[str]:
+        return {path.name for path in board.folder.iterdir()} - {"checks", "records", "spare.tmp"}
+
+    board = Board(tmp_path / "rank0")
+    dealt = board.write_order([1, 2, 3])
+    index = 1
+    for _ in range(3):
+        own = board.write_order([[1, 2], [3]])
+        for _ in range(4):
+            board.publish_top(Top(index, 0, 0, "batch", {}), state(own) | {"dealt": state(dealt)})
+            board.publish_mid(index, 0, {"n": index})
+            board.publish_mid(index, 1, {"n": index})
+            board.drop_before(index - 1)
+            assert board.read_order(own) == [[1, 2], [3]] and board.read_order(dealt) == [1, 2, 3]
+            assert board.read_mid(index - 1, 1) is None or index > 1
+            index += 1
+        left = {
+            f"{kind}.{number}{end}"
+            for number in (index - 1, index - 2)
+            for kind, end in (("top", ""), ("mid", ".0"), ("mid", ".1"))
+        }
+        assert files() == left | {own, dealt}
+        (board.folder / "order.0123.tmp").touch()  # it is killed while it writes one
+        board = Board(tmp_path / "rank0")
+        assert board.read_order(own) == [[1, 2], [3]], "its newcomer may begin there"
+        index -= 1  # it begins at the newest top, and publishes it again
 
 
 def test_records_survive_a_torn_last_one(tmp_path: pathlib.Path) -> None:

@@ -23,11 +23,12 @@ from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import check_place
 from shared_core.encoding.plain import dumps
-from shared_core.errors import ConfigError, CorruptFile, RecoveryFailed, SwiftError, WaitTimeout
+from shared_core.errors import ConfigError, CorruptFile, DamagedRecord, RecoveryFailed, SwiftError, WaitTimeout
 from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.protocol import progress_file
+from shared_core.protocol.codec import Name, decode, text
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.keys import ENDING, SAVED
 from shared_core.protocol.worker_env import WorkerEnv
@@ -174,7 +175,10 @@ class Checkpoints:
         """
         self.due_top = top.index if saved else 0
         if self._dir is not None and self._env.incarnation and not self._run and self._store().check([_RUN]):
-            self._run, self._adopted = json.loads(self._store().get(_RUN))
+            try:
+                self._run, self._adopted = decode(self._store().get(_RUN), tuple[Name, str], _RUN)
+            except DamagedRecord as error:
+                self._recovery.give_up(error)
         if self._decisions is not None:
             self._decisions.joined(top.version)
 
@@ -282,7 +286,10 @@ class Checkpoints:
         """A name of this attempt that no other has, equal on all ranks."""
         if not self._session:
             mine = lineage.new_run()
-            self._session = self._store().compare_set("session", "", mine).decode() or mine
+            try:
+                self._session = text(self._store().compare_set("session", "", mine), "session", Name) or mine
+            except DamagedRecord as error:
+                self._recovery.give_up(error)
         return self._session
 
     # -- what the writer says ----------------------------------------------------------------------
@@ -361,7 +368,7 @@ class Checkpoints:
         limit_s = runtime.longest_s(runtime.world) if runtime.world is not None else None
         try:
             loaded = self._origins.choose(limit_s)
-        except WaitTimeout as error:
+        except (WaitTimeout, DamagedRecord) as error:
             self._recovery.give_up(error)
         if loaded is None:
             self.begins_anew()

@@ -17,9 +17,15 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 
+from shared_core.errors import DamagedRecord
+from shared_core.events import console
+from shared_core.protocol.codec import Count, decode
+
 #: Updates from the decision to the checkpoint. One is enough; the second leaves room. The last one uses one.
 AHEAD, AHEAD_LAST = 2, 1
 _ENTRY = struct.Struct("<q")
+#: In the place of an entry that is none.
+_NEVER = -1
 
 
 class Entries(Protocol):
@@ -67,14 +73,18 @@ class StoreEntries:
     def append(self, number: int) -> None:
         """See :class:`Entries`."""
         store, said = self._store(), str(number)
-        while bytes(store.compare_set(self._key(self._count), "", said)).decode() != said:
+        while bytes(store.compare_set(self._key(self._count), "", said)) != said.encode():
             self._count += 1  # a predecessor's, or another rank's
 
     def after(self, count: int) -> list[int]:
         """See :class:`Entries`."""
         store, found = self._store(), []
-        while store.check([self._key(count)]):
-            found.append(int(store.get(self._key(count))))
+        while store.check([key := self._key(count)]):
+            try:
+                found.append(decode(store.get(key), Count, key))
+            except DamagedRecord as error:
+                console(f"{error}. No checkpoint is made for it")
+                found.append(_NEVER)
             count += 1
         return found
 

@@ -20,6 +20,7 @@ from shared_core.checkpoint.spool import Spool
 from shared_core.encoding.plain import loads
 from shared_core.errors import CorruptFile, SwiftError, Unsupported
 from shared_core.events import console
+from shared_core.protocol.codec import decode, text
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import wait_for
@@ -291,13 +292,14 @@ def agree(
 
     Raises:
         CorruptFile: if the others have begun with one that this rank, which came later, cannot read.
+        DamagedRecord: if what a rank says is nothing of that.
         Unsupported: if there is one, but none that so many workers can go on from.
         WaitTimeout: if a rank does not come.
     """
     read = read or (lambda line: load(line, env.rank))
     offers = {_key(line): line for line in mine}
     if client.check([_CHOSEN]):  # this worker came later
-        chosen = client.get(_CHOSEN).decode()
+        chosen = text(client.get(_CHOSEN), _CHOSEN)
         if chosen != _NOTHING and chosen not in offers:
             raise CorruptFile(f"rank {env.rank}: the checkpoint {chosen} from which this attempt began is gone")
         return read(offers[chosen]) if chosen != _NOTHING else None
@@ -305,7 +307,7 @@ def agree(
     client.set(f"line/has/{env.rank}", json.dumps(list(offers)))
     has = [f"line/has/{rank}" for rank in ranks]
     _wait(env, client, has, "to create the process group, and say which checkpoints they have", limit_s)
-    common = set(offers).intersection(*(json.loads(client.get(key)) for key in has))
+    common = set(offers).intersection(*(decode(client.get(key), list[str], key) for key in has))
     order = sorted(common, key=lambda key: (offers[key].preference, key), reverse=True)
     refusal: Unsupported | None = None
     for number, key in enumerate(order):
@@ -319,7 +321,7 @@ def agree(
         client.set(f"line/try{number}/{env.rank}", why)
         tries = [f"line/try{number}/{rank}" for rank in ranks]
         _wait(env, client, tries, "to read their part of a checkpoint")
-        failed = {rank: said for rank in ranks if (said := client.get(tries[rank]).decode()) != _FINE}
+        failed = {rank: said for rank in ranks if (said := text(client.get(tries[rank]), tries[rank])) != _FINE}
         if not failed:
             client.set(_CHOSEN, key)
             return loaded

@@ -196,7 +196,8 @@ class InnerGroup:
         own, keys = list(members).index(rank), {each: f"port/{at}" for at, each in enumerate(members)}
         store.set(f"port/{own}", place)
         wait_for(store, keys, abandoned, wait_timeout_s, rank, f"to connect {what}", silent=silent)
-        places = frozenset(bytes(raw).decode() for raw in store.multi_get(list(keys.values()))) - {"unknown"}
+        raw = store.multi_get(list(keys.values()))
+        places = frozenset(bytes(each).decode(errors="replace") for each in raw) - {"unknown"}
         options = gloo_options(device, timedelta(seconds=connect_timeout_s))
         try:
             met = _AbortableStore(store, abandoned, wait_timeout_s, f"rank {rank}", f"the sockets of {what}")

@@ -39,7 +39,7 @@ class Entry:
         redo: for rank-specific operations: starts the operation again on an inner group, from inputs kept here,
             into scratch outputs.
         pooled: whether ``results`` came from the buffer pool.
-        spilled: place of the results in the spill file.
+        spilled: place of the results in the spill file of its batch top.
     """
 
     signature: Signature
@@ -100,6 +100,9 @@ class BufferPool:
 class GroupLog:
     """Entries by sequence number, dropped by batch top, spilled to disk above a limit.
 
+    What is spilled lies in one file for each batch top, which goes with its last entry: the disk never holds more than
+    what can still be asked for.
+
     Not thread-safe: callers hold the runtime's lock.
     """
 
@@ -107,8 +110,7 @@ class GroupLog:
         self.entries: dict[int, Entry] = {}
         self.nbytes = 0
         self._pool = pool
-        self._spill_file: Any = None
-        self._oldest_in_memory = 0
+        self._spill_files: dict[int, Any] = {}
 
     def put(self, seq: int, entry: Entry) -> None:
         """Add an entry."""
@@ -127,12 +129,13 @@ class GroupLog:
             self.nbytes -= entry.nbytes
             if entry.pooled and entry.results is not None:
                 self._pool.give(entry.results)
-        if gone and not self.entries and self._spill_file is not None:
-            self._spill_file.close()
-            self._spill_file = None
+        for spilled in [each for each in self._spill_files if each < top]:
+            # An operation that finished late stays behind entries of the next batch top for a while.
+            if all(entry.top != spilled for entry in self.entries.values()):
+                self._spill_files.pop(spilled).close()
 
     def spill(self, keep_bytes: int) -> int:
-        """Move the oldest results to an unlinked temporary file until at most ``keep_bytes`` stay in memory.
+        """Move the oldest results to unlinked temporary files until at most ``keep_bytes`` stay in memory.
         Returns bytes moved.
         """
         moved = 0
@@ -141,13 +144,14 @@ class GroupLog:
                 break
             if entry.results is None or not entry.results or entry.redo is not None:
                 continue
-            if self._spill_file is None:
-                self._spill_file = tempfile.TemporaryFile(prefix="swift-log-", dir=os.environ.get("TMPDIR"))
+            if entry.top not in self._spill_files:
+                self._spill_files[entry.top] = tempfile.TemporaryFile(prefix="swift-log-", dir=os.environ.get("TMPDIR"))
+            file = self._spill_files[entry.top]
             entry.spilled = []
             size = entry.nbytes
             for tensor in entry.results:
-                offset = self._spill_file.seek(0, os.SEEK_END)
-                self._spill_file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+                offset = file.seek(0, os.SEEK_END)
+                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
                 entry.spilled.append((offset, tuple(tensor.shape), tensor.dtype))
             if entry.pooled:
                 self._pool.give(entry.results)
@@ -166,8 +170,9 @@ class GroupLog:
         for offset, shape, dtype in entry.spilled or ():
             flat = torch.empty(shape, dtype=dtype)
             if flat.numel():
-                self._spill_file.seek(offset)
+                file = self._spill_files[entry.top]
+                file.seek(offset)
                 view = flat.view(-1).view(torch.uint8)
-                view.copy_(torch.frombuffer(bytearray(self._spill_file.read(view.numel())), dtype=torch.uint8))
+                view.copy_(torch.frombuffer(bytearray(file.read(view.numel())), dtype=torch.uint8))
             out.append(flat)
         return out

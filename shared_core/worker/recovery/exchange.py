@@ -22,13 +22,22 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shared_core.errors import CorruptFile, GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError, WaitTimeout
+from shared_core.errors import (
+    CorruptFile,
+    DamagedRecord,
+    GenerationAbandoned,
+    NotConnected,
+    RecoveryFailed,
+    SwiftError,
+    WaitTimeout,
+)
 from shared_core.events import EventLog, console
 from shared_core.faults import inject
-from shared_core.launcher.ledger import let_in_key, read_entry
+from shared_core.launcher.ledger import LET_IN, let_in_key, read_entry
 from shared_core.protocol.admission import let_in
+from shared_core.protocol.codec import word as record_word
 from shared_core.protocol.cut import Offer, choose_cut
-from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
+from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
 from shared_core.protocol.plan import Plan, decide
 from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.waiting import FOREVER_S, Wait, ranks_text, wait_for
@@ -162,12 +171,10 @@ class Recovery:
         self._tops = (*self.saved_tops(), *self.board.tops())
         self._watcher.start()
         store = self.new_store("")
-        record = self._records[self.env.generation] = read_entry(
-            store.get(f"gen/{self.env.generation}"),
-            f"gen/{self.env.generation}",
-            self.env.generation,
-            self.env.world_size,
-        )
+        try:
+            record = self._records[self.env.generation] = self._entry(store, self.env.generation)
+        except DamagedRecord as error:
+            self.give_up(error)
         if self.env.rank in record.get("stay", ()):  # started while the number of workers changes
             threading.Thread(target=self._leave, args=(record,), name="swift-leave", daemon=True).start()
         if record.get("absent"):
@@ -185,7 +192,7 @@ class Recovery:
                 continue
             except RecoveryFailed as error:
                 self.fall_back(str(error))
-            except WaitTimeout as error:
+            except (WaitTimeout, DamagedRecord) as error:
                 self.give_up(error)
         self.target = plan.tops.get(self.env.rank)
         with self.runtime.lock:
@@ -228,7 +235,7 @@ class Recovery:
                     self.runtime.changed.wait_for(lambda seen=generation: self.runtime.latest > seen, timeout=0.5)  # type: ignore[misc]
             except RecoveryFailed as error:
                 self.fall_back(str(error))
-            except WaitTimeout as error:
+            except (WaitTimeout, DamagedRecord) as error:
                 self.give_up(error)
 
     def _watch(self) -> None:
@@ -239,7 +246,7 @@ class Recovery:
             while True:
                 key = f"gen/{self.runtime.latest + 1}"
                 store.wait([key], _FOREVER)
-                record = read_entry(store.get(key), key, self.runtime.latest + 1, self.env.world_size)
+                record = self._entry(store, self.runtime.latest + 1)
                 if record.get("over"):
                     return  # the agent does what follows
                 if record["incarnations"][self.env.rank] > self.env.incarnation:
@@ -267,8 +274,14 @@ class Recovery:
                         self._post_front(self.new_store(""), record["generation"], self._newcomer_front())
         except RuntimeError:
             os._exit(1)  # the store is gone: so is the agent
+        except DamagedRecord as error:
+            self.give_up(error)
         except Exception as error:  # noqa: BLE001 (a dead watcher would hang the job: end it with the reason)
             self._fatal(error)
+
+    def _entry(self, store: Store, generation: int) -> dict[str, Any]:
+        key = f"gen/{generation}"
+        return read_entry(store.get(key), key, generation, self.env.world_size)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -329,6 +342,8 @@ class Recovery:
                 inject.point("recovery.installed")
             except RecoveryFailed as error:
                 self.fall_back(str(error))
+            except DamagedRecord as error:
+                self.give_up(error)
         return self._moved
 
     def _let_in(self, plan: Plan, store: Store, generation: int, key: str) -> InnerGroup | None:
@@ -348,7 +363,7 @@ class Recovery:
             if not store.check([key]):
                 raise
             word = store.get(key)
-        if bytes(word) == b"yes":
+        if record_word(word, LET_IN, key) == "yes":
             return inner
         if inner is not None:
             inner.discard()
@@ -362,7 +377,8 @@ class Recovery:
             except GenerationAbandoned:
                 return  # somebody else was lost, or nobody leaves
             except Exception as error:  # noqa: BLE001 (a full disk, too: whatever it is, another way must be found)
-                traceback.print_exc()
+                if not isinstance(error, DamagedRecord):
+                    traceback.print_exc()
                 self.tell("declined", {"generation": record["generation"], "reason": f"rank {self.env.rank}: {error}"})
 
     def _leave_once(self, generation: int, stay: list[int]) -> None:
@@ -379,7 +395,8 @@ class Recovery:
         store.set(f"{key}/offer/{self.env.rank}", self.state.offer().to_json())
         keys = {rank: f"{key}/offer/{rank}" for rank in stay}
         wait(keys, "to say what state they have")
-        offers = [Offer.from_json(bytes(raw).decode()) for raw in store.multi_get(list(keys.values()))]
+        raws = zip(keys.items(), store.multi_get(list(keys.values())), strict=True)
+        offers = [Offer.from_json(raw, name, rank) for (rank, name), raw in raws]
         cut = choose_cut({offer.rank: offer for offer in offers})
         inject.point("resize.cut")
         if self.env.rank in cut.donors.values():
@@ -407,7 +424,7 @@ class Recovery:
                 return  # the thread of the next generation takes over
             except RecoveryFailed as error:
                 self.fall_back(str(error))
-            except WaitTimeout as error:
+            except (WaitTimeout, DamagedRecord) as error:
                 self.give_up(error)
             except Exception:
                 # This worker cannot go on, but another may take its place; the agent bounds how often.
@@ -490,8 +507,7 @@ class Recovery:
     def _fronts(self, store: Store, generation: int) -> dict[int, Frontier]:
         keys = {rank: f"gen/{generation}/front/{rank}" for rank in range(self.env.world_size)}
         self._wait_for(store, keys, generation, self._why("create the process group", generation))
-        fronts = [Frontier.from_json(bytes(raw).decode()) for raw in store.multi_get(list(keys.values()))]
-        return {front.rank: front for front in fronts}
+        return read_fronts(dict(zip(keys, store.multi_get(list(keys.values())), strict=True)), keys)
 
     def _newcomer_front(self) -> Frontier:
         return Frontier(
@@ -768,8 +784,10 @@ class Recovery:
         """End the job with this error."""
         self.tell("fail", {"rank": self.env.rank, "message": f"{type(error).__name__}: {error}"})
 
-    def give_up(self, error: WaitTimeout) -> NoReturn:
-        """A wait has run out of time: end the job with that, which the launcher prints. Does not return."""
+    def give_up(self, error: SwiftError) -> NoReturn:
+        """A wait has run out of time, or a record is damaged: end the job with that error, which the launcher prints.
+        Does not return.
+        """
         self.fail(error)
         threading.Event().wait(_END_S)
         os._exit(1)

@@ -24,14 +24,17 @@ from torch._C._distributed_c10d import Store
 
 from shared_core.errors import (
     ConfigError,
+    DamagedRecord,
     GenerationAbandoned,
     LaneBroken,
     NotConnected,
     SwiftError,
     WaitTimeout,
 )
+from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.launcher.ledger import lane_key
+from shared_core.protocol.codec import decode
 from shared_core.waiting import Keys, ranks_text, wait_for
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup, finish
 from shared_core.worker.comm.runtime import MAX_ATTEMPTS, SUSPECT_S, Runtime
@@ -260,6 +263,7 @@ class Lanes:
     def __init__(self, recovery: Recovery) -> None:
         self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
         self._lane: Lane | None = None
+        self._passed_over: list[str] = []
 
     @property
     def formed(self) -> bool:
@@ -397,7 +401,16 @@ class Lanes:
                 return ()
         elif not store.check(keys):
             return ()
-        if all(int(store.get(key)) == entry for key in keys):
+        try:
+            entries = {decode(store.get(key), int, key) for key in keys}
+        except DamagedRecord as error:
+            if wait:
+                self._recovery.give_up(error)
+            if self._passed_over != keys:
+                self._passed_over = keys
+                console(f"{error}. {ranks_text(absent)} cannot be let in")
+            return ()
+        if entries == {entry}:
             return tuple(absent)
         if wait:
             self._recovery.fall_back(f"newcomers of ranks {absent} are in another call of the program than the others")

@@ -17,8 +17,9 @@ from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
 
-from shared_core.errors import ReplayDivergence
+from shared_core.errors import DamagedRecord, ReplayDivergence
 from shared_core.events import EventLog, console
+from shared_core.protocol.codec import Count, decode
 from shared_core.protocol.standstill import Standing, awaited, describe, stuck
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import ends_text, quiet_s, ranks_text
@@ -109,12 +110,19 @@ class Patience:
         self._reported = True
         if self._speaks != mine.generation:
             self._speaks = None
-            word = store.compare_set(f"stand/speaker/{mine.generation}", "", str(self._env.rank))
-            if bytes(word).decode() != str(self._env.rank):
+            if not self._may_speak(store, f"stand/speaker/{mine.generation}"):
                 return
             self._speaks = mine.generation
         if mine.waited_s >= min(quiet, quiet_s(mine.limit_s)):
             self._speak(store, mine)
+
+    def _may_speak(self, store: Store, key: str) -> bool:
+        speaker = store.compare_set(key, "", str(self._env.rank))
+        try:
+            return bool(decode(speaker, Count, key) == self._env.rank)
+        except DamagedRecord:  # nobody's: taken over
+            store.set(key, str(self._env.rank))
+            return True
 
     def _retire(self) -> None:
         """This rank goes on: whatever it has reported is over."""
@@ -143,10 +151,12 @@ class Patience:
             self._wait_on(store, mine, standings)
 
     def _read(self, store: Store, mine: Standing) -> dict[int, Standing]:
-        """Reports of this generation."""
-        keys = [key for rank in range(self._env.world_size) if store.check([key := self._key(rank)])]
-        reports = [bytes(raw).decode() for raw in store.multi_get(keys)]
-        standings = [Standing.from_json(raw) for raw in reports if raw]
+        """Reports of this generation. A damaged one is passed over: its rank may be computing."""
+        keys = {rank: key for rank in range(self._env.world_size) if store.check([key := self._key(rank)])}
+        standings = []
+        for (rank, key), raw in zip(keys.items(), store.multi_get(list(keys.values())), strict=True):
+            with suppress(DamagedRecord):
+                standings += [Standing.from_json(raw, key, rank)] if raw else []
         return {each.rank: each for each in standings if each.finished or each.generation == mine.generation}
 
     def _stand_still(self, standings: dict[int, Standing], held: dict[int, tuple[int, ...]]) -> None:
@@ -178,7 +188,7 @@ class Patience:
         text = describe(standings, {mine.rank: whom}) if whom else ""
         self._seen = f"{text}. " if text else ""
         key = f"stand/said/{mine.generation}"
-        if not whom or (store.check([key]) and time.time() - float(store.get(key)) < AGAIN_S):
+        if not whom or time.time() - _when(store, key) < AGAIN_S:
             return
         store.set(key, str(time.time()))
         at = {rank: standings[rank].where for rank in whom if rank in standings and not standings[rank].finished}
@@ -196,6 +206,14 @@ class Patience:
     def _say(self, line: str, generation: int) -> None:
         console(line)
         self._events.emit("warning", rank=self._env.rank, generation=generation, message=line)
+
+
+def _when(store: Store, key: str) -> float:
+    """When something was said last, in seconds since the epoch; 0 if it was not."""
+    try:
+        return float(decode(store.get(key), float, key)) if store.check([key]) else 0.0
+    except DamagedRecord:
+        return 0.0
 
 
 def _same(held: dict[int, tuple[int, ...]], before: dict[int, Standing], now: dict[int, Standing]) -> bool:

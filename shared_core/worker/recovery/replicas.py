@@ -5,15 +5,42 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-from shared_core.errors import GenerationAbandoned, ReplicaMismatch, WaitTimeout
+from shared_core.errors import DamagedRecord, GenerationAbandoned, ReplicaMismatch, WaitTimeout
 from shared_core.events import console
+from shared_core.protocol.codec import Count, damaged, decode
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import wait_for
 from shared_core.worker.recovery.exchange import Recovery
 from shared_core.worker.state.updates import Updates
 
 _WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a rank says of its replicated state.
+
+    Attributes:
+        version: optimizer steps that it contains.
+        sums: checksums, by parameter.
+    """
+
+    version: Count
+    sums: list[int]
+
+    @classmethod
+    def read(cls, raw: bytes, key: str, parameters: int) -> Sums:
+        """As it was written.
+
+        Raises:
+            DamagedRecord: what is kept under ``key`` is none of so many parameters.
+        """
+        found: Sums = decode(raw, cls, key)
+        if len(found.sums) != parameters:
+            raise damaged(key, f"it has {len(found.sums)} sums of {parameters} parameters")
+        return found
 
 
 class Replicas:
@@ -45,8 +72,8 @@ class Replicas:
         if state is None or len(ranks) < 2 or self._updates.state_version != self._updates.version:
             return
         key = f"sums/{generation}/{due}"
-        report = {"version": self._updates.version, "sums": state.checksums(self._updates.outside.local)}
-        self._recovery.new_store("").set(f"{key}/{self._env.rank}", json.dumps(report))
+        report = Sums(self._updates.version, state.checksums(self._updates.outside.local))
+        self._recovery.new_store("").set(f"{key}/{self._env.rank}", json.dumps(asdict(report)))
         if self._env.rank == min(ranks):
             args = (key, ranks, list(state.names))
             threading.Thread(target=self._judge, args=args, name="swift-compare", daemon=True).start()
@@ -64,10 +91,14 @@ class Replicas:
         except WaitTimeout as error:
             console(f"{error} Replicas are not compared after this recovery")
             return
-        reports = [json.loads(store.get(each)) for each in keys.values()]
-        if len({report["version"] for report in reports}) != 1:
+        try:
+            reports = [Sums.read(store.get(each), each, len(names)) for each in keys.values()]
+        except DamagedRecord as error:
+            console(f"{error}. Replicas are not compared after this recovery")
             return
-        verdict = minority([report["sums"] for report in reports])
+        if len({report.version for report in reports}) != 1:
+            return
+        verdict = minority([report.sums for report in reports])
         if verdict is None:
             return
         places, place = verdict

@@ -30,7 +30,7 @@ import torch
 from shared_core.encoding.plain import Piece, dumps, loads, pieces
 from shared_core.errors import CorruptFile
 from shared_core.launcher.mirror import Mirror
-from shared_core.loaders.reshard import pack_indices, unpack_indices
+from shared_core.loaders.reshard import loader_states, pack_indices, unpack_indices
 from shared_core.protocol.frontier import Top
 
 _HEADER = struct.Struct("<IQI")  # length of the header, length of the payload, checksum of both
@@ -40,6 +40,8 @@ _CHECKS = 8192
 Records = list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
 #: The part of parameters that no optimizer steps; start of the names of the files that they are in.
 LOOSE, _LOOSE_FILE = "swift.loose", "loose."
+#: Start of the names of files with the order of a pass over the data.
+_ORDER = "order."
 #: Start of the names of files with numbers.
 TALLY = "tally."
 _TALLY = struct.Struct("<Q")
@@ -139,8 +141,11 @@ class Board:
         self._loose = [int(p.name.split(".")[1]) for p in folder.glob(f"{_LOOSE_FILE}*") if p.suffix != ".tmp"]
         self._refers: dict[int, frozenset[int]] = {}
         self._spare, self._spare_loose = folder / "spare.tmp", folder / "spare_loose.tmp"
-        self._mids: dict[int, int] = {}
+        self._mids = self._found_mids()
         self._packed: dict[str, Any] = {}
+        # Of predecessors; which of their batch tops refers to which is not known.
+        self._orders = {path.name for path in folder.glob(f"{_ORDER}*")}
+        self._names: dict[int, frozenset[str]] = {}
         self._count = 0
         fd = os.open(folder / "checks", os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -171,6 +176,8 @@ class Board:
         """
         head = json.dumps(asdict(top)).encode()
         self._refers[top.index] = frozenset(parts.get(LOOSE, {}).values())
+        if self._orders:
+            self._names[top.index] = _orders_in(parts)
         size = write_file(self.folder / f"top.{top.index}", head, pieces(parts), self._mirror, self._spare)
         if top.index in self._kept:  # a newcomer publishes its predecessor's top again
             self._kept.remove(top.index)
@@ -197,12 +204,15 @@ class Board:
         """Remove batch tops below ``top``; the newest is always kept."""
         while len(self._kept) > 1 and self._kept[0] < top:
             index = self._kept.pop(0)
-            mids = [f"mid.{index}.{number}" for number in range(self._mids.pop(index, 0))]
             with suppress(FileNotFoundError):
                 os.rename(self.folder / f"top.{index}", self._spare)
-            for name in (f"top.{index}", *mids):
-                self._remove(name)
+            self._remove(f"top.{index}")
             self._refers.pop(index, None)
+            self._names.pop(index, None)
+        for index in [each for each in self._mids if self._kept and each < self._kept[0]]:
+            for number in range(self._mids.pop(index)):
+                self._remove(f"mid.{index}.{number}")
+        self._drop_orders()
         if self._loose and self._refers.keys() >= set(self._kept):  # of a predecessor's tops it is not known
             needed = frozenset().union(*self._refers.values())
             for number in [each for each in self._loose if each not in needed]:
@@ -210,6 +220,25 @@ class Board:
                 with suppress(FileNotFoundError):
                     os.rename(self.folder / f"{_LOOSE_FILE}{number}", self._spare_loose)
                 self._remove(f"{_LOOSE_FILE}{number}")
+
+    def _drop_orders(self) -> None:
+        """Remove predecessors' orders once all batch tops are this worker's own. One that these still name, because its
+        pass goes on, is left to the next newcomer.
+        """
+        if self._orders and self._names.keys() >= set(self._kept):
+            for name in self._orders.difference(*self._names.values()):
+                self.drop_order(name)
+            self._orders.clear()
+            self._names.clear()
+
+    def _found_mids(self) -> dict[int, int]:
+        """What predecessors have published before buckets: how many, by batch top."""
+        found: dict[int, int] = {}
+        for path in self.folder.glob("mid.*"):
+            if path.suffix != ".tmp":
+                _, top, number = path.name.split(".")
+                found[int(top)] = max(found.get(int(top), 0), int(number) + 1)
+        return found
 
     def _remove(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)
@@ -222,10 +251,9 @@ class Board:
             self._remove(f"{_LOOSE_FILE}{number}")
         self._loose.clear()
         self._refers.clear()
+        self._names.clear()
         for index in self._kept:
-            (self.folder / f"top.{index}").unlink(missing_ok=True)
-            if self._mirror is not None:
-                self._mirror.remove(f"top.{index}")
+            self._remove(f"top.{index}")
         self._kept.clear()
 
     def record(self, key: tuple[int, str, str, int], results: Any) -> None:
@@ -250,7 +278,7 @@ class Board:
 
     def write_order(self, indices: list[Any]) -> str:
         """Publish the indices of a pass over the data. Returns its name."""
-        name = f"order.{os.urandom(6).hex()}"
+        name = f"{_ORDER}{os.urandom(6).hex()}"
         self._packed[name] = pack_indices(indices)
         write_file(self.folder / name, b"", pieces(self._packed[name]), self._mirror)
         return name
@@ -343,6 +371,12 @@ class Board:
             if seq:
                 found[(group, seq - 1)] = checksum
         return found
+
+
+def _orders_in(parts: Any) -> frozenset[str]:
+    """Names of the orders that the loaders' states in published parts refer to."""
+    states = (state for _, state in loader_states(parts))
+    return frozenset(str(each["order"]) for state in states for each in state["iterations"])
 
 
 class Orders:
