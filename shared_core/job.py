@@ -29,6 +29,7 @@ from shared_core.handover import NOT_TOLD
 from shared_core.launcher.last_checkpoint import CHECKPOINTS
 from shared_core.launcher.mirror import Mirror
 from shared_core.protocol.frontier import Top
+from shared_core.recovery.overflow import overflow
 from shared_core.system import secret
 from shared_core.testing import inject
 from shared_core.worker import link
@@ -107,7 +108,7 @@ class Job:
         self.resized = self.added = self.rejoined = False
         self._entry = -1
         self._events = EventLog(env.events, env.run)
-        self._board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env))
+        self._board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env))
         self._progress = link.ProgressFile()
         self._updates = Updates(env.config.preimages)
         self._runtime = Runtime(

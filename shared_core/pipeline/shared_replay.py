@@ -6,7 +6,6 @@ the schedule, as always.
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import schedule
 from torch.nn.modules.batchnorm import _NormBase
 
+from shared_core import threads
 from shared_core.errors import SwiftError
 from shared_core.job import Job
 from shared_core.pipeline import lending, stage
@@ -131,7 +131,7 @@ class SharedReplay:
             except (RuntimeError, SwiftError):
                 return
 
-        threading.Thread(target=dismiss, name="swift-dismiss", daemon=True).start()
+        threads.start(dismiss, name="swift-dismiss")
 
     @property
     def _ordered(self) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import struct
 import sys
@@ -22,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 from shared_core.checkpoint.command import Command
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, WaitTimeout
+from shared_core.events import JOB_DIR as JOB_DIR
 from shared_core.events import RUN, console
+from shared_core.resources import map_file
 from shared_core.waiting import Wait
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
 STORE = "SWIFT_RECOVERY_STORE"
 GENERATION = "SWIFT_RECOVERY_GENERATION"
 INCARNATION = "SWIFT_RECOVERY_INCARNATION"
@@ -265,12 +265,7 @@ class ProgressFile:
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         target = env().rank_dir / "progress" if path is None else Path(path)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(target, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(fd, PROGRESS_BYTES)
-            self._map = mmap.mmap(fd, PROGRESS_BYTES)
-        finally:
-            os.close(fd)
+        self._map = map_file(target, PROGRESS_BYTES)
         self._tops = 0
 
     def top(self, tops: int) -> None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shared_core import threads
 from shared_core.errors import CorruptFile, WaitTimeout
 from shared_core.events import console
 from shared_core.waiting import Wait
@@ -129,8 +130,7 @@ class Archive:
         except OSError as error:
             with self._changed:
                 self._stop(error)
-        self._thread = threading.Thread(target=self._run, name="swift-archive", daemon=True)
-        self._thread.start()
+        self._thread = threads.start(self._run, name="swift-archive")
 
     @classmethod
     def reopen(

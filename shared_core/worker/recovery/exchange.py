@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from shared_core import threads
 from shared_core.errors import CorruptFile, GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError, WaitTimeout
 from shared_core.events import EventLog, console
 from shared_core.launcher.ledger import let_in_key, read_entry
@@ -154,12 +155,11 @@ class Recovery:
         self.prepared = True
         self.runtime.latest = self.env.generation
         self.board.follow(self.env.machines)
-        self._watcher = threading.Thread(target=self._watch, name="swift-watcher", daemon=True)
         if not self.newcomer:
-            self._watcher.start()
+            self._watcher = threads.start(self._watch, name="swift-watcher")
             return
         self._tops = (*self.saved_tops(), *self.board.tops())
-        self._watcher.start()
+        self._watcher = threads.start(self._watch, name="swift-watcher")
         store = self.new_store("")
         record = self._records[self.env.generation] = read_entry(
             store.get(f"gen/{self.env.generation}"),
@@ -168,7 +168,7 @@ class Recovery:
             self.env.world_size,
         )
         if self.env.rank in record.get("stay", ()):  # started while the number of workers changes
-            threading.Thread(target=self._leave, args=(record,), name="swift-leave", daemon=True).start()
+            threads.start(self._leave, (record,), name="swift-leave")
         if record.get("absent"):
             with self.runtime.lock:
                 self.knocks = self.runtime.starting = True
@@ -254,14 +254,14 @@ class Recovery:
                         self._forming.sever()
                 if "stay" in record:
                     if self.env.rank in record["stay"]:
-                        threading.Thread(target=self._leave, args=(record,), name="swift-leave", daemon=True).start()
+                        threads.start(self._leave, (record,), name="swift-leave")
                 elif record.get("absent"):
                     if live:
-                        threading.Thread(target=self._go_on, args=(record,), name="swift-recovery", daemon=True).start()
+                        threads.start(self._go_on, (record,), name="swift-recovery")
                 elif live:
-                    threading.Thread(target=self._recover, args=(record,), name="swift-recovery", daemon=True).start()
+                    threads.start(self._recover, (record,), name="swift-recovery")
                 else:
-                    threading.Thread(target=self._stay, name="swift-stay", daemon=True).start()
+                    threads.start(self._stay, name="swift-stay")
                     if self.newcomer and self._prepared_for >= 0:
                         self._post_front(self.new_store(""), record["generation"], self._newcomer_front())
         except RuntimeError:

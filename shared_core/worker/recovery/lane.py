@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from shared_core import threads
 from shared_core.errors import (
     ConfigError,
     GenerationAbandoned,
@@ -73,8 +74,7 @@ class LaneWork:
         """Whether :meth:`wait` returns, or raises, at once."""
         # Gloo cannot be asked, so somebody waits: a thread, and only for works that are asked about.
         if self._waiter is None:
-            self._waiter = threading.Thread(target=self._run, name="swift-lane", daemon=True)
-            self._waiter.start()
+            self._waiter = threads.start(self._run, name="swift-lane")
         return not self._waiter.is_alive()
 
     def _run(self) -> None:
@@ -104,7 +104,7 @@ class Lane:
         #: Of one operation; a loss ends it at once.
         self.timeout = runtime.world.timeout if runtime.world is not None else _PATIENCE
         self._sent: SimpleQueue[tuple[Any, torch.Tensor] | None] = SimpleQueue()
-        threading.Thread(target=_keep, args=(self._sent,), name="swift-lane-sends", daemon=True).start()
+        threads.start(_keep, (self._sent,), name="swift-lane-sends")
 
     def broken(self) -> bool:
         """Whether a worker was lost since: what is under way may never finish."""

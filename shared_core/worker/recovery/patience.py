@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
 
+from shared_core import threads
 from shared_core.errors import ReplayDivergence
 from shared_core.events import EventLog, console
 from shared_core.protocol.standstill import Standing, awaited, describe, stuck
@@ -61,7 +62,7 @@ class Patience:
         at_end(self._finish)
         if self._env.incarnation:
             self._store().set(self._key(self._env.rank), "")  # what its predecessor has reported
-        threading.Thread(target=self._run, name="swift-patience", daemon=True).start()
+        threads.start(self._run, name="swift-patience")
 
     def _finish(self) -> None:
         if self._env.world_size == 1 or self._runtime.generation < 0:

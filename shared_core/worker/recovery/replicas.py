@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Sequence
 
+from shared_core import threads
 from shared_core.errors import GenerationAbandoned, ReplicaMismatch, WaitTimeout
 from shared_core.events import console
 from shared_core.waiting import wait_for
@@ -49,7 +49,7 @@ class Replicas:
         self._recovery.new_store("").set(f"{key}/{self._env.rank}", json.dumps(report))
         if self._env.rank == min(ranks):
             args = (key, ranks, list(state.names))
-            threading.Thread(target=self._judge, args=args, name="swift-compare", daemon=True).start()
+            threads.start(self._judge, args, name="swift-compare")
 
     def _judge(self, key: str, members: Sequence[int], names: list[str]) -> None:
         runtime, store = self._recovery.runtime, self._recovery.new_store("")
