@@ -71,5 +71,12 @@ class StorageFull(SwiftError, OSError):
     """A checkpoint could not be written for want of room; earlier checkpoints are as they were."""
 
 
+class OutOfResources(SwiftError, OSError):
+    """The system refuses a file's room, a process, a thread or a descriptor that the job cannot do without."""
+
+    def __str__(self) -> str:
+        return str(self.args[-1]) if self.args else ""
+
+
 class InvalidSchedule(SwiftError, ValueError):
     """A schedule breaks a dependency, a worker's row or its memory bound; the message names the action."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from shared_core.resources import told_before, what_to_do
 
 #: Kinds of events, in the order in which the life of a failure produces them.
 KINDS = (
@@ -40,6 +44,8 @@ KINDS = (
 )
 #: Environment variable: id of this start of the job.
 RUN = "SWIFT_RECOVERY_RUN"
+#: Environment variable: private folder of the job on this machine.
+JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
 #: With what every line begins.
 _BEGIN = '{"kind":'
 
@@ -80,16 +86,18 @@ class Event:
 
 class EventLog:
     """Appends events to a file shared by all processes of the job; a line is one ``O_APPEND`` write, so lines never
-    mix.
+    mix. An event that cannot be written is lost: no job depends on one.
 
     Args:
         path: of the file; None writes none.
         run: id of this start of the job, in every event.
+        job_dir: see :func:`console_once`.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, run: str = "") -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, run: str = "", job_dir: Path | None = None) -> None:
         self.path = Path(path) if path else None
         self.run = run
+        self._job_dir, self._told = job_dir, False
 
     def emit(self, kind: str, *, rank: int = -1, generation: int = 0, **fields: Any) -> Event:
         """Append an event and return it.
@@ -101,12 +109,25 @@ class EventLog:
             raise ValueError(f"unknown event kind {kind!r}; one of {', '.join(KINDS)}")
         event = Event(kind, time.time(), rank, generation, fields, self.run)
         if self.path is not None:
-            fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
-                os.write(fd, (event.to_json() + "\n").encode())
-            finally:
-                os.close(fd)
+                self._append(self.path, (event.to_json() + "\n").encode())
+            except OSError as error:
+                self._lose(error)
         return event
+
+    def _append(self, path: Path, line: bytes) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            if os.write(fd, line) < len(line):  # never the rest: another's line may follow
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(fd)
+
+    def _lose(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            message = f"events are lost: {self.path} cannot be written {what_to_do(error)}. The job goes on"
+            console_once("events", message, self._job_dir)
 
 
 def read_events(path: str | os.PathLike[str], torn: list[str] | None = None) -> Iterator[Event]:
@@ -146,8 +167,22 @@ def by_run(events: Iterable[Event]) -> dict[str, list[Event]]:
 
 
 def console(message: str) -> None:
-    """One readable line on stderr, marked as ours."""
-    print(f"[swift] {visible(message)}", file=sys.stderr, flush=True)
+    """One readable line on stderr, marked as ours; lost where nothing can be written there, such as to a full disk."""
+    with suppress(OSError, ValueError):
+        print(f"[swift] {visible(message)}", file=sys.stderr, flush=True)
+
+
+def console_once(what: str, message: str, job_dir: Path | None = None) -> None:
+    """As :func:`console`, in the first process of the job on this machine that has to say it.
+
+    Args:
+        what: a word for what it is about.
+        message: the line.
+        job_dir: private folder of the job; that of the environment by default.
+    """
+    folder = job_dir or os.environ.get(JOB_DIR)
+    if folder is None or not told_before(Path(folder), what):
+        console(message)
 
 
 def visible(text: str) -> str:

@@ -50,6 +50,7 @@ from shared_core.worker.state.attached import Attached
 from shared_core.worker.state.ddp_buckets import BUCKETS, Buckets
 from shared_core.worker.state.forward_pass import Passes
 from shared_core.worker.state.local_state import Capture, Parts, Restore
+from shared_core.worker.state.overflow import overflow
 from shared_core.worker.state.publications import LOOSE, Board, Orders, Tally
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.unstepped import Loose
@@ -108,7 +109,7 @@ class Job:
         self.resized = self.added = self.rejoined = False
         self._entry = -1
         self._events = EventLog(env.events, env.run)
-        self._board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env))
+        self._board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env))
         self._progress = progress_file.ProgressFile(env.rank_dir / "progress")
         self._updates = Updates(env.config.state.preimages)
         self._runtime = Runtime(

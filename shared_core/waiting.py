@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from shared_core.errors import GenerationAbandoned, WaitTimeout
@@ -113,12 +113,14 @@ class Wait:
                 self._announce(self._clock() - self._begin)
 
         thread = threading.Thread(target=announce, name="swift-waits", daemon=True)
-        thread.start()
+        with suppress(RuntimeError):  # the system has no thread left: then nobody says it
+            thread.start()
         try:
             yield
         finally:
             over.set()
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def next_s(self) -> float:
         """Seconds until the next :meth:`look` has something to do; at most 1."""

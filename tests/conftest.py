@@ -150,4 +150,4 @@ def small_device(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip("mounting a file system is not allowed here: /dev/full and a limit are tested instead")
     yield root
-    subprocess.run(["umount", str(root)], check=True)
+    subprocess.run(["umount", "--lazy", str(root)], check=True)  # a test may have files open there

@@ -262,8 +262,12 @@ class Stager:
     def begin(self, work: Callable[[], None]) -> None:
         """Run ``work`` on a thread; waits for the one before."""
         self.fence()
-        self._thread = threading.Thread(target=self._run, args=(work,), name="swift-stager", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(work,), name="swift-stager", daemon=True)
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError:  # the system has no thread left: then the caller waits
+            work()
 
     def fence(self) -> None:
         """Wait until the work is done: what it reads may be changed afterwards. Costs nothing when there is none.

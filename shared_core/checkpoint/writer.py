@@ -510,7 +510,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0  # the job's folder has been removed meanwhile: nobody would ever remove another
     ends = threading.Event()
     threading.Thread(target=_watch, args=(options.grace, ends, spool), name="swift-lifeline", daemon=True).start()
-    writer = Writer(spool, EventLog(options.events, os.environ.get(RUN, "")))
+    writer = Writer(spool, EventLog(options.events, os.environ.get(RUN, ""), spool.folder.parent))
     with selectors.DefaultSelector() as selector:
         selector.register(bell, selectors.EVENT_READ)
         while True:

@@ -17,12 +17,14 @@ from shared_core.cli import arguments
 from shared_core.cli.section import find_section
 from shared_core.config import SwiftConfig
 from shared_core.config.page import help_of
-from shared_core.errors import ConfigError, SwiftError
+from shared_core.errors import ConfigError, OutOfResources, SwiftError
 from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.handover import srun_tasks
 from shared_core.kinds import no_folder
 from shared_core.launcher.standby import Preload, Standby, clean_env
+from shared_core.resources import advice, what_to_do
+from shared_core.system.streams import forgive
 from shared_core.system.title import set_name
 from shared_core.worker.start import preload
 
@@ -441,6 +443,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Exit codes are torchrun's: 0, 1 if the job failed or was ended by a signal, 2 for a wrong command line.
     """
+    forgive()
     ignored = inject.take_out(os.environ)  # before anything is started that would inherit it
     early = _start_early(sys.argv[1:] if argv is None else argv)
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -459,8 +462,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     except JobOver as error:
         print(f"swiftrun: {error}", file=sys.stderr)
         raise SystemExit(int(error.failed)) from None
+    except OutOfResources as error:
+        print(f"swiftrun: {arguments.one_line(error)}", file=sys.stderr)
+        raise SystemExit(1) from None
     except SwiftError as error:
         _refuse(error)
+    except OSError as error:
+        if not advice(error):
+            raise
+        named = f"{error.filename} " if error.filename else ""
+        print(f"swiftrun: {named}{what_to_do(error)}", file=sys.stderr)
+        raise SystemExit(1) from None
     except (SignalException, RendezvousError) as error:
         print(f"swiftrun: {error}", file=sys.stderr)
         raise SystemExit(1) from None
@@ -480,7 +492,10 @@ def _start_early(argv: Sequence[str]) -> Standby | None:
         return None
     if os.environ.get("PET_STANDBYS") == "0":
         return None
-    standby = Standby(clean_env(os.environ))
+    try:
+        standby = Standby(clean_env(os.environ))
+    except OSError:
+        return None  # the agent tries again, and says so
     standby.preload(Preload(preload.ALWAYS), more=True)
     return standby
 

@@ -8,6 +8,7 @@ flag.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -23,7 +24,7 @@ from typing import Any
 
 from shared_core.errors import ConfigError
 from shared_core.events import RUN, EventLog
-from shared_core.faults.spec import ANY_STEP, EXIT_CODE, Fault, dumps, loads
+from shared_core.faults.spec import ANY_STEP, EXIT_CODE, REFUSALS, Fault, dumps, loads
 
 FAULTS = "SWIFT_FAULTS"
 #: Process id of the launcher that was given the faults: only processes below it arm them.
@@ -227,6 +228,7 @@ def strike(fault: Fault, index: int = -1, tops: int = 0) -> None:
 
     Raises:
         FaultInjected: for kind ``exception``.
+        OSError: for one of :data:`~shared_core.faults.spec.REFUSALS`.
     """
     if fault.delay_s:
         timer = threading.Timer(fault.delay_s, _carry_out, (fault, index, tops))
@@ -240,6 +242,9 @@ def _carry_out(fault: Fault, index: int, tops: int) -> None:
     _record(fault, index, tops)
     if fault.kind == "exception":
         raise FaultInjected(f"injected into rank {fault.rank} at {fault.point}, step {tops}")
+    if fault.kind in REFUSALS:
+        number = getattr(errno, fault.kind)
+        raise OSError(number, os.strerror(number))
     if fault.kind == "os._exit":
         os._exit(EXIT_CODE)
     if fault.kind == "segfault":

@@ -15,6 +15,9 @@ from shared_core.errors import ConfigError
 #: Ways in which a worker can be struck; ``SIGSTOP`` freezes it without ending it.
 KINDS: tuple[str, ...] = ("SIGKILL", "SIGSTOP", "SIGTERM", "os._exit", "exception", "segfault")
 
+#: What the system can refuse, as the names of its error numbers: the point raises that ``OSError``. Nobody is lost.
+REFUSALS: tuple[str, ...] = ("ENOSPC", "EROFS", "EIO", "EAGAIN", "ENOMEM", "EMFILE")
+
 #: Places in a worker's life where the core looks for a fault.
 POINTS: tuple[str, ...] = (
     "startup",
@@ -61,6 +64,10 @@ POINTS: tuple[str, ...] = (
     "lane.let_in",
     "lane.agreed",
     "lane.knock",
+    # Before a thread is started that peers depend on, a publication is written, the log in memory is moved to disk.
+    "thread",
+    "publish",
+    "spill",
     # Instructions of a pipeline's schedule, before each: any of them, or those of one kind.
     "pipe.instruction",
     "pipe.load",
@@ -90,7 +97,7 @@ ANY_STEP = -1
 EXIT_CODE = 17
 
 #: Kinds that cannot come from a timer thread, because they act on the thread that meets the point.
-_NEEDS_THE_THREAD = frozenset({"exception"})
+_NEEDS_THE_THREAD = frozenset({"exception", *REFUSALS})
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ class Fault:
         step: batch tops the rank has passed when it is struck: 0 before the first batch, 1 in the first batch,
             :data:`ANY_STEP` (-1) at any time (``recovery.*``: from the first batch on).
         point: one of :data:`POINTS`.
-        kind: one of :data:`KINDS`.
+        kind: one of :data:`KINDS` or :data:`REFUSALS`.
         nth: which occurrence of the point since the last batch top, from 1; for ``update.during`` which tensor
             operation inside the optimizer update.
         incarnation: which worker of the rank: 0 the first, 1 its first replacement, and so on.
@@ -126,7 +133,7 @@ class Fault:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"fault: {name} must be an int, got {value!r}")
         _one_of("point", self.point, POINTS)
-        _one_of("kind", self.kind, KINDS)
+        _one_of("kind", self.kind, KINDS + REFUSALS)
         for name, least in (("rank", 0), ("step", ANY_STEP), ("nth", 1), ("incarnation", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"fault: {name} must be at least {least}, got {getattr(self, name)}")

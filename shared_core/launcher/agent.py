@@ -146,7 +146,6 @@ class SwiftAgent(SimpleElasticAgent):
         self._make_logs = make_logs
         self._logs: WorkerLogs | None = None
         self._run_id = uuid.uuid4().hex[:12]
-        self._events = EventLog(options.events, self._run_id)
         self._story = Story(console)
         self._book = LossBook(spec.max_restarts, options.loop_limit)
         self._wakeup = Wakeup()
@@ -155,6 +154,9 @@ class SwiftAgent(SimpleElasticAgent):
         process.become_subreaper()
         self._job = JobDir(options.config.log.dir)
         self._job_dir = self._job.path
+        if self._job.note:
+            console(self._job.note)
+        self._events = EventLog(options.events, self._run_id, self._job_dir)
         self._persisting = Persisting(self._job_dir, options.events, options.grace_s, console)
         what = Preload(program.preload, str(self._job_dir), program.target)
         self._fleet = Fleet(
@@ -229,7 +231,7 @@ class SwiftAgent(SimpleElasticAgent):
         team = self._crew.team(self._attempt, self._number) if self._crew is not None else None
         if self._crew is not None:
             self._run_id = self._crew.run_id
-            self._events = EventLog(self._options.events, self._run_id)
+            self._events = EventLog(self._options.events, self._run_id, self._job_dir)
         if self._attempt is not None:
             self._attempt.close()
         place = (worker_group.spec.local_addr or LOOPBACK, 0 if self._number else self._options.store_port)

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shared_core.events import console
-from shared_core.system import secret
+from shared_core.system import secret, threads
 from shared_core.system.wire import CONNECT_S, WAIT_S, connect, frames, receive, send_frame
 
 _WRITE, _APPEND, _REMOVE, _BEGIN, _END, _SYNC, _GET = b"w", b"a", b"r", b"b", b"e", b"s", b"g"
@@ -228,7 +228,7 @@ class Mirror:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         ready = threading.Event()
-        threading.Thread(target=self._connect, args=(chosen, ready), name="swift-mirror", daemon=True).start()
+        threads.start(self._connect, (chosen, ready), name="swift-mirror")
         ready.wait(CONNECT_S)
 
     def _connect(self, chosen: str | None, ready: threading.Event) -> None:

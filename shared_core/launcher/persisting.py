@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shared_core.events import RUN
 from shared_core.protocol.worker_env import EVENTS, INCARNATION
+from shared_core.resources import Retries
 from shared_core.system import process
 from shared_core.system.jobdir import CHECKPOINTS
 from shared_core.waiting import Wait
@@ -42,6 +43,7 @@ class Persisting:
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd: int | None = None
         self._started = 0.0
+        self._refusals = Retries(say)
         self._starts, self._early_deaths, self._rank, self._run = 0, 0, 0, ""
 
     def look(self, rank: int = 0, run: str = "") -> None:
@@ -56,7 +58,7 @@ class Persisting:
             if self.running:
                 return
             self._bury()
-        if self._early_deaths < GIVE_UP_AFTER and self._folder.exists():
+        if self._early_deaths < GIVE_UP_AFTER and self._refusals.due and self._folder.exists():
             self._start(rank)
 
     @property
@@ -94,7 +96,8 @@ class Persisting:
                 return False
             if not code:
                 break
-            self._start(self._rank)
+            if not self._start(self._rank):
+                return False
         return True
 
     def _finish(
@@ -121,21 +124,28 @@ class Persisting:
                 self._process.kill()
         return ended, self._collect()
 
-    def _start(self, rank: int) -> None:
+    def _start(self, rank: int) -> bool:
+        """False where the system lets no process start: :meth:`look` tries again."""
         command = process.run_module(PROGRAM, str(self._folder), f"--grace={self._grace_s}")
         if self._events:
             command.append(f"--events={self._events}")
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            env=self._environment(os.environ, rank),
-            bufsize=0,
-            start_new_session=True,  # what a terminal sends to all is not for it
-        )
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                env=self._environment(os.environ, rank),
+                bufsize=0,
+                start_new_session=True,  # what a terminal sends to all is not for it
+            )
+        except OSError as error:
+            self._refusals.refused("the writer of checkpoints cannot be started", error)
+            return False
+        self._refusals.worked()
         self._pidfd = process.open_pidfd(self._process.pid)
         self._started, self._rank = time.monotonic(), rank
         self._starts += 1
+        return True
 
     def _environment(self, environ: Mapping[str, str], rank: int) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [environ.get("PYTHONPATH", ""), process.PACKAGE_ROOT]))

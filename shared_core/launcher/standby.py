@@ -75,6 +75,9 @@ class Standby:
         pid: of the zygote.
         ready: it has imported everything and waits for requests.
         report: its answer about the imports (``threads``, ``seconds``, ``failed``).
+
+    Raises:
+        OSError: the system lets no process start.
     """
 
     spawn: ClassVar[Callable[[socket.socket, dict[str, str]], int]] = staticmethod(_spawn_zygote)
@@ -82,7 +85,11 @@ class Standby:
     def __init__(self, env: dict[str, str]) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            self.pid = type(self).spawn(theirs, env)
+            try:
+                self.pid = type(self).spawn(theirs, env)
+            except OSError:
+                mine.close()
+                raise
         self.pidfd = process.open_pidfd(self.pid)
         self.ready = False
         self.report: dict[str, Any] = {}
@@ -116,7 +123,7 @@ class Standby:
             self._channel.setblocking(False)
 
     def answers(self) -> list[tuple[StartRequest, int]]:
-        """``(request, pid)`` of workers forked since the last call."""
+        """``(request, pid)`` of workers forked since the last call; ``-errno`` for a pid where it could not fork."""
         with suppress(BlockingIOError, ConnectionError):
             while chunk := self._channel.recv(65536):
                 self._buffer += chunk
@@ -127,7 +134,8 @@ class Standby:
             if message.get("ready"):
                 self.ready, self.report = True, message
             else:
-                forked.append((self.outstanding.pop(message["token"]), int(message["pid"])))
+                pid = int(message["pid"]) if "pid" in message else -int(message["errno"])
+                forked.append((self.outstanding.pop(message["token"]), pid))
         return forked
 
     def close(self) -> None:
@@ -142,13 +150,20 @@ class Standby:
 
 
 def start_fresh(request: StartRequest) -> int:
-    """Start a worker in a fresh interpreter, without any standby; returns its pid."""
+    """Start a worker in a fresh interpreter, without any standby; returns its pid.
+
+    Raises:
+        OSError: the system lets no process start.
+    """
     read, write = os.pipe()
     line = request.to_json().encode()
     try:
         started = subprocess.Popen(
             _python("entry", str(read)), env=request.env, pass_fds=(read,), start_new_session=True, close_fds=True
         )
+    except OSError:
+        os.close(write)
+        raise
     finally:
         os.close(read)
     started.returncode = 0

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from shared_core.errors import WaitTimeout
+from shared_core.errors import OutOfResources, WaitTimeout
 from shared_core.launcher.standby import Preload, Standby, start_fresh
 from shared_core.protocol.request import StartRequest
+from shared_core.resources import Retries, what_to_do
 from shared_core.system import process
 from shared_core.waiting import Wait, ranks_text
 
@@ -92,6 +93,8 @@ class Fleet:
         self._new: list[LiveWorker] = []
         self._early_deaths: dict[int, int] = {}
         self._failed_standbys = 0
+        self._fills = False
+        self._refusals = Retries(say)
         self._warned_threads = False
         self._early = early
         self._foreign = set(process.children()) - (
@@ -101,9 +104,15 @@ class Fleet:
     # -- starting -----------------------------------------------------------------------------------------------------
 
     def fill_standbys(self) -> None:
-        """Start zygotes until there are as many as wanted."""
-        while len(self._standbys) < self._wanted_standbys:
-            standby, self._early = self._early or Standby(self._standby_env), None
+        """Start zygotes until there are as many as wanted, now or, where the system lets no process start, later."""
+        self._fills = True
+        while len(self._standbys) < self._wanted_standbys and self._refusals.due:
+            try:
+                standby, self._early = self._early or Standby(self._standby_env), None
+            except OSError as error:
+                self._refusals.refused("no standby can be started", error)
+                return
+            self._refusals.worked()
             self._standbys.append(standby)
             self._register(standby.fileno())
             if standby.pidfd is not None:
@@ -114,7 +123,12 @@ class Fleet:
         """Start a worker: from a standby, once one is ready, or fresh where there is none. See :meth:`started`."""
         if worker.request.mode == "exec" or self._wanted_standbys == 0:
             worker.how = "respawn"
-            worker.pid = start_fresh(worker.request)
+            try:
+                worker.pid = start_fresh(worker.request)
+            except OSError as error:
+                self._refuse(worker, error)
+                return
+            self._refusals.worked()
             self._arrive(worker)
             return
         worker.how = "standby"
@@ -133,11 +147,15 @@ class Fleet:
             for request, pid in standby.answers():
                 self._asked.pop(request.token, None)
                 worker = self._starting.get(request.token)
-                if worker is not None:
+                if worker is not None and pid < 0:
+                    del self._starting[request.token]
+                    self._refuse(worker, OSError(-pid, os.strerror(-pid)))
+                elif worker is not None:
+                    self._refusals.worked()
                     worker.pid = pid
             if standby.ready and not was_ready:
                 self._welcome(standby)
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting = (self._waiting, []) if self._refusals.due else ([], self._waiting)
         for worker in waiting:
             self.start(worker)
         for token, worker in list(self._starting.items()):
@@ -146,6 +164,12 @@ class Fleet:
                 self._arrive(worker)
         new, self._new = self._new, []
         return new
+
+    def _refuse(self, worker: LiveWorker, error: OSError) -> None:
+        """The system let no process start for a worker: it waits for the next try."""
+        self._refusals.refused(f"no process can be started for rank {worker.rank}", error)
+        if not worker.cause:
+            self._waiting.append(worker)
 
     def _arrive(self, worker: LiveWorker) -> None:
         worker.pidfd = process.open_pidfd(worker.pid)
@@ -205,12 +229,19 @@ class Fleet:
         return dead
 
     def look_after_standbys(self) -> None:
-        """Kill a standby that is stopped or does not answer; its end is then noticed as any other."""
+        """Kill a standby that is stopped or does not answer; its end is then noticed as any other. Start those that
+        could not be started before.
+
+        Raises:
+            OutOfResources: no process could be started for a worker for as long as one is waited for.
+        """
         now = time.monotonic()
         late = any(now - asked > ANSWER_TIMEOUT_S for asked in self._asked.values())
         for standby in self._standbys:
             if process.state_of(standby.pid) == "T" or (late and standby.outstanding):
                 process.kill_group(standby.pid)
+        if self._fills:
+            self.fill_standbys()
         self._look_at_wait()
 
     def _look_at_wait(self) -> None:
@@ -220,11 +251,15 @@ class Fleet:
             return
         if self._wait is None:
             whom = f"a standby to import {', '.join(self._preload.modules) or 'torch'}, from which they start"
+            if self._refusals.error is not None:
+                whom = "the system to let a process start"
             who, ends = ranks_text(worker.rank for worker in self._waiting), "it is replaced"
             self._wait = Wait(who, whom, self._wait_timeout_s, ends=ends, say=self._say, advice="It is replaced.")
         try:
             self._wait.look()
         except WaitTimeout as error:
+            if (refused := self._refusals.error) is not None:
+                raise OutOfResources(refused.errno, f"no process could be started {what_to_do(refused)}") from error
             self._say(str(error))
             self._wait = None
             for standby in self._standbys:

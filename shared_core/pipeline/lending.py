@@ -8,7 +8,6 @@ newcomer computes itself.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from shared_core.errors import SwiftError, WaitTimeout
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline.cost import Replay, shares
 from shared_core.pipeline.stage import Computed, Stage, Work
+from shared_core.system.threads import start
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.recovery.exchange import Replaying
 from shared_core.worker.recovery.replay import Replays
@@ -75,7 +75,7 @@ def help_newcomers(replays: Replays, replaying: Replaying, stage_of: Callable[[i
                 replays.drop_side(inner)
 
     for newcomer in replaying.newcomers:  # each on a thread of its own: one may wait for another
-        threading.Thread(target=serve, args=(newcomer,), name=f"swift-help-{newcomer}", daemon=True).start()
+        start(serve, (newcomer,), name=f"swift-help-{newcomer}")
 
 
 def meet(replays: Replays, replaying: Replaying, newcomer: int) -> InnerGroup:

@@ -6,7 +6,6 @@ the schedule, as always.
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from shared_core.pipeline import compat, lending, stage
 from shared_core.pipeline.cost import Replay
 from shared_core.pipeline.lending import Helpers
 from shared_core.pipeline.stage import Computed, Work
+from shared_core.system import threads
 from shared_core.worker.recovery.exchange import Replaying
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class SharedReplay:
             except (RuntimeError, SwiftError):
                 return
 
-        threading.Thread(target=dismiss, name="swift-dismiss", daemon=True).start()
+        threads.start(dismiss, name="swift-dismiss")
 
     @property
     def _ordered(self) -> bool:

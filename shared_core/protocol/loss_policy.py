@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shared_core import errors
+from shared_core.resources import advice_on
 
 #: A rank that dies so often in a row, in the same way and without progress, ends the job.
 LOOP_LIMIT = 3
@@ -127,11 +128,15 @@ class LossBook:
         if death.error is not None and death.error.kind == "CollectiveTimeout":
             reason = f"rank {death.rank} waited in vain, and so would a newcomer: {death.error.summary}"
             return Verdict("end", reason=reason, first=death)
+        if death.error is not None and death.error.kind == "OutOfResources":
+            return Verdict("end", reason=f"rank {death.rank}: {death.error.summary}", first=death)
         twins = [other for other in streak[:-1] if _same_exception(other, death)]
         if twins:
-            return Verdict(
-                "end", reason=f"rank {death.rank} raised the same exception at the same place twice", first=twins[0]
-            )
+            reason = f"rank {death.rank} raised the same exception at the same place twice"
+            assert death.error is not None
+            if found := advice_on(death.error.summary):
+                reason += f" ({death.error.summary}): {found}"
+            return Verdict("end", reason=reason, first=twins[0])
         if len(streak) >= self.loop_limit and all(_alike(other, death) for other in streak[-self.loop_limit :]):
             reason = f"rank {death.rank} died {self.loop_limit} times in a row without progress ({death.cause})"
             return Verdict("end", reason=reason, first=streak[-self.loop_limit])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import time
 from pathlib import Path
+
+from shared_core.resources import map_file
 
 #: Layout of a progress file: batch tops passed, 1 inside a wait for a collective, ``time.time()`` of the last change.
 PROGRESS = struct.Struct("<QQd")
@@ -19,12 +20,7 @@ class ProgressFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         target = Path(path)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(target, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(fd, PROGRESS_BYTES)
-            self._map = mmap.mmap(fd, PROGRESS_BYTES)
-        finally:
-            os.close(fd)
+        self._map = map_file(target, PROGRESS_BYTES)
         self._tops = 0
 
     def top(self, tops: int) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from shared_core.checkpoint.command import Command
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError
+from shared_core.events import JOB_DIR as JOB_DIR
 from shared_core.events import RUN
 from shared_core.protocol.codec import Count, decode
 
-JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
 STORE = "SWIFT_RECOVERY_STORE"
 GENERATION = "SWIFT_RECOVERY_GENERATION"
 INCARNATION = "SWIFT_RECOVERY_INCARNATION"

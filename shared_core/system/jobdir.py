@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -10,11 +11,20 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, OutOfResources
+from shared_core.resources import TOLD, free_bytes
 from shared_core.system.secret import FILE as SECRET
 
 PREFIX = "swift_"
+#: A file system in memory.
+MEMORY = "/dev/shm"
 _LOGS = "swift-log-"
+#: Link to the folder for logs on disk: short links go through it, which take no room in memory.
+DISK = "disk"
+#: Start of the names of folders beside the logs on disk: publications of a rank that did not fit into memory.
+ON_DISK = "board"
+#: Less room in memory than this is left to others, in bytes.
+LEAST_BYTES = 16 << 20
 _LOCK = "lock"
 #: Folder of other machines' publications.
 MIRROR = "mirror"
@@ -29,7 +39,7 @@ def log_folder(parent: str | os.PathLike[str] | None, job_dir: Path) -> Path:
         parent: the folder that the user has chosen; None for that of temporary files.
         job_dir: the private folder of the job.
     """
-    return Path(parent or tempfile.gettempdir()) / f"{_LOGS}{job_dir.name}"
+    return Path(parent or _temporary()) / f"{_LOGS}{job_dir.name}"
 
 
 def own(folder: Path) -> bool:
@@ -61,20 +71,33 @@ class JobDir:
 
     Attributes:
         path: the folder.
+        note: for the user, where it is not in memory; empty otherwise.
+
+    Raises:
+        OutOfResources: there is no place for it.
     """
 
     def __init__(self, logs: str | None = None, *, logging: bool = True) -> None:
         self._log_lock = -1
-        for parent in ("/dev/shm", tempfile.gettempdir()):
+        self.note = ""
+        for parent in (MEMORY, _temporary()):
+            if parent == MEMORY and (free := free_bytes(parent)) < LEAST_BYTES:
+                self.note = (
+                    f"{MEMORY} has room for {free >> 20} MiB only: what workers publish at each batch goes to "
+                    f"{_temporary()}, which takes longer. For more: docker run --shm-size=1g, or "
+                    f"mount -o remount,size=1g {MEMORY}"
+                )
+                continue
             with suppress(OSError):
                 self.path, self._lock = _make(parent)
                 break
         else:
-            raise OSError("no folder for temporary files can be written to: set TMPDIR")
+            raise OutOfResources(errno.ENOSPC, "no folder for temporary files can be written to: set TMPDIR")
         self._logs = log_folder(logs, self.path)
         try:
             if logging and own(self._logs):
                 self._log_lock = _lock(self._logs)
+                (self.path / DISK).symlink_to(self._logs)
         except ConfigError:
             self.remove()
             raise
@@ -90,8 +113,9 @@ class JobDir:
             keep: number of an attempt from which the next one goes on: its publications and what it handed on stay.
         """
         with suppress(OSError):
-            for left in self._logs.glob("rank*"):
-                shutil.rmtree(left, ignore_errors=True)
+            for left in [*self._logs.glob("rank*"), *self._logs.glob(f"{ON_DISK}*/attempt*")]:
+                if keep is None or left.name != f"attempt{keep}":
+                    shutil.rmtree(left, ignore_errors=True)
         if keep is not None:
             self._clear_before(keep)
             return
@@ -100,7 +124,7 @@ class JobDir:
                 continue
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name != _LOCK:
+            elif entry.name != _LOCK and not entry.name.startswith(TOLD):
                 entry.unlink(missing_ok=True)
 
     def _clear_before(self, attempt: int) -> None:
@@ -122,12 +146,25 @@ class JobDir:
             self._lock = -1
 
 
+def _temporary() -> str:
+    """The folder for temporary files; the one that is meant, where none can be written to."""
+    try:
+        return tempfile.gettempdir()
+    except OSError:
+        return os.environ.get("TMPDIR") or "/tmp"
+
+
 def _make(parent: str) -> tuple[Path, int]:
     """A new folder and the descriptor of its lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        with suppress(FileNotFoundError):
+        try:
             return path, _lock(path)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
 
 
 def _lock(folder: Path) -> int:
@@ -158,7 +195,7 @@ def sweep(parent: Path) -> None:
     """Remove folders that killed agents left in ``parent``, and their logs among temporary files: they are this user's,
     and nobody holds their locks."""
     _sweep(parent, PREFIX)
-    _sweep(Path(tempfile.gettempdir()), _LOGS + PREFIX)
+    _sweep(Path(_temporary()), _LOGS + PREFIX)
 
 
 def _sweep(parent: Path, prefix: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -59,12 +60,13 @@ def die_with_parent(parent: int, sig: signal.Signals = signal.SIGKILL) -> bool:
 
 
 def state_of(pid: int) -> str | None:
-    """One-letter state of a process as in ``/proc/PID/stat`` (``T`` stopped, ``Z`` zombie, ...); None if it is gone."""
+    """One-letter state of a process as in ``/proc/PID/stat`` (``T`` stopped, ``Z`` zombie, ...); None if it is gone,
+    ``?`` where nobody can look, as without a free descriptor."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             raw = file.read()
-    except OSError:
-        return None
+    except OSError as error:
+        return "?" if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) else None
     # the command name stands in parentheses and may hold parentheses itself
     return chr(raw[raw.rindex(b")") + 2])
 

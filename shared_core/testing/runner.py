@@ -17,7 +17,7 @@ from typing import Any
 
 from shared_core.events import Event, read_events
 from shared_core.faults.inject import STRUCK, read_struck
-from shared_core.faults.spec import EXIT_CODE, Fault, dumps
+from shared_core.faults.spec import EXIT_CODE, REFUSALS, Fault, dumps
 from shared_core.testing.plain import ROOT, PlainLauncher
 from shared_core.testing.processes import MARK, describe, kill_marked, wait_gone
 from shared_core.testing.report import OUT, start_time
@@ -363,6 +363,8 @@ def unconfirmed(result: JobResult) -> list[str]:
     for index, fault in enumerate(result.faults):
         if index not in struck:
             wrong.append(f"{fault}: did not strike")
+            continue
+        if fault.kind in REFUSALS:
             continue
         for place, (rank, cause) in enumerate(losses):
             if rank == fault.rank and any(word in cause for word in _CONFIRMS[fault.kind]):

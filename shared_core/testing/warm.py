@@ -84,7 +84,8 @@ class WarmLauncher:
 
     def start_all(self, launchers: list[dict[str, Any]]) -> None:
         """Start the launchers of one job; each is given what :meth:`start` takes, and ``netns``, the path of a network
-        namespace to be in, if it is to have one of its own."""
+        namespace to be in, if it is to have one of its own, or
+        ``setup``, shell commands that mount what only this job sees."""
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(launchers).encode() + b"\n")
         self._server.stdin.flush()
@@ -164,6 +165,9 @@ def _launch(request: dict[str, Any]) -> None:
     os.setsid()
     if request.get("netns"):
         _enter_namespace(request["netns"], request.get("hosts", ""))
+    if request.get("setup"):
+        _own_mounts()
+        subprocess.run(["sh", "-ec", request["setup"]], check=True)
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
@@ -190,14 +194,17 @@ def _enter_namespace(path: str, hosts: str) -> None:
     with open(path, "rb") as handle:
         ok = libc.setns(handle.fileno(), 0x40000000) == 0  # CLONE_NEWNET
     if ok and hosts:
-        private, bind = (1 << 18) | (1 << 14), 1 << 12  # MS_PRIVATE with MS_REC, MS_BIND
-        ok = (
-            libc.unshare(0x20000) == 0  # CLONE_NEWNS
-            and libc.mount(b"none", b"/", None, ctypes.c_ulong(private), None) == 0
-            and libc.mount(hosts.encode(), b"/etc/hosts", None, ctypes.c_ulong(bind), None) == 0
-        )
+        _own_mounts()
+        ok = libc.mount(hosts.encode(), b"/etc/hosts", None, ctypes.c_ulong(1 << 12), None) == 0  # MS_BIND
     if not ok:
         raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {path}")
+
+
+def _own_mounts() -> None:
+    """See file systems that nobody else sees."""
+    libc, private = ctypes.CDLL(None, use_errno=True), (1 << 18) | (1 << 14)  # MS_PRIVATE with MS_REC
+    if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, ctypes.c_ulong(private), None):  # CLONE_NEWNS
+        raise OSError(ctypes.get_errno(), "cannot have mounts of its own")
 
 
 class _Nursery:

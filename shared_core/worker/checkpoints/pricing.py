@@ -17,6 +17,7 @@ from shared_core.checkpoint.policy import Situation, grown, make_policy
 from shared_core.checkpoint.run_ends import Ending, from_history
 from shared_core.config import SwiftConfig
 from shared_core.events import console
+from shared_core.resources import what_to_do
 
 #: Losses are turned into numbers so many at a time, and fitted so often at most, in seconds.
 LOSSES, FIT_S = 64, 30.0
@@ -56,6 +57,7 @@ class Pricing:
         self._before = Hazard()
         self._begun: dict[int, float] = {}
         self._last = self._waited = self._said = 0.0
+        self._unwritten = False
         self._top = self._saved_top = 0
         self._useful_s = self._saved_s = self._rework_s = self._worker_s = 0.0
         self._undone: tuple[int, float, float] = (0, 0.0, 0.0)
@@ -190,7 +192,9 @@ class Pricing:
             run = Run(self.name, end, self._useful_s, self._worker_s, {"storage": self._rolled_back}, self._command)
             history.append(path, run)
         except OSError as error:
-            console(f"the job history {path} cannot be written: {error}")
+            if not self._unwritten:
+                self._unwritten = True
+                console(f"the job history {path} cannot be written {what_to_do(error)}. The job goes on")
 
     def ended(self, end: str) -> None:
         """The run has ended: ``completed``, or ``stopped`` early with its state saved."""

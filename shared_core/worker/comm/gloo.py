@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 from shared_core.errors import GenerationAbandoned, NotConnected, RecoveryFailed, WaitTimeout
 from shared_core.faults import inject
 from shared_core.protocol.worker_env import ADDRESS
+from shared_core.system import threads
 from shared_core.waiting import Wait, poll, wait_for
 from shared_core.worker.comm import peers
 from shared_core.worker.comm.compat import ProcessGroupGloo, gloo_options, set_operation_timeout
@@ -70,7 +71,7 @@ def finish_message(work: Any, inner: InnerGroup, timeout: timedelta, wait: Wait)
             failed.append(error)
         done.set()
 
-    threading.Thread(target=run, name="swift-message", daemon=True).start()
+    threads.start(run, name="swift-message")
     while not done.wait(0.05):
         if inner.severed and not done.wait(STUCK_S):
             raise GenerationAbandoned(wait.text)
@@ -237,7 +238,7 @@ class InnerGroup:
         self.sever()
         box = [self.pg]
         self.pg = None
-        threading.Thread(target=box.clear, name="swift-drop", daemon=True).start()
+        threads.start(box.clear, name="swift-drop")
 
     def sever(self) -> int:
         """Shut down every connection of the group, from any thread; blocked operations fail at once. Returns how

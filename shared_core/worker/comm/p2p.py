@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shared_core.errors import SwiftError
 from shared_core.faults import inject
 from shared_core.protocol.frontier import Channel, Done, channel_key
+from shared_core.system import threads
 from shared_core.worker.messages.archive import Key
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ class Channels:
             if wanted < (log[0][0] if log else sent):
                 self._streams.add(channel)
                 name = f"swift-stream-{channel[1]}"
-                threading.Thread(target=self._stream, args=(channel, wanted), name=name, daemon=True).start()
+                threads.start(self._stream, (channel, wanted), name=name)
                 continue
             for index, _, tensor in log:
                 if index >= wanted:

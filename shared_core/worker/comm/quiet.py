@@ -29,7 +29,7 @@ _passing = threading.Thread()
 def quiet() -> Iterator[None]:
     """In here gloo's lines about peers that it cannot connect to are dropped. For any thread, and several at once."""
     entered = False
-    with suppress(OSError):  # no standard error, or no descriptors: then it is as it is
+    with suppress(OSError, RuntimeError):  # no standard error, descriptors or threads: then it is as it is
         _enter()
         entered = True
     try:
@@ -43,17 +43,20 @@ def _enter() -> None:
     global _inside, _console, _passing
     with _lock:
         if _inside == 0:
-            console = os.dup(2)
+            opened: list[int] = []
             try:
-                read, write = os.pipe()
-            except OSError:
-                os.close(console)
+                opened += [os.dup(2), os.dup(2)]
+                opened += os.pipe()
+                console, kept, read, write = opened
+                passing = threading.Thread(target=_pass_on, args=(read, kept), name="swift-quiet", daemon=True)
+                passing.start()
+            except (OSError, RuntimeError):  # no descriptor or no thread is left
+                for fd in opened:
+                    os.close(fd)
                 raise
             os.dup2(write, 2)  # inheritable, as programs expect of it
             os.close(write)
-            _console = console
-            _passing = threading.Thread(target=_pass_on, args=(read, os.dup(console)), name="swift-quiet", daemon=True)
-            _passing.start()
+            _console, _passing = console, passing
         _inside += 1
 
 

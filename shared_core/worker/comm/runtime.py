@@ -32,12 +32,14 @@ from shared_core.errors import (
 )
 from shared_core.faults import inject
 from shared_core.protocol.frontier import Done
+from shared_core.system import threads
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.compute_turn import Turn
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup
 from shared_core.worker.comm.op import Op
 from shared_core.worker.messages.archive import Archive, Key
 from shared_core.worker.messages.group_log import BufferPool, Entry, GroupLog, Signature, read_signature, same_call
+from shared_core.worker.messages.spilling import Spilling
 
 if TYPE_CHECKING:
     from shared_core.worker.comm.p2p import Channels
@@ -126,6 +128,7 @@ class Runtime:
         self.top = 0
         self.stable = 0
         self.spilled_bytes = 0
+        self._spilling = Spilling(rank)
         self.peak_log_bytes = 0
         self.served_operations = 0
         # Recording for later newcomers, and what a predecessor recorded.
@@ -416,7 +419,7 @@ class Runtime:
             future = op.inner_work.get_future()
         except RuntimeError:  # gloo's reduce-scatter has none
             waiter = _Waited(op.inner_work, lambda waited: self._finished(group, op, attempt, waited))
-            threading.Thread(target=waiter.run, name="swift-wait", daemon=True).start()
+            threads.start(waiter.run, name="swift-wait")
         else:
             future.add_done_callback(lambda done: self._finished(group, op, attempt, done))
 
@@ -466,7 +469,7 @@ class Runtime:
             # Every rank has contributed, so every rank has published this top: nothing older can be asked for.
             self.settle(op.top)
         if group.log.nbytes > self.max_log_bytes:
-            self.spilled_bytes += group.log.spill(self.max_log_bytes)
+            self.spilled_bytes += self._spilling.spill(group.log, self.max_log_bytes)
         self.peak_log_bytes = max(self.peak_log_bytes, group.log.nbytes)
         return entry
 
@@ -612,9 +615,7 @@ class Runtime:
             others = [group for group in self.groups.values() if group is not self.world and group not in kept]
             self.changed.notify_all()
         for group in others:
-            threading.Thread(
-                target=self._connect_later, args=(group, generation), name=f"swift-connect-{group.name}", daemon=True
-            ).start()
+            threads.start(self._connect_later, (group, generation), name=f"swift-connect-{group.name}")
 
     def _connect_later(self, group: GroupState, generation: int) -> None:
         try:
@@ -686,7 +687,7 @@ class Runtime:
             if self.broken or self.ended is not None:
                 return
             seen = self.latest
-        threading.Thread(target=self._await_explanation, args=(error, seen), name="swift-suspect", daemon=True).start()
+        threads.start(self._await_explanation, (error, seen), name="swift-suspect")
 
     def _await_explanation(self, error: Exception, seen: int) -> None:
         with self.lock:

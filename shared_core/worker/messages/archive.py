@@ -26,6 +26,7 @@ import torch
 
 from shared_core.errors import CorruptFile, WaitTimeout
 from shared_core.events import console
+from shared_core.system import threads
 from shared_core.waiting import Wait
 from shared_core.worker.messages import segments
 from shared_core.worker.messages.segments import Key, Place, Segment
@@ -129,8 +130,7 @@ class Archive:
         except OSError as error:
             with self._changed:
                 self._stop(error)
-        self._thread = threading.Thread(target=self._run, name="swift-archive", daemon=True)
-        self._thread.start()
+        self._thread = threads.start(self._run, name="swift-archive")
 
     @classmethod
     def reopen(

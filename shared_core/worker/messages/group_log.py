@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from shared_core.errors import CorruptFile
+from shared_core.faults import inject
+
 #: (operation, shapes, dtypes, root or reduce operation): what a replayed call must match.
 Signature = tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...], int]
 
@@ -137,6 +140,9 @@ class GroupLog:
     def spill(self, keep_bytes: int) -> int:
         """Move the oldest results to unlinked temporary files until at most ``keep_bytes`` stay in memory.
         Returns bytes moved.
+
+        Raises:
+            OSError: the disk does not take them; all that it did not take is in memory as before.
         """
         moved = 0
         for entry in self.entries.values():
@@ -144,15 +150,19 @@ class GroupLog:
                 break
             if entry.results is None or not entry.results or entry.redo is not None:
                 continue
+            inject.point("spill")
             if entry.top not in self._spill_files:
-                self._spill_files[entry.top] = tempfile.TemporaryFile(prefix="swift-log-", dir=os.environ.get("TMPDIR"))
+                # Unbuffered: what a full disk has refused must not be written, and refused, again by a later call.
+                file = tempfile.TemporaryFile(prefix="swift-log-", dir=self.folder, buffering=0)
+                self._spill_files[entry.top] = file
             file = self._spill_files[entry.top]
-            entry.spilled = []
+            spilled = []
             size = entry.nbytes
             for tensor in entry.results:
                 offset = file.seek(0, os.SEEK_END)
-                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-                entry.spilled.append((offset, tuple(tensor.shape), tensor.dtype))
+                _write_all(file, tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+                spilled.append((offset, tuple(tensor.shape), tensor.dtype))
+            entry.spilled = spilled
             if entry.pooled:
                 self._pool.give(entry.results)
                 entry.pooled = False
@@ -161,8 +171,17 @@ class GroupLog:
             moved += size
         return moved
 
+    @property
+    def folder(self) -> str:
+        """Where results are spilled to."""
+        return os.environ.get("TMPDIR") or tempfile.gettempdir()
+
     def results(self, seq: int) -> list[torch.Tensor]:
-        """Results of a logged collective, read back from disk if spilled."""
+        """Results of a logged collective, read back from disk if spilled.
+
+        Raises:
+            CorruptFile: the disk does not give them back.
+        """
         entry = self.entries[seq]
         if entry.results is not None:
             return entry.results
@@ -173,6 +192,22 @@ class GroupLog:
                 file = self._spill_files[entry.top]
                 file.seek(offset)
                 view = flat.view(-1).view(torch.uint8)
-                view.copy_(torch.frombuffer(bytearray(file.read(view.numel())), dtype=torch.uint8))
+                _read_all(file, view.numpy().data, self.folder)
             out.append(flat)
         return out
+
+
+def _write_all(file: Any, data: memoryview) -> None:
+    while data:  # the kernel takes at most 2 GiB at once
+        data = data[file.write(data) :]
+
+
+def _read_all(file: Any, into: memoryview, folder: str) -> None:
+    while into:
+        try:
+            got = file.readinto(into)
+        except OSError as error:
+            raise CorruptFile(f"logged messages cannot be read from their file in {folder}: {error}") from error
+        if not got:
+            raise CorruptFile(f"logged messages are missing from their file in {folder}")
+        into = into[got:]

@@ -77,4 +77,4 @@ class Donor:
             RecoveryFailed: if it cannot be had.
         """
         with self._updates.at_version(cut.version, cut.top) as (description, tensors):
-            hand_on(self._board.folder, description, tensors)
+            hand_on(self._board, description, tensors)

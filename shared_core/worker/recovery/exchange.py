@@ -40,6 +40,7 @@ from shared_core.protocol.cut import Offer, choose_cut
 from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
 from shared_core.protocol.plan import Plan, decide
 from shared_core.protocol.worker_env import Resized, WorkerEnv
+from shared_core.system import threads
 from shared_core.waiting import FOREVER_S, Wait, ranks_text, wait_for
 from shared_core.worker.comm.gloo import InnerGroup, finish
 from shared_core.worker.comm.runtime import MAX_ATTEMPTS, GroupState, Runtime
@@ -164,19 +165,18 @@ class Recovery:
         self.prepared = True
         self.runtime.latest = self.env.generation
         self.board.follow(self.env.machines)
-        self._watcher = threading.Thread(target=self._watch, name="swift-watcher", daemon=True)
         if not self.newcomer:
-            self._watcher.start()
+            self._watcher = threads.start(self._watch, name="swift-watcher")
             return
         self._tops = (*self.saved_tops(), *self.board.tops())
-        self._watcher.start()
+        self._watcher = threads.start(self._watch, name="swift-watcher")
         store = self.new_store("")
         try:
             record = self._records[self.env.generation] = self._entry(store, self.env.generation)
         except DamagedRecord as error:
             self.give_up(error)
         if self.env.rank in record.get("stay", ()):  # started while the number of workers changes
-            threading.Thread(target=self._leave, args=(record,), name="swift-leave", daemon=True).start()
+            threads.start(self._leave, (record,), name="swift-leave")
         if record.get("absent"):
             with self.runtime.lock:
                 self.knocks = self.runtime.starting = True
@@ -262,14 +262,14 @@ class Recovery:
                         self._forming.sever()
                 if "stay" in record:
                     if self.env.rank in record["stay"]:
-                        threading.Thread(target=self._leave, args=(record,), name="swift-leave", daemon=True).start()
+                        threads.start(self._leave, (record,), name="swift-leave")
                 elif record.get("absent"):
                     if live:
-                        threading.Thread(target=self._go_on, args=(record,), name="swift-recovery", daemon=True).start()
+                        threads.start(self._go_on, (record,), name="swift-recovery")
                 elif live:
-                    threading.Thread(target=self._recover, args=(record,), name="swift-recovery", daemon=True).start()
+                    threads.start(self._recover, (record,), name="swift-recovery")
                 else:
-                    threading.Thread(target=self._stay, name="swift-stay", daemon=True).start()
+                    threads.start(self._stay, name="swift-stay")
                     if self.newcomer and self._prepared_for >= 0:
                         self._post_front(self.new_store(""), record["generation"], self._newcomer_front())
         except RuntimeError:

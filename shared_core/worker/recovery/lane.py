@@ -35,6 +35,7 @@ from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.launcher.ledger import lane_key
 from shared_core.protocol.codec import decode
+from shared_core.system import threads
 from shared_core.waiting import Keys, ranks_text, wait_for
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup, finish
 from shared_core.worker.comm.runtime import MAX_ATTEMPTS, SUSPECT_S, Runtime
@@ -76,8 +77,7 @@ class LaneWork:
         """Whether :meth:`wait` returns, or raises, at once."""
         # Gloo cannot be asked, so somebody waits: a thread, and only for works that are asked about.
         if self._waiter is None:
-            self._waiter = threading.Thread(target=self._run, name="swift-lane", daemon=True)
-            self._waiter.start()
+            self._waiter = threads.start(self._run, name="swift-lane")
         return not self._waiter.is_alive()
 
     def _run(self) -> None:
@@ -107,7 +107,7 @@ class Lane:
         #: Of one operation; a loss ends it at once.
         self.timeout = runtime.world.timeout if runtime.world is not None else _PATIENCE
         self._sent: SimpleQueue[tuple[Any, torch.Tensor] | None] = SimpleQueue()
-        threading.Thread(target=_keep, args=(self._sent,), name="swift-lane-sends", daemon=True).start()
+        threads.start(_keep, (self._sent,), name="swift-lane-sends")
 
     def broken(self) -> bool:
         """Whether a worker was lost since: what is under way may never finish."""

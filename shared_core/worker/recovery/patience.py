@@ -22,6 +22,7 @@ from shared_core.events import EventLog, console
 from shared_core.protocol.codec import Count, decode
 from shared_core.protocol.standstill import Standing, awaited, describe, stuck
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.system import threads
 from shared_core.waiting import ends_text, quiet_s, ranks_text
 from shared_core.worker.comm.standing import finished, standing
 from shared_core.worker.link import at_end
@@ -63,7 +64,7 @@ class Patience:
         at_end(self._finish)
         if self._env.incarnation:
             self._store().set(self._key(self._env.rank), "")  # what its predecessor has reported
-        threading.Thread(target=self._run, name="swift-patience", daemon=True).start()
+        threads.start(self._run, name="swift-patience")
 
     def _finish(self) -> None:
         if self._env.world_size == 1 or self._runtime.generation < 0:

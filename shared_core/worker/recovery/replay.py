@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shared_core.system import threads
 from shared_core.worker.comm.compute_turn import Turn
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.messages.disk_log import Logs
@@ -40,7 +40,7 @@ class Replays:
         self._runtime.turn.begin()
 
         def start(replaying: Replaying) -> None:
-            threading.Thread(target=helper, args=(replaying,), name="swift-help", daemon=True).start()
+            threads.start(helper, (replaying,), name="swift-help")
 
         self._recovery.on_replay = start
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -11,6 +10,7 @@ from shared_core.errors import DamagedRecord, GenerationAbandoned, ReplicaMismat
 from shared_core.events import console
 from shared_core.protocol.codec import Count, damaged, decode
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.system import threads
 from shared_core.waiting import wait_for
 from shared_core.worker.recovery.exchange import Recovery
 from shared_core.worker.state.updates import Updates
@@ -76,7 +76,7 @@ class Replicas:
         self._recovery.new_store("").set(f"{key}/{self._env.rank}", json.dumps(asdict(report)))
         if self._env.rank == min(ranks):
             args = (key, ranks, list(state.names))
-            threading.Thread(target=self._judge, args=args, name="swift-compare", daemon=True).start()
+            threads.start(self._judge, args, name="swift-compare")
 
     def _judge(self, key: str, members: Sequence[int], names: list[str]) -> None:
         runtime, store = self._recovery.runtime, self._recovery.new_store("")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +23,12 @@ from shared_core.protocol.frontier import Top
 from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.worker.checkpoints.checkpoints import Restored, ends_before
 from shared_core.worker.checkpoints.resharding import RANDOM, random_state, sources
-from shared_core.worker.state.publications import TALLY, Board, read_file, write_file
+from shared_core.worker.state.publications import TALLY, Board, read_file
 
 
-def hand_on(folder: Path, description: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+def hand_on(board: Board, description: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
     """Write the replicated state for the workers of the next attempt, beside what this rank has published."""
-    write_file(folder / REPLICATED, b"", pieces((description, list(tensors))))
+    board.put(REPLICATED, b"", pieces((description, list(tensors))))
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,16 @@ import signal
 import sys
 import traceback
 import types
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NoReturn
 
+from shared_core.events import console
 from shared_core.protocol.request import Mode, StartRequest
+from shared_core.resources import what_to_do
 from shared_core.system import process
+from shared_core.system.streams import forgive
 from shared_core.system.title import set_title
 from shared_core.worker import link
 from shared_core.worker.start import preload
@@ -46,6 +50,7 @@ def enter(request: StartRequest, *, forked: bool) -> None:
     os.environ.update(request.env)
     if request.mode == "exec":
         _exec(request)
+    forgive()
     set_title(f"rank {request.env['RANK']}", request.target, request.args)
     if forked:
         _freshen(request)
@@ -78,7 +83,12 @@ def _redirect(request: StartRequest) -> None:
         if path:
             if stream is not None:
                 stream.flush()
-            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            except OSError as error:
+                who = f"rank {request.env.get('RANK', '?')}"
+                console(f"{who} writes here and not to {path}, which cannot be opened {what_to_do(error)}")
+                continue
             os.dup2(file, fd)
             os.close(file)
 
@@ -145,7 +155,8 @@ def _run(request: StartRequest) -> None:
         # as torchelastic's @record does
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)
+        with suppress(OSError):  # a full disk: the exception is still printed
+            get_error_handler().record_exception(error)
         _print_exception(error)
         raise SystemExit(1) from None
 

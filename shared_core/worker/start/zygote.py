@@ -2,14 +2,15 @@
 
 ``main()`` runs with two arguments, the descriptor of a stream socket to the agent and the agent's pid, and with
 :data:`~shared_core.protocol.request.SINGLE_THREADED` in the environment. Lines of JSON come in: first what to import,
-answered by ``{"ready": ...}``; then start requests, each answered by ``{"token": n, "pid": p}``. A worker is forked
-twice, so that the agent (a subreaper) becomes its parent and can wait for it. At the end of the stream the zygote
-exits.
+answered by ``{"ready": ...}``; then start requests, each answered by ``{"token": n, "pid": p}``, or by
+``{"token": n, "errno": e}`` where the system lets no process start. A worker is forked twice, so that the agent (a
+subreaper) becomes its parent and can wait for it. At the end of the stream the zygote exits.
 """
 
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import json
 import os
@@ -103,11 +104,22 @@ def _settle(report: dict[str, Any]) -> dict[str, Any]:
 
 def _fork_worker(channel: socket.socket, request: StartRequest) -> bool:
     """Fork twice; True in the worker, once the agent is its parent."""
-    go_read, go_write = os.pipe()
-    pid_read, pid_write = os.pipe()
-    middle = os.fork()
+    opened: list[int] = []
+    try:
+        opened += os.pipe()
+        opened += os.pipe()
+        middle = os.fork()
+    except OSError as error:  # no processes or descriptors are left: a later request may have them
+        for fd in opened:
+            os.close(fd)
+        _answer(channel, {"token": request.token, "errno": error.errno})
+        return False
+    go_read, go_write, pid_read, pid_write = opened
     if middle == 0:
-        forked = os.fork()
+        try:
+            forked = os.fork()
+        except OSError as error:
+            forked = -(error.errno or errno.EAGAIN)
         if forked != 0:
             os.write(pid_write, str(forked).encode())
             os._exit(0)
@@ -123,11 +135,14 @@ def _fork_worker(channel: socket.socket, request: StartRequest) -> bool:
         return True
     os.close(go_read)
     os.close(pid_write)
-    worker_pid = int(os.read(pid_read, 32) or b"0")
+    worker_pid = int(os.read(pid_read, 32) or -errno.EAGAIN)
     os.close(pid_read)
     os.waitpid(middle, 0)
-    _answer(channel, {"token": request.token, "pid": worker_pid})
-    os.write(go_write, b"g")
+    if worker_pid < 0:
+        _answer(channel, {"token": request.token, "errno": -worker_pid})
+    else:
+        _answer(channel, {"token": request.token, "pid": worker_pid})
+        os.write(go_write, b"g")
     os.close(go_write)
     return False
 

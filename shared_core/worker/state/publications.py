@@ -15,7 +15,6 @@ half a file:
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import struct
 import zlib
@@ -32,6 +31,8 @@ from shared_core.errors import CorruptFile
 from shared_core.launcher.mirror import Mirror
 from shared_core.loaders.reshard import loader_states, pack_indices, unpack_indices
 from shared_core.protocol.frontier import Top
+from shared_core.resources import map_file
+from shared_core.worker.state.overflow import Overflow
 
 _HEADER = struct.Struct("<IQI")  # length of the header, length of the payload, checksum of both
 _CHECK = struct.Struct("<IIQ")  # group, checksum, sequence number + 1
@@ -45,10 +46,16 @@ _ORDER = "order."
 #: Start of the names of files with numbers.
 TALLY = "tally."
 _TALLY = struct.Struct("<Q")
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
 def write_file(
-    path: Path, head: bytes, payload: Sequence[Piece], mirror: Mirror | None = None, spare: Path | None = None
+    path: Path,
+    head: bytes,
+    payload: Sequence[Piece],
+    mirror: Mirror | None = None,
+    spare: Path | None = None,
+    name: str = "",
 ) -> int:
     """Write a file whole, with a checksum. Returns the size of the payload in bytes.
 
@@ -59,6 +66,10 @@ def write_file(
         mirror: where a copy goes.
         spare: a file that is overwritten and renamed, if it exists: writing to memory that a file already has costs
             less than a third.
+        name: what the copy is called; as the file by default.
+
+    Raises:
+        OSError: it cannot be written; nothing of it is left.
     """
     temporary = path.with_name(path.name + ".tmp")
     if spare is not None:
@@ -75,13 +86,45 @@ def write_file(
             while left:  # the kernel takes at most 2 GiB at once
                 left = left[os.write(fd, left) :]
         os.ftruncate(fd, sum(map(len, data)))
+        os.rename(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
     finally:
         os.close(fd)
-    os.rename(temporary, path)
     if mirror is not None:
-        mirror.write(path.name, data)
+        mirror.write(name or path.name, data)
         mirror.sync()
     return size
+
+
+def append_whole(fd: int, data: bytes) -> None:
+    """Append all of ``data``, or nothing: what follows half a record cannot be read.
+
+    Raises:
+        OSError: it does not fit.
+    """
+    before = os.fstat(fd).st_size
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(fd, left) :]
+    except OSError:
+        os.ftruncate(fd, before)
+        raise
+
+
+def write_bare(path: Path, pieces: Sequence[bytes]) -> None:
+    """Write a file whole, with nothing added. Nothing is left where that fails."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_bytes(b"".join(pieces))
+        os.rename(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def read_file(path: Path, *, payload: bool = True) -> tuple[bytes, Piece]:
@@ -107,12 +150,7 @@ class Tally:
     """
 
     def __init__(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(fd, _TALLY.size)
-            self._map = mmap.mmap(fd, _TALLY.size)
-        finally:
-            os.close(fd)
+        self._map = map_file(path, _TALLY.size)
 
     @property
     def value(self) -> int:
@@ -131,11 +169,15 @@ class Board:
         folder: ``rank{r}/`` of the job's folder; made if absent, private to the user.
         mirror: where another machine keeps copies; what was published is there when the call returns, except records,
             which are there with the next publication.
+        disk: takes what does not fit into memory.
+
+    Raises:
+        OutOfResources: there is no room for it; methods that write raise it too.
     """
 
-    def __init__(self, folder: Path, mirror: Mirror | None = None) -> None:
+    def __init__(self, folder: Path, mirror: Mirror | None = None, disk: Overflow | None = None) -> None:
         self.folder = folder
-        self._mirror = mirror
+        self._mirror, self._disk = mirror, disk or Overflow(None)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in folder.glob("top.*") if p.suffix != ".tmp")
         self._loose = [int(p.name.split(".")[1]) for p in folder.glob(f"{_LOOSE_FILE}*") if p.suffix != ".tmp"]
@@ -147,13 +189,9 @@ class Board:
         self._orders = {path.name for path in folder.glob(f"{_ORDER}*")}
         self._names: dict[int, frozenset[str]] = {}
         self._count = 0
-        fd = os.open(folder / "checks", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(fd, _CHECKS * _CHECK.size)
-            self._checks = mmap.mmap(fd, _CHECKS * _CHECK.size)
-        finally:
-            os.close(fd)
-        self._records = os.open(folder / "records", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        room = _CHECKS * _CHECK.size
+        self._checks = self._disk.write(folder / "checks", room, lambda path: map_file(path, room))
+        self._records = os.open(folder / "records", _APPEND, 0o600)
 
     def follow(self, machines: Sequence[str | None]) -> None:
         """The places of machines are these now; see :meth:`Mirror.follow`."""
@@ -167,6 +205,15 @@ class Board:
 
     # -- writing -----------------------------------------------------------------------------------
 
+    def put(self, name: str, head: bytes, payload: Sequence[Piece], spare: Path | None = None) -> int:
+        """Write a file, as :func:`write_file` does; to disk where memory is full. Returns the size of the payload."""
+
+        def write(path: Path) -> int:
+            here = path.parent == self.folder  # a file of memory can be used again there only
+            return write_file(path, head, payload, self._mirror, spare if here else None, name)
+
+        return self._disk.write(self.folder / name, len(head) + sum(map(len, payload)), write)
+
     def publish_top(self, top: Top, parts: dict[str, Any]) -> int:
         """Publish a batch top. Returns its size in bytes.
 
@@ -178,7 +225,7 @@ class Board:
         self._refers[top.index] = frozenset(parts.get(LOOSE, {}).values())
         if self._orders:
             self._names[top.index] = _orders_in(parts)
-        size = write_file(self.folder / f"top.{top.index}", head, pieces(parts), self._mirror, self._spare)
+        size = self.put(f"top.{top.index}", head, pieces(parts), self._spare)
         if top.index in self._kept:  # a newcomer publishes its predecessor's top again
             self._kept.remove(top.index)
         self._kept.append(top.index)
@@ -186,19 +233,18 @@ class Board:
 
     def write_loose(self, top: int, tensors: Mapping[int, torch.Tensor]) -> None:
         """Write tensors to which this batch top, that is to be published, and later ones refer."""
-        path = self.folder / f"{_LOOSE_FILE}{top}"
-        write_file(path, b"", pieces(dict(tensors)), self._mirror, self._spare_loose)
+        self.put(f"{_LOOSE_FILE}{top}", b"", pieces(dict(tensors)), self._spare_loose)
         if top not in self._loose:
             self._loose.append(top)
 
     def publish_mid(self, top: int, number: int, parts: dict[str, Any]) -> None:
         """Publish forward-mutated state before the first bucket of backward ``number`` of the batch after ``top``."""
-        write_file(self.folder / f"mid.{top}.{number}", b"", pieces(parts), self._mirror)
+        self.put(f"mid.{top}.{number}", b"", pieces(parts))
         self._mids[top] = max(self._mids.get(top, 0), number + 1)
 
     def publish_end(self, entry: int, result: Any, parts: dict[str, Any]) -> None:
         """Publish the end of an entry call; kept for the whole job."""
-        write_file(self.folder / f"end.{entry}", b"", pieces({"result": result, "parts": parts}), self._mirror)
+        self.put(f"end.{entry}", b"", pieces({"result": result, "parts": parts}))
 
     def drop_before(self, top: int) -> None:
         """Remove batch tops below ``top``; the newest is always kept."""
@@ -241,7 +287,7 @@ class Board:
         return found
 
     def _remove(self, name: str) -> None:
-        (self.folder / name).unlink(missing_ok=True)
+        self._disk.remove(self.folder / name)
         if self._mirror is not None:
             self._mirror.remove(name)
 
@@ -260,9 +306,20 @@ class Board:
         """Append the result of a start-up operation, what DDP agreed on, or what a job keeps for its newcomers."""
         payload = dumps((key, results))
         data = struct.pack("<II", len(payload), zlib.crc32(payload)) + payload
-        os.write(self._records, data)
+        try:
+            append_whole(self._records, data)
+        except OSError:
+            self._move_records(data)
         if self._mirror is not None:
             self._mirror.append("records", data)
+
+    def _move_records(self, data: bytes) -> None:
+        """There was no room to append ``data``: write all records anew."""
+        path = self.folder / "records"
+        payload = [path.read_bytes(), data]
+        self._disk.write(path, sum(map(len, payload)), lambda there: write_bare(there, payload))
+        os.close(self._records)
+        self._records = os.open(path, _APPEND, 0o600)
 
     def complete(self, records: Records, ends: Mapping[int, tuple[Any, dict[str, Any]]]) -> None:
         """Publish what a checkpoint has of a predecessor and this board has not: it was on a machine that is lost, and
@@ -280,7 +337,7 @@ class Board:
         """Publish the indices of a pass over the data. Returns its name."""
         name = f"{_ORDER}{os.urandom(6).hex()}"
         self._packed[name] = pack_indices(indices)
-        write_file(self.folder / name, b"", pieces(self._packed[name]), self._mirror)
+        self.put(name, b"", pieces(self._packed[name]))
         return name
 
     def read_order(self, name: str) -> list[Any]:
@@ -296,9 +353,7 @@ class Board:
     def drop_order(self, name: str) -> None:
         """Remove an order that will not be asked for."""
         self._packed.pop(name, None)
-        (self.folder / name).unlink(missing_ok=True)
-        if self._mirror is not None:
-            self._mirror.remove(name)
+        self._remove(name)
 
     def tally(self, name: str) -> Tally:
         """The number called ``name``."""

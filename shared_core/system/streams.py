@@ -1,0 +1,57 @@
+"""Standard output and error of a job whose disk may be full: what does not fit is dropped, and nobody ends for it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import sys
+from typing import Any, TextIO
+
+from shared_core.events import console_once
+from shared_core.resources import FULL, what_to_do
+
+_DROPPED = FULL | {errno.EIO, errno.ESTALE}
+_told = False
+
+
+class _Dropping(io.FileIO):
+    """A descriptor for which a device that takes nothing is no error."""
+
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in _DROPPED:
+                raise
+            _tell(self.fileno(), error)
+            return memoryview(data).nbytes
+
+
+def _tell(fd: int, error: OSError) -> None:
+    global _told
+    if not _told:
+        _told = True
+        name = {1: "standard output", 2: "standard error"}.get(fd, f"descriptor {fd}")
+        console_once("output", f"{name} is lost from here on {what_to_do(error)}. The job goes on")
+
+
+def forgive() -> None:
+    """Have this process' standard streams drop what their devices do not take. Streams that somebody has replaced are
+    left alone."""
+    sys.stdout = sys.__stdout__ = _forgiving(sys.stdout, sys.__stdout__, 1)  # type: ignore[misc, assignment]
+    sys.stderr = sys.__stderr__ = _forgiving(sys.stderr, sys.__stderr__, 2)  # type: ignore[misc, assignment]
+
+
+def _forgiving(stream: TextIO, original: TextIO | None, fd: int) -> TextIO:
+    if stream is not original or not isinstance(stream, io.TextIOWrapper):
+        return stream
+    stream.flush()
+    raw = _Dropping(fd, "wb", closefd=False)
+    unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
+    return io.TextIOWrapper(
+        raw if unbuffered else io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=unbuffered,
+    )
