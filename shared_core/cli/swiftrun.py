@@ -141,7 +141,13 @@ def get_args_parser() -> argparse.ArgumentParser:
         default=None,
         metavar="PATH",
         help="Several machines: file (mode 0600) of a secret, equal on all of them, without which nobody is let in to "
-        "the copies of the training state. Default: SWIFT_RECOVERY_SECRET_FILE.",
+        "the copies of the training state. Default: SWIFT_RECOVERY_SECRET_FILE, else ~/.config/swift-recovery/secret.",
+    )
+    ours.add_argument(
+        "--port",
+        action=env,
+        type=arguments.whole(1, 65534),
+        help="Port of the job's store; several machines take copies of their state at the next. Default: free ones.",
     )
     ours.add_argument(
         "--lease",
@@ -180,10 +186,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         raise ConfigError("--numa-binding: not in this version; bind in the script, or use torchrun.")
     if args.module and args.no_python:
         raise ConfigError("--module and --no-python exclude each other")
-    args.store_port = 0
+    args.store_port = args.port or 0
     if not args.several and (args.standalone or args.rdzv_backend in ("static", "etcd")):
         # One machine needs no meeting point; the port asked for becomes the store's.
-        args.store_port = args.master_port or 0
+        args.store_port = args.store_port or args.master_port or 0
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
         args.rdzv_id = args.rdzv_id if args.rdzv_id != "none" and not args.standalone else str(uuid.uuid4())
     args.master_port = args.master_port or 29500
@@ -316,6 +322,7 @@ def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
         resume=args.resume,
         join_s=float(conf.get("join_timeout", 600)),
         address=torchrun.local_addr,
+        port=args.port or 0,
     )
     return Meeting(register, options)
 
@@ -351,7 +358,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
 
     from shared_core.launcher.agent import AgentOptions, Program, SwiftAgent
     from shared_core.launcher.logs import WorkerLogs
-    from shared_core.system.secret import of_user
+    from shared_core.system.secret import Secret, find
 
     threads = torch.get_num_threads()
     _check_program(args)
@@ -401,9 +408,8 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         store_port=args.store_port,
         machines=args.machines,
         note=note,
-        secret=of_user(args.secret_file) if args.several else None,
+        secret=find(args.secret_file) if args.several else Secret(),
     )
-
     logs_specs = torchrun.logs_specs or DefaultLogsSpecs()
 
     def make_logs(ranks: list[int]) -> WorkerLogs:

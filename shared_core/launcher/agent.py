@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ from shared_core.protocol.request import Mode, StartRequest
 from shared_core.protocol.resizing import Resizing
 from shared_core.system import process
 from shared_core.system.jobdir import JobDir
+from shared_core.system.secret import Secret
 from shared_core.waiting import Wait, ranks_text
 
 #: Looks in a row that must find a worker in state T before it is killed.
@@ -105,7 +106,7 @@ class AgentOptions:
         store_port: port of the store; 0 takes a free one.
         machines: how many there are at least, and at most.
         note: something else for the line at the start.
-        secret: that the user has given for a job on several machines; None for none.
+        secret: of a job on several machines.
     """
 
     config: SwiftConfig
@@ -118,7 +119,7 @@ class AgentOptions:
     store_port: int = 0
     machines: tuple[int, int] = (1, 1)
     note: str = ""
-    secret: bytes | None = field(default=None, repr=False)
+    secret: Secret = Secret()
 
 
 class SwiftAgent(SimpleElasticAgent):

@@ -15,6 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from shared_core.errors import ConfigError
 from shared_core.launcher.key_watcher import KeyWatcher
 from shared_core.launcher.ledger import RELEASE, Ledger
+from shared_core.launcher.ports import serve_store
 from shared_core.protocol.codec import decode
 from shared_core.protocol.keys import WORDS
 from shared_core.protocol.loss_policy import Death
@@ -51,14 +52,10 @@ def host_store(host: str, port: int) -> Any:
         listener = socket.create_server(place[:2], family=family, backlog=128)
     except OSError as error:
         raise ConfigError(
-            f"the store of the job cannot listen at {host}:{port} ({error.strerror}): choose another --master-port, or "
-            "an address of this machine for --local-addr"
+            f"the store of the job cannot listen at {host}:{port} ({error.strerror}): choose another --port or "
+            "--master-port, or an address of this machine for --local-addr"
         ) from error
-    port = int(listener.getsockname()[1])
-    # The store owns the descriptor from now on.
-    return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
-    )
+    return serve_store(host, listener)
 
 
 def prefix_of(number: int) -> str:

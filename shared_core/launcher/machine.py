@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +23,7 @@ from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.takeover import Reassignment, reassign
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.jobdir import CHECKPOINTS, MIRROR
-from shared_core.system.secret import derive, leave
+from shared_core.system.secret import Secret, agreed_key, derive, leave, mark
 from shared_core.waiting import Wait, ranks_text
 
 
@@ -36,7 +37,7 @@ class Crew:
         wake: called on a thread when there is something to look at.
         stop_workers: called on a thread when the workers of this machine must be killed at once.
         number: gives the number of the attempt.
-        secret: that the user has given; None for none.
+        secret: that this machine has.
     """
 
     def __init__(
@@ -48,22 +49,18 @@ class Crew:
         wake: Callable[[], None],
         stop_workers: Callable[[], None],
         number: Callable[[], int],
-        secret: bytes | None = None,
+        secret: Secret,
     ) -> None:
         self._meeting, self._job_dir = meeting, job_dir
         self._wake, self._stop_workers = wake, stop_workers
         self._gone: set[str] = set()
-        copies = self._copies = Copies(job_dir / CHECKPOINTS)
-        key = derive(secret, meeting.get_run_id())
-        leave(job_dir, key)
-        if key is None:
-            console(
-                "without --secret-file, anybody who reaches this machine's ports can read and replace the copies of "
-                "the training state (docs/security.md)"
-            )
-        self._server = MirrorServer(job_dir / MIRROR, copies.serve, key)
-        self._sender = Sender(copies, lambda: meeting.name, key)
-        meeting.mirror_port = self._server.port
+        self._copies = Copies(job_dir / CHECKPOINTS)
+        self._secret, self._key = secret, derive(secret.raw, meeting.get_run_id())
+        self._listener: socket.socket | None = None
+        self._server: MirrorServer | None = None
+        self._sender: Sender | None = None
+        meeting.mark = "" if secret.named else mark(self._key)
+        meeting.listen = self._listen
         meeting.pause, meeting.changed, meeting.attempt = pause, wake, number
         meeting.fence = self._on_fence
 
@@ -85,9 +82,29 @@ class Crew:
             number: of the attempt that begins after it.
         """
         team = self._meeting.team
+        if team is not None and self._server is None:
+            self._open(first=team.slot == 0)
         if team is None or before is None:
             return team
         return Team(team.slot, tuple(before.ledger.machines), number, team.host, team.port)
+
+    def _listen(self, address: str) -> int:
+        """Take this machine's ports. Who connects waits until the machines have agreed on a key."""
+        if self._listener is None:
+            ports = self._meeting.ports
+            if ports.store:
+                ports.take(address, ports.store).close()  # if this machine is to host the store
+            self._listener = ports.take(address, ports.copies)
+        return int(self._listener.getsockname()[1])
+
+    def _open(self, *, first: bool) -> None:
+        """Exchange copies from now on."""
+        self._key, said = agreed_key(self._key, self._secret, self._meeting.agreed, first=first)
+        if said:
+            console(said)
+        leave(self._job_dir, self._key)
+        self._server = MirrorServer(self._job_dir / MIRROR, self._copies.serve, self._key, self._listener)
+        self._sender = Sender(self._copies, lambda: self._meeting.name, self._key)
 
     def check(self, ledger: Ledger) -> None:
         """May this machine's workers go on?
@@ -96,7 +113,8 @@ class Crew:
             Fenced: if not.
         """
         lease, team = self._meeting.lease, self._meeting.team
-        self._sender.machines = tuple(ledger.machines)
+        if self._sender is not None:
+            self._sender.machines = tuple(ledger.machines)
         if lease is None or team is None:
             return
         if lease.fenced:
@@ -207,12 +225,16 @@ class Crew:
 
     def send_no_more(self) -> None:
         """The job ends on this machine: its snapshots are not copied any more. Others may ask for what is here."""
-        self._sender.close()
+        if self._sender is not None:
+            self._sender.close()
 
     def close(self) -> None:
         """Send and keep no more copies."""
-        self._sender.close()
-        self._server.close()
+        self.send_no_more()
+        if self._server is not None:
+            self._server.close()
+        elif self._listener is not None:
+            self._listener.close()
         self._copies.close()
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from shared_core.events import console
 from shared_core.system import secret, threads
-from shared_core.system.wire import CONNECT_S, WAIT_S, connect, frames, receive, send_frame
+from shared_core.system.wire import CONNECT_S, WAIT_S, Link, accept, connect
 
 _WRITE, _APPEND, _REMOVE, _BEGIN, _END, _SYNC, _GET = b"w", b"a", b"r", b"b", b"e", b"s", b"g"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -69,13 +69,15 @@ class MirrorServer:
         folder: where copies are kept, private to the user.
         more: answers frames of other kinds, given the connection, the kind and the data.
         key: of the job; None lets everybody in.
+        listener: to accept connections from; by default a new one of 127.0.0.1.
     """
 
     def __init__(
         self,
         folder: Path,
-        more: Callable[[socket.socket, bytes, bytes], None] | None = None,
+        more: Callable[[Link, bytes, bytes], None] | None = None,
         key: bytes | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
         self._folder, self._more, self._key = folder, more, key
         self._closed = threading.Event()
@@ -84,7 +86,7 @@ class MirrorServer:
         self._served = 0
         # Half of the descriptors are for the agent itself.
         self._most = min(_MOST, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
-        self._listener = socket.create_server(("", 0), backlog=128)
+        self._listener = listener or socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="swift-mirror", daemon=True).start()
 
@@ -144,14 +146,11 @@ class MirrorServer:
             sock.settimeout(patience if waits else WAIT_S)
 
         try:
-            with suppress(OSError, MemoryError), sock:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                secret.ask(sock, self._key)
-                for kind, rank, attempt, name, data in frames(sock, self._longest, idle):
+            with suppress(OSError, MemoryError), sock, accept(sock, self._key) as link:
+                for kind, rank, attempt, name, data in link.frames(self._longest, idle):
                     # Between two publications a worker may compute for any time.
                     patience = None if kind == _BEGIN or patience is None else WAIT_S
-                    self._do(sock, kind, rank, attempt, name, data)
+                    self._do(link, kind, rank, attempt, name, data)
         finally:
             self._gone(sock)
 
@@ -164,7 +163,7 @@ class MirrorServer:
             return max(_REQUEST_BYTES, stat.f_bavail * stat.f_frsize)
         return _REQUEST_BYTES
 
-    def _do(self, sock: socket.socket, kind: bytes, rank: int, attempt: int, name: str, data: bytes) -> None:
+    def _do(self, link: Link, kind: bytes, rank: int, attempt: int, name: str, data: bytes) -> None:
         folder = self._folder / f"rank{rank}" / f"attempt{attempt}"
         fresh = folder.with_suffix(".new")
         if kind == _BEGIN:
@@ -187,15 +186,15 @@ class MirrorServer:
         elif kind == _REMOVE and _NAME.fullmatch(name):
             (folder / name).unlink(missing_ok=True)
         elif kind == _SYNC:
-            sock.sendall(_OK)
+            link.send(_OK)
         elif kind == _GET:
             here = self._folder.parent / f"rank{rank}" / f"attempt{attempt}"  # the rank's own, on its machine
             for path in sorted((here if here.exists() else folder).glob("*")):
                 if path.suffix != ".tmp" and (path.name == name if name else path.name != REPLICATED):
-                    send_frame(sock, _WRITE, rank, attempt, path.name, [path.read_bytes()])
-            send_frame(sock, _END, rank, attempt)
+                    link.send(_WRITE, rank, attempt, path.name, [path.read_bytes()])
+            link.send(_END, rank, attempt)
         elif self._more is not None:
-            self._more(sock, kind, data)
+            self._more(link, kind, data)
 
 
 class Mirror:
@@ -212,7 +211,7 @@ class Mirror:
     def __init__(self, rank: int, attempt: int, slot: int, folder: Path, key: bytes | None = None) -> None:
         self._rank, self._attempt, self._slot, self._folder, self._key = rank, attempt, slot, folder, key
         self._lock = threading.RLock()
-        self._sock: socket.socket | None = None
+        self._link: Link | None = None
         self._keeper: str | None = None
         self._trouble = threading.Timer(0.0, lambda: None)
 
@@ -223,10 +222,10 @@ class Mirror:
         if chosen == self._keeper:
             return
         self._keeper = chosen
-        sock = self._sock
-        if sock is not None:  # somebody may wait for an answer that never comes
+        link = self._link
+        if link is not None:  # somebody may wait for an answer that never comes
             with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+                link.shutdown()
         ready = threading.Event()
         threads.start(self._connect, (chosen, ready), name="swift-mirror")
         ready.wait(CONNECT_S)
@@ -239,7 +238,7 @@ class Mirror:
             if chosen is None or chosen != self._keeper:
                 return
             try:
-                self._sock = connect(chosen, self._key)
+                self._link = connect(chosen, self._key)
                 self._send(_BEGIN)
                 for path in sorted(self._folder.iterdir()):
                     if path.suffix != ".tmp" and path.name not in _LOCAL:
@@ -264,21 +263,21 @@ class Mirror:
     def sync(self) -> None:
         """Return when the other machine has all; at once if there is none."""
         with self._lock:
-            if self._sock is None:
+            if self._link is None:
                 return
             try:
                 self._send(_SYNC)
-                receive(self._sock, 1)
+                self._link.answer()
             except OSError as error:
                 self._give_up(error)
 
     def _send(self, kind: bytes, name: str = "", data: Sequence[bytes | memoryview] = ()) -> None:
-        assert self._sock is not None
-        send_frame(self._sock, kind, self._rank, self._attempt, name, data)
+        assert self._link is not None
+        self._link.send(kind, self._rank, self._attempt, name, data)
 
     def _try(self, kind: bytes, name: str, data: Sequence[bytes | memoryview]) -> None:
         with self._lock:
-            if self._sock is None:
+            if self._link is None:
                 return
             try:
                 self._send(kind, name, data)
@@ -294,9 +293,9 @@ class Mirror:
         self._trouble.start()
 
     def _drop(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
 
 def fetch(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> dict[int, int]:
@@ -332,9 +331,9 @@ def fetch_replicated(machines: Iterable[str | None], ranks: Iterable[int], attem
 def _ask(machine: str, key: bytes | None, rank: int, attempt: int, name: str = "") -> dict[str, bytes]:
     """What a machine has of a rank; nothing if it cannot be reached."""
     found: dict[str, bytes] = {}
-    with suppress(OSError), connect(machine, key) as sock:
-        send_frame(sock, _GET, rank, attempt, name)
-        for kind, _, _, file, data in frames(sock):
+    with suppress(OSError), connect(machine, key) as link:
+        link.send(_GET, rank, attempt, name)
+        for kind, _, _, file, data in link.frames():
             if kind == _END:
                 return found
             found[file] = data

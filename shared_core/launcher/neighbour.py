@@ -5,8 +5,8 @@ the newest whole one and the one that is coming (:class:`Copies`). When all work
 what they hold, and reads what it needs from there (:mod:`~shared_core.worker.near`).
 
 It goes over the connections of :mod:`~shared_core.launcher.mirror`. A copy: one frame with the names and sizes of the
-files and the notes that seal them; one byte of answer; each file and its SHA-256; one byte once all of it was still
-there at the end (else its memory was used again meanwhile); one byte of answer. Nothing that is not whole is offered.
+files and the notes that seal them; an answer; each file in parts and its SHA-256; a frame once all of it was still
+there at the end (else its memory was used again meanwhile); an answer. Nothing that is not whole is offered.
 
 A copy is of use only together with the other machines' own snapshots of the same step. So nobody gives a copy up for a
 newer one before it has a snapshot of that newer step itself.
@@ -18,7 +18,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,8 +30,8 @@ from shared_core.checkpoint.spool import SEALED, Sealed, Spool, Target
 from shared_core.errors import StorageFull, SwiftError
 from shared_core.events import console
 from shared_core.launcher.mirror import keeper
-from shared_core.system.wire import WAIT_S, connect, receive
-from shared_core.worker.near import GET, LIST, PUT, SIZE, Key, ask, receive_file, send_file
+from shared_core.system.wire import WAIT_S, Link, connect
+from shared_core.worker.near import GET, LIST, PART, PUT, SIZE, Key, ask, receive_file, send_file
 
 _GO, _HAVE, _FULL, _NOT_YET, _WHOLE = b"g", b"h", b"f", b"n", b"."
 _OWN, _KEPT, _COMING, _DIGESTS = "own", "kept", "coming", "digests.json"
@@ -69,15 +68,15 @@ class Copies:
         self._lock, self._holding = threading.Lock(), threading.Lock()
         self._holds: dict[str, set[Key]] = {}
         self._held: set[Key] = set()
-        self._busy: socket.socket | None = None
+        self._busy: Link | None = None
         self._over = threading.Event()
 
     def close(self) -> None:
         """Take no more copies: nothing is written to the folder from now on."""
         self._over.set()
-        if (sock := self._busy) is not None:
+        if (link := self._busy) is not None:
             with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+                link.shutdown()
         for lock in (self._lock, self._holding):
             if lock.acquire(timeout=_END_S):
                 lock.release()
@@ -96,20 +95,20 @@ class Copies:
                 Spool(self.folder).hold(held)
                 self._held = held
 
-    def serve(self, sock: socket.socket, kind: bytes, data: bytes) -> None:
+    def serve(self, link: Link, kind: bytes, data: bytes) -> None:
         """Answer a frame; called on a thread for each connection, which is closed when nothing more comes."""
-        sock.settimeout(WAIT_S)
+        link.settimeout(WAIT_S)
         try:
             if kind == LIST:
-                ask(sock, LIST, self._list())
+                ask(link, LIST, self._list())
             elif kind in (PUT, GET):
-                (self._take if kind == PUT else self._give)(sock, json.loads(data))
+                (self._take if kind == PUT else self._give)(link, json.loads(data))
             else:
                 raise ConnectionError("no request of ours")
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ConnectionError(f"no request of ours: {error}") from error
 
-    def _take(self, sock: socket.socket, header: Mapping[str, Any]) -> None:
+    def _take(self, link: Link, header: Mapping[str, Any]) -> None:
         _low_priority()
         key = (int(header["attempt"]), int(header["step"]))
         files = {str(name): int(size) for name, size in header["files"].items()}
@@ -118,18 +117,18 @@ class Copies:
             raise ConnectionError("no names of a snapshot")
         for name, text in notes.items():
             _check_note(name, key[1], json.loads(text))
-        before, self._busy = self._busy, sock
+        before, self._busy = self._busy, link
         if before is not None:  # its sender has been lost, or has given up
             with suppress(OSError):
-                before.shutdown(socket.SHUT_RDWR)
+                before.shutdown()
         with self._lock:
             answer = b""
             try:
                 answer = self._answer(key, files, notes)
-                sock.sendall(answer)
+                link.send(answer)
                 if answer == _GO:
-                    self._receive(sock, key, files, notes)
-                    sock.sendall(_WHOLE)
+                    self._receive(link, key, files, notes)
+                    link.send(_WHOLE)
             finally:
                 self.hold(_KEPT, self.kept, key if answer == _NOT_YET else None)
 
@@ -161,14 +160,14 @@ class Copies:
                 break
         return has
 
-    def _receive(self, sock: socket.socket, key: Key, files: Mapping[str, int], notes: Mapping[str, str]) -> None:
+    def _receive(self, link: Link, key: Key, files: Mapping[str, int], notes: Mapping[str, str]) -> None:
         spool = Spool(self.folder / _KEPT, key[0])
         coming = spool.folder / _COMING
         shutil.rmtree(coming, ignore_errors=True)
         coming.mkdir(mode=0o700)
         try:
-            digests = {name: receive_file(sock, coming / name, size) for name, size in files.items()}
-            if receive(sock, 1) != _WHOLE:
+            digests = {name: receive_file(link, coming / name, size) for name, size in files.items()}
+            if link.answer() != _WHOLE:
                 raise ConnectionError("no end of a snapshot")
             for name, text in (*notes.items(), (_DIGESTS, json.dumps(digests))):
                 (coming / name).write_text(text)
@@ -203,22 +202,22 @@ class Copies:
     def _spool(self, where: str, attempt: int) -> Spool:
         return Spool(self.folder if where == _OWN else self.folder / _KEPT, attempt)
 
-    def _give(self, sock: socket.socket, header: Mapping[str, Any]) -> None:
+    def _give(self, link: Link, header: Mapping[str, Any]) -> None:
         (attempt, step), name = map(int, header["key"]), str(header["name"])
         spool = self._spool(header["where"], attempt)
         parts = spool.parts(step).values() if _NAME.fullmatch(name) else ()  # what another sent says which files it has
         part = next((each for each in parts if name in each.files), None)
         if part is None:
-            return sock.sendall(SIZE.pack(-1))
+            return link.send(PART, data=[SIZE.pack(-1)])
         path = spool.path_of(part, name)
         size = path.stat().st_size
-        sock.sendall(SIZE.pack(size))
-        digest = send_file(sock, path, size)
+        link.send(PART, data=[SIZE.pack(size)])
+        digest = send_file(link, path, size)
         if header["where"] == _KEPT:
             digest = bytes.fromhex(json.loads((path.parent / _DIGESTS).read_bytes())[name])
         elif spool.parts(step).get(part.rank) != part:
             raise ConnectionError("the snapshot was let go meanwhile")
-        sock.sendall(digest)
+        link.send(PART, data=[digest])
 
 
 def _check_note(name: str, step: int, note: Any) -> None:
@@ -266,7 +265,7 @@ class Sender:
         self._sent: tuple[str, Key] | None = None
         self._said = ""
         self._failures = 0
-        self._sock: socket.socket | None = None
+        self._link: Link | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="swift-neighbour", daemon=True)
         self._thread.start()
@@ -274,9 +273,9 @@ class Sender:
     def close(self) -> None:
         """Send no more. A second call does nothing."""
         self._over.set()
-        if (sock := self._sock) is not None:
+        if (link := self._link) is not None:
             with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+                link.shutdown()
         self._thread.join(_END_S)  # it may be connecting
 
     def _run(self) -> None:
@@ -321,17 +320,17 @@ class Sender:
         parts, notes = spool.parts(key[1]), _notes(spool, key[1])
         paths = {name: spool.path_of(part, name) for part in parts.values() for name in part.files}
         sizes = {name: path.stat().st_size for name, path in paths.items()}
-        with connect(to, self._secret) as self._sock:
-            sock = self._sock
-            ask(sock, PUT, {"attempt": key[0], "step": key[1], "files": sizes, "notes": notes})
-            answer = receive(sock, 1)
+        with connect(to, self._secret) as self._link:
+            link = self._link
+            ask(link, PUT, {"attempt": key[0], "step": key[1], "files": sizes, "notes": notes})
+            answer = link.answer()
             if answer == _GO:
                 for name, path in paths.items():
-                    sock.sendall(send_file(sock, path, sizes[name]))
+                    link.send(PART, data=[send_file(link, path, sizes[name])])
                 if spool.parts(key[1]) != parts:
                     raise ConnectionError(f"the snapshot of step {key[1]} was let go meanwhile")
-                sock.sendall(_WHOLE)
-                receive(sock, 1)
+                link.send(_WHOLE)
+                link.answer()
         if answer == _NOT_YET:
             return
         if answer == _FULL:

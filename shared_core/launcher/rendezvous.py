@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -31,8 +31,10 @@ from shared_core.launcher.attempt import Team, connect, first_of, prefix_of
 from shared_core.launcher.console import host_of, ranks
 from shared_core.launcher.lease import FIRST_S, Lease
 from shared_core.launcher.ledger import RELEASE, RESIZE, RESTART, Ledger
+from shared_core.launcher.ports import Ports, serve_store
 from shared_core.launcher.rendezvous_store import C10D, Gone, Register, own_address, probe
 from shared_core.protocol.meeting_document import ENDED, FORMING, RUNNING
+from shared_core.system.secret import common
 from shared_core.waiting import Wait
 
 _LOOK_S = 0.05
@@ -76,6 +78,7 @@ class MeetingOptions:
         join_s: longest wait for the other machines, in seconds.
         resume: begin with the newest checkpoint of a job of this name.
         address: of this machine; None finds the one by which it reaches the rendezvous.
+        port: the first of those that it opens; 0 takes free ones.
     """
 
     nnodes: int
@@ -87,6 +90,7 @@ class MeetingOptions:
     address: str | None = None
     least: int = 0
     last_call_s: float = 30.0
+    port: int = 0
 
 
 class Meeting(RendezvousHandler):
@@ -96,10 +100,13 @@ class Meeting(RendezvousHandler):
         team: this machine's place, once it has one.
         lease: its lease, once it has met the others.
         address: of this machine.
-        name: of this machine in this part of its life, ``ADDRESS:MIRROR_PORT#HOST.RANDOM``.
+        name: of this machine in this part of its life, ``ADDRESS:PORT_OF_COPIES#HOST.RANDOM``.
         run_id: id of this start of the job, equal on all machines; empty before they have met.
-        mirror_port: where this machine's agent keeps copies for others.
+        ports: that this machine opens.
         port: of the store, 0 before there is one.
+        mark: of this machine's own secret; empty for none.
+        agreed: the mark that all machines had when the job began; empty if they differed.
+        listen: called with the address of this machine; gives the port where its agent keeps copies for others.
         pause: called to wait so many seconds; may raise to give up.
         changed: called on a thread when a machine came or was lost.
         fence: called on a thread when this machine must stop its workers at once.
@@ -115,8 +122,10 @@ class Meeting(RendezvousHandler):
         self.lease: Lease | None = None
         self.address = options.address or ""
         self.name = self.run_id = ""
-        self.mirror_port = 0
+        self.ports = Ports(options.port)
         self.port = 0
+        self.mark = self.agreed = ""
+        self.listen: Callable[[str], int] = lambda address: 0
         self.pause: Callable[[float], None] = time.sleep
         self.changed: Callable[[], None] = lambda: None
         self.fence: Callable[[str], None] = lambda reason: None
@@ -232,7 +241,7 @@ class Meeting(RendezvousHandler):
         whom = ""
         wait = Wait("this machine", lambda: whom, self._options.join_s + _RETRY_S, bound="--rdzv-conf join_timeout")
         self.address = self.address or own_address(self._register.endpoint)
-        self.name = f"{self.address}:{self.mirror_port}#{socket.gethostname()}.{uuid.uuid4().hex[:8]}"
+        self.name = f"{self.address}:{self.listen(self.address)}#{socket.gethostname()}.{uuid.uuid4().hex[:8]}"
         seen: tuple[Any, float] = (None, 0.0)
         while True:
             if time.monotonic() > deadline:
@@ -313,7 +322,7 @@ class Meeting(RendezvousHandler):
         """The document with this machine in it, if there is room."""
         options = self._options
         nnodes = f"{options.least or options.nnodes}:{options.nnodes}"
-        me = {"name": self.name, "nproc": options.nproc, "nnodes": nnodes}
+        me = {"name": self.name, "nproc": options.nproc, "nnodes": nnodes, "secret": self.mark}
         if document is None:
             attempt = int(self._options.resume)
             document = {"phase": FORMING, "round": 0, "attempt": attempt, "run": uuid.uuid4().hex[:12], "members": []}
@@ -335,8 +344,12 @@ class Meeting(RendezvousHandler):
                 members = [*members, me]
             return document | {"members": members}
         if (len(members) == options.nnodes or self._enough) and members[0]["name"] == self.name:
-            self._server = TCPStore(self.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-            return document | {"phase": RUNNING, "store": [self.address, int(self._server.port)], "beat": 0}
+            if self._server is None:  # else somebody else has changed the document meanwhile
+                self._server = serve_store(self.address, self.ports.take(self.address, self.ports.store))
+            # Whether there is a secret is decided once: nobody makes a job that has begun with one go on without.
+            agreed = document.get("secret", common(member["secret"] for member in members))
+            store = [self.address, int(self._server.port)]
+            return document | {"phase": RUNNING, "store": store, "beat": 0, "secret": agreed}
         return None
 
     def _reach(self, store: tuple[str, int]) -> bool:
@@ -349,14 +362,14 @@ class Meeting(RendezvousHandler):
     def _begin_anew(self, document: dict[str, Any]) -> None:
         console("the machine that hosts the store is lost: the machines meet again, and all workers start again")
         fresh = {"phase": FORMING, "round": document["round"] + 1, "attempt": document["attempt"] + 1, "members": []}
-        fresh["run"] = document["run"]
+        fresh |= {key: document[key] for key in ("run", "secret") if key in document}
         with suppress(RendezvousConnectionError):
             self._register.change(lambda newest: fresh if newest == document else None)
 
     def _take_place(self, document: dict[str, Any]) -> RendezvousInfo:
         """Renew a lease from now on, and follow the ledger until this machine has a place."""
         host, port = document["store"]
-        self.port, self.run_id = int(port), document["run"]
+        self.port, self.run_id, self.agreed = int(port), document["run"], document["secret"]
         try:
             store = connect(host, port)
             hold = self._hold if self.hosts_store and self._register.backend != C10D else None

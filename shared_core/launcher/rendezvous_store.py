@@ -5,6 +5,7 @@ Those offer a value that is replaced only by who knows its newest form; that is 
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 from shared_core.errors import ConfigError
 from shared_core.launcher.etcd import ETCD, EtcdBackend
+from shared_core.launcher.ports import listen, serve_store
 from shared_core.protocol.codec import damaged
 from shared_core.protocol.meeting_document import ADVICE, read_document
 
@@ -140,20 +142,23 @@ class Register:
             return
         if self._server is None and is_here(self.endpoint[0]):
             try:
-                self._server = self._store(master=True)
+                listener = listen(*self.endpoint)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:  # then another agent of this machine does already
+                    raise
+            else:
+                self._server = serve_store(self.endpoint[0], listener, max(1.0, self._timeout_s))
                 self.hosts = True
-            except RuntimeError:
-                pass  # another agent of this machine does already
         if not self.hosts:
             probe(self.endpoint)
         try:
-            self._backend = C10dRendezvousBackend(self._server or self._store(master=False), self.run_id)
+            self._backend = C10dRendezvousBackend(self._server or self._client(), self.run_id)
         except RuntimeError as error:
             raise RendezvousConnectionError(str(error)) from error
 
-    def _store(self, *, master: bool) -> Any:
+    def _client(self) -> Any:
         timeout = timedelta(seconds=max(1.0, self._timeout_s))
-        return TCPStore(*self.endpoint, is_master=master, multi_tenant=True, timeout=timeout, wait_for_workers=False)
+        return TCPStore(*self.endpoint, is_master=False, timeout=timeout, wait_for_workers=False)
 
     def change(self, how: Callable[[dict[str, Any] | None], dict[str, Any] | None]) -> dict[str, Any] | None:
         """Replace the document by what ``how`` makes of its newest form; returns what it then is.

@@ -1,5 +1,8 @@
 """What the machines of a job know and nobody else does, and how two processes prove to each other that they know it.
 
+A user who names no secret has one in a file of the home folder, made by the first job on several machines. It serves
+where all machines have the same, as with a home that they share: the machines say so by a mark of it when they meet.
+
 The proof is mutual and comes before anything else on a connection: each side sends a random number and the HMAC-SHA256
 of both numbers and its own role. The user's secret itself is never a key: each job derives one from it and its name.
 """
@@ -13,25 +16,89 @@ import secrets
 import socket
 import stat
 import time
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared_core.errors import ConfigError
 
 #: In the environment of ``swiftrun``: path of the user's secret.
 VARIABLE = "SWIFT_RECOVERY_SECRET_FILE"
+#: The secret of a user who has named none.
+OWN = "~/.config/swift-recovery/secret"
 #: File of the job's key in its private folder, where its workers find it.
 FILE = "secret"
 #: Longest time to prove it, and to say what is wanted then, in seconds.
 PROOF_S = 5.0
 _LEAST, _MOST = 16, 4096
-_MAGIC, _SECRET, _OPEN = b"swift-1", b"s", b"o"
+_MAGIC, _SECRET, _OPEN = b"swift-2", b"s", b"o"
 _NONCE = _MAC = hashlib.sha256().digest_size
-_SERVER, _CLIENT = b"server", b"client"
+_SERVER, _CLIENT, _CONNECTION = b"server", b"client", b"connection"
 
 
-def read(path: str) -> bytes:
-    """The user's secret.
+@dataclass(frozen=True)
+class Secret:
+    """What a job's key is derived from.
+
+    Attributes:
+        raw: the secret; None for none.
+        path: its file.
+        named: the user has named it. Then the machines never do without, whatever the others have.
+        why: there is none, if so.
+    """
+
+    raw: bytes | None = field(default=None, repr=False)
+    path: str = ""
+    named: bool = False
+    why: str = ""
+
+
+def find(path: str | None) -> Secret:
+    """The secret that the user has named on the command line or in the environment, else the one of the home folder.
+
+    Raises:
+        ConfigError: the one that is named is of no use.
+    """
+    path = path or os.environ.get(VARIABLE)
+    if path:
+        return Secret(read(path, "--secret-file "), path, named=True)
+    own = os.path.expanduser(OWN)
+    try:
+        return Secret(_own(Path(own)), own)
+    except ConfigError as error:
+        return Secret(path=own, why=str(error))
+    except OSError as error:
+        return Secret(path=own, why=f"{own} cannot be made: {error.strerror}")
+
+
+def _own(path: Path) -> bytes:
+    """The secret of the home folder, which is made if there is none. Of several machines one makes it."""
+    if not path.is_absolute():
+        raise ConfigError("the user has no home folder")
+    if not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        whole = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+        fd = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with open(fd, "w") as file:
+                file.write(secrets.token_hex(_NONCE) + "\n")
+            with suppress(FileExistsError):  # another machine was first
+                os.link(whole, path)
+        finally:
+            os.unlink(whole)
+    folder = path.parent.stat()
+    if folder.st_uid != os.geteuid() or folder.st_mode & 0o022:
+        raise ConfigError(f"others can write to {path.parent}: chmod 700 {path.parent}")
+    return read(str(path))
+
+
+def read(path: str, option: str = "") -> bytes:
+    """The secret in a file.
+
+    Args:
+        path: of the file.
+        option: that has named it, for errors.
 
     Raises:
         ConfigError: if there is none, it is short, or others may read it.
@@ -41,33 +108,63 @@ def read(path: str) -> bytes:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise ConfigError(f"--secret-file {path} is not a file: {how}")
+                raise ConfigError(f"{option}{path} is not a file: {how}")
             raw = file.read(_MOST + 1).strip()
     except OSError as error:
-        raise ConfigError(f"--secret-file {path} cannot be read ({error.strerror}): {how}") from error
+        raise ConfigError(f"{option}{path} cannot be read ({error.strerror}): {how}") from error
     if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o077:
         raise ConfigError(
-            f"--secret-file {path} belongs to another user or can be read by others (mode "
+            f"{option}{path} belongs to another user or can be read by others (mode "
             f"{stat.S_IMODE(found.st_mode):04o}): chmod 600 {path}, and if others have read it, {how}"
         )
     if not _LEAST <= len(raw) <= _MOST:
-        raise ConfigError(f"--secret-file {path} must hold {_LEAST} to {_MOST} bytes: {how}")
+        raise ConfigError(f"{option}{path} must hold {_LEAST} to {_MOST} bytes: {how}")
     return raw
-
-
-def of_user(path: str | None) -> bytes | None:
-    """The secret that the user has named on the command line or in the environment; None for none.
-
-    Raises:
-        ConfigError: as :func:`read`.
-    """
-    path = path or os.environ.get(VARIABLE)
-    return read(path) if path else None
 
 
 def derive(secret: bytes | None, job: str) -> bytes | None:
     """The key of one job."""
     return hmac.digest(secret, b"swift-recovery job " + job.encode(), "sha256") if secret is not None else None
+
+
+def mark(key: bytes | None) -> str:
+    """What tells that two machines have the same key, and nothing of it; empty for none."""
+    return hmac.digest(key, b"mark", "sha256").hex()[:32] if key is not None else ""
+
+
+def common(marks: Iterable[str]) -> str:
+    """The mark that all machines have; empty if they differ."""
+    found = set(marks)
+    return found.pop() if len(found) == 1 else ""
+
+
+def agreed_key(key: bytes | None, secret: Secret, agreed: str, *, first: bool) -> tuple[bytes | None, str]:
+    """The key with which this machine exchanges copies of the training state, and what to tell the user.
+
+    Args:
+        key: derived from ``secret``.
+        secret: that this machine has.
+        agreed: the mark that all machines had when the job began; empty if they differed.
+        first: this machine is the one of several that says what concerns all.
+    """
+    if secret.named:
+        return key, ""
+    if key is not None and agreed == mark(key):
+        said = f"all machines have the secret in {secret.path}: copies of the training state are for them only"
+        return key, said if first else ""
+    if agreed:
+        return key or secrets.token_bytes(_NONCE), (  # one that nobody has, so that nobody is let in
+            f"this machine has not the secret that the others have, so it exchanges no copies of the training state "
+            f"with them: copy their {secret.path} to it (docs/security.md)"
+        )
+    how = secret.why or (
+        f"the machines have no secret in common; copy {secret.path} from one of them to the others, or give all the "
+        "same --secret-file"
+    )
+    return None, (
+        "anybody who reaches this machine's ports can read and replace the copies of the training state: "
+        f"{how} (docs/security.md)"
+    )
 
 
 def leave(job_dir: Path, key: bytes | None) -> None:
@@ -85,8 +182,11 @@ def of_job(job_dir: Path) -> bytes | None:
     return None
 
 
-def ask(sock: socket.socket, key: bytes | None) -> None:
+def ask(sock: socket.socket, key: bytes | None) -> bytes | None:
     """The server's side: let the other one prove that it knows the key, and prove it.
+
+    Returns:
+        A key for this connection alone; None where there is no key.
 
     Raises:
         OSError: it does not, or not in time.
@@ -101,9 +201,11 @@ def ask(sock: socket.socket, key: bytes | None) -> None:
         if not hmac.compare_digest(proof, _proof(key, _CLIENT, mine, theirs)):
             raise ConnectionError("the other side does not know the secret of this job")
         sock.sendall(_proof(key, _SERVER, mine, theirs))
+        return _proof(key, _CONNECTION, mine, theirs)
+    return None
 
 
-def prove(sock: socket.socket, key: bytes | None) -> None:
+def prove(sock: socket.socket, key: bytes | None) -> bytes | None:
     """The client's side of :func:`ask`. The socket's time-out is changed.
 
     Raises:
@@ -126,6 +228,8 @@ def prove(sock: socket.socket, key: bytes | None) -> None:
             raise ConnectionError("the other machine has another --secret-file or --rdzv-id") from error
         if not hmac.compare_digest(proof, _proof(key, _SERVER, theirs, mine)):
             raise ConnectionError("the other machine does not know the secret of this job")
+        return _proof(key, _CONNECTION, theirs, mine)
+    return None
 
 
 def _proof(key: bytes, role: bytes, of_server: bytes, of_client: bytes) -> bytes:

@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import socket
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shared_core.errors import CorruptFile
-from shared_core.system.wire import connect, frames, receive, send_frame
+from shared_core.system.wire import Link, connect
 
-#: Kinds of frames: a copy comes, what is there, one file of it.
-PUT, LIST, GET = b"P", b"L", b"G"
+#: Kinds of frames: a copy comes, what is there, one file of it; a part of what was asked for.
+PUT, LIST, GET, PART = b"P", b"L", b"G", b"D"
 #: Bytes of a file, before it; -1 if it is not there.
 SIZE = struct.Struct("<q")
 _CHUNK, _DIGEST_BYTES = 1 << 20, 32
@@ -31,37 +30,43 @@ _AT_ONCE = 16
 Key = tuple[int, int]
 
 
-def send_file(sock: socket.socket, path: Path, size: int) -> bytes:
+def send_file(link: Link, path: Path, size: int) -> bytes:
     """Send ``size`` bytes of a file; gives their SHA-256."""
     digest, buffer = hashlib.sha256(), bytearray(_CHUNK)
-    with open(path, "rb", buffering=0) as file:
-        while size:
-            piece = memoryview(buffer)[: file.readinto(memoryview(buffer)[:size])]
-            if not piece:
+    with open(path, "rb") as file:
+        for length in _chunks(size):
+            piece = memoryview(buffer)[:length]
+            if file.readinto(piece) != length:
                 raise ConnectionError(f"{path.name} has become shorter")
             digest.update(piece)
-            sock.sendall(piece)
-            size -= len(piece)
+            link.send(PART, data=[piece])
     return digest.digest()
 
 
-def receive_file(sock: socket.socket, path: Path, size: int) -> str:
+def receive_file(link: Link, path: Path, size: int) -> str:
     """Write ``size`` bytes and compare the SHA-256 that follows; gives it."""
     digest = hashlib.sha256()
     with open(path, "xb", buffering=0) as file:
-        while size:
-            piece = receive(sock, min(size, _CHUNK))
+        for length in _chunks(size):
+            piece = link.data(PART, length)
             digest.update(piece)
             file.write(piece)
-            size -= len(piece)
-    if receive(sock, _DIGEST_BYTES) != digest.digest():
+    if link.data(PART, _DIGEST_BYTES) != digest.digest():
         raise ConnectionError(f"{path.name} was damaged on its way")
     return digest.hexdigest()
 
 
-def ask(sock: socket.socket, kind: bytes, header: Any) -> None:
+def _chunks(size: int) -> Iterator[int]:
+    """The lengths of the parts that a file of this size is sent in."""
+    while size:
+        length = min(size, _CHUNK)
+        yield length
+        size -= length
+
+
+def ask(link: Link, kind: bytes, header: Any) -> None:
     """Send a request."""
-    send_frame(sock, kind, 0, 0, "", [json.dumps(header).encode()])
+    link.send(kind, data=[json.dumps(header).encode()])
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,13 @@ class _Source:
     meta: Mapping[str, Any]
 
     def read(self, name: str) -> bytes:
-        with connect(self.machine, self.secret) as sock:
-            ask(sock, GET, {"where": self.where, "key": self.key, "name": name})
-            size = SIZE.unpack(receive(sock, SIZE.size))[0]
+        with connect(self.machine, self.secret) as link:
+            ask(link, GET, {"where": self.where, "key": self.key, "name": name})
+            size = SIZE.unpack(link.data(PART, SIZE.size))[0]
             if size < 0:
                 raise ConnectionError("it is gone")
-            data = receive(sock, size)
-            if hashlib.sha256(data).digest() != receive(sock, _DIGEST_BYTES):
+            data = b"".join(link.data(PART, length) for length in _chunks(size))
+            if hashlib.sha256(data).digest() != link.data(PART, _DIGEST_BYTES):
                 raise ConnectionError("its checksum is wrong")
             return data
 
@@ -121,10 +126,10 @@ def find(
 def _held_by(machine: str, secret: bytes | None) -> list[_Source]:
     """All that a machine's memory holds; nothing if it cannot be asked, which takes a few seconds at most."""
     try:
-        with connect(machine, secret) as sock:
-            sock.settimeout(_LIST_S)
-            ask(sock, LIST, {})
-            answer = json.loads(next(frames(sock))[4])
+        with connect(machine, secret) as link:
+            link.settimeout(_LIST_S)
+            ask(link, LIST, {})
+            answer = json.loads(link.receive().data)
             return [_Source(machine, secret, **(one | {"key": tuple(one["key"])})) for one in answer]
     except (OSError, KeyError, TypeError, ValueError):
         return []

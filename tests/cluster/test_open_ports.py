@@ -6,35 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from util import run
-
-#: Lists where the processes of the job listen: agent, workers, standby, writer.
-LISTENERS = """
-import json, os
-from pathlib import Path
-tag = os.environ["SWIFT_TEST_TAG"].encode()
-def listeners():
-    tables = {}
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            columns = line.split()
-            if columns[3] == "0A":
-                tables[columns[9]] = columns[1].partition(":")[0]
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and tag in (entry / "environ").read_bytes():
-                own = []
-                for fd in os.listdir(entry / "fd"):
-                    try:
-                        own.append(tables[os.readlink(entry / "fd" / fd)[8:-1]])
-                    except (KeyError, FileNotFoundError):
-                        pass  # something else, or closed meanwhile
-                found.append({"name": (entry / "comm").read_text().strip(), "at": own})
-        except OSError:
-            continue
-    os.write(1, (json.dumps(found) + "\\n").encode())
-"""
+from util import LISTENERS, run
 
 TRAINING = """
 import signal, torch, torch.distributed as dist

@@ -2,81 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import resource
+import shutil
 import socket
-import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from util import ROOT, run
+from keeping import HEAD, KEY, Site, rest
+from util import LISTENERS, ROOT, run
 
-from shared_core.checkpoint import Sealed, Spool
 from shared_core.errors import ConfigError
-from shared_core.launcher.mirror import Mirror, MirrorServer, fetch
-from shared_core.launcher.neighbour import Copies
+from shared_core.launcher.mirror import Mirror
 from shared_core.system import secret
-from shared_core.system.wire import connect, frames, send_frame
-from shared_core.worker.near import LIST, PUT, ask
+from shared_core.system.wire import connect
+from shared_core.worker.near import PUT, ask
 
-KEY, OTHER = b"k" * 32, b"o" * 32
-HEAD = struct.Struct("<cIIHQ")
-
-
-class Site:
-    """One machine's server, which has a copy of rank 1 and a snapshot of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.job = folder / "job"
-        self.job.mkdir(mode=0o700)
-        secret.leave(self.job, KEY)
-        self.copies = Copies(self.job / "checkpoints")
-        self.server = MirrorServer(self.job / "mirror", self.copies.serve, KEY)
-        self.name = f"127.0.0.1:{self.server.port}#x"
-        own = folder / "own"
-        own.mkdir()
-        (own / "top.7").write_bytes(b"STATE")
-        self.mirror = Mirror(1, 0, 0, own, KEY)
-        self.mirror.follow((None, self.name))
-        self.mirror.sync()
-        spool = Spool(self.job / "checkpoints")
-        (spool.folder_of(40) / "model").write_bytes(b"STATE")
-        spool.seal(Sealed(40, 0, 2, (0,), ("model",), {"session": "s"}))
-
-    def dial(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.server.port), 10.0)
-
-    def check(self) -> None:
-        """All is there, and the server answers who knows the secret."""
-        got = self.job / "rank1"
-        assert fetch([self.name], [1], 0, self.job) == {1: 5} and (got / "attempt0/top.7").read_bytes() == b"STATE"
-        with connect(self.name, KEY) as sock:
-            ask(sock, LIST, {})
-            assert [one["key"] for one in json.loads(next(frames(sock))[4])] == [[0, 40]]
+OTHER = b"o" * 32
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     made = Site(tmp_path)
     yield made
-    made.mirror._drop()
-    made.server.close()
-    made.copies.close()
-
-
-def rest(sock: socket.socket) -> bytes:
-    """All that comes until the connection is closed."""
-    got = b""
-    try:
-        while piece := sock.recv(1 << 16):
-            got += piece
-    except ConnectionResetError:
-        pass
-    return got
+    made.close()
 
 
 def test_strangers_are_refused(site: Site) -> None:
@@ -112,7 +69,7 @@ def test_a_server_must_know_it_too(has: bytes, monkeypatch: pytest.MonkeyPatch) 
         mirror.follow((None, f"127.0.0.1:{listener.getsockname()[1]}#x"))
         with listener.accept()[0] as sock:
             sock.settimeout(10.0)
-            sock.sendall(b"swift-1" + has + bytes(32) + bytes(32))
+            sock.sendall(b"swift-2" + has + bytes(32) + bytes(32))
             assert len(rest(sock)) == (64 if has == b"s" else 0)
 
 
@@ -131,10 +88,15 @@ def test_a_server_must_know_it_too(has: bytes, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_frames_that_are_wrong_do_no_harm(raw: bytes, site: Site) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with connect(site.name, KEY) as sock:
-        sock.sendall(raw)
-        sock.settimeout(10.0)
-        assert rest(sock) == b""
+    with connect(site.name, KEY) as link:
+        assert link._out is not None
+        head, body = raw[: HEAD.size], raw[HEAD.size :]
+        sealed = head + link._out.head(head)  # from somebody who knows the secret
+        mac = link._out.body()
+        mac.update(body)
+        link._sock.sendall(sealed + body + (mac.digest() if len(body) < 1000 and body != b"x" else b""))
+        link.settimeout(10.0)
+        assert rest(link._sock) == b""
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (64 << 10), "in KiB"
     site.check()
 
@@ -144,9 +106,9 @@ def test_frames_that_are_wrong_do_no_harm(raw: bytes, site: Site) -> None:
     ["5", "{}", "[]", '{"step": 1, "rank": 0, "world_size": 1, "local": 3, "files": [], "meta": 1, "target": 1}'],
 )
 def test_notes_that_seal_nothing_are_refused(note: str, site: Site) -> None:
-    with connect(site.name, KEY) as sock:
-        ask(sock, PUT, {"attempt": 10**9, "step": 1, "files": {}, "notes": {"rank0.sealed": note}})
-        assert rest(sock) == b""
+    with connect(site.name, KEY) as link:
+        ask(link, PUT, {"attempt": 10**9, "step": 1, "files": {}, "notes": {"rank0.sealed": note}})
+        assert rest(link._sock) == b""
     assert site.copies.begun is None
     site.check()
 
@@ -187,9 +149,9 @@ def test_silent_strangers_and_too_few_descriptors_stop_nobody(tmp_path: Path) ->
         port = int(process.stdout.readline())
 
         def answers() -> bool:
-            with connect(f"127.0.0.1:{port}#x", KEY) as sock:
-                send_frame(sock, b"s", 0, 0)
-                return sock.recv(1) == b"."
+            with connect(f"127.0.0.1:{port}#x", KEY) as link:
+                link.send(b"s")
+                return link.answer() == b"."
 
         held = [socket.create_connection(("127.0.0.1", port), 10.0) for _ in range(200)]
         assert answers(), "200 are silent, three times as many as the server has descriptors"
@@ -211,7 +173,7 @@ def test_silent_strangers_and_too_few_descriptors_stop_nobody(tmp_path: Path) ->
                 waits.recv(1)  # it has seen that there is no descriptor left
             say("give back")
             waits.settimeout(10.0)
-            assert waits.recv(7) == b"swift-1"
+            assert waits.recv(7) == b"swift-2"
         assert answers()
         process.stdin.close()
 
@@ -238,17 +200,72 @@ def test_a_secret_file_that_is_none(mode: int, content: str | None, says: str, t
         path.write_text(content)
         path.chmod(mode)
     with pytest.raises(ConfigError, match=says) as error:
-        secret.read(str(path))
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
+        secret.find(str(path))
+    assert f"--secret-file {path}" in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv(secret.VARIABLE, raising=False)
+    return tmp_path
+
+
+def test_machines_that_share_a_home_have_one_secret(home: Path) -> None:
+    """Those that come first all make one; the first to be whole is the one that all read."""
+    for _ in range(10):
+        shutil.rmtree(home / ".config", ignore_errors=True)
+        with ThreadPoolExecutor(8) as machines:
+            found = set(machines.map(lambda _: secret.find(None), range(8)))
+        [one] = found
+        path = home / ".config/swift-recovery/secret"
+        assert one.path == str(path) and one.raw == path.read_bytes().strip() and not one.named
+        assert len(bytes.fromhex(one.raw.decode())) == 32 and path.stat().st_mode & 0o777 == 0o600
+        assert list(path.parent.iterdir()) == [path] and secret.find(None) == one
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda path: path.chmod(0o640), "can be read by others"),
+        (lambda path: path.write_text(""), "must hold 16 to 4096 bytes"),
+        (lambda path: path.parent.chmod(0o777), "others can write to"),
+        (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
+        (lambda path: (shutil.rmtree(path.parent), path.parent.write_text("")), "Not a directory|File exists"),
+        (lambda path: os.environ.update(HOME="no/home"), "no home folder"),
+    ],
+)
+def test_a_home_without_a_secret_stops_no_job(home: Path, spoil: Callable[[Path], object], says: str) -> None:
+    spoil(Path(secret.find(None).path))
+    found = secret.find(None)
+    assert found.raw is None and re.search(says, found.why) and "\n" not in found.why
+
+
+def test_what_machines_with_and_without_secrets_do() -> None:
+    """Each has its own, some have none, or the user has named one."""
+    mine = secret.derive(b"mine", "job")
+    mark, own = secret.mark(mine), secret.Secret(b"mine", "~/secret")
+    assert secret.common([mark, mark]) == mark and secret.common([mark, ""]) == secret.common([mark, "x"]) == ""
+    key, said = secret.agreed_key(mine, own, mark, first=True)
+    assert key == mine and "for them only" in said and not secret.agreed_key(mine, own, mark, first=False)[1]
+    key, said = secret.agreed_key(mine, own, "", first=False)
+    assert key is None and "anybody who reaches" in said and "copy ~/secret" in said
+    key, said = secret.agreed_key(None, secret.Secret(why="no room"), "", first=False)
+    assert key is None and "anybody who reaches" in said and "no room" in said
+    key, said = secret.agreed_key(mine, own, "of the others", first=False)
+    assert key == mine and "exchanges no copies" in said, "it came later: the job does not do without its secret"
+    key, said = secret.agreed_key(None, secret.Secret(why="no room"), "of the others", first=False)
+    assert key and "exchanges no copies" in said, "and lets nobody in"
+    for agreed in ("", "of the others"):
+        assert secret.agreed_key(mine, secret.Secret(b"mine", named=True), agreed, first=True) == (mine, "")
+
+
+#: What the job's worker has, what another user of the machine gets, and where the job listens.
 SCRIPT = """
-import json, os
-from pathlib import Path
+import socket
 from shared_core.system import secret
 from shared_core.protocol import worker_env
 me = worker_env.env()
-tag = os.environ["SWIFT_TEST_TAG"].encode()
 key = secret.of_job(me.job_dir)
 words = []
 for entry in Path("/proc").iterdir():
@@ -257,35 +274,90 @@ for entry in Path("/proc").iterdir():
             words += [(entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()]
     except OSError:
         pass
-mode = (me.job_dir / secret.FILE).stat().st_mode & 0o777 if key else 0
-import socket
 host, port = me.machines[0].partition("#")[0].split(":")
-with socket.create_connection((host, int(port)), 10) as sock:
-    hello = sock.recv(8)
-os.write(1, (json.dumps({"key": key and key.hex(), "mode": mode, "hello": hello.decode(), "processes": len(words) // 2,
+def dial():
+    with socket.create_connection((host, int(port)), 10) as sock:
+        return sock.recv(8).decode()
+def other_user():
+    os.setgid(65534)
+    os.setuid(65534)
+    got = []
+    for path in (me.job_dir / secret.FILE, Path(secret.find(None).path), me.job_dir):
+        try:
+            os.open(path, os.O_RDONLY)
+            got.append(str(path))
+        except OSError:
+            pass
+    return got
+stolen = None
+if os.geteuid() == 0:
+    end, begin = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.write(begin, json.dumps(other_user()).encode())
+        finally:
+            os._exit(0)
+    os.wait()
+    stolen = json.loads(os.read(end, 1000))
+listeners()
+os.write(1, (json.dumps({"key": key and key.hex(), "hello": dial(), "processes": len(words) // 2, "stolen": stolen,
+    "mode": (me.job_dir / secret.FILE).stat().st_mode & 0o777 if key else 0,
+    "copies": int(port), "store": int(os.environ["MASTER_PORT"]),
     "shown": any(key in word or key.hex().encode() in word or b"TOP SECRET" in word for word in words) if key else 0,
 }) + "\\n").encode())
 """
 
 
-@pytest.mark.parametrize("given", ["flag", pytest.param("variable", marks=pytest.mark.nightly), "none"])
-def test_a_job_on_several_machines(given: str, tmp_path: Path, free_port: int) -> None:
-    """Its workers have the job's key, from a file; without a secret the user is told what is open."""
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that other users can look into."""
+    with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def two_ports() -> int:
+    """A port that is free, as is the next one."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, contextlib.suppress(OSError):
+            port = int(first.getsockname()[1])
+            socket.create_server(("127.0.0.1", port + 1)).close()
+            return port
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "flag",
+        "none",
+        pytest.param("variable", marks=pytest.mark.nightly),
+        pytest.param("no home", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_job_on_several_machines(given: str, tmp_path: Path, free_port: int, open_folder: Path) -> None:
+    """Its workers have the job's key, from a file that nobody else reads; nothing listens at all interfaces."""
     path = tmp_path / "secret"
     path.write_text("TOP SECRET TOP SECRET\n")
     path.chmod(0o600)
+    port = two_ports()
     options = ["--nnodes=1", "--spare-nodes=1", f"--rdzv-endpoint=127.0.0.1:{free_port}", "--rdzv-id=job"]
+    options.append(f"--port={port}")
     if given == "flag":
         options.append(f"--secret-file={path}")
     env = {secret.VARIABLE: str(path)} if given == "variable" else {}
-    job = run(tmp_path, SCRIPT, nproc=1, options=options, env=env)
+    env["HOME"] = "/dev/null" if given == "no home" else str(open_folder)
+    job = run(tmp_path, LISTENERS + SCRIPT, nproc=1, options=options, env=env)
     assert job.code == 0, job.stderr
-    [said] = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
-    assert said["processes"] >= 2 and not said["shown"]
-    warned = sum("without --secret-file" in line for line in job.stderr.splitlines())
-    if given == "none":
-        assert (said["key"], said["hello"], warned) == (None, "swift-1o", 1), job.stderr
+    [processes, said] = [json.loads(line) for line in job.stdout.splitlines() if line[:1] in "{["]
+    assert {address for each in processes for address in each["at"]} == {"0100007F"}, "127.0.0.1"
+    assert (said["store"], said["copies"]) == (port, port + 1)
+    assert said["processes"] >= 2 and not said["shown"] and not said["stolen"]
+    warned = sum("anybody who reaches" in line for line in job.stderr.splitlines())
+    own = open_folder / ".config/swift-recovery/secret"
+    told = sum(f"all machines have the secret in {own}" in line for line in job.stderr.splitlines())
+    if given == "no home":
+        assert (said["key"], said["hello"], warned, told) == (None, "swift-2o", 1, 0), job.stderr
     else:
-        key = secret.derive(b"TOP SECRET TOP SECRET", "job")
+        key = secret.derive(own.read_bytes().strip() if given == "none" else path.read_bytes().strip(), "job")
         assert key is not None and (said["key"], said["mode"]) == (key.hex(), 0o600)
-        assert (said["hello"], warned) == ("swift-1s", 0), job.stderr
+        assert (said["hello"], warned, told) == ("swift-2s", 0, given == "none"), job.stderr

@@ -10,11 +10,39 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from shared_core.events import Event, read_events
 
 TAG = "SWIFT_TEST_TAG"
 ROOT = Path(__file__).resolve().parents[2]
+#: Lists where the processes of the job listen: agent, workers, standby, writer.
+LISTENERS = """
+import json, os
+from pathlib import Path
+tag = os.environ["SWIFT_TEST_TAG"].encode()
+def listeners():
+    tables = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A":
+                tables[columns[9]] = columns[1].partition(":")[0]
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and tag in (entry / "environ").read_bytes():
+                own = []
+                for fd in os.listdir(entry / "fd"):
+                    try:
+                        own.append(tables[os.readlink(entry / "fd" / fd)[8:-1]])
+                    except (KeyError, FileNotFoundError):
+                        pass  # something else, or closed meanwhile
+                found.append({"name": (entry / "comm").read_text().strip(), "at": own})
+        except OSError:
+            continue
+    os.write(1, (json.dumps(found) + "\\n").encode())
+"""
 
 
 @dataclass
@@ -94,7 +122,9 @@ def _common(folder: Path, nproc: int) -> list[str]:
     return ["--nproc-per-node", str(nproc), "--events", str(folder / "events.jsonl")]
 
 
-def start_command(folder: Path, command: Sequence[str], env: dict[str, str] | None = None) -> Job:
+def start_command(
+    folder: Path, command: Sequence[str], env: dict[str, str] | None = None, stderr: IO[bytes] | int = subprocess.PIPE
+) -> Job:
     """Start any command with the tag of a job."""
     tag = uuid.uuid4().hex
     environ = {
@@ -104,7 +134,7 @@ def start_command(folder: Path, command: Sequence[str], env: dict[str, str] | No
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env=environ,
         cwd=folder,

@@ -37,6 +37,8 @@ CASES: list[tuple[str, str, str]] = [
     ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:99999 SCRIPT", "--rdzv-endpoint", "65535"),
     ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:1,b:1 SCRIPT", "--rdzv-endpoint", "etcd"),
     ("--nnodes 2 --standalone SCRIPT", "--standalone", "one machine"),
+    ("--port 0 SCRIPT", "--port", "at least 1"),
+    ("--port 65535 SCRIPT", "--port", "at most 65534"),
     ("--rdzv-conf x SCRIPT", "--rdzv-conf", "KEY=VALUE"),
     ("--rdzv-conf join_timeout=x SCRIPT", "join_timeout", "number above 0"),
     ("--rdzv-conf join_timeout=nan SCRIPT", "join_timeout", "number above 0"),
