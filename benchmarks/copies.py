@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.common import ROOT, Row, arguments, finish, leave_nothing, say
-from shared_core.launcher.mirror import Mirror
+from shared_core.worker.mirror import Mirror
 
 SERVER = """
 import sys

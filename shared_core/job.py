@@ -27,7 +27,6 @@ from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import EventLog
 from shared_core.faults import inject
 from shared_core.handover import NOT_TOLD
-from shared_core.launcher.mirror import Mirror
 from shared_core.protocol import progress_file, worker_env
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.keys import CHECKPOINTS
@@ -38,6 +37,7 @@ from shared_core.worker.comm import Runtime
 from shared_core.worker.comm import install as install_backend
 from shared_core.worker.comm.op import Op
 from shared_core.worker.messages.disk_log import Logs
+from shared_core.worker.mirror import Mirror
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Recovery
 from shared_core.worker.recovery.lane import Lane, Lanes

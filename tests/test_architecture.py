@@ -56,11 +56,8 @@ LAYERS = (
 )
 #: Imports that still run upwards or sideways. Nothing may be added.
 UPWARDS: set[tuple[str, str]] = {
-    ("shared_core.launcher.neighbour", "shared_core.worker.near"),
     ("shared_core.worker.recovery.exchange", "shared_core.launcher.ledger"),
     ("shared_core.worker.recovery.lane", "shared_core.launcher.ledger"),
-    ("shared_core.worker.recovery.resize", "shared_core.launcher.mirror"),
-    ("shared_core.worker.state.publications", "shared_core.launcher.mirror"),
 }
 #: Circles of the core that are still there, by their modules. Nothing may be added.
 CIRCLES = [

@@ -19,10 +19,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from shared_core.errors import DamagedRecord
 from shared_core.events import console
 from shared_core.protocol import worker_messages as said
-from shared_core.protocol.keys import REPORTS, SAVED, WORDS
+from shared_core.protocol.keys import CHECKPOINTS, REPORTS, SAVED, WORDS
 from shared_core.waiting import FOREVER_S
 
-_ONCE = ("fail", "restart", SAVED)
+_ONCE = ("fail", "restart", SAVED, CHECKPOINTS)
 _DIVERGENT = "divergent"
 #: Said anew in each generation.
 _AGAIN = ("handed", "declined")

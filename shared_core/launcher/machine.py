@@ -19,6 +19,7 @@ from shared_core.launcher.ledger import RESTART, Ledger
 from shared_core.launcher.mirror import MirrorServer
 from shared_core.launcher.neighbour import Copies, Sender
 from shared_core.launcher.rendezvous import Meeting
+from shared_core.protocol import mirroring
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.takeover import Reassignment, reassign
 from shared_core.protocol.worker_env import Resized
@@ -203,7 +204,7 @@ class Crew:
         away = [rank for rank in range(line.world_size) if not here(rank).exists()]
         with _from_others(away):
             mirror.fetch(machines, away, line.attempt, self._job_dir)
-            if not any((here(rank) / mirror.REPLICATED).exists() for rank in line.stay):
+            if not any((here(rank) / mirroring.REPLICATED).exists() for rank in line.stay):
                 mirror.fetch_replicated(machines, line.stay, line.attempt, self._job_dir)
 
     def fetch(self, ledger: Ledger, ranks: Sequence[int], number: int) -> None:

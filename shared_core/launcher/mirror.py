@@ -15,38 +15,22 @@ import resource
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from shared_core.events import console
-from shared_core.system import secret, threads
-from shared_core.system.wire import CONNECT_S, WAIT_S, Link, accept, connect
+from shared_core.protocol.mirroring import APPEND, BEGIN, END, GET, REMOVE, REPLICATED, SYNC, WRITE
+from shared_core.system import secret
+from shared_core.system.wire import WAIT_S, Link, accept, connect
 
-_WRITE, _APPEND, _REMOVE, _BEGIN, _END, _SYNC, _GET = b"w", b"a", b"r", b"b", b"e", b"s", b"g"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OK = b"."
-#: Files of a rank that are not copied: they are written in place, and only serve to check.
-_LOCAL = frozenset({"checks"})
-#: Name of the replicated state that a rank hands on when the number of workers changes; asked for by its name.
-REPLICATED = "replicated"
 #: Longest request that is no file, in bytes.
 _REQUEST_BYTES = 64 << 20
 #: Connections at once, and those of them that have not said yet what they want.
 _MOST, _MOST_NEW = 1024, 64
 #: How long to wait when the machine has no descriptor or thread left for another connection, in seconds.
 _NO_ROOM_S = 0.1
-#: Without a copy for so long, and without a new generation, the user is told.
-_TROUBLE_S = 5.0
-
-
-def keeper(machines: Sequence[str | None], slot: int) -> str | None:
-    """The machine that keeps the copies of place ``slot``: the next place that somebody holds."""
-    for step in range(1, len(machines)):
-        machine = machines[(slot + step) % len(machines)]
-        if machine is not None:
-            return machine
-    return None
 
 
 def _write(folder: Path, name: str, data: bytes) -> None:
@@ -149,14 +133,14 @@ class MirrorServer:
             with suppress(OSError, MemoryError), sock, accept(sock, self._key) as link:
                 for kind, rank, attempt, name, data in link.frames(self._longest, idle):
                     # Between two publications a worker may compute for any time.
-                    patience = None if kind == _BEGIN or patience is None else WAIT_S
+                    patience = None if kind == BEGIN or patience is None else WAIT_S
                     self._do(link, kind, rank, attempt, name, data)
         finally:
             self._gone(sock)
 
     def _longest(self, kind: bytes) -> int:
         """A file may be as long as there is room for it."""
-        if kind not in (_WRITE, _APPEND):
+        if kind not in (WRITE, APPEND):
             return _REQUEST_BYTES
         with suppress(OSError):
             stat = os.statvfs(self._folder if self._folder.exists() else self._folder.parent)
@@ -166,136 +150,35 @@ class MirrorServer:
     def _do(self, link: Link, kind: bytes, rank: int, attempt: int, name: str, data: bytes) -> None:
         folder = self._folder / f"rank{rank}" / f"attempt{attempt}"
         fresh = folder.with_suffix(".new")
-        if kind == _BEGIN:
+        if kind == BEGIN:
             for other in folder.parent.glob("attempt*"):
                 # The one before may still be asked for, when the number of workers has just changed.
                 if other not in (folder, folder.with_name(f"attempt{attempt - 1}")):
                     shutil.rmtree(other, ignore_errors=True)
             fresh.mkdir(mode=0o700, parents=True)
-        elif kind == _END:
+        elif kind == END:
             if not fresh.exists():
                 raise ConnectionError("a copy ends that has not begun")
             # In one step, so that what was here before is there until all of the new is.
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(fresh, folder)
-        elif kind == _WRITE:
+        elif kind == WRITE:
             _write(fresh if fresh.exists() else folder, name, data)
-        elif kind == _APPEND and _NAME.fullmatch(name):
+        elif kind == APPEND and _NAME.fullmatch(name):
             with open(folder / name, "ab") as file:
                 file.write(data)
-        elif kind == _REMOVE and _NAME.fullmatch(name):
+        elif kind == REMOVE and _NAME.fullmatch(name):
             (folder / name).unlink(missing_ok=True)
-        elif kind == _SYNC:
+        elif kind == SYNC:
             link.send(_OK)
-        elif kind == _GET:
+        elif kind == GET:
             here = self._folder.parent / f"rank{rank}" / f"attempt{attempt}"  # the rank's own, on its machine
             for path in sorted((here if here.exists() else folder).glob("*")):
                 if path.suffix != ".tmp" and (path.name == name if name else path.name != REPLICATED):
-                    link.send(_WRITE, rank, attempt, path.name, [path.read_bytes()])
-            link.send(_END, rank, attempt)
+                    link.send(WRITE, rank, attempt, path.name, [path.read_bytes()])
+            link.send(END, rank, attempt)
         elif self._more is not None:
             self._more(link, kind, data)
-
-
-class Mirror:
-    """One rank's copies, seen from its worker. Any thread may call.
-
-    Args:
-        rank: logical rank.
-        attempt: of the job.
-        slot: place of this machine.
-        folder: the rank's publications on this machine.
-        key: of the job; None where the user has given no secret.
-    """
-
-    def __init__(self, rank: int, attempt: int, slot: int, folder: Path, key: bytes | None = None) -> None:
-        self._rank, self._attempt, self._slot, self._folder, self._key = rank, attempt, slot, folder, key
-        self._lock = threading.RLock()
-        self._link: Link | None = None
-        self._keeper: str | None = None
-        self._trouble = threading.Timer(0.0, lambda: None)
-
-    def follow(self, machines: Sequence[str | None]) -> None:
-        """The places of machines are these now: if another one keeps the copies, it gets them all, on a thread of its
-        own; whoever publishes meanwhile waits for that."""
-        chosen = keeper(machines, self._slot)
-        if chosen == self._keeper:
-            return
-        self._keeper = chosen
-        link = self._link
-        if link is not None:  # somebody may wait for an answer that never comes
-            with suppress(OSError):
-                link.shutdown()
-        ready = threading.Event()
-        threads.start(self._connect, (chosen, ready), name="swift-mirror")
-        ready.wait(CONNECT_S)
-
-    def _connect(self, chosen: str | None, ready: threading.Event) -> None:
-        with self._lock:
-            ready.set()
-            self._trouble.cancel()
-            self._drop()
-            if chosen is None or chosen != self._keeper:
-                return
-            try:
-                self._link = connect(chosen, self._key)
-                self._send(_BEGIN)
-                for path in sorted(self._folder.iterdir()):
-                    if path.suffix != ".tmp" and path.name not in _LOCAL:
-                        self._send(_WRITE, path.name, [path.read_bytes()])
-                self._send(_END)
-                self.sync()
-            except OSError as error:
-                self._give_up(error)
-
-    def write(self, name: str, data: Sequence[bytes | memoryview]) -> None:
-        """Copy a whole file, given in pieces."""
-        self._try(_WRITE, name, data)
-
-    def append(self, name: str, data: bytes) -> None:
-        """Copy what was appended to a file."""
-        self._try(_APPEND, name, [data])
-
-    def remove(self, name: str) -> None:
-        """Remove a file's copy."""
-        self._try(_REMOVE, name, ())
-
-    def sync(self) -> None:
-        """Return when the other machine has all; at once if there is none."""
-        with self._lock:
-            if self._link is None:
-                return
-            try:
-                self._send(_SYNC)
-                self._link.answer()
-            except OSError as error:
-                self._give_up(error)
-
-    def _send(self, kind: bytes, name: str = "", data: Sequence[bytes | memoryview] = ()) -> None:
-        assert self._link is not None
-        self._link.send(kind, self._rank, self._attempt, name, data)
-
-    def _try(self, kind: bytes, name: str, data: Sequence[bytes | memoryview]) -> None:
-        with self._lock:
-            if self._link is None:
-                return
-            try:
-                self._send(kind, name, data)
-            except OSError as error:
-                self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        # Mostly the other machine is being lost, and the next generation names another.
-        self._drop()
-        message = f"rank {self._rank}: no copy of its state on another machine until the next generation ({error})"
-        self._trouble = threading.Timer(_TROUBLE_S, console, [message])
-        self._trouble.daemon = True
-        self._trouble.start()
-
-    def _drop(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
 
 
 def fetch(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> dict[int, int]:
@@ -332,9 +215,9 @@ def _ask(machine: str, key: bytes | None, rank: int, attempt: int, name: str = "
     """What a machine has of a rank; nothing if it cannot be reached."""
     found: dict[str, bytes] = {}
     with suppress(OSError), connect(machine, key) as link:
-        link.send(_GET, rank, attempt, name)
+        link.send(GET, rank, attempt, name)
         for kind, _, _, file, data in link.frames():
-            if kind == _END:
+            if kind == END:
                 return found
             found[file] = data
     return {}

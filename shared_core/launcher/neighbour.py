@@ -2,7 +2,7 @@
 
 A thread of the agent sends the snapshot to the agent of the machine in the next place (:class:`Sender`), which keeps
 the newest whole one and the one that is coming (:class:`Copies`). When all workers start again, each asks all machines
-what they hold, and reads what it needs from there (:mod:`~shared_core.worker.near`).
+what they hold, and reads what it needs from there (:mod:`~shared_core.worker.checkpoints.in_memory`).
 
 It goes over the connections of :mod:`~shared_core.launcher.mirror`. A copy: one frame with the names and sizes of the
 files and the notes that seal them; an answer; each file in parts and its SHA-256; a frame once all of it was still
@@ -29,9 +29,9 @@ from typing import Any
 from shared_core.checkpoint.spool import SEALED, Sealed, Spool, Target
 from shared_core.errors import StorageFull, SwiftError
 from shared_core.events import console
-from shared_core.launcher.mirror import keeper
+from shared_core.protocol.mirroring import keeper
+from shared_core.system.snapshot_wire import GET, LIST, PART, PUT, SIZE, Key, ask, receive_file, send_file
 from shared_core.system.wire import WAIT_S, Link, connect
-from shared_core.worker.near import GET, LIST, PART, PUT, SIZE, Key, ask, receive_file, send_file
 
 _GO, _HAVE, _FULL, _NOT_YET, _WHOLE = b"g", b"h", b"f", b"n", b"."
 _OWN, _KEPT, _COMING, _DIGESTS = "own", "kept", "coming", "digests.json"

@@ -96,6 +96,7 @@ SHAPES: dict[str, Any] = {
     "fail": Failed,
     "restart": Restart,
     "saved": Saved,
+    "checkpoints": dict[str, Any],
     "handed": Handed,
     "declined": Declined,
     "reports": Trains,

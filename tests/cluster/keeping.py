@@ -8,11 +8,12 @@ import struct
 from pathlib import Path
 
 from shared_core.checkpoint import Sealed, Spool
-from shared_core.launcher.mirror import Mirror, MirrorServer, fetch
+from shared_core.launcher.mirror import MirrorServer, fetch
 from shared_core.launcher.neighbour import Copies
 from shared_core.system import secret
+from shared_core.system.snapshot_wire import LIST, ask
 from shared_core.system.wire import connect
-from shared_core.worker.near import LIST, ask
+from shared_core.worker.mirror import Mirror
 
 KEY = b"k" * 32
 HEAD = struct.Struct("<cIIHQ")

@@ -14,10 +14,12 @@ from torch.distributed import HashStore, TCPStore
 from shared_core.errors import ConfigError, DamagedRecord
 from shared_core.launcher.lease import FENCE, FIRST_S, Lease, Observations
 from shared_core.launcher.ledger import FAIL, Ledger, lane_key, let_in_key
-from shared_core.launcher.mirror import Mirror, MirrorServer, fetch, keeper
+from shared_core.launcher.mirror import MirrorServer, fetch
 from shared_core.launcher.rendezvous_store import is_here, parse_endpoints
+from shared_core.protocol.mirroring import keeper
 from shared_core.protocol.takeover import reassign
 from shared_core.system.wire import place_of
+from shared_core.worker.mirror import Mirror
 
 
 def test_a_counter_that_stands_still_is_late() -> None:

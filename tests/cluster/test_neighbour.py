@@ -24,7 +24,7 @@ from shared_core.launcher.mirror import MirrorServer
 from shared_core.launcher.neighbour import Copies, Sender
 from shared_core.system import secret
 from shared_core.system.wire import Link, connect
-from shared_core.worker.near import find
+from shared_core.worker.checkpoints.in_memory import find
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 3 << 20

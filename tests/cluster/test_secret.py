@@ -21,10 +21,10 @@ from keeping import HEAD, KEY, Site, rest
 from util import LISTENERS, ROOT, run
 
 from shared_core.errors import ConfigError
-from shared_core.launcher.mirror import Mirror
 from shared_core.system import secret
+from shared_core.system.snapshot_wire import PUT, ask
 from shared_core.system.wire import connect
-from shared_core.worker.near import PUT, ask
+from shared_core.worker.mirror import Mirror
 
 OTHER = b"o" * 32
 

@@ -12,10 +12,11 @@ import pytest
 from keeping import HEAD, KEY, Site
 
 from shared_core.errors import CorruptFile
-from shared_core.launcher.mirror import Mirror, fetch
+from shared_core.launcher.mirror import fetch
 from shared_core.system import wire
 from shared_core.system.wire import Altered, Link
-from shared_core.worker.near import find
+from shared_core.worker.checkpoints.in_memory import find
+from shared_core.worker.mirror import Mirror
 
 MAC = 32
 

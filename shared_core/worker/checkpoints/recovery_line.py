@@ -24,7 +24,7 @@ from shared_core.protocol.codec import decode, text
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import wait_for
-from shared_core.worker import near
+from shared_core.worker.checkpoints.in_memory import find as find_in_memory
 from shared_core.worker.state.replicated import Replicated
 
 #: Tiers in the order in which they are preferred.
@@ -150,7 +150,7 @@ def at_neighbours(
     """Snapshots that hold this rank's part, with all that belongs to it in the memory of any machine; the oldest first.
     Ranks whose own machine has theirs list them too: all must go on from the same.
     """
-    found = near.find(machines, rank, world_size, secret) if any(machines) else []
+    found = find_in_memory(machines, rank, world_size, secret) if any(machines) else []
     return [Line(step, str(meta.get("session")), NEIGHBOUR, meta, read) for step, meta, read in found]
 
 

@@ -17,9 +17,9 @@ import torch
 
 from shared_core.encoding.plain import loads, pieces
 from shared_core.errors import RecoveryFailed
-from shared_core.launcher.mirror import REPLICATED
 from shared_core.loaders.reshard import advance, at_path, divide, loader_states, order_name, taken_up, used
 from shared_core.protocol.frontier import Top
+from shared_core.protocol.mirroring import REPLICATED
 from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.worker.checkpoints.checkpoints import Restored, ends_before
 from shared_core.worker.checkpoints.resharding import RANDOM, random_state, sources

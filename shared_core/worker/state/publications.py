@@ -28,10 +28,10 @@ import torch
 
 from shared_core.encoding.plain import Piece, dumps, loads, pieces
 from shared_core.errors import CorruptFile
-from shared_core.launcher.mirror import Mirror
 from shared_core.loaders.reshard import loader_states, pack_indices, unpack_indices
 from shared_core.protocol.frontier import Top
 from shared_core.resources import map_file
+from shared_core.worker.mirror import Mirror
 from shared_core.worker.state.overflow import Overflow
 
 _HEADER = struct.Struct("<IQI")  # length of the header, length of the payload, checksum of both

@@ -1,72 +1,23 @@
-"""How files of snapshots go from machine to machine, and a worker's view of what the machines' memories hold of
-checkpoints. The agents' part is :mod:`~shared_core.launcher.neighbour`.
+"""What the machines' memories hold of checkpoints, seen from a worker. The agents' part is
+:mod:`~shared_core.launcher.neighbour`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shared_core.errors import CorruptFile
-from shared_core.system.wire import Link, connect
+from shared_core.system.snapshot_wire import GET, LIST, PART, SIZE, Key, ask, receive_bytes
+from shared_core.system.wire import connect
 
-#: Kinds of frames: a copy comes, what is there, one file of it; a part of what was asked for.
-PUT, LIST, GET, PART = b"P", b"L", b"G", b"D"
-#: Bytes of a file, before it; -1 if it is not there.
-SIZE = struct.Struct("<q")
-_CHUNK, _DIGEST_BYTES = 1 << 20, 32
 #: Longest wait for another machine's list, in seconds.
 _LIST_S = 10.0
 #: Machines that are asked at once.
 _AT_ONCE = 16
-
-#: Attempt and step of a snapshot.
-Key = tuple[int, int]
-
-
-def send_file(link: Link, path: Path, size: int) -> bytes:
-    """Send ``size`` bytes of a file; gives their SHA-256."""
-    digest, buffer = hashlib.sha256(), bytearray(_CHUNK)
-    with open(path, "rb") as file:
-        for length in _chunks(size):
-            piece = memoryview(buffer)[:length]
-            if file.readinto(piece) != length:
-                raise ConnectionError(f"{path.name} has become shorter")
-            digest.update(piece)
-            link.send(PART, data=[piece])
-    return digest.digest()
-
-
-def receive_file(link: Link, path: Path, size: int) -> str:
-    """Write ``size`` bytes and compare the SHA-256 that follows; gives it."""
-    digest = hashlib.sha256()
-    with open(path, "xb", buffering=0) as file:
-        for length in _chunks(size):
-            piece = link.data(PART, length)
-            digest.update(piece)
-            file.write(piece)
-    if link.data(PART, _DIGEST_BYTES) != digest.digest():
-        raise ConnectionError(f"{path.name} was damaged on its way")
-    return digest.hexdigest()
-
-
-def _chunks(size: int) -> Iterator[int]:
-    """The lengths of the parts that a file of this size is sent in."""
-    while size:
-        length = min(size, _CHUNK)
-        yield length
-        size -= length
-
-
-def ask(link: Link, kind: bytes, header: Any) -> None:
-    """Send a request."""
-    link.send(kind, data=[json.dumps(header).encode()])
 
 
 @dataclass(frozen=True)
@@ -88,10 +39,7 @@ class _Source:
             size = SIZE.unpack(link.data(PART, SIZE.size))[0]
             if size < 0:
                 raise ConnectionError("it is gone")
-            data = b"".join(link.data(PART, length) for length in _chunks(size))
-            if hashlib.sha256(data).digest() != link.data(PART, _DIGEST_BYTES):
-                raise ConnectionError("its checksum is wrong")
-            return data
+            return receive_bytes(link, size)
 
 
 def find(
