@@ -96,7 +96,7 @@ SHAPES: dict[str, Any] = {
     "fail": Failed,
     "restart": Restart,
     "saved": Saved,
-    "checkpoints": dict[str, Any],
+    "checkpoints": dict[str, bool | int | float | str | None],
     "handed": Handed,
     "declined": Declined,
     "reports": Trains,
