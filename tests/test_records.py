@@ -16,7 +16,7 @@ from harness import Jobs
 from torch.distributed import HashStore, TCPStore
 
 from shared_core.config import SwiftConfig
-from shared_core.errors import DamagedRecord
+from shared_core.errors import ConfigError, DamagedRecord
 from shared_core.launcher.attempt import first_of
 from shared_core.launcher.key_watcher import KeyWatcher
 from shared_core.launcher.lease import Lease
@@ -64,8 +64,18 @@ def has(raw: bytes) -> Any:
     store = HashStore()
     store.set("line/has/1", raw)
     return recovery_line.agree(
-        WorkerEnv(0, 2, 0, 0, 0, Path(), "", 0, None, SwiftConfig(wait_timeout_s=5.0)), store, []
+        WorkerEnv(0, 2, 0, 0, 0, Path(), "", 0, None, SwiftConfig.from_dict({"detection.wait_timeout_s": 5.0})),
+        store,
+        [],
     )
+
+
+def read_checkpoints(raw: bytes) -> Any:
+    """As the agent does."""
+    try:
+        return SwiftConfig().merged(said.read("checkpoints", raw))
+    except ConfigError as error:
+        raise DamagedRecord(str(error)) from error
 
 
 OPTIONAL = {"groups", "together", "top", "kept", "outside", "received", "sent", "held", "members", "replicas", "saved"}
@@ -106,6 +116,11 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
         {"rank": 0, "time": 1.5, "pid": 7, "top": 3, "whence": "x"},
         lambda raw: said.read("reports", raw),
         {"pid", "top", "whence"},
+    ),
+    "checkpoints": (
+        {"checkpoint.dir": "here", "checkpoint.keep": 3},
+        read_checkpoints,
+        {"checkpoint.dir", "checkpoint.keep"},
     ),
     "divergent": ([1], lambda raw: said.read("divergent", raw), set()),
 }

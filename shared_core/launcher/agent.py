@@ -36,6 +36,7 @@ from torch.distributed.elastic.utils.api import macros
 
 from shared_core.checkpoint.command import Command
 from shared_core.config import SwiftConfig
+from shared_core.errors import ConfigError
 from shared_core.events import EventLog, console
 from shared_core.launcher.attempt import LOOPBACK, Attempt
 from shared_core.launcher.console import Change, Story, count, host_of, ranks
@@ -575,10 +576,14 @@ class SwiftAgent(SimpleElasticAgent):
             self._last_checkpoint.saved(asdict(value))
             self._told = True  # look at the signals again
         elif name == CHECKPOINTS:
+            try:
+                config = self._options.config.merged(value)
+            except ConfigError as error:
+                console(f"what a worker has said of its checkpoints is passed over: {error}")
+                return None
             self._last_checkpoint.want()
-            if value.get("checkpoint.dir") != self._options.config.checkpoint.dir:
-                self._story.checkpoints(value.get("checkpoint.dir"))
-            config = self._options.config.merged(value)
+            if config.checkpoint.dir != self._options.config.checkpoint.dir:
+                self._story.checkpoints(config.checkpoint.dir)
             self._options = replace(self._options, config=config)
         elif name == keys.REPORTS:
             fields = {key: each for key, each in asdict(value).items() if each is not None}

@@ -163,6 +163,10 @@ def fit(value: Any, shape: Any) -> Any:
         if not isinstance(value, str) or value not in arguments:
             raise _Wrong(f"not one of {', '.join(arguments)}", value)
         return value
+    if kind is object:  # any scalar, or nothing
+        if value is not None and type(value) not in _SCALARS:
+            raise _Wrong("not text, a number or a truth value", value)
+        return None if value is None else _scalar(value, type(value))
     if kind in (list, tuple):
         return kind(_items(value, kind, arguments))
     if kind is dict:

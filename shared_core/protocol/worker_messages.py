@@ -91,12 +91,12 @@ class Trains:
     whence: str = ""
 
 
-#: Shapes by key. What the first two say is shown to people, so any words will do there.
+#: Shapes by key; ``checkpoints`` are options by full name. What the first two say is shown to people, so any words will do there.
 SHAPES: dict[str, Any] = {
     "fail": Failed,
     "restart": Restart,
     "saved": Saved,
-    "checkpoints": dict[str, bool | int | float | str | None],
+    "checkpoints": dict[str, object],
     "handed": Handed,
     "declined": Declined,
     "reports": Trains,
