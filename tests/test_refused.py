@@ -75,6 +75,8 @@ def run(
         "SWIFT_RECOVERY_CHECKPOINT_DIR": at["checkpoints"],
         "SWIFT_RECOVERY_CHECKPOINT_HISTORY": f"{at['history']}/history.jsonl",
     }
+    if {"full:memory", "full:spill"} <= set(take):  # what does not fit into the one goes to the other
+        env["SWIFT_RECOVERY_LOG_DIR"] = at["spill"]
     if not any(each.endswith(":history") for each in take):  # that is read and written where a policy decides
         env["SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS"] = "2"
     (out / "faults.json").write_text(dumps(faults))

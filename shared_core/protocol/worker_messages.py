@@ -91,7 +91,8 @@ class Trains:
     whence: str = ""
 
 
-#: Shapes by key; ``checkpoints`` are options by full name. What the first two say is shown to people, so any words will do there.
+#: Shapes by key; ``checkpoints`` are options by full name. What the first two say is shown to people, so any words
+#: will do there.
 SHAPES: dict[str, Any] = {
     "fail": Failed,
     "restart": Restart,
