@@ -17,6 +17,7 @@ from torch.distributed import HashStore, TCPStore
 
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, DamagedRecord
+from shared_core.faults import Fault
 from shared_core.launcher.attempt import first_of
 from shared_core.launcher.key_watcher import KeyWatcher
 from shared_core.launcher.lease import Lease
@@ -27,7 +28,6 @@ from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fro
 from shared_core.protocol.meeting_document import read_document
 from shared_core.protocol.standstill import Standing
 from shared_core.system.wire import connect
-from shared_core.testing import Fault
 from shared_core.testing.runner import compare
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.due import Decisions, StoreEntries

@@ -19,9 +19,9 @@ from typing import BinaryIO
 import pytest
 from harness import SCRIPTS, Jobs
 
+from shared_core.faults import Fault
 from shared_core.faults.inject import STRUCK
 from shared_core.faults.spec import ANY_STEP, dumps
-from shared_core.testing import Fault
 from shared_core.testing.report import OUT
 from shared_core.testing.runner import JobResult, check_clean, collect, compare
 
