@@ -27,11 +27,11 @@ from shared_core.protocol.cut import Offer
 from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
 from shared_core.protocol.meeting_document import read_document
 from shared_core.protocol.standstill import Standing
+from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.system.wire import connect
 from shared_core.testing.runner import compare
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.due import Decisions, StoreEntries
-from shared_core.worker.link import Resized, WorkerEnv
 from shared_core.worker.recovery.lane import Lanes
 from shared_core.worker.recovery.replicas import Sums
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from shared_core.events import read_events
+from shared_core.protocol import worker_env
 from shared_core.testing.report import OUT, Report
-from shared_core.worker import link
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -30,7 +30,7 @@ def count_and_note(self: Report, key: str) -> None:
     count(self, key)
     if os.environ.get("SWIFT_BASELINE") or self.who["rank"]:
         return
-    here = link.env()
+    here = worker_env.env()
     files = [path.stat() for path in here.job_dir.rglob("*") if path.is_file()]
     agent = next(int(event.fields["agent"]) for event in read_events(str(here.events)) if event.kind == "start")
     note = {"files": len(files), "bytes": sum(each.st_blocks * 512 for each in files)}

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from shared_core.protocol import keys, worker_env
 from shared_core.testing.report import Report
 from shared_core.worker import link
 
@@ -19,14 +20,14 @@ count = Report.count
 
 def count_and_write(self: Report, key: str) -> None:
     count(self, key)
-    here = link.env()
+    here = worker_env.env()
     if key != "batch 2" or here.rank or here.incarnation:
         return
     store = link.connect_store()
     for name, value in json.loads(os.environ["HOSTILE"]).items():
         if name.startswith("queue:"):
             store.queue_push(here.prefix + name.removeprefix("queue:"), value)
-            store.queue_push(f"{here.prefix}{link.WORDS}/0", "x")
+            store.queue_push(f"{here.prefix}{keys.WORDS}/0", "x")
             continue
         for each in [name.replace("*", f"{version}/1") for version in range(12)] if "*" in name else [name]:
             store.set(here.prefix + each, value)
