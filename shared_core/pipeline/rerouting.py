@@ -20,9 +20,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.reroute.executor import Executor
-from shared_core.reroute.messages import Parts
+from shared_core.reroute.messages import Tensors
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.step import Options, Result, Tied
+from shared_core.reroute.step import Options, StepResult, Tied
 from shared_core.reroute.summing import GROUPS, unflatten
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
@@ -68,8 +68,8 @@ class Rerouting:
             ),
             lambda kind, fields: job.event(kind, **fields),
         )
-        self.result: Result | None = None
-        self._newest: Result | None = None
+        self.result: StepResult | None = None
+        self._newest: StepResult | None = None
         self._closed = False
         job.before_collectives(self.wait_for_all)
         job.at_end(self.close)  # others may need this worker until all have finished
@@ -163,7 +163,7 @@ class Rerouting:
         engine.before_step()
         engine._exec_optimizer_step()
         self._executor.step = int(engine.global_steps)
-        self.result = replace(Result.from_tensor(result, self._topology), let_in=-1)
+        self.result = replace(StepResult.from_tensor(result, self._topology), let_in=-1)
 
     def total_loss(self) -> Tensor:
         """The mean loss of the last global batch, with DeepSpeed's arithmetic."""
@@ -202,7 +202,7 @@ class _Layers:
     def tied(self) -> Sequence[Tied]:
         return self._tied
 
-    def items(self) -> list[tuple[Parts, Parts]]:
+    def items(self) -> list[tuple[Tensors, Tensors]]:
         engine = self._engine
         drawn = [engine._next_batch() for _ in range(int(engine.micro_batches))]
         items = [(_parts(batch[0]), _parts(batch[1])) for batch in drawn]
@@ -216,7 +216,7 @@ class _Layers:
             self._shapes = shapes
         return items
 
-    def forward(self, inputs: Parts, labels: Parts | None, pipeline: int, micro_batch: int) -> Parts:
+    def forward(self, inputs: Tensors, labels: Tensors | None, pipeline: int, micro_batch: int) -> Tensors:
         engine, before = self._engine, RawRandom()
         module = engine.module
         module.micro_offset = engine.offset_of(micro_batch, pipeline)
@@ -299,7 +299,7 @@ class _Layers:
                 parameter.grad = parameter.grad * factor  # not in place: a peer may still ask for the sum
 
 
-def _parts(value: Any) -> Parts:
+def _parts(value: Any) -> Tensors:
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shared_core.errors import LaneBroken, Unsupported
-from shared_core.reroute.messages import Key, Lane, Mail, What
+from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, MessageLane
 from shared_core.reroute.summing import reduce_in_order, unflatten
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.testing import inject
@@ -90,7 +90,7 @@ class DataParallelSteps:
         world: int,
         parameters: Sequence[torch.nn.Parameter],
         compute: Callable[[int, int], Outcome],
-        connect: Callable[[], Lane],
+        connect: Callable[[], MessageLane],
         knocking: Callable[[bool], Sequence[int]],
         let_in: Callable[[Sequence[int]], Any],
         *,
@@ -100,7 +100,7 @@ class DataParallelSteps:
         self._me, self._world, self._parameters, self._compute = me, world, parameters, compute
         self._connect, self._knocking, self._let_in = connect, knocking, let_in
         self._ordered, self._noted = ordered, noted
-        self._mail: Mail | None = None
+        self._channel: MessageChannel | None = None
         self._sum: _Sum | None = None
         self._agreed = self._waits = self._ended = False
         self._closed = -1
@@ -124,7 +124,7 @@ class DataParallelSteps:
                 if self._agree():
                     self._sum = self._reduce(shares, outcomes)
             except LaneBroken:
-                self._mail = None
+                self._channel = None
         inject.point("reroute.step")
         self._set_gradients(self._sum.flat)
         self.step += 1
@@ -136,7 +136,7 @@ class DataParallelSteps:
             try:
                 self._agree(waits=True)
             except LaneBroken:
-                self._mail = None
+                self._channel = None
 
     def settle(self) -> None:
         """At the end of the program: return when all workers have finished the last step."""
@@ -144,7 +144,7 @@ class DataParallelSteps:
             try:
                 self._agree(ends=True)
             except LaneBroken:
-                self._mail = None
+                self._channel = None
 
     # -- agreeing ----------------------------------------------------------------------------------
 
@@ -157,8 +157,8 @@ class DataParallelSteps:
             LaneBroken: somebody was lost.
         """
         lane = self._connect()
-        if self._mail is None or self._mail.lane is not lane:
-            self._mail, self._agreed = Mail(lane, Topology(self._world, 1, 1), {}, {}), False
+        if self._channel is None or self._channel.lane is not lane:
+            self._channel, self._agreed = MessageChannel(lane, Topology(self._world, 1, 1), {}, {}), False
             if lost := sorted({*range(self._world)} - {*lane.ranks, *lane.finished}):
                 self._noted(lost, self.step)
         if ends and lane.finished:
@@ -195,34 +195,34 @@ class DataParallelSteps:
         self._agreed = True
         return not self._waits
 
-    def _share_sum(self, lane: Lane, step: int, behind: Sequence[int]) -> None:
+    def _share_sum(self, lane: MessageLane, step: int, behind: Sequence[int]) -> None:
         """The lowest rank that has the sum of a step sends it to those who have not."""
-        assert self._mail is not None
+        assert self._channel is not None
         source = next(rank for rank in lane.ranks if rank not in behind)
-        keys = [Key(step, what, 0, 0, 1) for what in (What.SUM, What.LOSSES, What.NOTES)]
+        keys = [MessageKey(step, what, 0, 0, 1) for what in (MessageKind.SUM, MessageKind.LOSSES, MessageKind.NOTES)]
         if self._me == source:
             assert self._sum is not None and self._sum.step == step
             for rank in behind:
-                self._mail.send(keys[0], [self._sum.flat], rank)
-                self._mail.send(keys[1], [self._sum.table], rank)
+                self._channel.send(keys[0], [self._sum.flat], rank)
+                self._channel.send(keys[1], [self._sum.table], rank)
                 if self._sum.notes.numel():
-                    self._mail.send(keys[2], [self._sum.notes], rank)
+                    self._channel.send(keys[2], [self._sum.notes], rank)
         elif self._me in behind:
-            (flat,) = self._mail.fetch_like(keys[0], [_flat(self._parameters, empty=True)], source)
-            (table,) = self._mail.fetch_like(keys[1], [_empty_table(self._world)], source)
+            (flat,) = self._channel.fetch_like(keys[0], [_flat(self._parameters, empty=True)], source)
+            (table,) = self._channel.fetch_like(keys[1], [_empty_table(self._world)], source)
             self._sum = _Sum(step, flat, table, self._notes_from(keys[2], _length(table, range(self._world)), source))
 
-    def _notes_from(self, key: Key, length: int, rank: int) -> Tensor:
-        assert self._mail is not None
+    def _notes_from(self, key: MessageKey, length: int, rank: int) -> Tensor:
+        assert self._channel is not None
         notes = torch.empty(length, dtype=torch.uint8)
-        return self._mail.fetch_like(key, [notes], rank)[0] if length else notes
+        return self._channel.fetch_like(key, [notes], rank)[0] if length else notes
 
     # -- a step ------------------------------------------------------------------------------------
 
     def _reduce(self, shares: dict[int, Tensor], outcomes: dict[int, Outcome]) -> _Sum:
         """Compute what is missing here of this step, and sum over all."""
-        assert self._mail is not None
-        mail, lane, step = self._mail, self._mail.lane, self.step
+        assert self._channel is not None
+        channel, lane, step = self._channel, self._channel.lane, self.step
         hosted = hosts(self._world, lane.ranks)
         homes = [rank for rank, host in hosted.items() if host == self._me]
         for rank in homes:
@@ -236,17 +236,17 @@ class DataParallelSteps:
             table[rank] = torch.tensor([outcomes[rank].loss, len(outcomes[rank].note)], dtype=torch.float64)
         for rank in lane.ranks:
             if rank != self._me:
-                mail.send(Key(step, What.LOSSES, 0, self._me), [table], rank)
-                mail.post_like(Key(step, What.LOSSES, 0, rank), [table], rank)
+                channel.send(MessageKey(step, MessageKind.LOSSES, 0, self._me), [table], rank)
+                channel.post_like(MessageKey(step, MessageKind.LOSSES, 0, rank), [table], rank)
         mine = {Worker(rank, 0): shares[rank] for rank in homes}
         peers, me = {Worker(rank, 0): rank for rank in lane.ranks}, Worker(self._me, 0)
         holders = {Worker(rank, 0): Worker(host, 0) for rank, host in hosted.items()}
         if not self._ordered:
             mine, holders = {me: _added(mine.values())}, {peer: peer for peer in peers}
-        flat = reduce_in_order(mail, step, 0, me, holders, mine, peers, 1.0)
+        flat = reduce_in_order(channel, step, 0, me, holders, mine, peers, 1.0)
         for rank in lane.ranks:
             if rank != self._me:
-                (more,) = mail.fetch_like(Key(step, What.LOSSES, 0, rank), [table], rank)
+                (more,) = channel.fetch_like(MessageKey(step, MessageKind.LOSSES, 0, rank), [table], rank)
                 table = torch.where(more.isnan(), table, more)
         notes = {
             rank: torch.frombuffer(bytearray(outcomes[rank].note), dtype=torch.uint8)
@@ -257,17 +257,19 @@ class DataParallelSteps:
 
     def _gather(self, table: Tensor, mine: Mapping[int, Tensor], hosted: Mapping[int, int]) -> Tensor:
         """Notes of all logical ranks, one after the other."""
-        assert self._mail is not None
+        assert self._channel is not None
         if not _length(table, range(self._world)):
             return torch.empty(0, dtype=torch.uint8)
         notes = dict(mine)
         for rank, note in mine.items():
-            for peer in self._mail.lane.ranks:
+            for peer in self._channel.lane.ranks:
                 if peer != self._me:
-                    self._mail.send(Key(self.step, What.NOTES, 0, rank), [note], peer)
+                    self._channel.send(MessageKey(self.step, MessageKind.NOTES, 0, rank), [note], peer)
         for rank, host in hosted.items():
             if host != self._me:
-                notes[rank] = self._notes_from(Key(self.step, What.NOTES, 0, rank), _length(table, [rank]), host)
+                notes[rank] = self._notes_from(
+                    MessageKey(self.step, MessageKind.NOTES, 0, rank), _length(table, [rank]), host
+                )
         return torch.cat([notes[rank] for rank in range(self._world) if rank in notes])
 
     def _share(self, rank: int) -> tuple[Outcome, Tensor]:

@@ -58,16 +58,10 @@ class StepPlan:
     Attributes:
         plan: rows from the last change on.
         done: what was executed before it, by worker.
-        silent: actions of the rows whose result nobody needs.
     """
 
     plan: Plan
     done: dict[Worker, tuple[Action, ...]] = field(default_factory=dict)
-    silent: frozenset[Action] = frozenset()
-
-    def executed(self, worker: Worker, at: int) -> frozenset[Action]:
-        """What ``worker`` has executed when it is at place ``at`` of its row."""
-        return frozenset((*self.done.get(worker, ()), *self.plan.schedule.rows.get(worker, ())[:at]))
 
     def awaits(self, action: Action) -> Worker | None:
         """Who has ``action`` in its row, if anybody."""
@@ -87,7 +81,7 @@ def _same(one: Action, other: Action) -> bool:
     )
 
 
-class History:
+class PlanHistory:
     """Plans of the steps under way.
 
     Args:
@@ -194,4 +188,4 @@ class History:
         self.extra[number] = rest.extra
         there = [one for actions in rest.done.values() for one in actions]
         self.rest[number] = planner.rest(rest.plan.schedule, rest.plan.variant is Variant.STAGGERED, there)
-        return StepPlan(rest.plan, dict(rest.done), rest.silent)
+        return StepPlan(rest.plan, dict(rest.done))

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shared_core.reroute.messages import Key, Mail, What
+from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
 from shared_core.schedule.schedule import Worker
 
 #: Sums that can be under way together: tags of messages have room for as many.
-GROUPS = len(What)
+GROUPS = len(MessageKind)
 
 
 def reduce_in_order(
-    mail: Mail,
+    channel: MessageChannel,
     step: int,
     group: int,
     me: Worker,
@@ -30,7 +30,7 @@ def reduce_in_order(
     home pipeline are added by ascending stage, and what comes out by ascending pipeline: the order of DeepSpeed.
 
     Args:
-        mail: the lane.
+        channel: the lane.
         step: number of the step.
         group: 0 for what belongs to one stage, else the number of what several have in common; less than
             :data:`GROUPS`.
@@ -50,14 +50,14 @@ def reduce_in_order(
     for peer in peers:
         if peer != me:
             for home, held in mine.items():
-                mail.send(_key(step, What.SHARE, home, group), [held[parts[peer]]], ranks[peer])
+                channel.send(_key(step, MessageKind.SHARE, home, group), [held[parts[peer]]], ranks[peer])
     own = parts[me]
     for home, holder in holders.items():
         if holder != me:
-            mail.post_like(_key(step, What.SHARE, home, group), [like[own]], ranks[holder])
+            channel.post_like(_key(step, MessageKind.SHARE, home, group), [like[own]], ranks[holder])
     for peer in peers:
         if peer != me:
-            mail.post_like(_key(step, What.SUM, peer, group), [like[parts[peer]]], ranks[peer])
+            channel.post_like(_key(step, MessageKind.SUM, peer, group), [like[parts[peer]]], ranks[peer])
     result = torch.empty_like(like)
     total = None
     for pipeline in sorted({home.pipeline for home in holders}):
@@ -66,7 +66,9 @@ def reduce_in_order(
             if home in mine:
                 part = mine[home][own]
             else:
-                (part,) = mail.fetch_like(_key(step, What.SHARE, home, group), [like[own]], ranks[holders[home]])
+                (part,) = channel.fetch_like(
+                    _key(step, MessageKind.SHARE, home, group), [like[own]], ranks[holders[home]]
+                )
             addend = part if addend is None else addend + part
         assert addend is not None
         total = addend.clone() if total is None else total.add_(addend)
@@ -76,16 +78,16 @@ def reduce_in_order(
     result[own] = total
     for peer in peers:
         if peer != me:
-            mail.send(_key(step, What.SUM, me, group), [total], ranks[peer])
+            channel.send(_key(step, MessageKind.SUM, me, group), [total], ranks[peer])
     for peer in peers:
         if peer != me:
-            key = _key(step, What.SUM, peer, group)
-            (result[parts[peer]],) = mail.fetch_like(key, [like[parts[peer]]], ranks[peer])
+            key = _key(step, MessageKind.SUM, peer, group)
+            (result[parts[peer]],) = channel.fetch_like(key, [like[parts[peer]]], ranks[peer])
     return result
 
 
-def _key(step: int, what: What, place: Worker, group: int) -> Key:
-    return Key(step, what, place.stage, place.pipeline, group)
+def _key(step: int, what: MessageKind, place: Worker, group: int) -> MessageKey:
+    return MessageKey(step, what, place.stage, place.pipeline, group)
 
 
 def flatten(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:

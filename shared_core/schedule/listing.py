@@ -58,7 +58,7 @@ class Arrays:
             self.host[(d * self.stages + s) * self.count + j] = worker.pipeline * self.stages + worker.stage
         self.split = [problem.splits(d, s, j) for d, s in self.places for j in range(self.count)]
         self.limit = [problem.memory.at(place) + 1e-9 for place in self.places]  # parts add up to wholes with rounding
-        self.held = [held_after(problem.done.get(place, ()), problem.memory.stash) for place in self.places]
+        self.held = [held_after(problem.done.get(place, ())) for place in self.places]
         self.done = [code for actions in problem.done.values() for code in codes(actions, self.stages, self.count)]
         self.ran = bytearray(self.size)  # bits: F, I, W as they were executed before
         for code in self.done:
@@ -276,7 +276,6 @@ class _Pass:
                 self._at(now, self.wake + other)
         if a.split[q]:
             code, end = 4 * q + I, now + a.lengths[w][I]
-            self.held[w] -= 1.0 - a.problem.memory.stash
             self._at(end, 4 * q + W)
         else:
             code, end = 4 * q + B, now + a.lengths[w][B]
@@ -289,7 +288,7 @@ class _Pass:
 
     def _weight(self, w: int, now: float) -> int:
         q = heappop(self.weights[w])[1]
-        self.held[w] -= self.a.problem.memory.stash
+        self.held[w] -= 1.0
         if self.turns is not None:
             self._advance(q, 1, 4, now)
         return 4 * q + W

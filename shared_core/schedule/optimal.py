@@ -162,23 +162,17 @@ class _Model:
 
     def _memory(self) -> None:
         memory, topology = self.problem.memory, self.problem.topology
-        whole, stash = 100, round(100 * memory.stash)
-        held: dict[Worker, list[tuple[Any, int]]] = {}
+        held: dict[Worker, list[Any]] = {}
         for d in range(topology.pipelines):
             for s in range(topology.stages):
                 for j in range(topology.micro_batches):
                     worker = self.problem.host(d, s, j)
                     if memory.at(worker) >= topology.pipelines * topology.micro_batches:
                         continue
-                    forward, backward, weight = Action(s, Kind.F, j, d), self.backward(d, s, j), self.weight(d, s, j)
-                    first, last = self.ends[backward], self.ends[weight]
-                    until = first if stash < whole and weight != backward else last
-                    held.setdefault(worker, []).append((self._span(self.starts[forward], until), whole))
-                    if until is not last and stash:
-                        held[worker].append((self._span(first, last), stash))
+                    span = self._span(self.starts[Action(s, Kind.F, j, d)], self.ends[self.weight(d, s, j)])
+                    held.setdefault(worker, []).append(span)
         for worker, spans in held.items():
-            limit = int(whole * memory.at(worker))
-            self.model.add_cumulative([span for span, _ in spans], [demand for _, demand in spans], limit)
+            self.model.add_cumulative(spans, [1] * len(spans), int(memory.at(worker)))
 
     def _span(self, start: Any, end: Any) -> Any:
         length = self.model.new_int_var(0, self.horizon, "")
@@ -233,7 +227,7 @@ class _Model:
 
 def _durations(problem: Problem) -> list[float]:
     values = [problem.times.communication]
-    for stage in (*problem.times.stages, *problem.times.workers.values()):
+    for stage in problem.times.stages:
         values += [stage.of(kind) for kind in Kind]
     return values
 

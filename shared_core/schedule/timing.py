@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from shared_core.errors import ConfigError, InvalidSchedule
@@ -60,14 +60,12 @@ class Times:
     Attributes:
         stages: of each stage; a single entry holds for all.
         communication: from the end of an action until its result can be used at the neighbouring stage.
-        workers: of single workers that differ from their stage.
         data_apart: only the two ends of a pipeline have its data. Those of a lost first stage come from the last one,
             which sends them when it begins an iteration; staggered, that is later than a first stage could use them.
     """
 
     stages: tuple[StageTimes, ...] = (StageTimes(),)
     communication: float = 0.0
-    workers: Mapping[Worker, StageTimes] = field(default_factory=dict)
     data_apart: bool = False
 
     def __post_init__(self) -> None:
@@ -82,9 +80,6 @@ class Times:
         Raises:
             ConfigError: there are no times of its stage.
         """
-        found = self.workers.get(worker)
-        if found is not None:
-            return found
         if len(self.stages) == 1:
             return self.stages[0]
         if worker.stage >= len(self.stages):
