@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared_core.pipeline import import_deepspeed
+from shared_core.pipeline.deepspeed_import import import_deepspeed
 
 deepspeed = import_deepspeed()  # before the engine's module imports it
 from shared_core.pipeline.engine import SwiftPipelineEngine, install  # noqa: E402

@@ -18,7 +18,7 @@ import torch
 
 from shared_core.errors import SwiftError, WaitTimeout
 from shared_core.loaders.randomness import RawRandom, restore_raw
-from shared_core.pipeline.cost import Replay, shares
+from shared_core.pipeline.cost import ReplayCost, shares
 from shared_core.pipeline.stage import Computed, Stage, Work
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.recovery.exchange import Replaying
@@ -206,7 +206,7 @@ def compute_here(stage: Stage, works: list[Work]) -> list[Computed]:
         restore_raw(before)
 
 
-def workers_to_use(replay: Replay, survivors: int, policy: str) -> int:
+def workers_to_use(replay: ReplayCost, survivors: int, policy: str) -> int:
     """How many survivors compute: the best number, or all of them where the policy is ``always``."""
     if policy == "always":
         return min(survivors, replay.micro_batches - 1)

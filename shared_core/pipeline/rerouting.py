@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
+from shared_core.job import Job
 from shared_core.loaders.randomness import RawRandom, restore_raw
+from shared_core.pipeline.instrumented_engine import InstrumentedEngine
+from shared_core.pipeline.sharded import is_sharded
+from shared_core.pipeline.stage import as_tuple, has_running_statistics
 from shared_core.reroute.executor import Executor
 from shared_core.reroute.messages import Tensors
 from shared_core.reroute.planning import Plans
@@ -27,10 +29,6 @@ from shared_core.reroute.summing import GROUPS, unflatten
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.worker.state.undo import Undo
-
-if TYPE_CHECKING:
-    from shared_core.job import Job
-    from shared_core.pipeline.engine import SwiftPipelineEngine
 
 #: Kind under which the result of the last step is kept for newcomers that pass it by.
 _RESULT = "pipeline step"
@@ -43,7 +41,7 @@ class Rerouting:
         Unsupported: for what cannot be re-routed.
     """
 
-    def __init__(self, engine: SwiftPipelineEngine, job: Job) -> None:
+    def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
         _refuse(engine)
         self._engine, self._job, options = engine, job, job.config
         grid = engine.grid
@@ -186,7 +184,7 @@ class Rerouting:
 class _Layers:
     """See :class:`shared_core.reroute.step.StageModel`."""
 
-    def __init__(self, engine: SwiftPipelineEngine, job: Job) -> None:
+    def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
         self._engine, self._job = engine, job
         self._undo: Undo | None = None
         self._shapes: list[list[tuple[int, ...]]] | None = None
@@ -205,7 +203,7 @@ class _Layers:
     def items(self) -> list[tuple[Tensors, Tensors]]:
         engine = self._engine
         drawn = [engine._next_batch() for _ in range(int(engine.micro_batches))]
-        items = [(_parts(batch[0]), _parts(batch[1])) for batch in drawn]
+        items = [(as_tuple(batch[0]), as_tuple(batch[1])) for batch in drawn]
         for item in items:
             shapes = [[tuple(tensor.shape) for tensor in part] for part in item]
             if self._shapes not in (None, shapes):
@@ -235,7 +233,7 @@ class _Layers:
                     "on_failure='replace'"
                 )
         if labels is None:
-            return _parts(outputs)
+            return as_tuple(outputs)
         loss = outputs
         if module.loss_fn is not None:
             loss = module.loss_fn(outputs, labels if len(labels) > 1 else labels[0])
@@ -299,11 +297,7 @@ class _Layers:
                 parameter.grad = parameter.grad * factor  # not in place: a peer may still ask for the sum
 
 
-def _parts(value: Any) -> Tensors:
-    return (value,) if isinstance(value, Tensor) else tuple(value)
-
-
-def _tied(engine: SwiftPipelineEngine, parameters: Sequence[nn.Parameter]) -> list[Tied]:
+def _tied(engine: InstrumentedEngine, parameters: Sequence[nn.Parameter]) -> list[Tied]:
     """Parameters of tied layers of this stage that other stages have, too; those of the same stages are one."""
     module, stages = engine.module, dict[str, set[int]]()
     for index, spec in enumerate(module._layer_specs):
@@ -322,10 +316,10 @@ def _tied(engine: SwiftPipelineEngine, parameters: Sequence[nn.Parameter]) -> li
     return [Tied(sets.index(each) + 1, each, tuple(found[each])) for each in sets if each in found]
 
 
-def _refuse(engine: SwiftPipelineEngine) -> None:
+def _refuse(engine: InstrumentedEngine) -> None:
     reasons: list[tuple[bool, str]] = [
         (
-            engine._shard is not None,
+            is_sharded(engine.optimizer),
             "bf16 and ZeRO-1, which divide the optimizer's state over the replicas (but with bf16 by 'torch_autocast' "
             "in the DeepSpeed configuration)",
         ),
@@ -335,7 +329,7 @@ def _refuse(engine: SwiftPipelineEngine) -> None:
         (not engine.postscale_gradients() or engine.gradient_predivide_factor() != 1.0, "prescaled gradients"),
         (engine.module.get_additional_losses() is not None, "additional losses"),
         (
-            any(isinstance(m, _NormBase) and m.track_running_stats for m in engine.module.modules()),
+            has_running_statistics(engine.module),
             "batch or instance normalisation with running statistics, which belong to one worker",
         ),
     ]

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import schedule
-from torch.nn.modules.batchnorm import _NormBase
 
 from shared_core.errors import SwiftError
 from shared_core.job import Job
 from shared_core.pipeline import lending, stage
-from shared_core.pipeline.cost import Replay
+from shared_core.pipeline.cost import ReplayCost
+from shared_core.pipeline.instrumented_engine import InstrumentedEngine
 from shared_core.pipeline.lending import Helpers
-from shared_core.pipeline.stage import Computed, Work
+from shared_core.pipeline.stage import Computed, Work, as_tuple, has_running_statistics
 from shared_core.worker.recovery.exchange import Replaying
-
-if TYPE_CHECKING:
-    from shared_core.pipeline.engine import SwiftPipelineEngine
 
 
 class SharedReplay:
@@ -35,7 +31,7 @@ class SharedReplay:
         job: of this worker.
     """
 
-    def __init__(self, engine: SwiftPipelineEngine, job: Job) -> None:
+    def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
         self._engine, self._job = engine, job
         self._helpers: Helpers | None = None
         self._decided = False
@@ -120,8 +116,7 @@ class SharedReplay:
             for each in (engine.stage_id - 1, engine.stage_id + 1)
             if 0 <= each < engine.num_stages
         }
-        running = any(isinstance(m, _NormBase) and m.track_running_stats for m in engine.module.modules())
-        return neighbours <= set(replaying.survivors) and not running
+        return neighbours <= set(replaying.survivors) and not has_running_statistics(engine.module)
 
     def _dismiss(self, replaying: Replaying) -> None:
         def dismiss() -> None:
@@ -137,12 +132,12 @@ class SharedReplay:
     def _ordered(self) -> bool:
         return self._job.config.replay_sums == "ordered"
 
-    def _replay(self, micro_s: float, bytes_per_s: float) -> Replay:
+    def _replay(self, micro_s: float, bytes_per_s: float) -> ReplayCost:
         engine = self._engine
         stage_bytes = sum(p.numel() * p.element_size() for p in engine.module.parameters())
-        buffers = [*_tensors(engine.pipe_recv_buf), *_tensors(engine.grad_layer)]
+        buffers = [*as_tuple(engine.pipe_recv_buf), *as_tuple(engine.grad_layer)]
         message_bytes = 2 * sum(t.numel() * t.element_size() for t in buffers)
-        return Replay(engine.micro_batches, micro_s, stage_bytes, message_bytes, bytes_per_s, self._ordered)
+        return ReplayCost(engine.micro_batches, micro_s, stage_bytes, message_bytes, bytes_per_s, self._ordered)
 
     def _end(self) -> None:
         job, helpers, replaying = self._job, self._helpers, self._job.replays.own
@@ -215,13 +210,9 @@ class SharedReplay:
                 engine._exec_send_activations(0)
                 buffers["outputs"][0] = None
             if not engine.is_first_stage():
-                inputs, gradients = _tensors(work.inputs), _tensors(each.input_gradients)
+                inputs, gradients = as_tuple(work.inputs), as_tuple(each.input_gradients)
                 held = [tensor.detach() for tensor in inputs]
                 for tensor, gradient in zip(held, gradients, strict=True):
                     tensor.grad = gradient
                 buffers["inputs"][0] = tuple(held) if isinstance(work.inputs, tuple) else held[0]
                 engine._exec_send_grads(0)
-
-
-def _tensors(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, tuple | list) else [value]

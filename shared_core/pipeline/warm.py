@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 from shared_core.errors import MissingExtra
-from shared_core.pipeline import import_deepspeed
+from shared_core.pipeline.deepspeed_import import import_deepspeed
 
 with suppress(MissingExtra):
     import_deepspeed()

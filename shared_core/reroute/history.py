@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shared_core.schedule.planner import Plan
+from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import Remainder, replan
 from shared_core.schedule.schedule import Action, Kind, Schedule, Worker
@@ -37,7 +37,7 @@ class Planner(Protocol):
     def choose(self, lost: frozenset[Worker], ready: bool) -> None:
         """For these losses, go by the plan that lies ready, or by one that is quickly made."""
 
-    def plan(self, lost: frozenset[Worker]) -> Plan:
+    def plan(self, lost: frozenset[Worker]) -> IterationPlan:
         """The plan of a step that begins while these workers are lost."""
 
     def seconds(self, schedule: Schedule, staggered: bool) -> float:
@@ -60,7 +60,7 @@ class StepPlan:
         done: what was executed before it, by worker.
     """
 
-    plan: Plan
+    plan: IterationPlan
     done: dict[Worker, tuple[Action, ...]] = field(default_factory=dict)
 
     def awaits(self, action: Action) -> Worker | None:

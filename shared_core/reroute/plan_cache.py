@@ -14,7 +14,7 @@ from typing import Any
 
 from shared_core.errors import ConfigError, CorruptFile, SwiftError, WaitTimeout
 from shared_core.events import console
-from shared_core.schedule.planner import Plan, plan
+from shared_core.schedule.planner import IterationPlan, plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.schedule.symmetry import canonical, patterns, rename
@@ -31,7 +31,7 @@ class Settings:
     variant: Variant = Variant.STAGGERED
     ordered: bool = False
 
-    def plan(self, lost: Collection[Worker] = ()) -> Plan:
+    def plan(self, lost: Collection[Worker] = ()) -> IterationPlan:
         """Plan for some losses; raises what ``planner.plan`` does."""
         return plan(self.topology, lost, times=self.times, variant=self.variant, ordered=self.ordered)
 
@@ -76,15 +76,15 @@ class PlanStore:
         self.settings = settings
         self.folder = folder / settings.key
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._read: dict[tuple[Worker, ...], Plan] = {}
+        self._read: dict[tuple[Worker, ...], IterationPlan] = {}
 
-    def look_up(self, lost: Collection[Worker]) -> Plan | None:
+    def look_up(self, lost: Collection[Worker]) -> IterationPlan | None:
         """The plan for these losses, None if it has not been made yet. Reads one file, the first time."""
         pattern, names = canonical(self.settings.topology, lost)
         found = self._load(pattern)
         return None if found is None else rename(found, {new: old for old, new in names.items()})
 
-    def make(self, lost: Collection[Worker]) -> Plan:
+    def make(self, lost: Collection[Worker]) -> IterationPlan:
         """The plan for these losses, made and stored if it is not there; raises what ``planner.plan`` does."""
         pattern, names = canonical(self.settings.topology, lost)
         found = self._load(pattern)
@@ -119,12 +119,12 @@ class PlanStore:
     def _path(self, pattern: tuple[Worker, ...]) -> Path:
         return self.folder / f"lost-{'_'.join(f'{d}.{s}' for d, s in pattern)}.json"
 
-    def _load(self, pattern: tuple[Worker, ...]) -> Plan | None:
+    def _load(self, pattern: tuple[Worker, ...]) -> IterationPlan | None:
         found = self._read.get(pattern)
         if found is None:
             path = self._path(pattern)
             try:
-                found = Plan.from_json(_opened(path.read_text(encoding="utf-8")))
+                found = IterationPlan.from_json(_opened(path.read_text(encoding="utf-8")))
                 if found.lost != pattern or found.topology != self.settings.topology:
                     raise CorruptFile("it is a plan for something else")
             except FileNotFoundError:

@@ -22,8 +22,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from shared_core.errors import SwiftError
 from shared_core.reroute.autograd_graph import (
-    Cut,
-    Layer,
+    BranchEdge,
+    SplitLayer,
     Survey,
     Tail,
     is_parameter,
@@ -251,7 +251,7 @@ class StageBackward:
 class _LateLayer:
     """A layer between I and W: its node with the saved operand, and the gradient of its output."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: SplitLayer) -> None:
         self.layer = layer
         self._gradients: Gradients = ()
         self._hook = layer.node.register_prehook(self._capture)
@@ -287,7 +287,7 @@ class _LateTail:
     def __init__(self, tail: Tail) -> None:
         self.tail = tail
         self._received: list[tuple[GradientEdge, Tensor]] = []
-        cuts: dict[Node, list[Cut]] = {}
+        cuts: dict[Node, list[BranchEdge]] = {}
         for cut in tail.cuts:
             assert cut.trunk is not None
             cuts.setdefault(cut.trunk, []).append(cut)
@@ -309,7 +309,9 @@ class _LateTail:
             torch.autograd.backward([edge for edge, _ in self._received], self.gradients)
 
 
-def _receiver(cuts: list[Cut], received: list[tuple[GradientEdge, Tensor]]) -> Callable[[Gradients, Gradients], None]:
+def _receiver(
+    cuts: list[BranchEdge], received: list[tuple[GradientEdge, Tensor]]
+) -> Callable[[Gradients, Gradients], None]:
     """A hook that notes what a node sends along ``cuts``."""
 
     def hook(sent: Gradients, _: Gradients) -> None:

@@ -10,7 +10,7 @@ from shared_core.errors import InvalidSchedule
 from shared_core.schedule.check import held_after
 from shared_core.schedule.problem import Problem
 from shared_core.schedule.schedule import Action, Kind, Schedule
-from shared_core.schedule.timing import Measured, Replay, Timeline, codes
+from shared_core.schedule.timing import SimulatedTimes, Simulation, Timeline, codes
 
 #: Codes of what an operation is; four times its number is added (see ``Arrays``).
 F, I, W, B = 0, 1, 2, 3  # noqa: E741
@@ -80,18 +80,20 @@ class Arrays:
         """
         return _Pass(self, rule).run()
 
-    def measure(self, rows: list[list[int]], rounds: int) -> Measured:
+    def measure(self, rows: list[list[int]], rounds: int) -> SimulatedTimes:
         """Times of a schedule."""
-        return self._replay(rows).measure(self.problem.staggered, rounds)
+        return self._simulation(rows).measure(self.problem.staggered, rounds)
 
-    def timeline(self, rows: list[list[int]], schedule: Schedule, measured: Measured) -> Timeline:
+    def timeline(self, rows: list[list[int]], schedule: Schedule, measured: SimulatedTimes) -> Timeline:
         """The same with a time for every action."""
-        return self._replay(rows).timeline(measured, schedule)
+        return self._simulation(rows).timeline(measured, schedule)
 
-    def _replay(self, rows: list[list[int]]) -> Replay:
+    def _simulation(self, rows: list[list[int]]) -> Simulation:
         alive = [w for w, place in enumerate(self.places) if place not in self.problem.lost]
         shape = (self.pipelines, self.stages, self.count)
-        return Replay([self.places[w] for w in alive], [rows[w] for w in alive], shape, self.problem.times, self.done)
+        return Simulation(
+            [self.places[w] for w in alive], [rows[w] for w in alive], shape, self.problem.times, self.done
+        )
 
     def schedule_of(self, rows: list[list[int]]) -> Schedule:
         """Codes as the rows of workers that are not lost."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shared_core.errors import Unsupported
 from shared_core.schedule.greedy import greedy
-from shared_core.schedule.planner import Plan
+from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Problem
 from shared_core.schedule.routing import Route, survivors
 from shared_core.schedule.schedule import Action, Kind, Schedule, Worker
@@ -30,13 +30,13 @@ class Remainder:
         extra: predicted time that the iteration takes longer than it would have without the loss.
     """
 
-    plan: Plan
+    plan: IterationPlan
     done: Executed
     extra: float
 
 
 def replan(
-    plan: Plan,
+    plan: IterationPlan,
     progress: Mapping[Worker, int],
     lost: Collection[Worker],
     *,
@@ -103,7 +103,7 @@ def replan(
     return Remainder(new, {**done, **kept}, slots - without.slots)
 
 
-def _moved(plan: Plan, lost: Collection[Worker], stepped: set[int]) -> list[tuple[int, int, int]]:
+def _moved(plan: IterationPlan, lost: Collection[Worker], stepped: set[int]) -> list[tuple[int, int, int]]:
     """(pipeline, stage, micro-batch) of everything that lost workers computed or were to compute."""
     topology = plan.topology
     return [
@@ -116,7 +116,7 @@ def _moved(plan: Plan, lost: Collection[Worker], stepped: set[int]) -> list[tupl
 
 
 def _deal_again(
-    plan: Plan, again: list[tuple[int, int, int]], done: Executed, gone: tuple[Worker, ...], times: Times
+    plan: IterationPlan, again: list[tuple[int, int, int]], done: Executed, gone: tuple[Worker, ...], times: Times
 ) -> Route:
     """Each to the peer that has least left to do; ``ordered``, all of a pipeline to one."""
     left: dict[Worker, float] = {}

@@ -140,12 +140,12 @@ def simulate(
     pipelines = 1 + max((action.pipeline for action in actions), default=0)
     workers = list(schedule.rows)
     rows = [codes(row, stages, count) for row in schedule.rows.values()]
-    replay = Replay(workers, rows, (pipelines, stages, max(1, count)), times, codes(done, stages, count))
+    replay = Simulation(workers, rows, (pipelines, stages, max(1, count)), times, codes(done, stages, count))
     return replay.timeline(replay.measure(staggered, rounds), schedule)
 
 
 def codes(actions: Collection[Action], stages: int, count: int) -> list[int]:
-    """Actions as numbers, without ``OPT``; see ``Replay``."""
+    """Actions as numbers, without ``OPT``; see ``Simulation``."""
     kinds = {Kind.F: 0, Kind.I: 1, Kind.W: 2, Kind.B: 3}
     return [
         4 * ((action.pipeline * stages + action.stage) * count + action.micro_batch) + kinds[action.kind]
@@ -154,7 +154,7 @@ def codes(actions: Collection[Action], stages: int, count: int) -> list[int]:
     ]
 
 
-class Measured(NamedTuple):
+class SimulatedTimes(NamedTuple):
     """What a simulation found.
 
     Attributes:
@@ -172,7 +172,7 @@ class Measured(NamedTuple):
     period: float
 
 
-class Replay:
+class Simulation:
     """A schedule as arrays, so that it can be run several times.
 
     An operation has the number (pipeline * stages + stage) * micro-batches + micro-batch; the code of an action is four
@@ -203,7 +203,7 @@ class Replay:
         for worker, one in zip(workers, at, strict=True):
             self.optimizer[worker.stage] = max(self.optimizer[worker.stage], one.optimizer)
 
-    def measure(self, staggered: bool, rounds: int = ROUNDS) -> Measured:
+    def measure(self, staggered: bool, rounds: int = ROUNDS) -> SimulatedTimes:
         """Run it, staggered until the period repeats or the rounds are over.
 
         Raises:
@@ -222,7 +222,7 @@ class Replay:
             period = min(period, max(growth))
             if max(growth) - min(growth) <= 1e-9 * max(1.0, period):
                 break
-        return Measured(starts, ready, after, slots, period)
+        return SimulatedTimes(starts, ready, after, slots, period)
 
     def run(self, ready: list[float], staggered: bool) -> tuple[list[list[float]], list[float], float]:
         """Start times of every row, when each stage can start the next iteration, and the slots of this one."""
@@ -307,7 +307,7 @@ class Replay:
             "runs before it; correct the order of the rows"
         )
 
-    def timeline(self, measured: Measured, schedule: Schedule) -> Timeline:
+    def timeline(self, measured: SimulatedTimes, schedule: Schedule) -> Timeline:
         """The rows with times, shifted so that the first action starts at 0."""
         origin = min((row[0] for row in measured.starts if row), default=0.0)
         rows: dict[Worker, tuple[Slot, ...]] = {}

@@ -14,7 +14,7 @@ from timelines import check_times
 from shared_core.errors import ConfigError, InvalidSchedule
 from shared_core.schedule.check import Memory, check
 from shared_core.schedule.greedy import greedy
-from shared_core.schedule.planner import Plan, parse_worker, plan
+from shared_core.schedule.planner import IterationPlan, parse_worker, plan
 from shared_core.schedule.problem import Problem, Variant
 from shared_core.schedule.routing import deal, loads
 from shared_core.schedule.schedule import Kind, Topology, Worker, one_f_one_b
@@ -35,7 +35,7 @@ def workers(*places: tuple[int, int]) -> tuple[Worker, ...]:
     return tuple(Worker(*place) for place in places)
 
 
-def verified(found: Plan, times: Times | None = None, memory: Memory | None = None) -> float:
+def verified(found: IterationPlan, times: Times | None = None, memory: Memory | None = None) -> float:
     """What the plan minimises, after checking that it can be executed and takes what it says."""
     times = Times() if times is None else times
     check(found.schedule, found.topology, memory=memory or Memory(), ordered=found.ordered)
@@ -162,7 +162,7 @@ def test_every_plan_can_be_executed(
     times, memory = Times(stages, rng.choice([0.0, 0.3])), Memory(limit)
     found = plan(topology, lost, times=times, variant=variant, memory=memory, ordered=ordered, effort=3000)
     verified(found, times, memory)
-    assert Plan.from_json(found.to_json()) == found
+    assert IterationPlan.from_json(found.to_json()) == found
 
 
 def test_exact_plans_with_other_times() -> None:
@@ -202,7 +202,7 @@ def test_a_plan_that_cannot_be_read() -> None:
         ("{}", "this is not a plan: KeyError"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Plan.from_json(text)
+            IterationPlan.from_json(text)
 
 
 @pytest.mark.nightly
