@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shared_core.errors import LaneBroken, Unsupported
+from shared_core.errors import LaneBroken
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, MessageLane
-from shared_core.reroute.summing import reduce_in_order, unflatten
+from shared_core.reroute.summing import flat_gradients, hand_over, reduce_in_order, set_mean_gradients
+from shared_core.reroute.through_losses import through_losses
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.testing import inject
 
@@ -79,9 +80,6 @@ class DataParallelSteps:
         ordered: shares are added by ascending logical rank, whoever has computed them. Otherwise a worker first adds
             those that it has computed.
         noted: called after a loss with the ranks that are gone and the number of the step.
-
-    Attributes:
-        step: number of the next step; set it when this worker takes its place in a running job.
     """
 
     def __init__(
@@ -104,12 +102,15 @@ class DataParallelSteps:
         self._sum: _Sum | None = None
         self._agreed = self._waits = self._ended = False
         self._closed = -1
-        self.step = 0
+        self._step = 0
 
     # -- what the loop calls -----------------------------------------------------------------------
 
-    def run(self) -> list[Outcome]:
-        """Leave the mean of all logical ranks' gradients of the next step in ``.grad``, through losses.
+    def run(self, step: int) -> list[Outcome]:
+        """Leave the mean of all logical ranks' gradients of a step in ``.grad``, through losses.
+
+        Args:
+            step: its number, one more than that of the last step of all workers.
 
         Returns:
             What the shares of the logical ranks came to.
@@ -117,34 +118,43 @@ class DataParallelSteps:
         Raises:
             Unsupported: for sparse gradients.
         """
+        self._step = step
         shares: dict[int, Tensor] = {}
         outcomes: dict[int, Outcome] = {}
-        while self._sum is None or self._sum.step != self.step:
-            try:
+
+        def attempt() -> _Sum:
+            while self._sum is None or self._sum.step != step:
                 if self._agree():
                     self._sum = self._reduce(shares, outcomes)
-            except LaneBroken:
-                self._channel = None
+            return self._sum
+
+        found = through_losses(attempt, self._leave)
         inject.point("reroute.step")
-        self._set_gradients(self._sum.flat)
-        self.step += 1
-        return self._sum.outcomes()
+        set_mean_gradients(found.flat, self._parameters, self._world)
+        return found.outcomes()
 
-    def wait_for_all(self) -> None:
-        """Let newcomers in until all ranks are there. Call it before the next :meth:`run`, at all ranks."""
-        while self._closed != self.step:
-            try:
+    def wait_for_all(self, step: int) -> None:
+        """Let newcomers in until all ranks are there. Call it before :meth:`run` of this step, at all ranks."""
+        self._step = step
+
+        def attempt() -> None:
+            while self._closed != step:
                 self._agree(waits=True)
-            except LaneBroken:
-                self._channel = None
 
-    def settle(self) -> None:
-        """At the end of the program: return when all workers have finished the last step."""
-        while not self._ended:
-            try:
+        through_losses(attempt, self._leave)
+
+    def settle(self, step: int) -> None:
+        """At the end of the program: return when all workers have finished the step before this one."""
+        self._step = step
+
+        def attempt() -> None:
+            while not self._ended:
                 self._agree(ends=True)
-            except LaneBroken:
-                self._channel = None
+
+        through_losses(attempt, self._leave)
+
+    def _leave(self) -> None:
+        self._channel = None
 
     # -- agreeing ----------------------------------------------------------------------------------
 
@@ -160,7 +170,7 @@ class DataParallelSteps:
         if self._channel is None or self._channel.lane is not lane:
             self._channel, self._agreed = MessageChannel(lane, Topology(self._world, 1, 1), {}, {}), False
             if lost := sorted({*range(self._world)} - {*lane.ranks, *lane.finished}):
-                self._noted(lost, self.step)
+                self._noted(lost, self._step)
         if ends and lane.finished:
             self._ended = True  # who has left the program had come here before, as all others had
             return True
@@ -168,12 +178,12 @@ class DataParallelSteps:
         if self._agreed and not (away or waits or ends):
             return True
         waits = waits or (self._waits and away)
-        asks = away and not ends and self._closed != self.step and self._me == lane.ranks[0]
+        asks = away and not ends and self._closed != self._step and self._me == lane.ranks[0]
         views = lane.exchange(
             {
-                "step": self.step,
+                "step": self._step,
                 "waits": waits,
-                "closed": self._closed == self.step,
+                "closed": self._closed == self._step,
                 "ends": ends,
                 "knocking": list(self._knocking(waits)) if asks else [],
             }
@@ -187,7 +197,7 @@ class DataParallelSteps:
         closed = any(view["closed"] for view in views.values()) or (self._waits and not away)
         if closed:
             # What follows the waiting has begun somewhere: a newcomer would begin it alone.
-            self._closed, self._waits = self.step, False
+            self._closed, self._waits = self._step, False
         elif knocking := views[lane.ranks[0]]["knocking"]:
             self._let_in(knocking)
             return False
@@ -198,19 +208,22 @@ class DataParallelSteps:
     def _share_sum(self, lane: MessageLane, step: int, behind: Sequence[int]) -> None:
         """The lowest rank that has the sum of a step sends it to those who have not."""
         assert self._channel is not None
-        source = next(rank for rank in lane.ranks if rank not in behind)
-        keys = [MessageKey(step, what, 0, 0, 1) for what in (MessageKind.SUM, MessageKind.LOSSES, MessageKind.NOTES)]
-        if self._me == source:
-            assert self._sum is not None and self._sum.step == step
-            for rank in behind:
-                self._channel.send(keys[0], [self._sum.flat], rank)
-                self._channel.send(keys[1], [self._sum.table], rank)
-                if self._sum.notes.numel():
-                    self._channel.send(keys[2], [self._sum.notes], rank)
-        elif self._me in behind:
-            (flat,) = self._channel.fetch_like(keys[0], [_flat(self._parameters, empty=True)], source)
-            (table,) = self._channel.fetch_like(keys[1], [_empty_table(self._world)], source)
-            self._sum = _Sum(step, flat, table, self._notes_from(keys[2], _length(table, range(self._world)), source))
+        channel, source = self._channel, next(rank for rank in lane.ranks if rank not in behind)
+        mine = self._sum if self._me == source else None
+        assert mine is None or mine.step == step
+
+        def handed(kind: MessageKind, held: Tensor | None, like: Tensor) -> Tensor | None:
+            return hand_over(channel, MessageKey(step, kind, 0, 0, 1), self._me, source, behind, held, like)
+
+        flat = handed(MessageKind.SUM, mine and mine.flat, flat_gradients(self._parameters, empty=True))
+        table = handed(MessageKind.LOSSES, mine and mine.table, _empty_table(self._world))
+        known = table if mine is None else mine.table
+        length = 0 if known is None else _length(known, range(self._world))
+        notes = torch.empty(length, dtype=torch.uint8)
+        if length:
+            notes = handed(MessageKind.NOTES, mine and mine.notes, notes)
+        if flat is not None and table is not None and notes is not None:
+            self._sum = _Sum(step, flat, table, notes)
 
     def _notes_from(self, key: MessageKey, length: int, rank: int) -> Tensor:
         assert self._channel is not None
@@ -222,7 +235,7 @@ class DataParallelSteps:
     def _reduce(self, shares: dict[int, Tensor], outcomes: dict[int, Outcome]) -> _Sum:
         """Compute what is missing here of this step, and sum over all."""
         assert self._channel is not None
-        channel, lane, step = self._channel, self._channel.lane, self.step
+        channel, lane, step = self._channel, self._channel.lane, self._step
         hosted = hosts(self._world, lane.ranks)
         homes = [rank for rank, host in hosted.items() if host == self._me]
         for rank in homes:
@@ -264,30 +277,22 @@ class DataParallelSteps:
         for rank, note in mine.items():
             for peer in self._channel.lane.ranks:
                 if peer != self._me:
-                    self._channel.send(MessageKey(self.step, MessageKind.NOTES, 0, rank), [note], peer)
+                    self._channel.send(MessageKey(self._step, MessageKind.NOTES, 0, rank), [note], peer)
         for rank, host in hosted.items():
             if host != self._me:
                 notes[rank] = self._notes_from(
-                    MessageKey(self.step, MessageKind.NOTES, 0, rank), _length(table, [rank]), host
+                    MessageKey(self._step, MessageKind.NOTES, 0, rank), _length(table, [rank]), host
                 )
         return torch.cat([notes[rank] for rank in range(self._world) if rank in notes])
 
     def _share(self, rank: int) -> tuple[Outcome, Tensor]:
         for parameter in self._parameters:
             parameter.grad = None
-        outcome = self._compute(rank, self.step)
-        flat = _flat(self._parameters)
+        outcome = self._compute(rank, self._step)
+        flat = flat_gradients(self._parameters)
         for parameter in self._parameters:
             parameter.grad = None
         return outcome, flat
-
-    def _set_gradients(self, flat: Tensor) -> None:
-        """Mean gradients, apart from the sum, which a peer may still ask for; none where no share had one."""
-        count = len(self._parameters)
-        gradients = unflatten(flat[: flat.numel() - count], self._parameters)
-        used = flat[flat.numel() - count :].tolist()
-        for parameter, gradient, shares in zip(self._parameters, gradients, used, strict=True):
-            parameter.grad = (gradient / self._world).to(parameter.dtype) if shares else None
 
 
 def steps_of(
@@ -322,23 +327,6 @@ def hosts(world: int, present: Sequence[int]) -> dict[int, int]:
             hosted[rank] = host
             load[host] += 1
     return dict(sorted(hosted.items()))
-
-
-def _flat(parameters: Sequence[torch.nn.Parameter], empty: bool = False) -> Tensor:
-    """Gradients one after the other, zeros where there is none; then 1 for each that there is, 0 for the others.
-
-    Args:
-        parameters: what they are of.
-        empty: only the size and the type are wanted.
-    """
-    parts = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout != torch.strided:
-            raise Unsupported("on_failure='reroute' cannot be used with sparse gradients: choose on_failure='replace'")
-        parts.append(torch.zeros_like(parameter) if gradient is None or empty else gradient)
-    used = torch.tensor([float(p.grad is not None) for p in parameters], dtype=parts[0].dtype)
-    return torch.cat([*(part.detach().flatten() for part in parts), used])
 
 
 def _added(shares: Iterable[Tensor]) -> Tensor:

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from shared_core.errors import ConfigError, InvalidSchedule, LaneBroken, RecoveryFailed, Unsupported
+from shared_core.errors import ConfigError, InvalidSchedule, RecoveryFailed, Unsupported
 from shared_core.reroute.finishing import Finishing
 from shared_core.reroute.history import PlanHistory, Planner
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKind, MessageLane, Shapes
 from shared_core.reroute.row_runner import RowRunner
 from shared_core.reroute.step import Options, StageModel, Step, StepResult
+from shared_core.reroute.through_losses import through_losses
 from shared_core.schedule.schedule import Topology, Worker
 
 
@@ -91,27 +92,24 @@ class Executor:
         if first or last:
             for index, item in enumerate(self._model.items()):
                 mine.items[self._me.pipeline, index] = item
-        begun = False
-        while True:
-            try:
-                if self._channel is None or self._channel.lane.broken():
-                    self._change()
-                    begun = True
-                plan = self._history.begin(self.step)
-                if not begun:
-                    begun = True
-                    self._runner.send_items(mine, plan)
-                self._runner.run(mine, plan)
-                self._finishing.finish(mine)
-                assert self._channel is not None
-                activations = [parts for key, parts in mine.made.items() if key.kind is MessageKind.ACTIVATION]
-                self._measuring.agree(self._channel, self.step, activations)
-                break
-            except LaneBroken:
-                self._channel = None
+        through_losses(lambda: self._go_on(mine), self.leave)
         self.step += 1
         assert mine.result is not None
         return mine.result
+
+    def _go_on(self, step: Step) -> None:
+        """Run what is left of a step."""
+        changed = self._channel is None or self._channel.lane.broken()
+        if changed:
+            self._change()
+        plan = self._history.begin(step.number)
+        if not changed:  # else the data are sent already
+            self._runner.send_items(step, plan)
+        self._runner.run(step, plan)
+        self._finishing.finish(step)
+        assert self._channel is not None
+        activations = [tensors for key, tensors in step.made.items() if key.kind is MessageKind.ACTIVATION]
+        self._measuring.agree(self._channel, step.number, activations)
 
     def settle(self) -> None:
         """Return when all workers have finished the last step.
@@ -119,20 +117,18 @@ class Executor:
         Raises:
             RecoveryFailed: nobody can compute what was lost.
         """
-        while True:
-            try:
-                if self._channel is None or self._channel.lane.broken():
-                    self._change()
-                    # Who has come out of the exchange below does not come to another; the change says as much.
-                    if self._settled:
-                        return
-                assert self._channel is not None
-                if self._channel.lane.finished:
-                    return  # who has left the program had come here before, as all others had
-                self._channel.lane.exchange(self.step)
-                return  # nobody comes here before it has finished the step
-            except LaneBroken:
-                self._channel = None
+
+        def attempt() -> None:
+            if self._channel is None or self._channel.lane.broken():
+                self._change()
+                # Who has come out of the exchange below does not come to another; the change says as much.
+                if self._settled:
+                    return
+            assert self._channel is not None
+            if not self._channel.lane.finished:  # who has left the program had come here before, as all others had
+                self._channel.lane.exchange(self.step)  # nobody comes here before it has finished the step
+
+        through_losses(attempt, self.leave)
 
     @property
     def connected(self) -> bool:

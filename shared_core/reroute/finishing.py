@@ -13,7 +13,7 @@ from shared_core.reroute.history import PlanHistory, StepPlan
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
 from shared_core.reroute.step import Options, StageModel, Step, StepResult, Tied, merge, table_of
-from shared_core.reroute.summing import flatten, reduce_in_order, unflatten
+from shared_core.reroute.summing import flatten, hand_over, reduce_in_order, unflatten
 from shared_core.schedule.schedule import Action, Kind, Topology, Worker
 from shared_core.testing import inject
 
@@ -164,20 +164,20 @@ class Finishing:
             if not givers or not takers:
                 continue
             key, me = MessageKey(step.number, MessageKind.AGAIN, 0, 0, each.number), self._rank(self._me)
+            held = None
             if me == min(givers):
                 assert step.reduced is not None
                 parts = self._cut(step.reduced, everything)
-                flat = torch.cat([parts[index] for index in each.parameters]) if each.number else step.reduced
-                for rank in takers:
-                    self.channel.send(key, [flat], rank)
-            elif me in takers:
-                size = sum(parameters[index].numel() for index in each.parameters)
-                dtype = parameters[0].dtype if parameters else torch.float32
-                (flat,) = self.channel.fetch_like(key, [torch.empty(size, dtype=dtype)], min(givers))
-                if each.number:
-                    step.tied[each.number] = flat
-                else:
-                    step.reduced = flat
+                held = torch.cat([parts[index] for index in each.parameters]) if each.number else step.reduced
+            size = sum(parameters[index].numel() for index in each.parameters)
+            like = torch.empty(size, dtype=parameters[0].dtype if parameters else torch.float32)
+            flat = hand_over(self.channel, key, me, min(givers), takers, held, like)
+            if flat is None:
+                continue
+            if each.number:
+                step.tied[each.number] = flat
+            else:
+                step.reduced = flat
 
     def finish(self, step: Step) -> None:
         """From summed gradients to the next step: update, and gather what all are told.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from shared_core.errors import Unsupported
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
 from shared_core.schedule.schedule import Worker
 
@@ -88,6 +89,73 @@ def reduce_in_order(
 
 def _key(step: int, what: MessageKind, place: Worker, group: int) -> MessageKey:
     return MessageKey(step, what, place.stage, place.pipeline, group)
+
+
+def hand_over(
+    channel: MessageChannel,
+    key: MessageKey,
+    me: int,
+    giver: int,
+    takers: Collection[int],
+    held: Tensor | None,
+    like: Tensor,
+) -> Tensor | None:
+    """After a loss, one rank that has a sum gives it to those that lack it: made again it need not have the same bits.
+
+    Args:
+        channel: the lane.
+        key: names the message.
+        me: this rank.
+        giver: who has it.
+        takers: who lack it.
+        held: the sum, at the giver.
+        like: a tensor of its shape and type, at the takers.
+
+    Returns:
+        What this rank has got; None at the others.
+
+    Raises:
+        LaneBroken: after another loss.
+    """
+    if me == giver:
+        assert held is not None
+        for rank in takers:
+            channel.send(key, [held], rank)
+        return None
+    return channel.fetch_like(key, [like], giver)[0] if me in takers else None
+
+
+def flat_gradients(parameters: Sequence[Tensor], empty: bool = False) -> Tensor:
+    """Gradients one after the other, zeros where there is none; then 1 for each that there is, 0 for the others.
+
+    Args:
+        parameters: what they are of.
+        empty: only the size and the type are wanted.
+
+    Raises:
+        Unsupported: for sparse gradients.
+    """
+    parts = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout != torch.strided:
+            raise Unsupported(
+                "a step that is shared among all workers needs dense gradients: pass sparse=False to the embedding"
+            )
+        parts.append(torch.zeros_like(parameter) if gradient is None or empty else gradient)
+    used = torch.tensor([float(p.grad is not None) for p in parameters], dtype=parts[0].dtype)
+    return torch.cat([*(part.detach().flatten() for part in parts), used])
+
+
+def set_mean_gradients(flat: Tensor, parameters: Sequence[Tensor], world: int) -> None:
+    """Set ``.grad`` from a sum of :func:`flat_gradients` over ``world`` ranks, which stays as it is: the mean, and none
+    where no rank had a gradient.
+    """
+    count = len(parameters)
+    gradients = unflatten(flat[: flat.numel() - count], parameters)
+    used = flat[flat.numel() - count :].tolist()
+    for parameter, gradient, ranks in zip(parameters, gradients, used, strict=True):
+        parameter.grad = (gradient / world).to(parameter.dtype) if ranks else None
 
 
 def flatten(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
