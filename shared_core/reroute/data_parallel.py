@@ -215,15 +215,13 @@ class DataParallelSteps:
         def handed(kind: MessageKind, held: Tensor | None, like: Tensor) -> Tensor | None:
             return hand_over(channel, MessageKey(step, kind, 0, 0, 1), self._me, source, behind, held, like)
 
-        flat = handed(MessageKind.SUM, mine and mine.flat, flat_gradients(self._parameters, empty=True))
-        table = handed(MessageKind.LOSSES, mine and mine.table, _empty_table(self._world))
-        known = table if mine is None else mine.table
-        length = 0 if known is None else _length(known, range(self._world))
-        notes = torch.empty(length, dtype=torch.uint8)
-        if length:
-            notes = handed(MessageKind.NOTES, mine and mine.notes, notes)
-        if flat is not None and table is not None and notes is not None:
-            self._sum = _Sum(step, flat, table, notes)
+        flat = handed(MessageKind.SUM, mine.flat if mine else None, flat_gradients(self._parameters, empty=True))
+        table = handed(MessageKind.LOSSES, mine.table if mine else None, _empty_table(self._world))
+        if mine is not None and mine.notes.numel():
+            handed(MessageKind.NOTES, mine.notes, mine.notes)
+        if flat is not None and table is not None:
+            key = MessageKey(step, MessageKind.NOTES, 0, 0, 1)
+            self._sum = _Sum(step, flat, table, self._notes_from(key, _length(table, range(self._world)), source))
 
     def _notes_from(self, key: MessageKey, length: int, rank: int) -> Tensor:
         assert self._channel is not None
