@@ -24,7 +24,7 @@ from shared_core.pipeline.stage import as_tuple, has_running_statistics
 from shared_core.reroute.executor import Executor
 from shared_core.reroute.messages import Tensors
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.step import Options, StepResult, Tied
+from shared_core.reroute.step import Options, StepResult, Tied, WorkerPlace
 from shared_core.reroute.summing import GROUPS, unflatten
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
@@ -52,9 +52,7 @@ class Rerouting:
         self._prepared: tuple[frozenset[Worker], bool] = (frozenset(), False)
         self._layers = _Layers(engine, job)
         self._executor = Executor(
-            self._topology,
-            self._me,
-            self._rank,
+            WorkerPlace(self._topology, self._me, self._rank),
             self._layers,
             job.lane,
             lambda: bool(job.knocking()),

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from shared_core.errors import LaneBroken
-from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, MessageLane
+from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
 from shared_core.reroute.summing import flat_gradients, hand_over, reduce_in_order, set_mean_gradients
 from shared_core.reroute.through_losses import through_losses
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.testing import inject
+from shared_core.worker.recovery.lane import Lane
 
 if TYPE_CHECKING:
     from shared_core.job import Job
@@ -88,7 +89,7 @@ class DataParallelSteps:
         world: int,
         parameters: Sequence[torch.nn.Parameter],
         compute: Callable[[int, int], Outcome],
-        connect: Callable[[], MessageLane],
+        connect: Callable[[], Lane],
         knocking: Callable[[bool], Sequence[int]],
         let_in: Callable[[Sequence[int]], Any],
         *,
@@ -205,7 +206,7 @@ class DataParallelSteps:
         self._agreed = True
         return not self._waits
 
-    def _share_sum(self, lane: MessageLane, step: int, behind: Sequence[int]) -> None:
+    def _share_sum(self, lane: Lane, step: int, behind: Sequence[int]) -> None:
         """The lowest rank that has the sum of a step sends it to those who have not."""
         assert self._channel is not None
         channel, source = self._channel, next(rank for rank in lane.ranks if rank not in behind)

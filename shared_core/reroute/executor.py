@@ -16,22 +16,22 @@ import torch
 
 from shared_core.errors import ConfigError, InvalidSchedule, RecoveryFailed, Unsupported
 from shared_core.reroute.finishing import Finishing
-from shared_core.reroute.history import PlanHistory, Planner
+from shared_core.reroute.history import PlanHistory
 from shared_core.reroute.measuring import Measuring
-from shared_core.reroute.messages import MessageChannel, MessageKind, MessageLane, Shapes
+from shared_core.reroute.messages import MessageChannel, MessageKind, Shapes
+from shared_core.reroute.planning import Plans
 from shared_core.reroute.row_runner import RowRunner
-from shared_core.reroute.step import Options, StageModel, Step, StepResult
+from shared_core.reroute.step import Options, StageModel, Step, StepResult, WorkerPlace
 from shared_core.reroute.through_losses import through_losses
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import Worker
+from shared_core.worker.recovery.lane import Lane
 
 
 class Executor:
     """Runs steps at one worker.
 
     Args:
-        topology: shape of the job.
-        me: this worker's place.
-        rank_of: rank of each place.
+        place: of this worker.
         model: its stage.
         connect: makes the lane of the newest generation; blocks until all workers that are there have come.
         knocking: whether all that are lost have a newcomer that waits; asked at one worker only.
@@ -46,27 +46,24 @@ class Executor:
 
     def __init__(
         self,
-        topology: Topology,
-        me: Worker,
-        rank_of: Callable[[Worker], int],
+        place: WorkerPlace,
         model: StageModel,
-        connect: Callable[[], MessageLane],
+        connect: Callable[[], Lane],
         knocking: Callable[[], bool],
-        planner: Planner,
+        planner: Plans,
         options: Options,
         noted: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
     ) -> None:
-        self._topology, self._me, self._rank, self._model = topology, me, rank_of, model
+        self._place, self._model = place, model
+        self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
         self._connect, self._noted = connect, noted
         self._planner, self._history = planner, PlanHistory(planner)
         self._shapes: dict[MessageKind, Shapes] = {}
         self._steps: dict[int, Step] = {}
         self._channel: MessageChannel | None = None
-        self._measuring = Measuring(topology, me, rank_of, planner)
-        self._finishing = Finishing(
-            topology, me, rank_of, model, self._history, self._steps, knocking, options, self._measuring
-        )
-        self._runner = RowRunner(topology, me, rank_of, model, options, self._finishing, self._measuring, noted)
+        self._measuring = Measuring(place, planner)
+        self._finishing = Finishing(place, model, self._history, self._steps, knocking, options, self._measuring)
+        self._runner = RowRunner(place, model, options, self._finishing, self._measuring, noted)
         self._settled = False
         self.step = 0
 
@@ -136,7 +133,7 @@ class Executor:
         return self._channel is not None
 
     @property
-    def lane(self) -> MessageLane:
+    def lane(self) -> Lane:
         """The lane in use; after :meth:`settle`."""
         assert self._channel is not None
         return self._channel.lane
@@ -164,7 +161,7 @@ class Executor:
         if lane.finished:
             self._channel, self._settled = MessageChannel(lane, self._topology, self._shapes, {}), True
             return
-        workers = {self._rank(worker): worker for worker in self._topology.workers()}
+        workers = self._place.workers()
         lost = [list(worker) for rank, worker in sorted(workers.items()) if rank not in lane.ranks]
         ready = self._planner.lies_ready(frozenset(Worker(*each) for each in lost))
         views: dict[int, Any] = dict(lane.exchange(self._tell() | {"ready": ready}))
@@ -231,7 +228,7 @@ class Executor:
 
     def _learn(self, views: Mapping[int, Any]) -> None:
         """Take over norms, losses and results that others know."""
-        last = self._me.stage == self._topology.stages - 1
+        last = self._place.last
         for view in views.values():
             for number, facts in view["steps"].items():
                 step = self._steps.get(int(number))

@@ -12,9 +12,9 @@ from torch import Tensor
 from shared_core.reroute.history import PlanHistory, StepPlan
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
-from shared_core.reroute.step import Options, StageModel, Step, StepResult, Tied, merge, table_of
+from shared_core.reroute.step import Options, StageModel, Step, StepResult, Tied, WorkerPlace, merge, table_of
 from shared_core.reroute.summing import flatten, hand_over, reduce_in_order, unflatten
-from shared_core.schedule.schedule import Action, Kind, Topology, Worker
+from shared_core.schedule.schedule import Action, Kind, Worker
 from shared_core.testing import inject
 
 
@@ -22,9 +22,7 @@ class Finishing:
     """Ends steps.
 
     Args:
-        topology: shape of the job.
-        me: this worker's place.
-        rank_of: rank of each place.
+        place: of this worker.
         model: its stage.
         history: who is there, and the plans.
         steps: those under way and the one before, by number; the caller's own, as it is.
@@ -40,9 +38,7 @@ class Finishing:
 
     def __init__(
         self,
-        topology: Topology,
-        me: Worker,
-        rank_of: Callable[[Worker], int],
+        place: WorkerPlace,
         model: StageModel,
         history: PlanHistory,
         steps: Mapping[int, Step],
@@ -50,10 +46,11 @@ class Finishing:
         options: Options,
         measuring: Measuring,
     ) -> None:
-        self._topology, self._me, self._rank, self._model = topology, me, rank_of, model
+        self._place, self._model = place, model
+        self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
         self._history, self._steps, self._knocking = history, steps, knocking
         self._options, self._measuring = options, measuring
-        self._last = me.stage == topology.stages - 1
+        self._last = place.last
         self._told: set[tuple[int, str]] = set()
         self._heard: set[tuple[int, Worker]] = set()
 

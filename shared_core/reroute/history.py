@@ -6,46 +6,15 @@ plain data, so that one that missed the last change can make up for it from anot
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from shared_core.reroute.planning import Plans
 from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import Remainder, replan
-from shared_core.schedule.schedule import Action, Kind, Schedule, Worker
-from shared_core.schedule.timing import Times
-
-
-class Planner(Protocol):
-    """Makes plans, the same at every worker; see :class:`shared_core.reroute.planning.Plans`."""
-
-    @property
-    def times(self) -> Times | None:
-        """Durations that all go by; None before they are known."""
-
-    def adopt(self, times: Times) -> None:
-        """Go by these times from now on."""
-
-    @property
-    def planned_times(self) -> Times:
-        """Durations that plans are made for."""
-
-    def lies_ready(self, lost: frozenset[Worker]) -> bool:
-        """Whether this worker has the plan for these losses already."""
-
-    def choose(self, lost: frozenset[Worker], ready: bool) -> None:
-        """For these losses, go by the plan that lies ready, or by one that is quickly made."""
-
-    def plan(self, lost: frozenset[Worker]) -> IterationPlan:
-        """The plan of a step that begins while these workers are lost."""
-
-    def seconds(self, schedule: Schedule, staggered: bool) -> float:
-        """What an iteration takes, by the measured times."""
-
-    def rest(self, schedule: Schedule, staggered: bool, done: Collection[Action]) -> float:
-        """What the rest of an iteration takes, to the end of its updates, by the measured times."""
-
+from shared_core.schedule.schedule import Action, Kind, Worker
 
 #: Changes that a worker may have missed.
 _KEPT = 8
@@ -97,7 +66,7 @@ class PlanHistory:
         rest: predicted times from there until all stages have made their update of that step.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Plans) -> None:
         self._planner = planner
         self.extra: dict[int, float] = {}
         self.rest: dict[int, float] = {}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shared_core.reroute.history import Planner
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
-from shared_core.reroute.planning import EQUAL, agree, from_dict, to_dict
+from shared_core.reroute.planning import EQUAL, Plans, agree, from_dict, to_dict
+from shared_core.reroute.step import WorkerPlace
 from shared_core.schedule.profile import COMMUNICATION, Profile
-from shared_core.schedule.schedule import Kind, Topology, Worker
+from shared_core.schedule.schedule import Kind
 
 #: Steps after whose last all workers go by measured times.
 MEASURED = 3
@@ -20,14 +20,13 @@ class Measuring:
     """Measures the actions of one worker until all workers have agreed on times.
 
     Args:
-        topology: shape of the job.
-        me: this worker's place.
-        rank_of: rank of each place.
+        place: of this worker.
         planner: goes by the times.
     """
 
-    def __init__(self, topology: Topology, me: Worker, rank_of: Callable[[Worker], int], planner: Planner) -> None:
-        self._topology, self._me, self._rank, self._planner = topology, me, rank_of, planner
+    def __init__(self, place: WorkerPlace, planner: Plans) -> None:
+        self._place, self._planner = place, planner
+        self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
         self._profile = Profile()
         #: First step of the job; the same at all workers once they have told each other.
         self._first: int | None = None
@@ -75,7 +74,7 @@ class Measuring:
         lane = channel.lane
         self._ping(channel, step, lane.exchange(bool(activations)), activations[:1])
         found = lane.exchange(self._profile.medians())
-        workers = {self._rank(worker): worker for worker in self._topology.workers()}
+        workers = self._place.workers()
         times = agree(((workers[rank].stage, one) for rank, one in found.items()), self._topology.stages)
         self._planner.adopt(EQUAL if times is None else times)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shared_core.errors import Unsupported
 from shared_core.schedule.schedule import Topology
+from shared_core.worker.recovery.lane import Lane, LaneWork
 
 Tensors = tuple[Tensor, ...]
 #: (dtype, shape, whether it is differentiated) of each tensor of a message.
@@ -32,33 +33,6 @@ _DTYPES = (
 )
 _PARTS, _DIMENSIONS, _STEPS = 8, 8, 8
 _ROW = _DIMENSIONS + 3
-
-
-class PendingReceive(Protocol):
-    """A receive under way."""
-
-    def wait(self) -> None:
-        """Block until it is there; raises ``LaneBroken`` after a loss."""
-
-
-class MessageLane(Protocol):
-    """What the executor needs of a lane; see :mod:`shared_core.worker.recovery.lane`."""
-
-    generation: int
-    ranks: tuple[int, ...]
-    finished: tuple[int, ...]
-
-    def broken(self) -> bool:
-        """Whether a loss was announced since."""
-
-    def send(self, tensor: Tensor, rank: int, tag: int) -> None:
-        """Send without waiting; ``tensor`` is not changed any more."""
-
-    def recv(self, tensor: Tensor, rank: int, tag: int) -> PendingReceive:
-        """Receive into ``tensor``."""
-
-    def exchange(self, value: Any) -> dict[int, Any]:
-        """Plain data of all ranks."""
 
 
 class MessageKind(IntEnum):
@@ -110,7 +84,7 @@ class MessageChannel:
 
     def __init__(
         self,
-        lane: MessageLane,
+        lane: Lane,
         topology: Topology,
         shapes: dict[MessageKind, Shapes],
         knows: Mapping[int, Collection[MessageKind]],
@@ -118,7 +92,7 @@ class MessageChannel:
         self.lane, self._topology, self._shapes = lane, topology, shapes
         self._told = {(kind, rank) for rank, kinds in knows.items() for kind in kinds}
         self._known, self._heard = frozenset(shapes), set[tuple[MessageKind, int]]()
-        self._posted: dict[MessageKey, tuple[Tensors, list[PendingReceive]]] = {}
+        self._posted: dict[MessageKey, tuple[Tensors, list[LaneWork]]] = {}
 
     def _tag(self, key: MessageKey, part: int = 0) -> int:
         t, width = self._topology, max(self._topology.micro_batches, len(MessageKind))

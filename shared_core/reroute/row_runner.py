@@ -12,8 +12,17 @@ from shared_core.reroute.history import StepPlan
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
 from shared_core.reroute.split import StageBackward
-from shared_core.reroute.step import Accumulating, Options, StageModel, Step, detached, differentiable, leaves_of
-from shared_core.schedule.schedule import Action, Kind, Topology, Worker
+from shared_core.reroute.step import (
+    Accumulating,
+    Options,
+    StageModel,
+    Step,
+    WorkerPlace,
+    detached,
+    differentiable,
+    leaves_of,
+)
+from shared_core.schedule.schedule import Action, Kind, Worker
 from shared_core.testing import inject
 
 #: Messages that a worker begins to receive before it needs them.
@@ -31,9 +40,7 @@ class RowRunner:
     """Runs the rows of plans at one worker.
 
     Args:
-        topology: shape of the job.
-        me: this worker's place.
-        rank_of: rank of each place.
+        place: of this worker.
         model: its stage.
         options: see :class:`Options`.
         finishing: sums gradients and tells losses.
@@ -45,18 +52,17 @@ class RowRunner:
 
     def __init__(
         self,
-        topology: Topology,
-        me: Worker,
-        rank_of: Callable[[Worker], int],
+        place: WorkerPlace,
         model: StageModel,
         options: Options,
         finishing: Finishing,
         measuring: Measuring,
         noted: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        self._topology, self._me, self._rank, self._model = topology, me, rank_of, model
+        self._place, self._model = place, model
+        self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
         self._options, self._finishing, self._measuring, self._noted = options, finishing, measuring, noted
-        self._last = me.stage == topology.stages - 1
+        self._last = place.last
         self._watched = False
 
     def connect(self, channel: MessageChannel) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +12,31 @@ from torch import Tensor, nn
 
 from shared_core.reroute.messages import MessageKey, Tensors
 from shared_core.reroute.split import StageBackward
-from shared_core.schedule.schedule import Topology
+from shared_core.schedule.schedule import Topology, Worker
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Where a worker is in a job.
+
+    Attributes:
+        topology: shape of the job.
+        me: this worker.
+        rank_of: rank of each place.
+    """
+
+    topology: Topology
+    me: Worker
+    rank_of: Callable[[Worker], int]
+
+    @property
+    def last(self) -> bool:
+        """Whether it is in the last stage."""
+        return self.me.stage == self.topology.stages - 1
+
+    def workers(self) -> dict[int, Worker]:
+        """All places by rank."""
+        return {self.rank_of(worker): worker for worker in self.topology.workers()}
 
 
 @dataclass(frozen=True)
