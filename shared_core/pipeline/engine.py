@@ -164,7 +164,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(values["scheduler"])
         if self._calls is not None:
-            self._calls.count, self._calls.draws = values["calls"], values["draws"]
+            self._calls.restore(values["calls"], values["draws"])
 
     # -- calls -------------------------------------------------------------------------------------
 

@@ -91,7 +91,8 @@ class Rerouting:
             trains: what follows is a step; evaluation needs all workers.
         """
         executor, job, result = self._executor, self._job, self.result
-        executor.step, self.result = int(self._engine.global_steps), None
+        executor.move_to(int(self._engine.global_steps))
+        self.result = None
         knock = result.let_in if result is not None else -1
         if executor.connected and (not trains or knock >= 0):
             self._settle()
@@ -158,7 +159,7 @@ class Rerouting:
             parameter.grad = gradient  # hooks look at it; the update does nothing
         engine.before_step()
         engine._exec_optimizer_step()
-        self._executor.step = int(engine.global_steps)
+        self._executor.move_to(int(engine.global_steps))
         self.result = replace(StepResult.from_tensor(result, self._topology), let_in=-1)
 
     def total_loss(self) -> Tensor:

@@ -36,6 +36,8 @@ class SharedReplay:
         self._helpers: Helpers | None = None
         self._decided = False
         self._steps, self._took = 0, 0.0
+        #: Seconds of a step by the newcomer alone, and with its helpers; 0 if not measured.
+        self._expected = (0.0, 0.0)
 
     @property
     def possible(self) -> bool:
@@ -96,11 +98,10 @@ class SharedReplay:
             return
         try:
             inner = lending.meet(self._job.replays, replaying, self._job.rank)
-            helpers = Helpers(self._job.replays, inner, len(replaying.survivors), ordered=self._ordered)
-            replay = self._replay(micro_s, helpers.bytes_per_s())
-            helpers.use = lending.workers_to_use(replay, helpers.count, self._job.config.parallel_replay)
-            if micro_s:
-                helpers.alone_s, helpers.planned_s = replay.seconds(1), replay.seconds(helpers.use + 1)
+            replay, count = self._replay(micro_s, lending.bytes_per_s(inner)), len(replaying.survivors)
+            use = lending.workers_to_use(replay, count, self._job.config.parallel_replay)
+            helpers = Helpers(self._job.replays, inner, count, use, self._ordered)
+            self._expected = (replay.seconds(1), replay.seconds(use + 1)) if micro_s else (0.0, 0.0)
         except (RuntimeError, SwiftError):
             return  # a loss, or nobody comes: the schedule does it
         if helpers.use:
@@ -143,8 +144,8 @@ class SharedReplay:
         job, helpers, replaying = self._job, self._helpers, self._job.replays.own
         assert replaying is not None
         if helpers is not None:
-            took, planned, alone = self._took / max(self._steps, 1), helpers.planned_s, helpers.alone_s
-            fields = {"step_s": took, "planned_s": planned, "alone_s": alone}
+            alone, planned = self._expected
+            fields = {"step_s": self._took / max(self._steps, 1), "planned_s": planned, "alone_s": alone}
             job.event("help", steps=self._steps, helpers=helpers.use, ordered=helpers.ordered, **fields)
             helpers.end()
         elif not self._decided:

@@ -41,7 +41,7 @@ class Executor:
             ``took_over`` when the first forward of another worker's micro-batch begins after it.
 
     Attributes:
-        step: number of the next step; set it when this worker takes its place in a running job.
+        step: number of the next step.
     """
 
     def __init__(
@@ -73,6 +73,10 @@ class Executor:
     def lost(self) -> frozenset[Worker]:
         """Workers that are not there, as of the present plan."""
         return self._history.lost
+
+    def move_to(self, step: int) -> None:
+        """The next step has this number; this worker may be taking its place in a running job."""
+        self.step = step
 
     def run(self) -> StepResult:
         """Train on the next global batch, through losses.
