@@ -61,12 +61,6 @@ UPWARDS: set[tuple[str, str]] = {
 }
 #: Circles of the core that are still there, by their modules. Nothing may be added.
 CIRCLES = [
-    {
-        "shared_core.pipeline.engine",
-        "shared_core.pipeline.planned_groups",
-        "shared_core.pipeline.rerouting",
-        "shared_core.pipeline.shared_replay",
-    },
     {"shared_core.worker.comm.p2p", "shared_core.worker.comm.runtime"},
     {
         "shared_core.worker.checkpoints.checkpoints",
@@ -90,10 +84,8 @@ LARGE_FILES = {
     "shared_core.job",
     "shared_core.loaders.resumable",
     "shared_core.worker.recovery.exchange",
-    "shared_core.reroute.executor",
 }
 LARGE_CLASSES = {
-    "lightning_swift.pipeline.SwiftPipelineStrategy",
     "shared_core.checkpoint.writer.Writer",
     "shared_core.checkpointer.Alone",
     "shared_core.launcher.agent.SwiftAgent",
@@ -108,7 +100,6 @@ LARGE_CLASSES = {
     "shared_core.worker.checkpoints.checkpoints.Checkpoints",
     "shared_core.worker.recovery.exchange.Recovery",
     "shared_core.worker.state.updates.Updates",
-    "shared_core.reroute.executor.Executor",
 }
 
 

@@ -19,7 +19,7 @@ from shared_core.schedule.timing import Times, simulate
 
 
 @dataclass(frozen=True)
-class Plan:
+class IterationPlan:
     """What every surviving worker computes in an iteration.
 
     Attributes:
@@ -76,7 +76,7 @@ class Plan:
         return json.dumps(self.to_dict())
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+    def from_dict(cls, data: Mapping[str, Any]) -> IterationPlan:
         """Reverse of ``to_dict``.
 
         Raises:
@@ -107,7 +107,7 @@ class Plan:
             raise ConfigError(f"this is not a plan: {error!r}; make it again with swiftctl plan --json") from error
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str) -> IterationPlan:
         """Reverse of ``to_json``; raises the same errors as ``from_dict``."""
         try:
             data = json.loads(text)
@@ -138,7 +138,7 @@ def plan(
     ordered: bool = False,
     time_limit: float = 0.0,
     effort: int = EFFORT,
-) -> Plan:
+) -> IterationPlan:
     """Plan an iteration without the lost workers. Without a loss it is plain 1F1B.
 
     Args:
@@ -169,7 +169,7 @@ def plan(
         solver = "greedy" if better is found else "cp-sat"
         found = better
     found = fuse(found)
-    return Plan(
+    return IterationPlan(
         topology=topology,
         variant=variant,
         lost=gone,
@@ -184,7 +184,7 @@ def plan(
     )
 
 
-def _healthy(problem: Problem) -> Plan | None:
+def _healthy(problem: Problem) -> IterationPlan | None:
     """1F1B; None if it does not fit into the memory."""
     topology, schedule = problem.topology, one_f_one_b(problem.topology)
     if any(
@@ -194,4 +194,6 @@ def _healthy(problem: Problem) -> Plan | None:
     timeline = simulate(schedule, problem.times, staggered=problem.staggered)
     slots, period = timeline.slots, timeline.period
     cost = period if problem.staggered else slots
-    return Plan(topology, problem.variant, (), problem.ordered, schedule, {}, slots, period, cost, "1f1b", True)
+    return IterationPlan(
+        topology, problem.variant, (), problem.ordered, schedule, {}, slots, period, cost, "1f1b", True
+    )

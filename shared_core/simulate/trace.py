@@ -23,7 +23,7 @@ HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     """A change at one moment.
 
     Attributes:
@@ -50,7 +50,7 @@ class Trace:
 
     workers: int
     duration_s: float
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
     resolution_s: float = 0.0
 
     @property
@@ -75,7 +75,7 @@ class Trace:
             filled = tuple(vacant.popleft() for _ in range(min(spares, len(vacant))))
             spares -= len(filled)
             if event.lost or filled:
-                events.append(Event(event.time_s, event.lost, filled))
+                events.append(TraceEvent(event.time_s, event.lost, filled))
         return replace(self, events=tuple(events))
 
 
@@ -97,11 +97,11 @@ def from_counts(
         if change < 0:
             lost = tuple(live.pop(generator.randrange(len(live))) for _ in range(-change))
             vacant.extend(lost)
-            events.append(Event(time_s, lost=lost))
+            events.append(TraceEvent(time_s, lost=lost))
         elif change > 0:
             joined = tuple(vacant.popleft() for _ in range(change))
             live.extend(joined)
-            events.append(Event(time_s, joined=joined))
+            events.append(TraceEvent(time_s, joined=joined))
     return Trace(workers, max(duration_s, events[-1].time_s if events else 0.0), tuple(events), resolution_s)
 
 
