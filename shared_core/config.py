@@ -305,6 +305,8 @@ def ranges_of(groups: str) -> list[range]:
     Raises:
         ConfigError: it is neither, or a rank is in two ranges.
     """
+    if not isinstance(groups, str):
+        raise ConfigError("log_groups must be worker, machine, auto, plan or ranges of ranks such as 0-3,4-7, not None")
     found: list[range] = []
     for part in () if groups in ("auto", "plan", "worker", "machine") else groups.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
@@ -350,5 +352,6 @@ def _parse_yaml(text: str, source: str) -> Any:
         ) from error
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+    # What its constructors raise for "!!bool x", "!!int ''" and "!!timestamp x" is no YAMLError.
+    except (yaml.YAMLError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{error}") from error

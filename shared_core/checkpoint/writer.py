@@ -32,6 +32,7 @@ from shared_core.checkpoint.spool import BELL, Sealed, Spool, Target
 from shared_core.checkpoint.storage import CHUNK, TEMPORARY, Storage, cause_of, open_storage
 from shared_core.errors import CorruptFile, StorageFull, SwiftError
 from shared_core.events import RUN, EventLog, console
+from shared_core.plain_json import parse
 from shared_core.testing import inject
 
 #: How often other machines' marks and notes are looked for, in seconds: in a folder, and behind a URL.
@@ -481,7 +482,7 @@ def _write_note(storage: Storage, step: int, name: str, meta: Mapping[str, Any])
 
 def _read_note(storage: Storage, step: int, name: str) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(b"".join(storage.chunks(f"{store.folder_name(step)}/{name}")))
+        found = parse(b"".join(storage.chunks(f"{store.folder_name(step)}/{name}")))
         return found if isinstance(found, dict) else None
     return None
 

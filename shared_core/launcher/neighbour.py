@@ -106,7 +106,7 @@ class Copies:
                 (self._take if kind == PUT else self._give)(sock, json.loads(data))
             else:
                 raise ConnectionError("no request of ours")
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ConnectionError(f"no request of ours: {error}") from error
 
     def _take(self, sock: socket.socket, header: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from shared_core.config import ENV_PREFIX
+from shared_core.plain_json import is_count, parse
 from shared_core.protocol.request import StartRequest
 from shared_core.system import process
 from shared_core.worker.start import entry
@@ -117,18 +118,21 @@ class Standby:
             self._channel.setblocking(False)
 
     def answers(self) -> list[tuple[StartRequest, int]]:
-        """``(request, pid)`` of workers forked since the last call."""
+        """``(request, pid)`` of workers forked since the last call. What is no answer is passed over: who waits for one
+        asks another standby after a while.
+        """
         with suppress(BlockingIOError, ConnectionError):
             while chunk := self._channel.recv(65536):
                 self._buffer += chunk
         *lines, self._buffer = self._buffer.split(b"\n")
         forked = []
         for line in lines:
-            message = json.loads(line)
-            if message.get("ready"):
-                self.ready, self.report = True, message
-            else:
-                forked.append((self.outstanding.pop(message["token"]), int(message["pid"])))
+            with suppress(ValueError, LookupError, TypeError, AttributeError):
+                message = parse(line)
+                if message.get("ready"):
+                    self.ready, self.report = True, message
+                elif is_count(message["pid"]):
+                    forked.append((self.outstanding.pop(message["token"]), message["pid"]))
         return forked
 
     def close(self) -> None:

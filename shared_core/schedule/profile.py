@@ -98,11 +98,14 @@ class Profile:
         """
         try:
             profile = cls(int(data["skip"]), int(data["keep"]))
+            if profile.skip < 0 or profile.keep < 0:
+                raise ValueError("it skips or keeps less than no samples")
             for key, samples in data["samples"].items():
                 stage, _, name = key.partition(" ")
                 for seconds in samples:
                     profile.add(int(stage), name, float(seconds))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            profile.samples = {key: samples for key, samples in profile.samples.items() if samples}
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"this is not a profile: {error}") from error
         return profile
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from shared_core.errors import ConfigError, InvalidSchedule
 
-_ACTION = re.compile(r"(\d+)(?:(OPT)|([FIWB])(\d+)(?:@(\d+))?)")
-_WORKER = re.compile(r"W(\d+)_(\d+)")
+_ACTION = re.compile(r"([0-9]{1,9})(?:(OPT)|([FIWB])([0-9]{1,9})(?:@([0-9]{1,9}))?)")
+_WORKER = re.compile(r"W([0-9]{1,9})_([0-9]{1,9})")
 
 
 class Kind(StrEnum):
@@ -148,10 +148,14 @@ class Schedule:
         """Reverse of ``dump_csv``; empty cells are skipped.
 
         Raises:
-            InvalidSchedule: a cell cannot be read.
+            InvalidSchedule: a cell cannot be read, or the file.
         """
-        with path.open(newline="", encoding="utf-8") as file:
-            return cls.from_text({cells[0]: cells[1:] for cells in csv.reader(file) if cells})
+        try:
+            with path.open(newline="", encoding="utf-8") as file:
+                rows = {cells[0]: cells[1:] for cells in csv.reader(file) if cells}
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise InvalidSchedule(f"{path} holds no rows of a schedule: {error}") from error
+        return cls.from_text(rows)
 
     def __str__(self) -> str:
         return "\n".join(f"{name}: {' '.join(row)}" for name, row in self.to_text().items())

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from shared_core.checkpoint.command import Command
 from shared_core.config import SwiftConfig
-from shared_core.errors import ConfigError, WaitTimeout
+from shared_core.errors import ConfigError, CorruptFile, WaitTimeout
 from shared_core.events import RUN, console
+from shared_core.plain_json import is_count, parse
 from shared_core.waiting import Wait
 
 if TYPE_CHECKING:
@@ -85,9 +86,19 @@ class Resized:
 
     @classmethod
     def from_json(cls, raw: str) -> Resized:
-        """Inverse of :meth:`to_json`."""
-        values = json.loads(raw)
-        return cls(values["attempt"], values["world_size"], tuple(values["stay"]), values["top"])
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        try:
+            values = parse(raw)
+            found = cls(values["attempt"], values["world_size"], tuple(values["stay"]), values["top"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"this names no attempt to go on from: {error!r}") from error
+        if not all(map(is_count, (found.attempt, found.world_size, *found.stay, found.top))):
+            raise ConfigError(f"this names no attempt to go on from: {raw[:80]!r}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -159,7 +170,19 @@ def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
         raise ConfigError(
             f"{JOB_DIR} is not set: this process was not started by swiftrun. Start it with: swiftrun SCRIPT ..."
         )
+    try:
+        return _parsed(source)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the variables that the launcher sets are damaged: {error!r}") from error
+
+
+def _parsed(source: Mapping[str, str]) -> WorkerEnv:
     host, _, port = source[STORE].rpartition(":")
+    machines = parse(source.get(MACHINES) or "[]")
+    if not isinstance(machines, list) or not all(each is None or isinstance(each, str) for each in machines):
+        raise ValueError(f"{MACHINES} names no machines")
     return WorkerEnv(
         rank=int(source["RANK"]),
         world_size=int(source["WORLD_SIZE"]),
@@ -175,7 +198,7 @@ def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
         command=Command.from_json(source.get(COMMAND, "")),
         handed_over=HANDED_OVER in source,
         slot=int(source.get("GROUP_RANK", "0")),
-        machines=tuple(json.loads(source.get(MACHINES) or "[]")),
+        machines=tuple(machines),
         resized=Resized.from_json(source[RESIZED]) if source.get(RESIZED) else None,
         run=source.get(RUN, ""),
     )
@@ -251,11 +274,23 @@ def leave_environment(job_dir: Path, rank: int, variables: Mapping[str, str]) ->
 
 
 def left_environment(job_dir: Path, rank: int) -> dict[str, str]:
-    """What predecessors on this machine have left with :func:`leave_environment`."""
+    """What predecessors on this machine have left with :func:`leave_environment`.
+
+    Raises:
+        CorruptFile: it is damaged.
+    """
+    path = job_dir / f"rank{rank}" / _LEFT
     try:
-        left: dict[str, str] = json.loads((job_dir / f"rank{rank}" / _LEFT).read_text())
+        left = parse(path.read_bytes())
     except FileNotFoundError:
         return {}
+    except ValueError as error:
+        raise CorruptFile(f"{path} is damaged: {error}") from error
+    # A variable of the environment holds no NUL, and its name no "=".
+    if not isinstance(left, dict) or not all(
+        name and "=" not in name and isinstance(value, str) and "\0" not in name + value for name, value in left.items()
+    ):
+        raise CorruptFile(f"{path} is damaged: it holds no variables")
     return left
 
 
