@@ -51,6 +51,7 @@ LAYERS = (
     ("events",),
     ("resources",),
     ("kinds",),
+    ("plain_json",),
     ("errors",),
     ("lazy",),
 )

@@ -33,6 +33,7 @@ from shared_core.checkpoint.storage import CHUNK, TEMPORARY, Storage, cause_of, 
 from shared_core.errors import CorruptFile, StorageFull, SwiftError
 from shared_core.events import RUN, EventLog, console
 from shared_core.faults import inject
+from shared_core.plain_json import parse
 
 #: How often other machines' marks and notes are looked for, in seconds: in a folder, and behind a URL.
 LOOK_S, LOOK_URL_S = 0.1, 1.0
@@ -481,7 +482,7 @@ def _write_note(storage: Storage, step: int, name: str, meta: Mapping[str, Any])
 
 def _read_note(storage: Storage, step: int, name: str) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(b"".join(storage.chunks(f"{store.folder_name(step)}/{name}")))
+        found = parse(b"".join(storage.chunks(f"{store.folder_name(step)}/{name}")))
         return found if isinstance(found, dict) else None
     return None
 

@@ -8,7 +8,6 @@ die, rank 0 too.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -52,6 +51,7 @@ from shared_core.launcher.rendezvous import JobOver, Meeting
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
+from shared_core.plain_json import parse
 from shared_core.protocol import keys, progress_file, worker_env
 from shared_core.protocol.keys import CHECKPOINTS, SAVED
 from shared_core.protocol.loss_policy import LOOP_LIMIT, Death, LossBook, RaisedError, Verdict
@@ -469,7 +469,7 @@ class SwiftAgent(SimpleElasticAgent):
         error: RaisedError | None = None
         if code > 0 and path:
             with suppress(OSError, ValueError):
-                error = RaisedError.from_error_file(json.loads(Path(path).read_bytes()))
+                error = RaisedError.from_error_file(parse(Path(path).read_bytes()))
         cause = one.cause or process.describe_exit(code)
         if error is not None:
             cause = f"{error.summary[:200]} (at {error.place})"

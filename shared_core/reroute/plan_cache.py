@@ -55,7 +55,9 @@ class Settings:
                 Variant(data["variant"]),
                 data["ordered"],
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except ConfigError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"these are not a planner's settings: {error!r}") from error
 
     @property
@@ -129,7 +131,7 @@ class PlanStore:
                     raise CorruptFile("it is a plan for something else")
             except FileNotFoundError:
                 return None
-            except (SwiftError, UnicodeDecodeError) as error:
+            except (SwiftError, UnicodeDecodeError, OSError) as error:
                 console(f"the plan {path} is damaged and will be made again: {error}")
                 return None
             self._read[pattern] = found

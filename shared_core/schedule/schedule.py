@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from shared_core.errors import ConfigError, InvalidSchedule
 
-_ACTION = re.compile(r"(\d+)(?:(OPT)|([FIWB])(\d+)(?:@(\d+))?)")
-_WORKER = re.compile(r"W(\d+)_(\d+)")
+_ACTION = re.compile(r"([0-9]{1,9})(?:(OPT)|([FIWB])([0-9]{1,9})(?:@([0-9]{1,9}))?)")
+_WORKER = re.compile(r"W([0-9]{1,9})_([0-9]{1,9})")
 
 
 class Kind(StrEnum):

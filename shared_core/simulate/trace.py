@@ -20,6 +20,7 @@ from shared_core.errors import ConfigError
 from shared_core.kinds import open_regular
 
 HOUR_S = 3600.0
+_MOST_WORKERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -146,12 +147,14 @@ def _parse(text: str, is_json: bool, name: str, workers: int | None, seed: int) 
         resolution = float(said.get("resolution_s", 0.0))
         if not all(map(math.isfinite, [duration, resolution, *(time for time, _ in changes)])):
             raise ValueError("its times must be finite")
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError, csv.Error) as error:
         raise ConfigError(
             f"{name} is no trace of (seconds, change of workers): {error}; see docs/simulator.md"
         ) from error
     if size is None:
         raise ConfigError(f"{name} does not say how many workers there are: give --workers or a line '# workers: N'")
+    if not 0 <= size <= _MOST_WORKERS:
+        raise ConfigError(f"{name} is of {size} workers: at most {_MOST_WORKERS} can be simulated")
     return from_counts(changes, size, duration, seed, resolution)
 
 

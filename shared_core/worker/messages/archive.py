@@ -281,7 +281,7 @@ class Archive:
             waiting = self._waiting.get((channel, index))
             place = self._places.get(channel, {}).get(index)
         if waiting is not None:
-            key, tensors = segments.decode(waiting.header)
+            key, tensors = segments.decode(waiting.header, waiting.size - len(waiting.header))
             for mine, theirs in zip(tensors, waiting.tensors, strict=True):
                 if mine.numel():
                     segments.view_bytes(mine)[:] = segments.view_bytes(theirs)
