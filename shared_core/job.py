@@ -33,19 +33,22 @@ from shared_core.protocol.keys import CHECKPOINTS
 from shared_core.system import secret
 from shared_core.testing import inject
 from shared_core.worker import link
-from shared_core.worker.checkpoints.checkpoints import Checkpoints, Restored
+from shared_core.worker.checkpoints.checkpoints import Checkpoints
+from shared_core.worker.checkpoints.restored import Restored
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm import install as install_backend
 from shared_core.worker.comm.op import Op
+from shared_core.worker.job_store import JobStore
 from shared_core.worker.messages.disk_log import Logs
 from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.exchange import Recovery
 from shared_core.worker.recovery.lane import Lane, Lanes
 from shared_core.worker.recovery.patience import Patience
+from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.reporting import Listener, News
 from shared_core.worker.recovery.starting_place import Beginning
+from shared_core.worker.recovery.survivor import Listeners
 from shared_core.worker.state.attached import Attached
 from shared_core.worker.state.ddp_buckets import BUCKETS, Buckets
 from shared_core.worker.state.forward_pass import Passes
@@ -111,17 +114,29 @@ class Job:
         self._board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env))
         self._progress = progress_file.ProgressFile(env.rank_dir / "progress")
         self._updates = Updates(env.config.preimages)
+        self._store = JobStore(env)
         self._runtime = Runtime(
             env.rank,
             env.world_size,
-            new_store=lambda prefix: self._recovery.new_store(prefix),
+            new_store=self._store.below,
             connect_timeout_s=env.config.connect_timeout_s,
             wait_timeout_s=env.config.wait_timeout_s,
             checksums=env.config.verify_checksums,
             log_spill_bytes=env.config.log_spill_bytes,
         )
         self._donor = Donor(env, self._board, self._updates, lambda: self.joining)
-        self._recovery = Recovery(env, self._runtime, self._board, self._events, self._donor)
+        listeners = Listeners()
+        self._recovery = Recovery(
+            env,
+            self._runtime,
+            self._store,
+            self._board,
+            self._events,
+            self._donor,
+            listeners=listeners,
+            saved_tops=lambda: self._checkpoints.tops(),
+            together=lambda: self._logs.together,
+        )
         self._lanes = Lanes(self._recovery)
         self._replicas = Replicas(env, self._recovery, self._updates)
         self._patience = Patience(env, self._recovery, self._events)
@@ -145,28 +160,28 @@ class Job:
             self._runtime,
             self._updates,
             rolled_back=lambda: self._checkpoints.rolled_back(),
-            report=self._recovery.report,
+            report=self._store.report,
         )
         self._begin()
-        self._logs = Logs(env, self._runtime, lambda: self._checkpoints.newest_top, self._recovery.fall_back)
+        self._logs = Logs(env, self._runtime, lambda: self._checkpoints.newest_top, self._recovery.endings.fall_back)
         self.replays = Replays(self._recovery, self._logs)
         runtime = self._runtime
         runtime.record = self._board.record
         runtime.publish_checksum = self._board.checksum
         runtime.waiting_changed = self._progress.waiting
         runtime.first_group = self._first_group
-        runtime.adopt = self._recovery.adopt
+        runtime.adopt = self._recovery.forming.adopt
         runtime.exact = lambda: self._updates.exact
-        runtime.failed = self._recovery.fail
-        self._recovery.saved_tops = lambda: self._checkpoints.tops()
-        self._recovery.together = lambda: self._logs.together
-        self._recovery.on_reroute = self._news.rerouted
-        self._recovery.on_recovered = self._news.recovered
+        runtime.failed = self._recovery.endings.fail
+        runtime.cannot_complete = self._recovery.endings.cannot_complete
+        listeners.rerouted, listeners.recovered = self._news.rerouted, self._news.recovered
 
     def _begin(self) -> None:
         """Say where checkpoints are made, and find the one from which this worker starts."""
         env = self._env
-        self._checkpoints = Checkpoints(env, self._recovery, self._updates)
+        self._checkpoints = Checkpoints(
+            env, self._runtime, self._store, self._recovery.endings, self._events, self._updates
+        )
         if (pricing := self._checkpoints.pricing) is not None:
             self.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
         self._beginning = Beginning(env, self._recovery, self._lanes, self._checkpoints, self._updates)
@@ -226,7 +241,7 @@ class Job:
         self.config = config
         self._env = replace(self._env, config=config)
         self._begin()
-        self._recovery.tell(CHECKPOINTS, {name: getattr(config, name) for name in sorted(CHECKPOINT_OPTIONS)})
+        self._store.tell(CHECKPOINTS, {name: getattr(config, name) for name in sorted(CHECKPOINT_OPTIONS)})
 
     def attach(
         self,
@@ -490,7 +505,7 @@ class Job:
 
     def fall_back(self, reason: str) -> NoReturn:
         """Nobody can take the lost worker's place: all workers go back to the newest checkpoint. Does not return."""
-        self._recovery.fall_back(reason)
+        self._recovery.endings.fall_back(reason)
 
     @property
     def folder(self) -> Path:

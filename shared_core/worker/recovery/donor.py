@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from shared_core.launcher.mirror import REPLICATED
 from shared_core.protocol.cut import Cut, Offer
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.worker.recovery.resize import hand_on
-from shared_core.worker.state.publications import Board
+from shared_core.recovery.plain import pieces
+from shared_core.worker.state.publications import Board, write_file
 from shared_core.worker.state.updates import Updates
 
 
@@ -77,4 +78,4 @@ class Donor:
             RecoveryFailed: if it cannot be had.
         """
         with self._updates.at_version(cut.version, cut.top) as (description, tensors):
-            hand_on(self._board.folder, description, tensors)
+            write_file(self._board.folder / REPLICATED, b"", pieces((description, list(tensors))))

@@ -30,12 +30,13 @@ from shared_core.errors import (
     SwiftError,
     WaitTimeout,
 )
-from shared_core.launcher.ledger import lane_key
+from shared_core.protocol.generation import lane_key
 from shared_core.testing import inject
 from shared_core.waiting import Keys, ranks_text, wait_for
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup, finish
 from shared_core.worker.comm.runtime import MAX_ATTEMPTS, SUSPECT_S, Runtime
-from shared_core.worker.recovery.exchange import Received, Recovery
+from shared_core.worker.recovery.exchange import Received
+from shared_core.worker.recovery.recovery import Recovery
 
 #: Longest that a tensor is kept until it is sent.
 _PATIENCE = timedelta(days=10)
@@ -277,7 +278,7 @@ class Lanes:
         if self._env.config.on_failure != "reroute":
             raise ConfigError("lanes are for on_failure='reroute': in all other cases a lost rank is waited for")
         if self._lane is None:
-            self._recovery.new_store("").set(lane_key(self._env.rank, self._env.incarnation), "1")
+            self._recovery.store.below().set(lane_key(self._env.rank, self._env.incarnation), "1")
         while True:
             with runtime.lock:
                 # A loss before all use lanes, or without a newcomer, is answered by forming the generation.
@@ -312,7 +313,7 @@ class Lanes:
         inject.point("lane.connect")
         # A generation has two lanes if newcomers are let in in it.
         name = f"lane{len(present)}"
-        store, meeting = self._recovery.new_store(""), f"gen/{generation}/{name}"
+        store, meeting = self._recovery.store.below(), f"gen/{generation}/{name}"
         store.set(f"{meeting}/{rank}", "1")
         arrivals = _Arrivals(store, meeting)
         # As long as torch waits at least: nobody that is present was lost, so whoever is late computes.
@@ -364,7 +365,7 @@ class Lanes:
                 abandoned = lambda: self._runtime.latest > generation  # noqa: E731
                 wait_for(store, keys, abandoned, limit_s, self._env.rank, what, bound=bound, ends=ends)
         except WaitTimeout as error:
-            self._recovery.give_up(error)
+            self._recovery.endings.give_up(error)
         finally:
             with self._runtime.lock:
                 self._runtime.note_waiting(-1)
@@ -381,12 +382,12 @@ class Lanes:
                 ``wait_timeout_s``, the job ends.
         """
         with self._runtime.lock:
-            generation, record = self._runtime.latest, self._recovery.record
+            generation, newest = self._runtime.latest, self._recovery.lifecycle.entry
             absent = sorted(self._runtime.absent)
-        keys = [f"knock/{rank}.{record['incarnations'][rank]}" for rank in absent]
-        if not keys:
+        if newest is None or not absent:
             return ()
-        store = self._recovery.new_store("")
+        keys = [f"knock/{rank}.{newest.incarnations[rank]}" for rank in absent]
+        store = self._recovery.store.below()
         if wait:
             timeout_s = self._env.config.rejoin_after_s + self._runtime.wait_timeout_s
             try:
@@ -400,7 +401,9 @@ class Lanes:
         if all(int(store.get(key)) == entry for key in keys):
             return tuple(absent)
         if wait:
-            self._recovery.fall_back(f"newcomers of ranks {absent} are in another call of the program than the others")
+            self._recovery.endings.fall_back(
+                f"newcomers of ranks {absent} are in another call of the program than the others"
+            )
         return ()
 
     def let_in(self, ranks: Sequence[int]) -> bool:
@@ -413,7 +416,7 @@ class Lanes:
         runtime, recovery, generation = self._runtime, self._recovery, self._lane.generation
         started = time.time()
         inject.point("lane.let_in")
-        recovery.new_store("").set(f"gen/{generation}/letting", "1")
+        recovery.store.below().set(f"gen/{generation}/letting", "1")
         try:
             received = recovery.let_in(generation)
         except GenerationAbandoned:
@@ -436,7 +439,7 @@ class Lanes:
         """Newcomer: wait to be let in. Returns what was received."""
         runtime, recovery = self._runtime, self._recovery
         inject.point("lane.knock")
-        store = recovery.new_store("")
+        store = recovery.store.below()
         store.set(f"knock/{self._env.rank}.{self._env.incarnation}", str(entry))
         while True:
             generation = runtime.latest

@@ -24,7 +24,7 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import ends_text, quiet_s, ranks_text
 from shared_core.worker.comm.standing import finished, standing
 from shared_core.worker.link import at_end
-from shared_core.worker.recovery.exchange import Recovery
+from shared_core.worker.recovery.recovery import Recovery
 
 #: A wait that lasts longer is reported, in seconds.
 _REPORT_S = 1.0
@@ -88,7 +88,7 @@ class Patience:
                 return  # the store is gone: so is the agent
 
     def _store(self) -> Store:
-        return self._recovery.new_store("")
+        return self._recovery.store.below()
 
     def _key(self, rank: int) -> str:
         return f"stand/{rank}"

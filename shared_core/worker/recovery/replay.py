@@ -9,7 +9,8 @@ from typing import Any
 from shared_core.worker.comm.compute_turn import Turn
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.messages.disk_log import Logs
-from shared_core.worker.recovery.exchange import Recovery, Replaying
+from shared_core.worker.recovery.exchange import Replaying
+from shared_core.worker.recovery.recovery import Recovery
 
 
 class Replays:
@@ -42,7 +43,7 @@ class Replays:
         def start(replaying: Replaying) -> None:
             threading.Thread(target=helper, args=(replaying,), name="swift-help", daemon=True).start()
 
-        self._recovery.on_replay = start
+        self._recovery.listeners.replays = start
 
     @property
     def turn(self) -> Turn:
