@@ -6,7 +6,7 @@ import json
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -165,16 +165,7 @@ class Attempt:
         entry = Entry(causes=tuple(Cause(death.kind, death.cause, death.rank) for death in deaths), detected=detected)
 
         def make() -> Entry:
-            change = None if ends else self.ledger.change
-            if not stay and change is None:
-                return entry
-            staying = stay or (change.stay if change is not None else ())
-            return replace(
-                entry,
-                kind=Kind.HAND_ON,
-                stay=tuple(rank for rank in staying if rank not in entry.lost),
-                after=change.after if change is not None else (),
-            )
+            return entry.while_changing(stay, None if ends else self.ledger.change)
 
         return self.append(make)
 

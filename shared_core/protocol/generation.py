@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -127,6 +127,23 @@ class Entry:
     def divergent(self, rank: int) -> bool:
         """Whether the rank's worker was replaced because its state was damaged."""
         return any(cause.who == rank and cause.kind is CauseKind.DIVERGENT for cause in self.causes)
+
+    def while_changing(self, stay: Sequence[int], change: Entry | None) -> Entry:
+        """This entry where the number of workers changes; a change that is under way goes on with those that are left.
+
+        Args:
+            stay: ranks that are to hand their state on, if a change begins.
+            change: the newest entry, if one is under way.
+        """
+        if not stay and change is None:
+            return self
+        staying = stay or (change.stay if change is not None else ())
+        return replace(
+            self,
+            kind=Kind.HAND_ON,
+            stay=tuple(rank for rank in staying if rank not in self.lost),
+            after=change.after if change is not None else (),
+        )
 
     def event_fields(self) -> dict[str, Any]:
         """Of the ``generation`` event in the job's log."""

@@ -58,9 +58,8 @@ class HandingOn:
 
     def _hand_on(self, entry: Entry) -> None:
         generation, stay = entry.generation, entry.stay
-        if self._runtime.generation >= 0:
-            self._runtime.break_off()
-        if self._lifecycle.ended(generation):
+        joined = self._runtime.generation >= 0
+        if not self._lifecycle.break_off(entry) if joined else self._lifecycle.ended(generation):
             return
         inject.point("resize.severed")
         store, key = self._store.below(), generation_key(generation)

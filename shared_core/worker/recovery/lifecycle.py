@@ -55,6 +55,19 @@ class Lifecycle:
         """Whether a later generation is known: what is under way in this one is given up."""
         return self.newest > generation
 
+    def break_off(self, entry: Entry) -> bool:
+        """Cut the connections of the generations before this entry: whoever waits for a lost rank must not wait for us.
+        Call it while acting.
+
+        Returns:
+            Whether there is something left to be done about the entry. There is not where its generation or a later one
+            is installed already, because that thread came first; then nothing is cut.
+        """
+        if self._runtime.generation >= entry.generation:
+            return False
+        self._runtime.break_off()
+        return not self.ended(entry.generation)
+
     def hear(self, entry: Entry) -> tuple[Action, ...]:
         """An entry of the ledger has come. Returns what is to be done about it."""
         event, runtime = heard(entry, self._env.rank, self._env.incarnation), self._runtime

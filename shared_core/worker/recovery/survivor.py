@@ -89,12 +89,9 @@ class Survivor:
                 os._exit(1)
 
     def _recover(self, entry: Entry) -> None:
-        if self._lifecycle.ended(entry.generation):
-            # Cut anyway: whoever waits for the lost rank must not wait for us.
-            self._runtime.break_off()
+        if not self._lifecycle.break_off(entry):
             return
         self._donor.withdraw()
-        self._runtime.break_off()
         inject.point("recovery.severed")
         self._fronts.post(self._store.below(), entry.generation)
         self._say_ready(entry)
@@ -115,9 +112,9 @@ class Survivor:
         self._listeners.rerouted(entry.detected)
         runtime, waits, what = self._runtime, None, ""
         with self._lifecycle.acting:
-            runtime.break_off()
+            newest = self._lifecycle.break_off(entry)
             inject.point("recovery.severed")
-            if not self._lifecycle.ended(entry.generation) and (what := runtime.under_way()):
+            if newest and (what := runtime.under_way()):
                 waits = runtime.withdraw()
                 if waits is None:
                     self._endings.cannot_complete(what)
