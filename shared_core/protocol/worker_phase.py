@@ -114,9 +114,10 @@ _TABLE: dict[tuple[Phase, Event], Outcome] = {
     (Phase.STARTING, Event.FORM): (Phase.STARTING, (Action.WITHDRAW,)),
     (Phase.FROM_START, Event.FORM): (Phase.FROM_START, (Action.WITHDRAW, Action.POST_FRONT)),
     (Phase.BEHIND, Event.FORM): (Phase.BEHIND, (Action.WITHDRAW, Action.POST_FRONT)),
-    (Phase.KNOCKING, Event.FORM): (Phase.KNOCKING, (Action.WITHDRAW,)),
+    # It is being let in: only then nobody is absent.
+    (Phase.KNOCKING, Event.FORM): (Phase.RECOVERING, (Action.RECOVER,)),
     (Phase.JOINING, Event.FORM): (Phase.JOINING, (Action.WITHDRAW,)),
-    (Phase.KNOCKING, Event.GO_ON): (Phase.KNOCKING, ()),
+    (Phase.KNOCKING, Event.GO_ON): (Phase.KNOCKING, (Action.WITHDRAW,)),
     # A survivor's way back.
     (Phase.RECOVERING, Event.INSTALLED): (Phase.LIVE, ()),
     (Phase.WITHOUT, Event.LET_IN): (Phase.LIVE, ()),
@@ -129,11 +130,12 @@ for _phase in _SURVIVORS:
     _TABLE[_phase, Event.FORM] = Phase.RECOVERING, (Action.RECOVER,)
     _TABLE[_phase, Event.GO_ON] = Phase.WITHOUT, (Action.GO_ON,)
     _TABLE[_phase, Event.HAND_ON] = Phase.HANDING_ON, (Action.HAND_ON,)
-    _TABLE[_phase, Event.LEFT_OUT] = _phase, ()  # the launcher ends it
 for _phase in _NOT_JOINED:
     # It says that it has no state, and runs on: that may yet be withdrawn.
     _TABLE[_phase, Event.HAND_ON] = _phase, (Action.HAND_ON,)
-    _TABLE[_phase, Event.LEFT_OUT] = _phase, ()
+for _phase in (*_NOT_JOINED, Phase.LIVE, Phase.RECOVERING):
+    if _phase is not Phase.KNOCKING:
+        _TABLE[_phase, Event.LEFT_OUT] = _phase, ()  # a newcomer that came too late: the launcher ends it
 
 
 def transition(phase: Phase, event: Event) -> Outcome:

@@ -234,6 +234,8 @@ class Worker:
     def go_on(self, entry: Entry) -> Thread:
         def body() -> Iterator[Pause]:
             self.break_off(entry)
+            if not self.ended(entry.generation):
+                self.offering = False
             yield "severed"
 
         return self.holding(body())
@@ -430,6 +432,7 @@ class Job:
         self.issued: dict[int, dict[int, int]] = {}
         self.meetings: dict[tuple[int, int, frozenset[int]], Meeting] = {}
         self.live = [Worker(self, rank, 0, 0) for rank in self.ranks]
+        self.doomed: list[Worker] = []
         self.count = 0
 
     # -- the launcher ------------------------------------------------------------------------------
@@ -492,9 +495,19 @@ class Job:
         if self.ledger.generation == generation and self.ledger.change is not None:
             self.append(Entry(kind=Kind.RESIZE, workers=len(self.ledger.change.stay), reason=f"from batch top {top}"))
 
+    def change(self) -> None:
+        """The number of workers is to change: a further machine has come, or a newcomer is late."""
+        assert self.rng is not None
+        newcomers = [worker for worker in self.workers.values() if worker.incarnation]
+        late = self.rng.choice(newcomers) if self.on_failure == "replace" and newcomers else None
+        self.doomed = [late] if late is not None else []
+        stay = [rank for rank in self.workers if late is None or rank != late.rank]
+        self.append(Entry(detected=1.0).while_changing(sorted(stay), None))
+
     def declined(self, generation: int, reason: str) -> None:
         """The number of workers cannot change: lost ones are replaced after all."""
         if self.ledger.generation == generation and self.ledger.change is not None:
+            self.end_late()
             self.append(Entry(detected=1.0, reason=reason))
             for rank in sorted(set(self.ranks) - set(self.workers)):
                 self.newcomer(rank)
@@ -584,10 +597,18 @@ class Job:
                 self.lose([worker], loss.how)
                 return
 
+    def end_late(self) -> None:
+        self.live = [worker for worker in self.live if worker not in self.doomed]
+
     def perhaps_lose(self) -> None:
+        if self.rng is not None and self.doomed and self.rng.random() < 0.1:
+            self.end_late()
         if self.rng is None or self.most == 0 or self.rng.random() >= self.chance:
+            return
+        self.most -= 1
+        if self.rng.random() < 0.2 and self.ledger.change is None and self.ledger.over is None:
+            self.change()
             return
         present = list(self.workers.values())
         lost = self.rng.sample(present, min(len(present), self.rng.choice((1, 1, 1, 2))))
-        self.most -= 1
         self.lose(lost, self.rng.choice(("killed", "killed", "divergent", "taken")))

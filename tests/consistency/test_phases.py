@@ -5,15 +5,14 @@ A failure names the seed that repeats it. The golden transcripts are renewed wit
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 
 import pytest
-from cluster import Job, Loss, Stuck
+from cluster import Job, Stuck
 
 from shared_core.protocol.generation import Kind
-from shared_core.protocol.worker_phase import Event, IllegalEvent, Phase, transition
+from shared_core.protocol.worker_phase import IllegalEvent
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "phases"
 

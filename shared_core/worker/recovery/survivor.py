@@ -113,6 +113,8 @@ class Survivor:
         runtime, waits, what = self._runtime, None, ""
         with self._lifecycle.acting:
             newest = self._lifecycle.break_off(entry)
+            if not self._lifecycle.ended(entry.generation):
+                self._donor.withdraw()
             inject.point("recovery.severed")
             if newest and (what := runtime.under_way()):
                 waits = runtime.withdraw()
