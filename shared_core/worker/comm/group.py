@@ -135,7 +135,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
         self._state.timeout = timeout
 
     def get_group_store(self) -> Any:
-        return self._runtime.new_store(f"user/{self._name}")
+        return self._runtime.listener.new_store(f"user/{self._name}")
 
     def abort(self) -> None:
         """Nothing to do: the runtime owns the communicators, and peers may still need this rank's log."""
@@ -187,7 +187,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
             checksum=self._inputs_checksum(tensors) if not bucket or self._runtime.bucket_checksums else 0,
         )
         if bucket:
-            self._runtime.before_bucket()
+            self._runtime.listener.before_bucket()
         return self._run(op, tensors)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SwiftWork:
@@ -237,7 +237,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
         if frame is not None and frame.f_code is _DDP_FORWARD:
             # DDP agrees on the order of its buckets once, after the first backward; a newcomer needs this whenever it
             # joins.
-            self._runtime.bucket_order(frame.f_locals["self"], op)
+            self._runtime.listener.bucket_order(frame.f_locals["self"], op)
         return self._run(op, tensors if root else ())
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from shared_core.errors import SwiftError
 from shared_core.protocol.frontier import Channel, Done, channel_key
 from shared_core.testing import inject
-from shared_core.worker.messages.archive import Key
 
 if TYPE_CHECKING:
     from shared_core.worker.comm.runtime import GroupState, Runtime
@@ -97,9 +96,7 @@ class Channels:
         return work
 
     def _archive(self, channel: Channel, index: int, top: int, copy: torch.Tensor) -> None:
-        archive = self._runtime.archive
-        if archive is not None and self._runtime.archived(self._group.ranks[channel[1]]):
-            archive.put(Key(self._name(channel), index, top, self._runtime.note), [copy])
+        self._runtime.disk.put_message(self._group.ranks[channel[1]], self._name(channel), index, top, copy)
 
     def _name(self, channel: Channel) -> str:
         return f"{self._group.name}|{channel_key(channel)}"
@@ -125,7 +122,7 @@ class Channels:
 
     def _check_present(self, name: str) -> None:
         if self._runtime.absent:
-            self._runtime.cannot_complete(f"{name} in group {self._group.name!r}")
+            self._runtime.listener.cannot_complete(f"{name} in group {self._group.name!r}")
 
     def awaited(self) -> bool:
         """Whether a message is being waited for."""
@@ -190,7 +187,7 @@ class Channels:
     def _first(self, channel: Channel) -> int:
         log = self._log.get(channel)
         first = log[0][0] if log else self._sent[channel]
-        archive = self._runtime.archive
+        archive = self._runtime.disk.archive
         # What is on disk counts if it reaches up to what is in memory: the disk may have failed, and the receiver may
         # have come into this rank's group since.
         on_disk = archive.first(self._name(channel), before=first) if archive is not None else None
@@ -233,7 +230,7 @@ class Channels:
 
     def _stream(self, channel: Channel, index: int) -> None:
         """Thread: send a receiver that starts far back what is on disk, while it computes, until it is level."""
-        inner, archive = self._group.inner, self._runtime.archive
+        inner, archive = self._group.inner, self._runtime.disk.archive
         assert inner is not None and archive is not None
         try:
             while True:
@@ -251,7 +248,7 @@ class Channels:
                 index += 1
                 inject.point("recovery.streamed")
         except SwiftError as error:
-            self._runtime.unreadable(error)
+            self._runtime.listener.unreadable(error)
         except RuntimeError as error:
             self._runtime.suspect(error)
 

@@ -13,12 +13,12 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from shared_core.errors import (
     CollectiveTimeout,
@@ -35,9 +35,10 @@ from shared_core.testing import inject
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.compute_turn import Turn
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup
+from shared_core.worker.comm.listener import Listener
 from shared_core.worker.comm.op import Op
-from shared_core.worker.messages.archive import Archive, Key
-from shared_core.worker.messages.group_log import BufferPool, Entry, GroupLog, Signature, read_signature, same_call
+from shared_core.worker.messages.disk_log import DiskLog
+from shared_core.worker.messages.group_log import BufferPool, Entry, GroupLog, Signature, same_call
 
 if TYPE_CHECKING:
     from shared_core.worker.comm.p2p import Channels
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 SUSPECT_S = 15.0
 #: Attempts to connect the members of a group in one generation.
 MAX_ATTEMPTS = 8
+#: Who waits for a peer waits for its replay too, which may take longer than a program expects of an operation.
+REPLAY_TIMEOUT = timedelta(days=1)
 #: Results up to so many bytes are recorded in the start-up phase for later newcomers.
 _STARTUP_BYTES = 64 * 1024
 
@@ -97,15 +100,16 @@ class Runtime:
         self,
         rank: int,
         world_size: int,
+        listener: Listener,
+        disk: DiskLog,
         *,
-        new_store: Callable[[str], Store],
         connect_timeout_s: float,
         wait_timeout_s: float,
         checksums: bool,
         log_spill_bytes: int = 0,
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self.new_store = new_store
+        self.listener, self.disk = listener, disk
         self.connect_timeout_s, self.wait_timeout_s = connect_timeout_s, wait_timeout_s
         self.checksums = checksums
         self.max_log_bytes = log_spill_bytes or 64 << 20
@@ -137,20 +141,6 @@ class Runtime:
         self._ordinals: dict[tuple[int, str, str], int] = {}
         self.records: dict[tuple[int, str, str, int], list[torch.Tensor]] = {}
         self.expected: dict[tuple[int, int], int] = {}
-        # Set by the layers above.
-        self.record: Callable[[tuple[int, str, str, int], list[torch.Tensor]], None] = lambda key, results: None
-        self.publish_checksum: Callable[[int, int, int], None] = lambda group, seq, checksum: None
-        self.before_bucket: Callable[[], None] = lambda: None
-        self.bucket_order: Callable[[Any, Op], None] = lambda ddp, op: None
-        self.waiting_changed: Callable[[bool], None] = lambda waiting: None
-        self.first_group: Callable[[], None] = lambda: None
-        self.adopt: Callable[[GroupState], None] = lambda group: None
-        self.exact: Callable[[], bool] = lambda: True
-        #: The log on disk, which reaches back to the checkpoint before the newest; none where every rank has a replica.
-        self.archive: Archive | None = None
-        self.archived: Callable[[int], bool] = lambda destination: True
-        self.note: dict[str, Any] = {}
-        self.unreadable: Callable[[SwiftError], None] = lambda error: None
         self._waiting = 0
         #: What the program's thread waits for outside of the program's groups: since when, of whom, what.
         self.beside: tuple[float, tuple[int, ...], str] | None = None
@@ -167,7 +157,7 @@ class Runtime:
                 group.name += "'"
             group.id = zlib.crc32(group.name.encode())
             self.groups[group.name] = group
-            self.adopt(group)
+            group.replay.update(self.listener.kept_for(group.name))
             first = self.world is None
             if first:
                 if group.size != self.world_size:
@@ -177,7 +167,7 @@ class Runtime:
                     )
                 self.world = group
         if first:
-            self.first_group()
+            self.listener.first_group()
         elif not self.starting and not self.broken:
             try:
                 # A group that the program makes: a member may be late for reasons of its own, as without this product.
@@ -185,7 +175,7 @@ class Runtime:
             except GenerationAbandoned:
                 pass  # the recovery under way connects it
             except WaitTimeout as error:
-                raise CollectiveTimeout(f"{error} {self.whereabouts()}") from error
+                raise CollectiveTimeout(f"{error} {self.listener.whereabouts()}") from error
 
     def connect(self, group: GroupState, generation: int, limit_s: float | None = None) -> None:
         """Connect ``group`` in ``generation`` and issue what is pending in it.
@@ -233,7 +223,7 @@ class Runtime:
             WaitTimeout: if a member does not come.
         """
         return InnerGroup.connect(
-            self.new_store(f"inner/{generation}.{attempt}/{group.name}"),
+            self.listener.new_store(f"inner/{generation}.{attempt}/{group.name}"),
             self.rank,
             group.ranks,
             operation_timeout=group.timeout,
@@ -268,7 +258,7 @@ class Runtime:
             WaitTimeout: if one does not come.
         """
         inner = InnerGroup.connect(
-            self.new_store(f"side/{generation}/{name}"),
+            self.listener.new_store(f"side/{generation}/{name}"),
             self.rank,
             ranks,
             operation_timeout=operation_timeout,
@@ -308,10 +298,11 @@ class Runtime:
                 self.changed.wait(1.0)
             return group.inner.pg
 
-    def open_archive(self, archive: Archive) -> None:
+    def log_to_disk(self) -> None:
         """Log to disk from now on, with all that is in memory."""
+        if not self.disk.open(self.top):
+            return
         with self.lock:
-            self.archive = archive
             kept = [
                 (group, seq, entry)
                 for group in self.groups.values()
@@ -321,13 +312,12 @@ class Runtime:
         for group, seq, entry in kept:
             self._archive(group, seq, entry, group.log.results(seq))
         for group in self.groups.values():
+            group.timeout = max(group.timeout, REPLAY_TIMEOUT)
             group.channels.archive_all()
 
     def _archive(self, group: GroupState, seq: int, entry: Entry, results: Sequence[torch.Tensor]) -> None:
-        # What nobody else takes part in nobody else can hand back.
-        if self.archive is not None and group.size > 1:
-            note = {"signature": entry.signature}
-            self.archive.put(Key(group.name, seq, entry.top, note), [t.detach().clone() for t in results])
+        if group.size > 1:  # what nobody else takes part in nobody else can hand back
+            self.disk.put_result(group.name, seq, entry, results)
 
     def logged(self, group: GroupState, seq: int) -> tuple[Signature, list[torch.Tensor]]:
         """What was called as operation ``seq`` and what it gave.
@@ -340,9 +330,7 @@ class Runtime:
                 return group.log.entries[seq].signature, group.log.results(seq)
             if seq in group.replay:
                 return group.replay[seq]
-        assert self.archive is not None
-        key, results = self.archive.read(group.name, seq)
-        return read_signature(key.note["signature"]), results
+        return self.disk.result(group.name, seq)
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -369,7 +357,7 @@ class Runtime:
             op.serve(self.scripted.popleft())
             return
         if self.absent and group.size == self.world_size and threading.current_thread() is threading.main_thread():
-            self.await_absent()
+            self.listener.await_absent()
         with self.lock:
             self.raise_if_ended()
             if self.in_startup:
@@ -384,7 +372,7 @@ class Runtime:
                 self._answer(group, op, inputs, served)
                 return
             if self.absent and group.size > 1:
-                self.cannot_complete(f"{describe(op.signature)} of group {group.name!r}")
+                self.listener.cannot_complete(f"{describe(op.signature)} of group {group.name!r}")
             op.seq, op.top = group.next, self.top
             group.next += 1
             logged = group.replay.pop(op.seq, None)
@@ -500,7 +488,7 @@ class Runtime:
 
     def _check(self, group: GroupState, op: Op) -> None:
         expected = self.expected.pop((group.id, op.seq), None)
-        if expected is not None and expected != op.checksum and self.exact():
+        if expected is not None and expected != op.checksum and self.listener.exact():
             raise self.end(
                 ReplayDivergence(
                     f"rank {self.rank} takes over from a lost worker, and its input to operation {op.seq} of group "
@@ -512,7 +500,7 @@ class Runtime:
                     "(job.register)."
                 )
             )
-        self.publish_checksum(group.id, op.seq, op.checksum)
+        self.listener.publish_checksum(group.id, op.seq, op.checksum)
 
     def _answer(
         self, group: GroupState, op: Op, inputs: Sequence[torch.Tensor], recorded: list[torch.Tensor] | None
@@ -539,7 +527,7 @@ class Runtime:
 
     def _record_when_done(self, key: tuple[int, str, str, int], op: Op) -> None:
         if sum(t.numel() * t.element_size() for t in op.results) <= _STARTUP_BYTES:
-            op.future.add_done_callback(lambda _: self.record(key, op.results))
+            op.future.add_done_callback(lambda _: self.listener.record(key, op.results))
 
     # -- failures ----------------------------------------------------------------------------------
 
@@ -713,10 +701,10 @@ class Runtime:
         """
         if not re.search("(?i)timed out", str(error)):
             return error
-        limit_s = group.timeout.total_seconds()
+        limit_s, whereabouts = group.timeout.total_seconds(), self.listener.whereabouts()
         return CollectiveTimeout(
             f"rank {self.rank} waited {limit_s:g} s (time-out of the process group) in {call} of "
-            f"{self.called(group)}). {self.whereabouts()}Another rank is too slow, hangs, or is in another operation: "
+            f"{self.called(group)}). {whereabouts}Another rank is too slow, hangs, or is in another operation: "
             f"raise timeout= of init_process_group or new_group if it is slow. ({error})"
         )
 
@@ -725,16 +713,8 @@ class Runtime:
         with self.lock:
             self.ended = error
             self.changed.notify_all()
-        self.failed(error)
+        self.listener.failed(error)
         return error
-
-    failed: Callable[[SwiftError], None] = staticmethod(lambda error: None)
-    #: Where the ranks are that are waited for, in a sentence and a space; empty if it is not known.
-    whereabouts: Callable[[], str] = staticmethod(lambda: "")
-    cannot_complete: Callable[[str], None] = staticmethod(lambda what: None)
-    #: Called before a collective of all ranks while some are absent. Returns True when they are in again, False if
-    #: nobody lets them in.
-    await_absent: Callable[[], bool] = staticmethod(lambda: False)
 
     def raise_if_ended(self) -> None:
         """Raise what ended the job, if anything did."""
@@ -747,7 +727,16 @@ class Runtime:
         """
         before, self._waiting = self._waiting, self._waiting + change
         if (before > 0) != (self._waiting > 0):
-            self.waiting_changed(self._waiting > 0)
+            self.listener.waiting_changed(self._waiting > 0)
+
+    @contextmanager
+    def unchecked(self) -> Iterator[None]:
+        """Inputs of operations in here are not compared with the predecessor's: they rest on the clock or on files."""
+        before, self.checksums = self.checksums, False
+        try:
+            yield
+        finally:
+            self.checksums = before
 
     def log_bytes(self) -> int:
         """Bytes of memory the logs hold now."""

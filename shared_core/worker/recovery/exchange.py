@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,28 @@ class Received:
     local: torch.Tensor | None = None
 
 
+class RecoveryListener(Protocol):
+    """What the forming of generations tells, and asks, the rest of the worker."""
+
+    def recovered(self, fields: dict[str, Any]) -> None:
+        """Recovery thread of a survivor: a generation is formed. ``fields`` are those of its event."""
+
+    def rerouted(self, detected: float) -> None:
+        """Recovery thread of a survivor: it goes on without a rank whose loss was noticed at this time."""
+
+    def replaying(self, replaying: Replaying) -> None:
+        """Newcomers run on from a checkpoint, and this survivor waits for them."""
+
+    def saved_tops(self) -> list[Top]:
+        """Batch tops of the checkpoints that this rank can begin from."""
+
+    def together(self) -> tuple[int, ...]:
+        """Ranks that start again together with this one; none without a log on disk."""
+
+    def await_absent(self) -> bool:
+        """A collective of all ranks waits for absent ones: let them in. False if nobody lets them in."""
+
+
 class Recovery:
     """Forms generations for one worker.
 
@@ -94,20 +116,25 @@ class Recovery:
         board: this rank's publications.
         events: the job's event log.
         state: the job's replicated state.
+        listener: what it tells, and asks, the rest of the worker.
     """
 
-    def __init__(self, env: WorkerEnv, runtime: Runtime, board: Board, events: EventLog, state: Donor) -> None:
+    def __init__(
+        self,
+        env: WorkerEnv,
+        runtime: Runtime,
+        board: Board,
+        events: EventLog,
+        state: Donor,
+        listener: RecoveryListener,
+    ) -> None:
         self.env, self.runtime, self.board, self.events, self.state = env, runtime, board, events, state
+        self._listener = listener
         self.newcomer = env.incarnation > 0
         self.target: Top | None = None
         self.prepared = False
         #: A newcomer that the others do not wait for: it asks to be let in.
         self.knocks = False
-        self.on_recovered: Callable[[dict[str, Any]], None] = lambda fields: None
-        self.on_reroute: Callable[[float], None] = lambda detected: None
-        self.on_replay: Callable[[Replaying], None] = lambda replaying: None
-        self.saved_tops: Callable[[], list[Top]] = list
-        self.together: Callable[[], tuple[int, ...]] = tuple
         self._records: dict[int, dict[str, Any]] = {}
         self._watcher: threading.Thread | None = None
         self._tops: tuple[Top, ...] = ()
@@ -119,7 +146,6 @@ class Recovery:
         self._forming: InnerGroup | None = None
         self._for_later: Replay = {}
         self._moved = Received()
-        runtime.cannot_complete = self._cannot_complete
 
     # -- store -------------------------------------------------------------------------------------
 
@@ -159,7 +185,7 @@ class Recovery:
         if not self.newcomer:
             self._watcher.start()
             return
-        self._tops = (*self.saved_tops(), *self.board.tops())
+        self._tops = (*self._listener.saved_tops(), *self.board.tops())
         self._watcher.start()
         store = self.new_store("")
         record = self._records[self.env.generation] = read_entry(
@@ -195,15 +221,6 @@ class Recovery:
                 self.runtime.records = dict(self.board.records())
         if self.runtime.latest > generation:
             self._post_front(store, self.runtime.latest, self._newcomer_front())
-
-    def first_group(self) -> None:
-        """The default group exists: form the first generation, or, in a newcomer with a batch top to reach, wait
-        until it is there.
-        """
-        self.prepare()
-        if self.runtime.starting:
-            return
-        self.join()
 
     def join(self) -> Received:
         """Form a generation on this thread and take over (newcomer) or begin (first workers). Returns what was
@@ -277,7 +294,7 @@ class Recovery:
 
     def _go_on(self, record: dict[str, Any]) -> None:
         """Thread of a survivor that goes on without the lost ranks: nothing is formed until they are let in."""
-        self.on_reroute(record["detected"])
+        self._listener.rerouted(record["detected"])
         with self._recovering:
             self.runtime.break_off()
             inject.point("recovery.severed")
@@ -285,7 +302,7 @@ class Recovery:
             if not self._abandoned(record["generation"]) and (what := self.runtime.under_way()):
                 waits = self.runtime.withdraw()
                 if waits is None:
-                    self._cannot_complete(what)
+                    self.cannot_complete(what)
         self.events.emit(
             "survivor_ready",
             rank=self.env.rank,
@@ -295,13 +312,14 @@ class Recovery:
         )
         if waits is not None:  # the program's thread does not run: what it would do in here is done for it
             try:
-                if not self.runtime.await_absent():
-                    self._cannot_complete(what)
+                if not self._listener.await_absent():
+                    self.cannot_complete(what)
                 self.runtime.call_again(*waits)
             except Exception as error:  # noqa: BLE001 (it would wait for ever)
                 self._fatal(error)
 
-    def _cannot_complete(self, what: str) -> None:
+    def cannot_complete(self, what: str) -> None:
+        """This worker is in something that waits for all ranks, and some are absent. Does not return."""
         absent = ", ".join(map(str, sorted(self.runtime.absent)))
         self.fall_back(
             f"rank {self.env.rank} is in {what}, which waits for all ranks, and rank {absent} is absent. With "
@@ -439,9 +457,9 @@ class Recovery:
             "bytes_moved": received.nbytes,
             "resolution": "replay" if received.replaying else "replica",
         }
-        self.on_recovered({"generation": generation, **fields})
+        self._listener.recovered({"generation": generation, **fields})
         if received.replaying is not None:
-            self.on_replay(received.replaying)
+            self._listener.replaying(received.replaying)
 
     # -- forming -----------------------------------------------------------------------------------
 
@@ -504,7 +522,9 @@ class Recovery:
 
     def _survivor_front(self) -> Frontier:
         with self.runtime.lock:
-            groups = {name: _group_front(group, self.runtime.archive) for name, group in self.runtime.groups.items()}
+            groups = {
+                name: _group_front(group, self.runtime.disk.archive) for name, group in self.runtime.groups.items()
+            }
         return Frontier(
             rank=self.env.rank,
             incarnation=self.env.incarnation,
@@ -512,7 +532,7 @@ class Recovery:
             version=self.state.version,
             tops=(),
             groups=groups,
-            together=list(self.together()),
+            together=list(self._listener.together()),
             **self.state.keeps,
         )
 
@@ -700,9 +720,9 @@ class Recovery:
         record = self._records[self.env.generation]
         return DIVERGENT in str(record.get("cause", {}).get(str(self.env.rank), ""))
 
-    def adopt(self, group: GroupState) -> None:
-        """A group that a newcomer makes again while it replays: give it what was logged for it."""
-        group.replay.update(self._for_later.pop(group.name, {}))
+    def kept_for(self, group: str) -> dict[int, tuple[Signature, list[torch.Tensor]]]:
+        """What was logged for a group that a newcomer makes again while it replays."""
+        return self._for_later.pop(group, {})
 
     # -- moving ------------------------------------------------------------------------------------
 

@@ -260,6 +260,7 @@ class Lanes:
     def __init__(self, recovery: Recovery) -> None:
         self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
         self._lane: Lane | None = None
+        self._lets_in: Callable[[], None] | None = None
 
     @property
     def formed(self) -> bool:
@@ -368,6 +369,19 @@ class Lanes:
         finally:
             with self._runtime.lock:
                 self._runtime.note_waiting(-1)
+
+    def before_collectives(self, call: Callable[[], None]) -> None:
+        """Have ``call`` let the absent ranks in before a collective of all."""
+        self._lets_in = call
+
+    def await_absent(self) -> bool:
+        """A collective of all ranks is called while some are absent. Whether they are in now; not if nobody lets them
+        in.
+        """
+        if self._lets_in is None:
+            return False
+        self._lets_in()
+        return True
 
     # -- letting in --------------------------------------------------------------------------------
 

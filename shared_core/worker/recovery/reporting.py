@@ -48,7 +48,6 @@ class News:
         self._recovered: deque[dict[str, Any]] = deque()
         self._listeners: list[Listener] = []
         self._stalled_since: float | None = None
-        updates.after = self._after_update
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append an event to the job's log."""
@@ -125,7 +124,8 @@ class News:
         said, self._awaited = self._awaited, None
         self._report({"pid": os.getpid(), "time": time.time()} | (said or {}))
 
-    def _after_update(self) -> None:
+    def updated(self) -> None:
+        """An update was made."""
         if self._awaited is not None:
             self._say_so()
         if self._stalled_since is not None:
