@@ -230,7 +230,7 @@ class Job:
         if not self.config.log_spill_bytes:
             # Of two steps: gradients (in fp32 at most) and, of a sharded stage, gathered parameters.
             extra = 4 * sum(p.numel() for p in replicated.parameters) if sharded else 0
-            self._runtime.max_log_bytes = max(2 * (replicated.nbytes + extra), 4 << 20)
+            self._runtime.results.max_bytes = max(2 * (replicated.nbytes + extra), 4 << 20)
         attached = Attached(modules, replicated, alike=alike)
         self._passes.buffers = attached.buffers
         self.register("swift.ddp", self._buckets.flags, self._buckets.set_flags)
@@ -263,7 +263,7 @@ class Job:
         if not alone:
             self._updates.keep_images(at_once=True)
         if wanted == "always" or (wanted == "auto" and alone):
-            self._runtime.log_to_disk()
+            self._runtime.results.log_to_disk()
 
     def register(
         self, name: str, capture: Capture, restore: Restore, *, forward_mutated: bool = False, main: bool = False
@@ -568,7 +568,7 @@ class Job:
             stable = runtime.stable
         if self._lanes.formed:
             stable = top.index  # a newcomer is a copy of a replica as it is at its newest top
-            runtime.settle(stable)
+            runtime.results.settle(stable)
         self._board.drop_before(stable)
         self._updates.at_top(top.index, stable)
         self._passes.at_top()

@@ -24,7 +24,7 @@ from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.op import Op
 from shared_core.worker.messages.disk_log import DiskLog
-from shared_core.worker.messages.group_log import Signature
+from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.recovery.commits import Commits
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Recovery, Replaying
@@ -123,7 +123,7 @@ class Relay:
         it = self._worker
         on_first_group(it.runtime, it.recovery, it.start.beginning, it.updates, it.replays, it.news, it.patience)
 
-    def kept_for(self, group: str) -> Mapping[int, tuple[Signature, list[torch.Tensor]]]:
+    def kept_for(self, group: str) -> Mapping[int, Logged]:
         return self._worker.recovery.kept_for(group)
 
     def record(self, key: tuple[int, str, str, int], results: list[torch.Tensor]) -> None:

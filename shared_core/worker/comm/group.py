@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import Unsupported
 from shared_core.worker.comm.op import Op, SwiftWork, input_checksum, signature
-from shared_core.worker.comm.p2p import Channels
-from shared_core.worker.comm.runtime import GroupState, Runtime
+from shared_core.worker.comm.runtime import Runtime
 
 Tensors = list[torch.Tensor]
 
@@ -48,11 +47,9 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
     ) -> None:
         super().__init__(rank, size)
         self._runtime = runtime
-        self._state = GroupState(name, rank, size, tuple(ranks), timeout, runtime.pool)
+        self._state = runtime.new_group(name, rank, size, ranks, timeout)
         self._name = name
         self._desc = ""
-        self._channels = Channels(runtime, self._state)
-        self._state.channels = self._channels
 
     # -- identity ----------------------------------------------------------------------------------
 
@@ -162,7 +159,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         _dense("all_reduce", tensors)
         # Reduce into pooled buffers: the caller's tensors stay as the input of a retry, the buffers become the log.
-        buffers = [self._runtime.pool_take(t) for t in tensors]
+        buffers = [self._runtime.results.buffer(t) for t in tensors]
 
         def start(inner: Any) -> Any:
             for buffer, tensor in zip(buffers, tensors, strict=True):
@@ -197,7 +194,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
             plain.timeout = opts.timeout
         tensors = list(tensors)
         _dense("all_reduce_coalesced", tensors)
-        buffers = [self._runtime.pool_take(t) for t in tensors]
+        buffers = [self._runtime.results.buffer(t) for t in tensors]
         coalesced = dist.AllreduceCoalescedOptions()
         coalesced.reduceOp = plain.reduceOp
 
@@ -402,10 +399,10 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
     # -- point to point ----------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        return self._channels.send(_single(tensors), dst, tag)
+        return self._state.channels.send(_single(tensors), dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        return self._channels.recv(_single(tensors), src, tag)
+        return self._state.channels.recv(_single(tensors), src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         raise Unsupported(

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import SwiftError
 from shared_core.worker.comm.op import Op
-from shared_core.worker.messages.group_log import Signature
+from shared_core.worker.messages.group_log import Logged
 
 
 class Listener(Protocol):
@@ -23,7 +23,7 @@ class Listener(Protocol):
     def first_group(self) -> None:
         """The default process group is made: form the first generation, or see that a newcomer joins later."""
 
-    def kept_for(self, group: str) -> Mapping[int, tuple[Signature, list[torch.Tensor]]]:
+    def kept_for(self, group: str) -> Mapping[int, Logged]:
         """What was logged for a group that a newcomer makes again while it replays, by sequence number."""
 
     def record(self, key: tuple[int, str, str, int], results: list[torch.Tensor]) -> None:

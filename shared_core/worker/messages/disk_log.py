@@ -20,7 +20,7 @@ from shared_core.errors import ConfigError
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system.jobdir import log_folder, own
 from shared_core.worker.messages.archive import Archive, Key
-from shared_core.worker.messages.group_log import Entry, Signature, read_signature
+from shared_core.worker.messages.group_log import Entry, Logged, read_signature
 
 
 def together(groups: str, rank: int, world_size: int, local_world_size: int) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ class DiskLog:
             note = {"signature": entry.signature}
             self.archive.put(Key(group, seq, entry.top, note), [t.detach().clone() for t in results])
 
-    def result(self, group: str, seq: int) -> tuple[Signature, list[torch.Tensor]]:
+    def result(self, group: str, seq: int) -> Logged:
         """What was called as operation ``seq`` of a group and what it gave.
 
         Raises:

@@ -32,8 +32,10 @@ from shared_core.protocol.plan import Plan, decide
 from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.testing import inject
 from shared_core.waiting import FOREVER_S, Wait, ranks_text, wait_for
+from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import InnerGroup, finish
-from shared_core.worker.comm.runtime import MAX_ATTEMPTS, GroupState, Runtime
+from shared_core.worker.comm.groups import GroupState
+from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.link import connect_store, report, tell
 from shared_core.worker.messages.archive import Archive
 from shared_core.worker.messages.group_log import Signature, read_signature

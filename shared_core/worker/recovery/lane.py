@@ -33,8 +33,10 @@ from shared_core.errors import (
 from shared_core.launcher.ledger import lane_key
 from shared_core.testing import inject
 from shared_core.waiting import Keys, ranks_text, wait_for
+from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup, finish
-from shared_core.worker.comm.runtime import MAX_ATTEMPTS, SUSPECT_S, Runtime
+from shared_core.worker.comm.runtime import Runtime
+from shared_core.worker.comm.suspicion import SUSPECT_S
 from shared_core.worker.recovery.exchange import Received, Recovery
 
 #: Longest that a tensor is kept until it is sent.

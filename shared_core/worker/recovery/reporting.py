@@ -96,7 +96,7 @@ class News:
             stall_s=time.time() - fields["detected"],
             recomputed_steps=self._updates.recomputed,
             log_bytes=self._runtime.log_bytes(),
-            spilled_bytes=self._runtime.spilled_bytes,
+            spilled_bytes=self._runtime.results.spilled_bytes,
             **fields,
         )
         self._recovered.append(fields)
@@ -137,7 +137,7 @@ class News:
         replicated = self._updates.replicated
         self.emit(
             "log_memory",
-            peak_bytes=self._runtime.peak_log_bytes,
-            spilled_bytes=self._runtime.spilled_bytes,
+            peak_bytes=self._runtime.results.peak_bytes,
+            spilled_bytes=self._runtime.results.spilled_bytes,
             parameter_bytes=replicated.nbytes if replicated is not None else 0,
         )

@@ -112,8 +112,7 @@ class Buckets:
             }
             if not agreed:
                 continue
-            self._runtime.scripted.extend(agreed[f"{number}.{ordinal}"] for ordinal in range(len(agreed)))
-            ddp.reducer._push_all_rebuilt_params()
-            ddp.reducer._rebuild_buckets()
-            self._runtime.scripted.clear()
+            with self._runtime.scripted(agreed[f"{number}.{ordinal}"] for ordinal in range(len(agreed))):
+                ddp.reducer._push_all_rebuilt_params()
+                ddp.reducer._rebuild_buckets()
             self._settled.add(number)
