@@ -230,11 +230,11 @@ class Job:
         if not self.config.log_spill_bytes:
             # Of two steps: gradients (in fp32 at most) and, of a sharded stage, gathered parameters.
             extra = 4 * sum(p.numel() for p in replicated.parameters) if sharded else 0
-            self._runtime.results.max_bytes = max(2 * (replicated.nbytes + extra), 4 << 20)
+            self._runtime.results.limit(max(2 * (replicated.nbytes + extra), 4 << 20))
         attached = Attached(modules, replicated, alike=alike)
-        self._passes.buffers = attached.buffers
+        self._passes.attach(attached.buffers)
         self.register("swift.ddp", self._buckets.flags, self._buckets.set_flags)
-        self._runtime.bucket_checksums = self.config.verify_checksums and not self._buckets.may_be_unused
+        self._runtime.sum_buckets(self.config.verify_checksums and not self._buckets.may_be_unused)
         self.register("swift.buffers", attached.buffers, attached.restore_buffers, forward_mutated=True)
         self.register("swift.modes", attached.modes, attached.restore_modes)
         self.register("swift.hyperparameters", attached.groups, attached.restore_groups)
@@ -350,9 +350,7 @@ class Job:
         inject.point("entry")
         self._beginning.prepare()
         self._position.entry += 1
-        with self._runtime.lock:
-            self._runtime.entry = self._position.entry
-            self._runtime.in_startup = True
+        self._runtime.enter_call(self._position.entry)
         finished = self._beginning.finished(self._position.entry)
         if finished is None:
             return EntryDecision(False)
@@ -372,14 +370,11 @@ class Job:
         """What the script does from here to the next batch top a newcomer does again, whose place is further on: small
         results of collectives are kept for it.
         """
-        with self._runtime.lock:
-            self._runtime.in_startup = True
+        self._runtime.start_up_again()
 
     def _leave_entry(self) -> None:
         """What the script does between two entry calls is start-up, too, with operations that are counted apart."""
-        with self._runtime.lock:
-            self._runtime.entry = -2 - self._position.entry
-            self._runtime.in_startup = True
+        self._runtime.enter_call(-2 - self._position.entry)
 
     def entry_done(self, result: Any) -> None:
         """Call at the end of each entry call. What is registered must hold everything that the script finds after it,
@@ -562,10 +557,7 @@ class Job:
         values = parts.get(LOOSE)
         refers = {LOOSE: self._loose.publish(self._board, top.index, values)} if values else {}
         self._board.publish_top(top, parts | refers)
-        with runtime.lock:
-            runtime.top = top.index
-            runtime.in_startup = False
-            stable = runtime.stable
+        stable = runtime.passed_top(top.index)
         if self._lanes.formed:
             stable = top.index  # a newcomer is a copy of a replica as it is at its newest top
             runtime.results.settle(stable)

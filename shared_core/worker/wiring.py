@@ -1,6 +1,6 @@
 """Builds the parts of a worker and joins them: the one place where they meet.
 
-Each part gets what it needs in its constructor. What is made later, and still needed, is asked of the relay.
+Each part gets what it needs in its constructor. What is made later, and still needed, is asked of a relay.
 """
 
 from __future__ import annotations
@@ -100,12 +100,8 @@ class Worker:
         self.start = Start(checkpoints, beginning, orders)
 
 
-class Relay:
-    """Passes on what the parts of a worker tell, and ask, those that are made after them.
-
-    It is the :class:`~shared_core.worker.comm.listener.Listener` of the groups and the
-    :class:`~shared_core.worker.recovery.exchange.RecoveryListener` of the forming of generations.
-    """
+class _Relay:
+    """Passes on what a part of a worker tells, and asks, those that are made after it."""
 
     def __init__(self) -> None:
         self._worker: Worker
@@ -114,7 +110,9 @@ class Relay:
         """All parts are there."""
         self._worker = worker
 
-    # -- of the groups -----------------------------------------------------------------------------
+
+class _GroupsRelay(_Relay):
+    """The :class:`~shared_core.worker.comm.listener.Listener` of the groups."""
 
     def new_store(self, prefix: str) -> Store:
         return self._worker.recovery.new_store(prefix)
@@ -161,7 +159,9 @@ class Relay:
     def failed(self, error: SwiftError) -> None:
         self._worker.recovery.fail(error)
 
-    # -- of the forming of generations -------------------------------------------------------------
+
+class _RecoveryRelay(_Relay):
+    """The :class:`~shared_core.worker.recovery.exchange.RecoveryListener` of the forming of generations."""
 
     def recovered(self, fields: dict[str, Any]) -> None:
         self._worker.news.recovered(fields)
@@ -178,7 +178,12 @@ class Relay:
     def together(self) -> tuple[int, ...]:
         return self._worker.log.together
 
-    # -- of single parts ---------------------------------------------------------------------------
+    def await_absent(self) -> bool:
+        return self._worker.lanes.await_absent()
+
+
+class _StateRelay(_Relay):
+    """What the parts that hold or follow the worker's state tell, and ask."""
 
     def joining(self) -> bool:
         """Whether this worker has not reached the place yet that it begins from."""
@@ -207,24 +212,25 @@ def wire(env: WorkerEnv) -> Worker:
     Args:
         env: what the launcher told it.
     """
-    relay, config = Relay(), env.config
+    config = env.config
+    groups_relay, recovery_relay, state_relay = relays = _GroupsRelay(), _RecoveryRelay(), _StateRelay()
     position, parts = Position(), Parts()
     events = EventLog(env.events, env.run)
     board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env))
-    updates = Updates(config.preimages, after=relay.updated, fence=relay.fence)
+    updates = Updates(config.preimages, after=state_relay.updated, fence=state_relay.fence)
     log = DiskLog(env)
     runtime = Runtime(
         env.rank,
         env.world_size,
-        relay,
+        groups_relay,
         log,
         connect_timeout_s=config.connect_timeout_s,
         wait_timeout_s=config.wait_timeout_s,
         checksums=config.verify_checksums,
         log_spill_bytes=config.log_spill_bytes,
     )
-    donor = Donor(env, board, updates, relay.joining)
-    recovery = Recovery(env, runtime, board, events, donor, relay)
+    donor = Donor(env, board, updates, state_relay.joining)
+    recovery = Recovery(env, runtime, board, events, donor, recovery_relay)
     worker = Worker(
         env=env,
         position=position,
@@ -241,12 +247,13 @@ def wire(env: WorkerEnv) -> Worker:
         patience=Patience(env, recovery, events),
         parts=parts,
         buckets=Buckets(runtime, board, position),
-        passes=Passes(runtime, board, updates, parts, relay.joining, position),
-        news=News(env, events, runtime, updates, relay.rolled_back, recovery.report),
-        commits=Commits(runtime, log, relay.newest_top),
+        passes=Passes(runtime, board, updates, parts, state_relay.joining, position),
+        news=News(env, events, runtime, updates, state_relay.rolled_back, recovery.report),
+        commits=Commits(runtime, log, state_relay.newest_top),
         replays=Replays(runtime, log),
     )
-    relay.complete(worker)
+    for relay in relays:
+        relay.complete(worker)
     worker.begin(env)
     return worker
 

@@ -106,7 +106,8 @@ class Channels:
         return work
 
     def _archive(self, channel: Channel, index: int, top: int, copy: torch.Tensor) -> None:
-        self._disk.put_message(self._group.ranks[channel[1]], self._name(channel), index, top, copy)
+        if self._disk.archive is not None:
+            self._disk.put_message(self._group.ranks[channel[1]], self._name(channel), index, top, copy)
 
     def _name(self, channel: Channel) -> str:
         return f"{self._group.name}|{channel_key(channel)}"

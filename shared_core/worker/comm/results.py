@@ -32,6 +32,10 @@ class Results:
         self._state, self._groups, self._disk, self.pool, self.max_bytes = state, groups, disk, pool, max_bytes
         self.spilled_bytes = self.peak_bytes = 0
 
+    def limit(self, max_bytes: int) -> None:
+        """Spill a group's results above so much memory."""
+        self.max_bytes = max_bytes
+
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         """A pooled buffer like ``like``.
 

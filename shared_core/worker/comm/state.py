@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -83,6 +84,50 @@ class SharedState:
         before, self._waiting = self._waiting, self._waiting + change
         if (before > 0) != (self._waiting > 0):
             self.listener.waiting_changed(self._waiting > 0)
+
+    @contextmanager
+    def waiting_beside(self, ranks: Sequence[int], what: str) -> Iterator[None]:
+        """In here the program waits for others outside of its groups: the progress time-out does not run, and helpers
+        may compute.
+
+        Args:
+            ranks: who is waited for.
+            what: what they are to do, for the line that a long wait prints.
+        """
+        with self.turn.passed_on():
+            with self.lock:
+                self.note_waiting(+1)
+                self.beside = time.monotonic(), tuple(ranks), what
+            try:
+                yield
+            finally:
+                with self.lock:
+                    self.note_waiting(-1)
+                    self.beside = None
+
+    # -- where the program is ----------------------------------------------------------------------
+
+    def enter_call(self, entry: int) -> None:
+        """The program begins or leaves an entry call: up to the next batch top it starts up."""
+        with self.lock:
+            self.entry, self.in_startup = entry, True
+
+    def start_up_again(self) -> None:
+        """What the program does up to the next batch top a newcomer does again."""
+        with self.lock:
+            self.in_startup = True
+
+    def passed_top(self, top: int) -> int:
+        """This rank has published a batch top. Returns the newest one that every rank is known to have published."""
+        with self.lock:
+            self.top, self.in_startup = top, False
+            return self.stable
+
+    # -- checksums of inputs -----------------------------------------------------------------------
+
+    def sum_buckets(self, on: bool) -> None:
+        """Whether DDP's buckets are summed."""
+        self.bucket_checksums = on
 
     @contextmanager
     def unchecked(self) -> Iterator[None]:

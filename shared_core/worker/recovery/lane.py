@@ -12,8 +12,8 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -170,24 +170,14 @@ class Lane:
         """
         self._run(lambda pg: pg.barrier(dist.BarrierOptions()))
 
-    @contextmanager
-    def waiting(self, ranks: Sequence[int], what: str) -> Iterator[None]:
+    def waiting(self, ranks: Sequence[int], what: str) -> AbstractContextManager[None]:
         """In here this worker waits for others: the progress time-out does not run, and helpers may compute.
 
         Args:
             ranks: who is waited for.
             what: what they are to do, for the line that a long wait prints.
         """
-        with self._runtime.turn.passed_on():
-            with self._runtime.lock:
-                self._runtime.note_waiting(+1)
-                self._runtime.beside = time.monotonic(), tuple(ranks), what
-            try:
-                yield
-            finally:
-                with self._runtime.lock:
-                    self._runtime.note_waiting(-1)
-                    self._runtime.beside = None
+        return self._runtime.waiting_beside(ranks, what)
 
     def explain(self, error: RuntimeError) -> None:
         """An operation failed. Raises LaneBroken once a loss is announced that explains it, else ``error``."""

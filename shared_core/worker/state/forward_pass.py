@@ -33,9 +33,6 @@ class Passes:
         parts: rank-local state, some of which forward changes.
         joining: whether this worker has not joined yet.
         position: how far the program is.
-
-    Attributes:
-        buffers: gives what forward may change, by name.
     """
 
     def __init__(
@@ -49,10 +46,14 @@ class Passes:
     ) -> None:
         self._runtime, self._board, self._updates = runtime, board, updates
         self._parts, self._joining, self._position = parts, joining, position
-        self.buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
+        self._buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
         self._backwards = 0
         self._graph = self._mutations = -1
         self._outputs: list[list[Any]] = []
+
+    def attach(self, buffers: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """``buffers`` gives what forward may change, by name."""
+        self._buffers = buffers
 
     def at_top(self) -> None:
         """A batch top was published."""
@@ -64,7 +65,7 @@ class Passes:
         if self._joining() or self._updates.computes_again:
             return
         graph = torch._C._current_graph_task_id()
-        mutations = hash(tuple((id(b), b._version) for b in self.buffers().values()))
+        mutations = hash(tuple((id(b), b._version) for b in self._buffers().values()))
         if graph == self._graph and mutations == self._mutations:
             return
         if graph != self._graph:
