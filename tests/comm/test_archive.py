@@ -479,7 +479,7 @@ def test_undamaged(killed: Path) -> None:
 
 def test_truncation_at_every_byte_of_the_last_record(killed: Path) -> None:
     last = Archive.reopen(killed)
-    place = last._places[C][8]
+    place = _place(last, C, 8)
     last.close()
     path = place.segment.path
     data = path.read_bytes()
