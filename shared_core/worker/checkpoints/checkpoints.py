@@ -72,6 +72,7 @@ class Checkpoints:
         endings: Endings,
         events: EventLog,
         updates: Updates,
+        fixed: str = "",
     ) -> None:
         self._env, self._runtime, self._job_store, self._endings = env, runtime, store, endings
         self._events, self._updates = events, updates
@@ -79,7 +80,7 @@ class Checkpoints:
         self._dir = config.checkpoint_dir
         self._every = config.checkpoint_every_steps if config.policy == "fixed" else 0
         self.newest_top = self.due_top = 0
-        self.fixed = ""
+        self.fixed = fixed
         self._spool = Spool(env.job_dir / FOLDER, env.restart)
         self._snapshots: Snapshots | None = None
         self._decisions: Decisions | None = None
@@ -102,7 +103,6 @@ class Checkpoints:
             path = env.job_dir / f"attempt{env.restart}" / "due"
             self._decisions = Decisions(StoreEntries(self._store) if several else FileEntries(path))
             self._snapshots = self._make_snapshots(self._dir)
-            updates.fence = self._snapshots.fence
             if env.rank == 0 and config.policy != "fixed":
                 self.pricing = Pricing(config, env.world_size, env.command.key)
         if env.rank == 0:
@@ -135,6 +135,11 @@ class Checkpoints:
                 self._await(top, taken)
         if last:
             self._part_with(top)
+
+    def fence(self) -> None:
+        """Return when what is being copied for a checkpoint may be changed."""
+        if self._snapshots is not None:
+            self._snapshots.fence()
 
     def near(self, index: int) -> bool:
         """In rank 0: whether a checkpoint may be made at this batch top, which is the next one, or soon after it."""

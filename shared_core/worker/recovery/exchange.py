@@ -14,8 +14,9 @@ from shared_core.protocol.plan import Plan
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.testing import inject
 from shared_core.waiting import Wait, ranks_text
+from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import InnerGroup, finish
-from shared_core.worker.comm.runtime import MAX_ATTEMPTS, Runtime
+from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.messages.group_log import Signature, read_signature
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.lifecycle import Lifecycle

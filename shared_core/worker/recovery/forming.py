@@ -24,9 +24,10 @@ from shared_core.protocol.worker_phase import Event
 from shared_core.testing import inject
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.gloo import InnerGroup
-from shared_core.worker.comm.runtime import GroupState, Runtime
+from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.endings import wait_for_change
 from shared_core.worker.job_store import JobStore
+from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.recovery.exchange import Exchange, Received, Replay, Replaying
 from shared_core.worker.recovery.fronts import Fronts
 from shared_core.worker.recovery.lifecycle import Lifecycle
@@ -251,6 +252,6 @@ class Forming:
         wrong = born.divergent(self._env.rank)
         runtime.expected = {} if wrong or plan.copies else self._board.checksums()
 
-    def adopt(self, group: GroupState) -> None:
-        """A group that a newcomer makes again while it replays: give it what was logged for it."""
-        group.replay.update(self._for_later.pop(group.name, {}))
+    def kept_for(self, group: str) -> dict[int, Logged]:
+        """What was logged for a group that a newcomer makes again while it replays."""
+        return self._for_later.pop(group, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch._C._distributed_c10d import Store
@@ -11,10 +11,12 @@ from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
 from shared_core.protocol.generation import generation_key
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import wait_for
-from shared_core.worker.comm.runtime import GroupState, Runtime
+from shared_core.worker.comm.groups import GroupState
+from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.messages.archive import Archive
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.lifecycle import Lifecycle
+from shared_core.worker.recovery.listener import RecoveryListener
 
 
 class Fronts:
@@ -25,7 +27,7 @@ class Fronts:
         runtime: the groups.
         lifecycle: says when a generation is given up.
         donor: the replicated state.
-        together: ranks that start again together with this one.
+        listener: says which ranks start again together with this one.
 
     Attributes:
         tops: a newcomer's: batch tops that its predecessor has published, or that are in a checkpoint.
@@ -37,10 +39,10 @@ class Fronts:
         runtime: Runtime,
         lifecycle: Lifecycle,
         donor: Donor,
-        together: Callable[[], tuple[int, ...]],
+        listener: RecoveryListener,
     ) -> None:
         self._env, self._runtime, self._lifecycle, self._donor = env, runtime, lifecycle, donor
-        self._together = together
+        self._listener = listener
         self.tops: tuple[Top, ...] = ()
 
     def post(self, store: Store, generation: int, *, tops: Sequence[Top] | None = None) -> None:
@@ -98,7 +100,9 @@ class Fronts:
 
     def _of_survivor(self) -> Frontier:
         with self._runtime.lock:
-            groups = {name: _group_front(group, self._runtime.archive) for name, group in self._runtime.groups.items()}
+            groups = {
+                name: _group_front(group, self._runtime.disk.archive) for name, group in self._runtime.groups.items()
+            }
         return Frontier(
             rank=self._env.rank,
             incarnation=self._env.incarnation,
@@ -106,7 +110,7 @@ class Fronts:
             version=self._donor.version,
             tops=(),
             groups=groups,
-            together=list(self._together()),
+            together=list(self._listener.together()),
             **self._donor.keeps,
         )
 

@@ -12,8 +12,8 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -33,8 +33,10 @@ from shared_core.errors import (
 from shared_core.protocol.generation import lane_key
 from shared_core.testing import inject
 from shared_core.waiting import Keys, ranks_text, wait_for
+from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup, finish
-from shared_core.worker.comm.runtime import MAX_ATTEMPTS, SUSPECT_S, Runtime
+from shared_core.worker.comm.runtime import Runtime
+from shared_core.worker.comm.suspicion import SUSPECT_S
 from shared_core.worker.recovery.exchange import Received
 from shared_core.worker.recovery.recovery import Recovery
 
@@ -169,24 +171,14 @@ class Lane:
         """
         self._run(lambda pg: pg.barrier(dist.BarrierOptions()))
 
-    @contextmanager
-    def waiting(self, ranks: Sequence[int], what: str) -> Iterator[None]:
+    def waiting(self, ranks: Sequence[int], what: str) -> AbstractContextManager[None]:
         """In here this worker waits for others: the progress time-out does not run, and helpers may compute.
 
         Args:
             ranks: who is waited for.
             what: what they are to do, for the line that a long wait prints.
         """
-        with self._runtime.turn.passed_on():
-            with self._runtime.lock:
-                self._runtime.note_waiting(+1)
-                self._runtime.beside = time.monotonic(), tuple(ranks), what
-            try:
-                yield
-            finally:
-                with self._runtime.lock:
-                    self._runtime.note_waiting(-1)
-                    self._runtime.beside = None
+        return self._runtime.waiting_beside(ranks, what)
 
     def explain(self, error: RuntimeError) -> None:
         """An operation failed. Raises LaneBroken once a loss is announced that explains it, else ``error``."""
@@ -261,6 +253,7 @@ class Lanes:
     def __init__(self, recovery: Recovery) -> None:
         self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
         self._lane: Lane | None = None
+        self._lets_in: Callable[[], None] | None = None
 
     @property
     def formed(self) -> bool:
@@ -369,6 +362,19 @@ class Lanes:
         finally:
             with self._runtime.lock:
                 self._runtime.note_waiting(-1)
+
+    def before_collectives(self, call: Callable[[], None]) -> None:
+        """Have ``call`` let the absent ranks in before a collective of all."""
+        self._lets_in = call
+
+    def await_absent(self) -> bool:
+        """A collective of all ranks is called while some are absent. Whether they are in now; not if nobody lets them
+        in.
+        """
+        if self._lets_in is None:
+            return False
+        self._lets_in()
+        return True
 
     # -- letting in --------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from torch._C._distributed_c10d import PrefixStore
 
 from shared_core.errors import GenerationAbandoned, RecoveryFailed, WaitTimeout
 from shared_core.events import EventLog
-from shared_core.protocol.frontier import Top
 from shared_core.protocol.generation import Entry, generation_key
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.protocol.worker_phase import Action, Event, Phase
@@ -30,7 +29,8 @@ from shared_core.worker.recovery.forming import EXIT_STALE, Forming
 from shared_core.worker.recovery.fronts import Fronts
 from shared_core.worker.recovery.handing_on import HandingOn
 from shared_core.worker.recovery.lifecycle import Lifecycle
-from shared_core.worker.recovery.survivor import Listeners, Survivor
+from shared_core.worker.recovery.listener import RecoveryListener
+from shared_core.worker.recovery.survivor import Survivor
 from shared_core.worker.state.publications import Board
 
 _FOREVER = timedelta(days=365)
@@ -46,15 +46,13 @@ class Recovery:
         board: this rank's publications.
         events: the job's event log.
         donor: the job's replicated state.
-        listeners: who is told of recoveries.
-        saved_tops: batch tops whose state is in a checkpoint.
-        together: ranks that start again together with this one.
+        endings: how this worker ends what cannot go on.
+        listener: what it tells, and asks, the rest of the worker.
 
     Attributes:
         newcomer: whether this worker takes over from another.
         lifecycle: its phase.
         forming: forms generations.
-        endings: how it ends what cannot go on.
     """
 
     def __init__(
@@ -65,23 +63,18 @@ class Recovery:
         board: Board,
         events: EventLog,
         donor: Donor,
-        *,
-        listeners: Listeners,
-        saved_tops: Callable[[], list[Top]],
-        together: Callable[[], tuple[int, ...]],
+        endings: Endings,
+        listener: RecoveryListener,
     ) -> None:
         self.env, self.runtime, self.store, self.board, self.events = env, runtime, store, board, events
-        self.listeners, self._saved_tops = listeners, saved_tops
+        self.endings, self._listener = endings, listener
         self.newcomer = env.incarnation > 0
         self._prepared = False
         life = self.lifecycle = Lifecycle(env, runtime)
-        self.endings = Endings(runtime, store)
-        self._fronts = Fronts(env, runtime, life, donor, together)
+        self._fronts = Fronts(env, runtime, life, donor, listener)
         self._exchange = Exchange(env, runtime, life, board, donor)
         self.forming = Forming(env, runtime, life, store, board, events, self._fronts, self._exchange)
-        survivor = Survivor(
-            env, runtime, life, store, events, donor, self._fronts, self.forming, self.endings, listeners
-        )
+        survivor = Survivor(env, runtime, life, store, events, donor, self._fronts, self.forming, endings, listener)
         handing_on = HandingOn(env, runtime, life, store, donor, self._fronts)
         self._threads: dict[Action, tuple[str, Callable[[Entry], None]]] = {
             Action.RECOVER: ("swift-recovery", survivor.recover),
@@ -108,7 +101,7 @@ class Recovery:
         self.runtime.latest = env.generation
         self.board.follow(env.machines)
         if self.newcomer:
-            self._fronts.tops = (*self._saved_tops(), *self.board.tops())
+            self._fronts.tops = (*self._listener.saved_tops(), *self.board.tops())
             key = generation_key(env.generation)
             self._hear(Entry.from_json(self.store.below().get(key), env.generation, env.world_size))
         threading.Thread(target=self._watch, name="swift-watcher", daemon=True).start()
@@ -138,14 +131,6 @@ class Recovery:
                 overtaken = life.ended(generation)
             if overtaken:  # entries that come from now on the watcher answers
                 self._fronts.post(self.store.below(), life.newest)
-
-    def first_group(self) -> None:
-        """The default group exists: form the first generation, or, in a newcomer with a batch top to reach, wait
-        until it is there.
-        """
-        self.prepare()
-        if not self.lifecycle.phase.answers:
-            self.join()
 
     def join(self) -> Received:
         """Form a generation on this thread and take over (newcomer) or begin (first workers). Returns what was

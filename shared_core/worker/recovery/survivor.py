@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 from shared_core.errors import GenerationAbandoned, RecoveryFailed, WaitTimeout
 from shared_core.events import EventLog
@@ -18,25 +15,10 @@ from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.endings import Endings
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.exchange import Replaying
 from shared_core.worker.recovery.forming import Forming
 from shared_core.worker.recovery.fronts import Fronts
 from shared_core.worker.recovery.lifecycle import Lifecycle
-
-
-@dataclass
-class Listeners:
-    """Who is told of a survivor's recoveries, on its recovery thread.
-
-    Attributes:
-        recovered: a generation is formed; with the fields of the event.
-        rerouted: it goes on without a lost rank; with the time when the loss was noticed.
-        replays: newcomers run on from a checkpoint while this worker waits for them.
-    """
-
-    recovered: Callable[[dict[str, Any]], None] = lambda fields: None
-    rerouted: Callable[[float], None] = lambda detected: None
-    replays: Callable[[Replaying], None] = lambda replaying: None
+from shared_core.worker.recovery.listener import RecoveryListener
 
 
 class Survivor:
@@ -52,7 +34,7 @@ class Survivor:
         fronts: frontiers.
         forming: forms generations.
         endings: what is done where that is impossible.
-        listeners: who is told.
+        listener: who is told.
     """
 
     def __init__(
@@ -66,11 +48,11 @@ class Survivor:
         fronts: Fronts,
         forming: Forming,
         endings: Endings,
-        listeners: Listeners,
+        listener: RecoveryListener,
     ) -> None:
         self._env, self._runtime, self._lifecycle, self._store = env, runtime, lifecycle, store
         self._events, self._donor, self._fronts, self._forming = events, donor, fronts, forming
-        self._endings, self._listeners = endings, listeners
+        self._endings, self._listener = endings, listener
 
     def recover(self, entry: Entry) -> None:
         """Form the generation of an entry."""
@@ -103,13 +85,13 @@ class Survivor:
             "bytes_moved": received.nbytes,
             "resolution": "replay" if received.replaying else "replica",
         }
-        self._listeners.recovered({"generation": entry.generation, **fields})
+        self._listener.recovered({"generation": entry.generation, **fields})
         if received.replaying is not None:
-            self._listeners.replays(received.replaying)
+            self._listener.replaying(received.replaying)
 
     def go_on(self, entry: Entry) -> None:
         """Go on without the absent ranks: nothing is formed until they are let in."""
-        self._listeners.rerouted(entry.detected)
+        self._listener.rerouted(entry.detected)
         runtime, waits, what = self._runtime, None, ""
         with self._lifecycle.acting:
             newest = self._lifecycle.break_off(entry)
@@ -123,7 +105,7 @@ class Survivor:
         self._say_ready(entry)
         if waits is not None:  # the program's thread does not run: what it would do in here is done for it
             try:
-                if not runtime.await_absent():
+                if not self._listener.await_absent():
                     self._endings.cannot_complete(what)
                 runtime.call_again(*waits)
             except Exception as error:  # noqa: BLE001 (it would wait for ever)
