@@ -12,8 +12,8 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,37 +24,24 @@ from torch.optim import Optimizer
 
 from shared_core.config import CHECKPOINT_OPTIONS, SCRIPT_OPTIONS, SwiftConfig, full_names, variable_of
 from shared_core.errors import ConfigError, Unsupported
-from shared_core.events import EventLog
 from shared_core.faults import inject
 from shared_core.handover import NOT_TOLD
-from shared_core.protocol import progress_file, worker_env
+from shared_core.protocol import worker_env
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.keys import CHECKPOINTS
-from shared_core.system import secret
 from shared_core.worker import link
-from shared_core.worker.checkpoints.checkpoints import Checkpoints, Restored
-from shared_core.worker.comm import Runtime
+from shared_core.worker.checkpoints.checkpoints import Checkpoints
+from shared_core.worker.checkpoints.restored import Restored
 from shared_core.worker.comm import install as install_backend
-from shared_core.worker.comm.op import Op
-from shared_core.worker.messages.disk_log import Logs
-from shared_core.worker.mirror import Mirror
-from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.exchange import Recovery
-from shared_core.worker.recovery.lane import Lane, Lanes
-from shared_core.worker.recovery.patience import Patience
-from shared_core.worker.recovery.replay import Replays
-from shared_core.worker.recovery.replicas import Replicas
-from shared_core.worker.recovery.reporting import Listener, News
+from shared_core.worker.recovery.lane import Lane
+from shared_core.worker.recovery.reporting import Listener
 from shared_core.worker.recovery.starting_place import Beginning
 from shared_core.worker.state.attached import Attached
-from shared_core.worker.state.ddp_buckets import BUCKETS, Buckets
-from shared_core.worker.state.forward_pass import Passes
-from shared_core.worker.state.local_state import Capture, Parts, Restore
-from shared_core.worker.state.overflow import overflow
-from shared_core.worker.state.publications import LOOSE, Board, Orders, Tally
+from shared_core.worker.state.local_state import Capture, Restore
+from shared_core.worker.state.publications import LOOSE, Orders, Tally
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.unstepped import Loose
-from shared_core.worker.state.updates import Updates
+from shared_core.worker.wiring import Worker, wire
 
 #: Tops without a recovery point until pending gradients are published along with the top.
 _MAX_DEFERRED = 16
@@ -81,7 +68,6 @@ class Job:
         world_size: number of logical ranks.
         incarnation: this is the n-th worker that holds the rank, from 0.
         config: the options of the job.
-        tops: batch tops passed by the logical rank.
         attempt: number of times that all workers have been started again.
         resized: what is being restored is that of another number of workers.
         added: what is being restored is a copy of another rank's, because this one has been added.
@@ -93,89 +79,46 @@ class Job:
         replays: for pipelines whose newcomers run on from a checkpoint.
     """
 
-    def __init__(self, env: worker_env.WorkerEnv) -> None:
+    def __init__(self, worker: Worker) -> None:
+        env = worker.env
         self.rank, self.world_size, self.incarnation, self.config = (
             env.rank,
             env.world_size,
             env.incarnation,
             env.config,
         )
-        self._env = env
+        self._worker, self._env, self._position = worker, env, worker.position
         self._said = env.config.changed
         self.attempt = env.restart
-        self.tops = 0
         self._replica_ranks: list[int] = []
         self.reachable, self.alike = True, False
         self.resized = self.added = self.rejoined = False
-        self._entry = -1
-        self._events = EventLog(env.events, env.run)
-        self._board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env))
-        self._progress = progress_file.ProgressFile(env.rank_dir / "progress")
-        self._updates = Updates(env.config.state.preimages)
-        self._runtime = Runtime(
-            env.rank,
-            env.world_size,
-            new_store=lambda prefix: self._recovery.new_store(prefix),
-            connect_timeout_s=env.config.detection.connect_timeout_s,
-            wait_timeout_s=env.config.detection.wait_timeout_s,
-            checksums=env.config.state.verify_checksums,
-            log_spill_bytes=env.config.log.spill_bytes,
-        )
-        self._donor = Donor(env, self._board, self._updates, lambda: self.joining)
-        self._recovery = Recovery(env, self._runtime, self._board, self._events, self._donor)
-        self._lanes = Lanes(self._recovery)
-        self._replicas = Replicas(env, self._recovery, self._updates)
-        self._patience = Patience(env, self._recovery, self._events)
-        self._parts = Parts()
-        self._buckets = Buckets(self._runtime, self._record_buckets)
         self._deferred = 0
         self._keeps_tops = False
         self._handles: list[Any] = []
-        self._passes = Passes(
-            self._runtime,
-            self._board,
-            self._updates,
-            lambda: self._parts.capture(forward_mutated=True),
-            self._parts.restore,
-            lambda: self.joining,
-            lambda: self.tops,
-        )
-        self._news = News(
-            env,
-            self._events,
-            self._runtime,
-            self._updates,
-            rolled_back=lambda: self._checkpoints.rolled_back(),
-            report=self._recovery.report,
-        )
-        self._begin()
-        self._logs = Logs(env, self._runtime, lambda: self._checkpoints.newest_top, self._recovery.fall_back)
-        self.replays = Replays(self._recovery, self._logs)
-        runtime = self._runtime
-        runtime.record = self._board.record
-        runtime.publish_checksum = self._board.checksum
-        runtime.waiting_changed = self._progress.waiting
-        runtime.first_group = self._first_group
-        runtime.adopt = self._recovery.adopt
-        runtime.exact = lambda: self._updates.exact
-        runtime.failed = self._recovery.fail
-        self._recovery.saved_tops = lambda: self._checkpoints.tops()
-        self._recovery.together = lambda: self._logs.together
-        self._recovery.on_reroute = self._news.rerouted
-        self._recovery.on_recovered = self._news.recovered
+        self._board, self._progress, self._updates = worker.board, worker.progress, worker.updates
+        self._runtime, self._lanes = worker.runtime, worker.lanes
+        self._donor, self._replicas, self._parts = worker.donor, worker.replicas, worker.parts
+        self._buckets, self._passes, self._news = worker.buckets, worker.passes, worker.news
+        self._commits, self.replays = worker.commits, worker.replays
 
-    def _begin(self) -> None:
-        """Say where checkpoints are made, and find the one from which this worker starts."""
-        env = self._env
-        self._checkpoints = Checkpoints(env, self._recovery, self._updates)
-        if (pricing := self._checkpoints.pricing) is not None:
-            self.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
-        self._beginning = Beginning(env, self._recovery, self._lanes, self._checkpoints, self._updates)
-        asked = env.config.resizes
-        keeps = env.config.checkpoint.dir is not None and not self.reroutes
-        self.orders = Orders(self._board, env.config.resize.data == "drop", asked) if asked or keeps else None
-        if self.reroutes:
-            self.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        return self._worker.start.checkpoints
+
+    @property
+    def _beginning(self) -> Beginning:
+        return self._worker.start.beginning
+
+    @property
+    def orders(self) -> Orders | None:
+        """The passes over the data whose rest may be dealt out to another number of workers; None where it is not."""
+        return self._worker.start.orders
+
+    @property
+    def tops(self) -> int:
+        """Batch tops passed by the logical rank."""
+        return self._position.tops
 
     # -- what adapters call ------------------------------------------------------------------------
 
@@ -227,8 +170,8 @@ class Job:
             )
         self.config = config
         self._env = replace(self._env, config=config)
-        self._begin()
-        self._recovery.tell(CHECKPOINTS, {name: config.get(name) for name in sorted(CHECKPOINT_OPTIONS)})
+        self._worker.begin(self._env)
+        self._worker.store.tell(CHECKPOINTS, {name: config.get(name) for name in sorted(CHECKPOINT_OPTIONS)})
 
     def attach(
         self,
@@ -289,11 +232,11 @@ class Job:
         if not self.config.log.spill_bytes:
             # Of two steps: gradients (in fp32 at most) and, of a sharded stage, gathered parameters.
             extra = 4 * sum(p.numel() for p in replicated.parameters) if sharded else 0
-            self._runtime.max_log_bytes = max(2 * (replicated.nbytes + extra), 4 << 20)
+            self._runtime.results.limit(max(2 * (replicated.nbytes + extra), 4 << 20))
         attached = Attached(modules, replicated, alike=alike)
-        self._passes.buffers = attached.buffers
+        self._passes.attach(attached.buffers)
         self.register("swift.ddp", self._buckets.flags, self._buckets.set_flags)
-        self._runtime.bucket_checksums = self.config.state.verify_checksums and not self._buckets.may_be_unused
+        self._runtime.sum_buckets(self.config.state.verify_checksums and not self._buckets.may_be_unused)
         self.register("swift.buffers", attached.buffers, attached.restore_buffers, forward_mutated=True)
         self.register("swift.modes", attached.modes, attached.restore_modes)
         self.register("swift.hyperparameters", attached.groups, attached.restore_groups)
@@ -322,7 +265,7 @@ class Job:
         if not alone:
             self._updates.keep_images(at_once=True)
         if wanted == "always" or (wanted == "auto" and alone):
-            self._logs.open()
+            self._runtime.results.log_to_disk()
 
     def register(
         self, name: str, capture: Capture, restore: Restore, *, forward_mutated: bool = False, main: bool = False
@@ -346,10 +289,10 @@ class Job:
         """
         inject.point("batch_top")
         self._news.deliver()
-        if self._beginning.is_here("batch", self._entry):
+        if self._beginning.is_here("batch", self._position.entry):
             self._join()
             return True
-        self.tops += 1
+        self._position.tops += 1
         self._progress.top(self.tops)
         self._updates.next_batch()
         if accumulating:
@@ -383,17 +326,17 @@ class Job:
         return self._updates.update()
 
     def mark(self) -> None:
-        """Call right after :meth:`batch_top` where a batch has no collective of all ranks; see :meth:`Logs.mark`."""
+        """Call right after :meth:`batch_top` where a batch has no collective of all ranks; see :meth:`Commits.mark`."""
         if not self.reroutes:  # steps make no log
-            self._logs.mark()
+            self._commits.mark()
 
     def eval_top(self) -> bool:
         """As :meth:`batch_top`, at the start of a stand-alone evaluation."""
         self._news.deliver()
-        if self._beginning.is_here("eval", self._entry):
+        if self._beginning.is_here("eval", self._position.entry):
             self._join()
             return True
-        self.tops += 1
+        self._position.tops += 1
         self._progress.top(self.tops)
         with self._donor.publishing:
             self._publish("eval")
@@ -408,11 +351,9 @@ class Job:
         """
         inject.point("entry")
         self._beginning.prepare()
-        self._entry += 1
-        with self._runtime.lock:
-            self._runtime.entry = self._entry
-            self._runtime.in_startup = True
-        finished = self._beginning.finished(self._entry)
+        self._position.entry += 1
+        self._runtime.enter_call(self._position.entry)
+        finished = self._beginning.finished(self._position.entry)
         if finished is None:
             return EntryDecision(False)
         result, parts = finished
@@ -423,7 +364,7 @@ class Job:
         """Call after a skipped entry call, when all that it makes has been made: a newcomer joins here whose
         predecessor was between this call and the next.
         """
-        if self._beginning.is_here("end", self._entry):
+        if self._beginning.is_here("end", self._position.entry):
             self._join()
         self._leave_entry()
 
@@ -431,14 +372,11 @@ class Job:
         """What the script does from here to the next batch top a newcomer does again, whose place is further on: small
         results of collectives are kept for it.
         """
-        with self._runtime.lock:
-            self._runtime.in_startup = True
+        self._runtime.start_up_again()
 
     def _leave_entry(self) -> None:
         """What the script does between two entry calls is start-up, too, with operations that are counted apart."""
-        with self._runtime.lock:
-            self._runtime.entry = -2 - self._entry
-            self._runtime.in_startup = True
+        self._runtime.enter_call(-2 - self._position.entry)
 
     def entry_done(self, result: Any) -> None:
         """Call at the end of each entry call. What is registered must hold everything that the script finds after it,
@@ -450,9 +388,9 @@ class Job:
         if self.joining:
             return
         self._news.deliver()
-        self.tops += 1
+        self._position.tops += 1
         parts = self._parts.capture()
-        self._board.publish_end(self._entry, result, parts)
+        self._board.publish_end(self._position.entry, result, parts)
         with self._donor.publishing:
             self._publish("end")
         self._leave_entry()
@@ -465,7 +403,7 @@ class Job:
 
     def remember(self, kind: str, name: str, value: Any) -> None:
         """Keep plain data for newcomers of this rank, for the whole job; see :meth:`remembered`."""
-        self._board.record((self._entry, kind, name, self.tops), value)
+        self._board.record((self._position.entry, kind, name, self.tops), value)
 
     def remembered(self, kind: str) -> dict[str, Any]:
         """What predecessors have kept under ``kind``, by name; the newest of each."""
@@ -492,7 +430,7 @@ class Job:
 
     def fall_back(self, reason: str) -> NoReturn:
         """Nobody can take the lost worker's place: all workers go back to the newest checkpoint. Does not return."""
-        self._recovery.fall_back(reason)
+        self._worker.endings.fall_back(reason)
 
     @property
     def folder(self) -> Path:
@@ -520,15 +458,9 @@ class Job:
         """Append an event to the job's log."""
         self._news.emit(kind, **fields)
 
-    @contextmanager
-    def unchecked(self) -> Iterator[None]:
+    def unchecked(self) -> AbstractContextManager[None]:
         """Inputs of collectives in here are not compared with the predecessor's: they rest on the clock or on files."""
-        runtime = self._runtime
-        before, runtime.checksums = runtime.checksums, False
-        try:
-            yield
-        finally:
-            runtime.checksums = before
+        return self._runtime.unchecked()
 
     def on_recovered(self, listener: Listener) -> None:
         """Have ``listener`` called with the fields of each recovery, on the main thread, at the next batch top
@@ -559,12 +491,7 @@ class Job:
         """Have ``call`` run before a collective of all ranks while some are absent; also for one that waits already
         when they are lost, on another thread then. It lets them in. The newest ``call`` counts.
         """
-
-        def lets_in() -> bool:
-            call()
-            return True
-
-        self._runtime.await_absent = lets_in
+        self._lanes.before_collectives(call)
 
     def issued(self) -> int:
         """Collectives that this worker has issued, of all groups."""
@@ -588,7 +515,7 @@ class Job:
             wait: block until they do, or another rank is lost; otherwise this returns at once. If they do not come in
                 ``rejoin_after_s`` and ``wait_timeout_s``, the job ends.
         """
-        return self._lanes.knocking(self._entry, wait=wait)
+        return self._lanes.knocking(self._position.entry, wait=wait)
 
     def let_in(self, ranks: Sequence[int]) -> bool:
         """Let newcomers in, each as a copy of one of its replicas as it has published itself at the last batch top,
@@ -621,7 +548,7 @@ class Job:
         top = Top(
             index=self.tops,
             version=self._updates.version,
-            entry=self._entry,
+            entry=self._position.entry,
             kind=kind,
             groups=groups,
             received={name: mark[0] for name, mark in marks.items() if mark[0]},
@@ -632,13 +559,10 @@ class Job:
         values = parts.get(LOOSE)
         refers = {LOOSE: self._loose.publish(self._board, top.index, values)} if values else {}
         self._board.publish_top(top, parts | refers)
-        with runtime.lock:
-            runtime.top = top.index
-            runtime.in_startup = False
-            stable = runtime.stable
+        stable = runtime.passed_top(top.index)
         if self._lanes.formed:
             stable = top.index  # a newcomer is a copy of a replica as it is at its newest top
-            runtime.settle(stable)
+            runtime.results.settle(stable)
         self._board.drop_before(stable)
         self._updates.at_top(top.index, stable)
         self._passes.at_top()
@@ -651,32 +575,12 @@ class Job:
         assert self._updates.replicated is not None
         return {i: p.grad for i, p in enumerate(self._updates.replicated.parameters) if p.grad is not None}
 
-    def _record_buckets(self, name: str, op: Op) -> None:
-        key = (self._entry, BUCKETS, name, self.tops)
-        op.future.add_done_callback(lambda _: self._board.record(key, op.results))
-
     # -- joining -----------------------------------------------------------------------------------
-
-    def _first_group(self) -> None:
-        recovery = self._recovery
-        self._patience.begin()
-        self._beginning.prepare()
-        if self._runtime.starting:
-            return
-        if recovery.newcomer:
-            self._updates.begin_install()
-            self._updates.load(0, None, ())
-        inject.point("startup")
-        received = recovery.join()
-        if recovery.newcomer:
-            self.replays.own = received.replaying
-            self._beginning.from_scratch()
-            self._news.joined(None)
 
     def _join(self) -> None:
         inject.point("join")
         started = time.time()
-        place, received = self._beginning.reach(self._entry, self._replica_ranks)
+        place, received = self._beginning.reach(self._position.entry, self._replica_ranks)
         let_in = received is not None and place.added
         if received is not None:
             self.replays.own = received.replaying
@@ -695,7 +599,7 @@ class Job:
 
     def _take_place(self, place: Restored) -> None:
         parts = place.parts | self._parts.of_main(place.main)
-        self.tops = place.top.index
+        self._position.tops = place.top.index
         self._checkpoints.joined(place.top, saved=bool(place.tier))
         self._beginning.joining = False
         self._parts.restore(parts)
@@ -709,14 +613,6 @@ class Job:
         self._progress.top(self.tops)
 
 
-def _mirror(env: worker_env.WorkerEnv) -> Mirror | None:
-    """Copies on another machine, where there are several."""
-    if len(env.machines) < 2:
-        return None
-    folder = env.rank_dir / f"attempt{env.restart}"
-    return Mirror(env.rank, env.restart, env.slot, folder, secret.of_job(env.job_dir))
-
-
 _job: Job | None = None
 
 
@@ -724,7 +620,7 @@ def current_job() -> Job | None:
     """The job of this process; None when it was not started by ``swiftrun``."""
     global _job
     if _job is None and worker_env.launched():
-        _job = Job(worker_env.env())
+        _job = Job(wire(worker_env.env()))
         atexit.register(_job._news.memory)
     return _job
 

@@ -56,20 +56,9 @@ LAYERS = (
     ("lazy",),
 )
 #: Imports that still run upwards or sideways. Nothing may be added.
-UPWARDS: set[tuple[str, str]] = {
-    ("shared_core.worker.recovery.exchange", "shared_core.launcher.ledger"),
-    ("shared_core.worker.recovery.lane", "shared_core.launcher.ledger"),
-}
+UPWARDS: set[tuple[str, str]] = set()
 #: Circles of the core that are still there, by their modules. Nothing may be added.
-CIRCLES = [
-    {"shared_core.worker.comm.p2p", "shared_core.worker.comm.runtime"},
-    {
-        "shared_core.worker.checkpoints.checkpoints",
-        "shared_core.worker.recovery.donor",
-        "shared_core.worker.recovery.exchange",
-        "shared_core.worker.recovery.resize",
-    },
-]
+CIRCLES = []
 #: What ``protocol/`` is free of.
 IMPURE = ("torch", "threading", "socket", "selectors", "subprocess", "multiprocessing")
 
@@ -77,29 +66,21 @@ MOST_LINES, MOST_CLASS_LINES, MOST_METHODS = 500, 300, 20
 #: What is larger. It is to become smaller: nothing may be added, and what fits by now must be taken out.
 LARGE_FILES = {
     "shared_core.cli.swiftrun",
-    "shared_core.worker.checkpoints.checkpoints",
     "shared_core.checkpoint.writer",
     "shared_core.launcher.agent",
-    "shared_core.worker.messages.archive",
-    "shared_core.worker.comm.runtime",
     "shared_core.job",
     "shared_core.loaders.resumable",
-    "shared_core.worker.recovery.exchange",
 }
 LARGE_CLASSES = {
     "shared_core.checkpoint.writer.Writer",
     "shared_core.checkpointer.Alone",
     "shared_core.launcher.agent.SwiftAgent",
     "shared_core.launcher.rendezvous.Meeting",
-    "shared_core.worker.messages.archive.Archive",
-    "shared_core.worker.comm.group.SwiftProcessGroup",  # its methods are torch's
-    "shared_core.worker.comm.runtime.Runtime",
     "shared_core.job.Job",
     "shared_core.loaders.resumable.ResumableLoader",
     "shared_core.loop.TrainingLoop",
     "shared_core.worker.state.publications.Board",
     "shared_core.worker.checkpoints.checkpoints.Checkpoints",
-    "shared_core.worker.recovery.exchange.Recovery",
     "shared_core.worker.state.updates.Updates",
 }
 

@@ -43,7 +43,6 @@ from shared_core.launcher.environment import environment_of
 from shared_core.launcher.fencing import Fenced
 from shared_core.launcher.goodbyes import Parting
 from shared_core.launcher.last_checkpoint import LastCheckpoint
-from shared_core.launcher.ledger import FAIL, RELEASE, RESIZE, RESTART
 from shared_core.launcher.logs import ERROR_FILE, WorkerLogs
 from shared_core.launcher.machine import Crew
 from shared_core.launcher.persisting import Persisting
@@ -53,6 +52,7 @@ from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
 from shared_core.plain_json import parse
 from shared_core.protocol import keys, progress_file, worker_env
+from shared_core.protocol.generation import CauseKind, Entry, Kind
 from shared_core.protocol.keys import CHECKPOINTS, SAVED
 from shared_core.protocol.loss_policy import LOOP_LIMIT, Death, LossBook, RaisedError, Verdict
 from shared_core.protocol.request import Mode, StartRequest
@@ -429,7 +429,7 @@ class SwiftAgent(SimpleElasticAgent):
         everyone = self._crew is None and self._lost >= set(self._ranks())
         delay = 0.0
         restart = everyone or self._options.config.on_failure == "restart"
-        entry: dict[str, Any] | None = None
+        entry: Entry | None = None
         # Among several machines a lost worker is replaced by its own; during a change the others hand over without it.
         resizing, alone = self._resizing, self._crew is None
         shrinks = alone and resizing.shrinks(self._now.goodbyes())
@@ -439,20 +439,22 @@ class SwiftAgent(SimpleElasticAgent):
             entry = self._now.next_generation(deaths, detected, stay)
             if entry is None:
                 return self._listen()  # another machine ended this attempt first
-            if entry.get("stay"):
-                resizing.begin(entry["stay"], len(stay) if alone else resizing.target)
-            elif "stay" in entry or len(entry.get("absent", ())) == len(entry["incarnations"]):
+            if entry.stay:
+                resizing.begin(entry.stay, len(stay) if alone else resizing.target)
+            elif entry.kind is Kind.HAND_ON or len(entry.absent or ()) == len(entry.incarnations):
                 restart = True  # nobody is left who could hand over, or let a newcomer in
             else:
                 resizing.expect([death.rank for death in deaths], time.monotonic())
-            if "absent" in entry:
+            if entry.absent is not None:
                 delay = self._options.config.reroute.rejoin_after_s
-            for (one, _), verdict in zip(lost, verdicts, strict=True) if "stay" not in entry and not restart else ():
+            replaces = entry.kind is not Kind.HAND_ON and not restart
+            for (one, _), verdict in zip(lost, verdicts, strict=True) if replaces else ():
                 self._due.append((time.monotonic() + max(verdict.delay_s, delay), one.local_rank))
             self._start_due()
         self._report_start()
+        goes_on = entry is not None and entry.absent is not None and not restart
         for one, death in lost:
-            self._report_loss(one, death, goes_on="absent" in (entry or {}) and not restart)
+            self._report_loss(one, death, goes_on=goes_on)
         if ending is not None:
             return self._fail(ending)
         if restart:
@@ -477,7 +479,7 @@ class SwiftAgent(SimpleElasticAgent):
             cause = "exited with code 0 without saying goodbye"
         progress = progress_file.read_progress(self._progress_file(one.rank))
         tops = progress[0] if progress else 0
-        return Death(one.rank, one.pid, code, cause, tops, error, path if error else "", detected)
+        return Death(one.rank, one.pid, code, cause, tops, error, path if error else "", detected, one.kind)
 
     def _progress_file(self, rank: int) -> Path:
         return self._job_dir / f"rank{rank}" / "progress"
@@ -505,7 +507,7 @@ class SwiftAgent(SimpleElasticAgent):
         return self._failed(first.rank, first.pid, first.exit_code, first.error_file, words)
 
     def _failed(self, rank: int, pid: int, code: int, error_file: str, message: str) -> RunResult:
-        self._now.append(lambda: {"over": FAIL, "rank": rank, "message": message or f"rank {rank} failed"})
+        self._now.append(lambda: Entry(kind=Kind.FAIL, rank=rank, reason=message or f"rank {rank} failed"))
         self._now.stop()
         local_rank = self._ranks().index(rank) if rank in self._ranks() else 0
         failure = ProcessFailure(local_rank=local_rank, pid=pid, exitcode=code, error_file=error_file)
@@ -530,20 +532,20 @@ class SwiftAgent(SimpleElasticAgent):
             self._look_at_machines()
         return None
 
-    def _follow(self, entry: dict[str, Any]) -> RunResult | None:
+    def _follow(self, entry: Entry) -> RunResult | None:
         """Another agent's entry in the ledger."""
-        if entry.get("over") == RELEASE:
+        if entry.kind is Kind.RELEASE:
             self._let_go()
-        elif entry.get("over") == FAIL:
-            self._story.fails(str(entry["message"]))
-            return self._failed(entry.get("rank", 0), 0, 1, "", str(entry["message"]))
-        elif entry.get("over") == RESTART:
+        elif entry.kind is Kind.FAIL:
+            self._story.fails(entry.reason)
+            return self._failed(entry.rank, 0, 1, "", entry.reason)
+        elif entry.kind is Kind.RESTART:
             self._start_again(entry, 0.0)
-        elif entry.get("over") == RESIZE:
+        elif entry.kind is Kind.RESIZE:
             self._go_on_resized(entry)
         else:
             self._note(entry)
-            self._story.counts(len(entry.get("lost", ())))
+            self._story.counts(len(entry.lost))
             self._check_lease()  # it may have given our place away
         return None
 
@@ -565,7 +567,7 @@ class SwiftAgent(SimpleElasticAgent):
         if name == "divergent":
             for one in list(self._fleet.live.values()):
                 if one.rank in value:
-                    self._kill(one, "its state differs from its replicas'")
+                    self._kill(one, "its state differs from its replicas'", CauseKind.DIVERGENT)
         elif name == "fail":
             rank, message = value.rank, value.message
             self._story.fails(f"rank {rank}: {message}")
@@ -654,9 +656,8 @@ class SwiftAgent(SimpleElasticAgent):
         resizing, attempt = self._resizing, self._now
         before = self._worker_group.workers[0].world_size
         line = worker_env.Resized(attempt.number, before, resizing.stay, top) if top else resizing.line
-        entry: dict[str, Any] = {"over": RESIZE, "workers": resizing.target, "line": line.to_json() if line else ""}
-        if self._crew is not None:
-            entry["machines"] = list(resizing.after)
+        machines = resizing.after if self._crew is not None else ()
+        entry = Entry(kind=Kind.RESIZE, workers=resizing.target, line=line, machines=machines)
         generation = attempt.generation
         written = attempt.append(lambda: entry if attempt.generation == generation else None)
         if written is None:
@@ -664,10 +665,9 @@ class SwiftAgent(SimpleElasticAgent):
         self._emit("resize", workers=resizing.target, before=before, top=top, stay=list(resizing.stay))
         self._go_on_resized(written)
 
-    def _go_on_resized(self, entry: dict[str, Any]) -> None:
+    def _go_on_resized(self, entry: Entry) -> None:
         """Kill every worker and start the next attempt with the number of workers that the ledger's entry says."""
-        line = worker_env.Resized.from_json(entry["line"]) if entry["line"] else None
-        group, workers = self._worker_group, int(entry["workers"])
+        line, group, workers = entry.line, self._worker_group, entry.workers
         before, reached = group.workers[0].world_size, self._reached
         self._kill_all()
         self._job.clear(keep=line.attempt if line is not None else None)
@@ -675,11 +675,11 @@ class SwiftAgent(SimpleElasticAgent):
         here, first = range(workers), 0
         if self._crew is not None:
             nproc = group.spec.local_world_size
-            place = self._crew.regroup(entry["machines"], self._number)
+            place = self._crew.regroup(entry.machines, self._number)
             here, first = range(nproc), place * nproc
-            group.group_rank, group.group_world_size = place, len(entry["machines"])  # type: ignore[assignment]
+            group.group_rank, group.group_world_size = place, len(entry.machines)  # type: ignore[assignment]
             if line is not None:
-                self._crew.gather(entry["machines"], line)
+                self._crew.gather(entry.machines, line)
         group.workers = [Worker(i, first + i, first + i, workers, workers) for i in here]
         self._tell_of_resize(before, reached, line)
         self._resizing.done(time.monotonic(), workers, line)
@@ -705,7 +705,7 @@ class SwiftAgent(SimpleElasticAgent):
             self._emit_generation(entry)
             self._note(entry)
 
-    def _note(self, entry: dict[str, Any]) -> None:
+    def _note(self, entry: Entry) -> None:
         """A generation was written that may begin or end a change of the number of workers."""
         changing = bool(self._resizing.stay)
         self._resizing.follow(entry, self._worker_group.spec.local_world_size)
@@ -756,11 +756,11 @@ class SwiftAgent(SimpleElasticAgent):
         if entry is None:
             return
         self._note(entry)
-        self._story.counts(len(entry.get("lost", ())))
-        for rank in entry.get("lost", ()):
-            self._emit("lost", rank=rank, cause=entry["cause"][str(rank)], detected=entry["detected"])
+        self._story.counts(len(entry.lost))
+        for cause in entry.causes:
+            self._emit("lost", rank=cause.who, cause=cause.text, detected=entry.detected)
         if restart:
-            self._emit("restart", reason=entry["reason"], attempt=self._number + 1)
+            self._emit("restart", reason=entry.reason, attempt=self._number + 1)
             self._start_again(entry, 0.0)
         else:
             self._emit_generation(entry)
@@ -805,8 +805,8 @@ class SwiftAgent(SimpleElasticAgent):
         self._story.look()
         return True
 
-    def _kill(self, one: LiveWorker, cause: str) -> None:
-        one.cause = cause
+    def _kill(self, one: LiveWorker, cause: str, kind: CauseKind = CauseKind.DIED) -> None:
+        one.cause, one.kind = cause, kind
         process.kill_group(one.pid)
 
     # -- starting -----------------------------------------------------------------------------------------------------
@@ -897,24 +897,23 @@ class SwiftAgent(SimpleElasticAgent):
 
     def _restart_all(self, reason: str, delay_s: float, *, line: worker_env.Resized | None) -> None:
         """End this attempt for all agents, unless another did, and begin the next."""
-        over = {"over": RESTART, "reason": reason, "line": line.to_json() if line is not None else ""}
+        over = Entry(kind=Kind.RESTART, reason=reason, line=line)
         if (entry := self._now.append(lambda: over)) is None:
             self._told = True
             return
         self._emit("restart", reason=reason, attempt=self._number + 1)
         self._start_again(entry, delay_s)
 
-    def _start_again(self, entry: dict[str, Any], delay_s: float) -> None:
+    def _start_again(self, entry: Entry, delay_s: float) -> None:
         """Kill every worker and start all again as generation 0 of the next attempt."""
-        folder, line = self._options.config.checkpoint.dir, None
+        folder, line = self._options.config.checkpoint.dir, entry.line
         whence = "from the start" if folder else "from the start, as no checkpoint.dir is set"
-        if entry.get("line"):
-            line = worker_env.Resized.from_json(entry["line"])
+        if line is not None:
             whence = f"from batch top {line.top}, where their number had changed"
         many = self._worker_group.workers[0].world_size
         what = "the worker is back" if many == 1 else f"all {many} workers are back"
         top = line.top if line is not None else None
-        why = "" if self._options.config.on_failure == "restart" else str(entry["reason"])
+        why = "" if self._options.config.on_failure == "restart" else entry.reason
         change = Change(time.time(), what, why, whence, self._reached, top)
         self._story.changes(change, tell=self._speaks)
         self._kill_all()
@@ -945,8 +944,8 @@ class SwiftAgent(SimpleElasticAgent):
     def _killed(self) -> str:
         return f"{ranks_text(one.rank for one in self._fleet.live.values())} to end, killed with SIGKILL"
 
-    def _emit_generation(self, entry: dict[str, Any]) -> None:
-        self._emit("generation", **{name: value for name, value in entry.items() if name != "generation"})
+    def _emit_generation(self, entry: Entry) -> None:
+        self._emit("generation", **entry.event_fields())
 
     def _emit(self, kind: str, *, rank: int = -1, **fields: Any) -> None:
         generation = self._attempt.generation if self._attempt is not None else 0

@@ -30,9 +30,10 @@ from shared_core.events import console
 from shared_core.launcher.attempt import Team, connect, first_of, prefix_of
 from shared_core.launcher.console import host_of, ranks
 from shared_core.launcher.lease import FIRST_S, Lease
-from shared_core.launcher.ledger import RELEASE, RESIZE, RESTART, Ledger
+from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.ports import Ports, serve_store
 from shared_core.launcher.rendezvous_store import C10D, Gone, Register, own_address, probe
+from shared_core.protocol.generation import Kind
 from shared_core.protocol.meeting_document import ENDED, FORMING, RUNNING
 from shared_core.system.secret import common
 from shared_core.waiting import Wait
@@ -410,11 +411,12 @@ class Meeting(RendezvousHandler):
                         self._turn_away(lease, ledger, gone | ledger.gone)
                     self.pause(_LOOK_S)
                 gone |= ledger.gone
-                if ledger.over["over"] not in (RESTART, RESIZE):
+                if ledger.over.kind not in (Kind.RESTART, Kind.RESIZE):
                     self.leave(over=False)
-                    failed = ledger.over["over"] != RELEASE
+                    failed = ledger.over.kind is not Kind.RELEASE
                     raise JobOver("the job ended while this machine waited", failed=failed)
-                number, machines, self.line = number + 1, tuple(ledger.machines), str(ledger.over.get("line", ""))
+                line = ledger.over.line
+                number, machines, self.line = number + 1, ledger.machines, line.to_json() if line is not None else ""
         except RuntimeError as error:
             if isinstance(error, SwiftError):
                 raise

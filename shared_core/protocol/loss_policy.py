@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shared_core import errors
+from shared_core.protocol.generation import CauseKind
 from shared_core.resources import advice_on
 
 #: A rank that dies so often in a row, in the same way and without progress, ends the job.
@@ -72,6 +73,7 @@ class Death:
         error: its uncaught exception, if it had one.
         error_file: where that was read from; empty if there was none.
         detected: ``time.time()`` when the agent noticed.
+        kind: of the cause.
     """
 
     rank: int
@@ -82,6 +84,7 @@ class Death:
     error: RaisedError | None
     error_file: str
     detected: float
+    kind: CauseKind = CauseKind.DIED
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from shared_core.config import SwiftConfig
+from shared_core.protocol.generation import Entry, Kind
 from shared_core.protocol.takeover import grown
 from shared_core.protocol.worker_env import Resized
 
@@ -49,12 +49,12 @@ class Resizing:
         self.grow_at = None
         self.due.clear()
 
-    def follow(self, entry: Mapping[str, Any], nproc: int) -> None:
+    def follow(self, entry: Entry, nproc: int) -> None:
         """An agent has written a generation: a change begins with it, or the one under way is given up."""
-        if "after" in entry:
-            self.after = tuple(entry["after"])
-            self.begin(entry["stay"], len(self.after) * nproc)
-        elif "stay" not in entry:
+        if entry.after:
+            self.after = entry.after
+            self.begin(entry.stay, len(self.after) * nproc)
+        elif entry.kind is not Kind.HAND_ON:
             self.end()
 
     def machines(

@@ -21,6 +21,7 @@ from datetime import timedelta
 from shared_core.worker import link
 from shared_core.protocol import progress_file
 from shared_core.protocol import worker_env
+from shared_core.protocol.generation import Entry
 me = worker_env.env()
 store = link.connect_store()
 def reach(name, rank=None):
@@ -30,7 +31,7 @@ def await_(name, rank):
     return int(store.get(f"test/{name}/{rank}"))
 def generation(g):
     store.wait([me.prefix + f"gen/{g}"], timedelta(seconds=40))
-    return json.loads(store.get(me.prefix + f"gen/{g}"))
+    return Entry.from_json(store.get(me.prefix + f"gen/{g}"), g, me.world_size).event_fields()
 def show(**fields):
     os.write(1, (json.dumps(fields) + "\\n").encode())  # whole: others write to the same pipe
 """

@@ -30,7 +30,7 @@ def do(kind: str) -> None:
         (folder,) = Path(job.config.checkpoint_dir).glob(f"*/step-{int(top):010d}")
         _CHECKPOINTS[name](folder)
         return
-    archive = job._runtime.archive
+    archive = job._runtime.disk.archive
     if archive is None:
         raise AssertionError("there is no log on disk to damage")
     archive.flush(20.0)

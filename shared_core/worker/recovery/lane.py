@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -32,13 +32,16 @@ from shared_core.errors import (
 )
 from shared_core.events import console
 from shared_core.faults import inject
-from shared_core.launcher.ledger import lane_key
 from shared_core.protocol.codec import decode
+from shared_core.protocol.generation import lane_key
 from shared_core.system import threads
 from shared_core.waiting import Keys, ranks_text, wait_for
+from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup, finish
-from shared_core.worker.comm.runtime import MAX_ATTEMPTS, SUSPECT_S, Runtime
-from shared_core.worker.recovery.exchange import Received, Recovery
+from shared_core.worker.comm.runtime import Runtime
+from shared_core.worker.comm.suspicion import SUSPECT_S
+from shared_core.worker.recovery.exchange import Received
+from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.state.replicated import pack, unpack
 
 #: Longest that a tensor is kept until it is sent.
@@ -168,24 +171,14 @@ class Lane:
         """
         self._run(lambda pg: pg.barrier(dist.BarrierOptions()))
 
-    @contextmanager
-    def waiting(self, ranks: Sequence[int], what: str) -> Iterator[None]:
+    def waiting(self, ranks: Sequence[int], what: str) -> AbstractContextManager[None]:
         """In here this worker waits for others: the progress time-out does not run, and helpers may compute.
 
         Args:
             ranks: who is waited for.
             what: what they are to do, for the line that a long wait prints.
         """
-        with self._runtime.turn.passed_on():
-            with self._runtime.lock:
-                self._runtime.note_waiting(+1)
-                self._runtime.beside = time.monotonic(), tuple(ranks), what
-            try:
-                yield
-            finally:
-                with self._runtime.lock:
-                    self._runtime.note_waiting(-1)
-                    self._runtime.beside = None
+        return self._runtime.waiting_beside(ranks, what)
 
     def explain(self, error: RuntimeError) -> None:
         """An operation failed. Raises LaneBroken once a loss is announced that explains it, else ``error``."""
@@ -261,6 +254,7 @@ class Lanes:
         self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
         self._lane: Lane | None = None
         self._passed_over: list[str] = []
+        self._lets_in: Callable[[], None] | None = None
 
     @property
     def formed(self) -> bool:
@@ -278,7 +272,7 @@ class Lanes:
         if self._env.config.on_failure != "reroute":
             raise ConfigError("lanes are for on_failure='reroute': in all other cases a lost rank is waited for")
         if self._lane is None:
-            self._recovery.new_store("").set(lane_key(self._env.rank, self._env.incarnation), "1")
+            self._recovery.store.below().set(lane_key(self._env.rank, self._env.incarnation), "1")
         while True:
             with runtime.lock:
                 # A loss before all use lanes, or without a newcomer, is answered by forming the generation.
@@ -313,7 +307,7 @@ class Lanes:
         inject.point("lane.connect")
         # A generation has two lanes if newcomers are let in in it.
         name = f"lane{len(present)}"
-        store, meeting = self._recovery.new_store(""), f"gen/{generation}/{name}"
+        store, meeting = self._recovery.store.below(), f"gen/{generation}/{name}"
         store.set(f"{meeting}/{rank}", "1")
         arrivals = _Arrivals(store, meeting)
         # As long as torch waits at least: nobody that is present was lost, so whoever is late computes.
@@ -365,10 +359,23 @@ class Lanes:
                 abandoned = lambda: self._runtime.latest > generation  # noqa: E731
                 wait_for(store, keys, abandoned, limit_s, self._env.rank, what, bound=bound, ends=ends)
         except WaitTimeout as error:
-            self._recovery.give_up(error)
+            self._recovery.endings.give_up(error)
         finally:
             with self._runtime.lock:
                 self._runtime.note_waiting(-1)
+
+    def before_collectives(self, call: Callable[[], None]) -> None:
+        """Have ``call`` let the absent ranks in before a collective of all."""
+        self._lets_in = call
+
+    def await_absent(self) -> bool:
+        """A collective of all ranks is called while some are absent. Whether they are in now; not if nobody lets them
+        in.
+        """
+        if self._lets_in is None:
+            return False
+        self._lets_in()
+        return True
 
     # -- letting in --------------------------------------------------------------------------------
 
@@ -382,12 +389,12 @@ class Lanes:
                 ``wait_timeout_s``, the job ends.
         """
         with self._runtime.lock:
-            generation, record = self._runtime.latest, self._recovery.record
+            generation, newest = self._runtime.latest, self._recovery.lifecycle.entry
             absent = sorted(self._runtime.absent)
-        keys = [f"knock/{rank}.{record['incarnations'][rank]}" for rank in absent]
-        if not keys:
+        if newest is None or not absent:
             return ()
-        store = self._recovery.new_store("")
+        keys = [f"knock/{rank}.{newest.incarnations[rank]}" for rank in absent]
+        store = self._recovery.store.below()
         if wait:
             timeout_s = self._env.config.reroute.rejoin_after_s + self._runtime.wait_timeout_s
             try:
@@ -402,7 +409,7 @@ class Lanes:
             entries = {decode(store.get(key), int, key) for key in keys}
         except DamagedRecord as error:
             if wait:
-                self._recovery.give_up(error)
+                self._recovery.endings.give_up(error)
             if self._passed_over != keys:
                 self._passed_over = keys
                 console(f"{error}. {ranks_text(absent)} cannot be let in")
@@ -410,7 +417,9 @@ class Lanes:
         if entries == {entry}:
             return tuple(absent)
         if wait:
-            self._recovery.fall_back(f"newcomers of ranks {absent} are in another call of the program than the others")
+            self._recovery.endings.fall_back(
+                f"newcomers of ranks {absent} are in another call of the program than the others"
+            )
         return ()
 
     def let_in(self, ranks: Sequence[int]) -> bool:
@@ -423,7 +432,7 @@ class Lanes:
         runtime, recovery, generation = self._runtime, self._recovery, self._lane.generation
         started = time.time()
         inject.point("lane.let_in")
-        recovery.new_store("").set(f"gen/{generation}/letting", "1")
+        recovery.store.below().set(f"gen/{generation}/letting", "1")
         try:
             received = recovery.let_in(generation)
         except GenerationAbandoned:
@@ -446,7 +455,7 @@ class Lanes:
         """Newcomer: wait to be let in. Returns what was received."""
         runtime, recovery = self._runtime, self._recovery
         inject.point("lane.knock")
-        store = recovery.new_store("")
+        store = recovery.store.below()
         store.set(f"knock/{self._env.rank}.{self._env.incarnation}", str(entry))
         while True:
             generation = runtime.latest

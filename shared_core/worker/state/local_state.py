@@ -16,6 +16,19 @@ _RANDOM = "swift.random"
 _ATTACHED = "swift."
 
 
+@dataclass
+class Position:
+    """How far the program of this worker is.
+
+    Attributes:
+        tops: batch tops passed by the logical rank.
+        entry: number of the entry call (fit, validate, test, predict); -1 before the first.
+    """
+
+    tops: int = 0
+    entry: int = -1
+
+
 @dataclass(frozen=True)
 class _Part:
     capture: Capture

@@ -29,9 +29,11 @@ def main() -> None:
         ddp(torch.ones(2, 512)).sum().backward()
         with runtime.lock:
             held.append(runtime.log_bytes() / gradient)
-            free.append(sum(t.numel() * t.element_size() for ts in runtime.pool._free.values() for t in ts) / gradient)
+            free.append(
+                sum(t.numel() * t.element_size() for ts in runtime.results.pool._free.values() for t in ts) / gradient
+            )
         optimizer.step()
-    report.finish({}, held=held[8:], free=free[8:], peak=runtime.peak_log_bytes / gradient)
+    report.finish({}, held=held[8:], free=free[8:], peak=runtime.results.peak_bytes / gradient)
     dist.barrier()
     dist.destroy_process_group()
 
