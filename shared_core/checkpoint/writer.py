@@ -231,9 +231,10 @@ class Writer:
     def say_last(self) -> None:
         """The end: tell the writers of other machines which snapshot of this one was the last."""
         for spool in self._spool.all_attempts():
-            if (step := spool.newest_complete()) is None:
+            step = spool.newest_complete()
+            parts = spool.parts(step) if step is not None else {}
+            if step is None or not parts:  # or its folder has just gone, with the job
                 continue
-            parts = spool.parts(step)
             one = next(iter(parts.values()))
             if one.target is not None and len(parts) < one.world_size:
                 with contextlib.suppress(OSError, SwiftError):
