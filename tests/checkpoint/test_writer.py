@@ -73,6 +73,15 @@ def test_its_end_where_the_folder_vanishes_meanwhile(spool: Spool, where: Path) 
     assert not spool.folder.exists() and not where.exists()
 
 
+def test_it_ends_at_once_where_its_folder_has_gone(spool: Spool, where: Path) -> None:
+    with writing(spool) as writer:
+        wait_until((spool.folder / BELL).exists, "the writer")
+        snapshot(spool, 10, where)
+        assert spool.wait_committed(10, 20.0)
+        shutil.rmtree(spool.folder)
+        assert finish(writer, grace_s=20.0) == (0, [])
+
+
 def test_it_works_when_the_bell_rings(spool: Spool, where: Path) -> None:
     with writing(spool) as writer:
         wait_until((spool.folder / BELL).exists, "the writer")
