@@ -78,7 +78,7 @@ def train() -> dist.ProcessGroup:
 
     if args.checkpointer:
         job: shared_core.TrainingLoop = shared_core.Checkpointer(
-            args.checkpointer, model, optimizer, checkpoint_every_steps=3
+            args.checkpointer, model, optimizer, every_steps=3
         )
     else:
         job = shared_core.attach(model, optimizer)
