@@ -38,7 +38,7 @@ from shared_core.worker.recovery.replicas import Sums
 TOP = Top(1, 0, -1, "batch", {"w": 3}, {"w": {"0,1,0": 2}}, {"w": {"0,1,-1": 2}}, {"w": [0, 1]}, [0, 1], saved=True)
 GROUP = GroupFrontier((0, 1), 7, [5, 6], [4, 5], [4], {"0,1,0": 2}, {"0,1,0": 2}, {"0,1,0": 1})
 FRONT = Frontier(1, 0, False, 3, (TOP,), {"w": GROUP}, [1], 2, [1], outside=True)
-MEMBER = {"name": "10.0.0.1:1#a.1", "nproc": 2, "nnodes": "2:2", "host": True}
+MEMBER = {"name": "10.0.0.1:1#a.1", "nproc": 2, "nnodes": "2:2", "host": True, "secret": "a5"}
 
 
 def as_fronts(raw: bytes) -> Any:
@@ -105,7 +105,8 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
     "sums": (asdict(Sums(3, [2**64 - 1, 7])), lambda raw: Sums.read(raw, "sums/1/3/1", 2), set()),
     "line/has": (["7/memory/s"], has, set()),
     "document": (
-        {"phase": "running", "round": 0, "attempt": 0, "run": "r", "members": [MEMBER], "store": ["h", 1], "beat": 3},
+        {"phase": "running", "round": 0, "attempt": 0, "run": "r", "members": [MEMBER]}
+        | {"store": ["h", 1], "beat": 3, "secret": "a5"},
         lambda raw: read_document(raw, "of the job"),
         {"beat", "host"},
     ),
