@@ -40,6 +40,8 @@ SEALED = ".sealed"
 _STATUS, _SPARE, _HELD = "status.json", "spare", "held.json"
 _STEP = re.compile(r"step-(\d{10,})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+#: Ranks of the largest job: the writer looks for the part of each.
+_MOST_RANKS = 1 << 20
 #: Share of the machine's memory that snapshots leave free.
 _RESERVE = 0.05
 #: How often somebody who waits for a commit looks, in seconds.
@@ -127,6 +129,7 @@ def sealed_of(raw: str | bytes) -> Sealed:
         part = Sealed(**(body | {"local": tuple(body["local"]), "files": tuple(body["files"]), "target": target}))
         good = (
             all(map(is_count, (part.step, part.rank, part.world_size, *part.local)))
+            and part.world_size <= _MOST_RANKS
             and all(isinstance(name, str) and _NAME.fullmatch(name) for name in part.files)
             and isinstance(part.meta, dict)
             and (target is None or _is_like(target, Target("")))

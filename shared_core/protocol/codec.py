@@ -6,7 +6,6 @@ Whoever defines a record so says once what every reader of it accepts. What is s
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import reprlib
@@ -17,6 +16,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from shared_core.errors import DamagedRecord
+from shared_core.plain_json import parse
 
 #: The largest count: every reader of JSON keeps it exactly.
 MOST = 2**53 - 1
@@ -109,10 +109,10 @@ def decode(raw: bytes | str, shape: Any, key: str, advice: str = "") -> Any:
         DamagedRecord: it is something else.
     """
     try:
-        return fit(json.loads(raw if isinstance(raw, str) else bytes(raw).decode()), shape)
+        return fit(parse(raw if isinstance(raw, str) else bytes(raw).decode()), shape)
     except _Wrong as wrong:
         raise damaged(key, str(wrong), advice) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise damaged(key, f"it is no JSON ({error})", advice) from None
 
 

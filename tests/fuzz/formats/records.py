@@ -1,7 +1,8 @@
-"""What the job's store holds: ledger entries, frontiers, offers, places in calls, the rendezvous' document."""
+"""What the job's store holds: ledger entries, frontiers, offers, places in calls, what workers say, the meeting."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ from hypothesis import strategies as st
 
 from shared_core.launcher.ledger import Ledger
 from shared_core.protocol.cut import Offer, choose_cut
-from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
+from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
+from shared_core.protocol.meeting_document import read_document
 from shared_core.protocol.standstill import Standing, awaited, describe, stuck
+from shared_core.protocol.worker_env import Resized
+from shared_core.protocol.worker_messages import SHAPES, read
+from shared_core.worker.recovery.replicas import Sums
 
 from ..harness import Target, only_errors, stable
 
@@ -24,7 +29,7 @@ tops = st.builds(
 )
 frontiers = st.builds(
     Frontier,
-    rank=st.integers(0, 1),
+    rank=st.just(0),
     incarnation=counts,
     newcomer=st.booleans(),
     version=counts,
@@ -58,8 +63,40 @@ standings = st.builds(
 entries = st.builds(
     lambda lost, over, names: {"lost": lost, "detected": 1.5} | over | names,
     st.lists(st.integers(0, 3), unique=True, max_size=2),
-    st.sampled_from([{}, {"over": "restart"}]),
+    st.sampled_from([{}, {"over": "restart", "reason": "lost"}]),
     st.sampled_from([{}, {"machines": ["a:1#x", None]}, {"stay": [0, 1], "after": ["b:1#x"]}]),
+)
+lines = st.builds(Resized, counts, counts, st.lists(counts, max_size=3).map(tuple), counts)
+members = st.fixed_dictionaries(
+    {"name": st.sampled_from(["a:1#x", "b:1#y"]), "nproc": counts, "nnodes": st.just("1:2")},
+    optional={"host": st.booleans()},
+)
+meetings = st.fixed_dictionaries(
+    {
+        "phase": st.sampled_from(["forming", "running", "ended"]),
+        "round": counts,
+        "attempt": counts,
+        "run": st.just("0123456789ab"),
+        "members": st.lists(members, min_size=1, max_size=2),
+        "store": st.just(["127.0.0.1", 29500]),
+    },
+    optional={"beat": counts},
+)
+words = st.sampled_from(
+    [
+        ("fail", {"message": "no", "rank": 1}),
+        ("restart", {"reason": "lost"}),
+        ("saved", {"done": True, "top": 3}),
+        ("checkpoints", {"checkpoint.keep": 3, "checkpoint.dir": None}),
+        ("handed", {"generation": 1, "top": 3}),
+        ("declined", {"generation": 1, "reason": "no"}),
+        ("reports", {"rank": 0, "time": 1.5, "pid": 7, "top": 3, "whence": "step 40"}),
+        ("divergent", [0, 1]),
+        ("fail", "no"),
+    ]
+)
+sums = st.builds(
+    lambda version, sums: {"version": version, "sums": sums}, counts, st.lists(counts, min_size=2, max_size=2)
 )
 
 
@@ -110,8 +147,25 @@ def _stand(data: bytes, _folder: Path) -> Standing:
     return one
 
 
+def _front(data: bytes, _folder: Path | None = None) -> Frontier:
+    """Beside the frontier of another rank."""
+    other = Frontier(1, 0, False, 0, (), {"default": GroupFrontier((0, 1), 1, [1], [0], [])})
+    read_fronts({0: data, 1: other.to_json().encode()}, {0: "front/0", 1: "front/1"})
+    return Frontier.from_json(data)
+
+
+def _said(data: bytes, _folder: Path) -> Any:
+    name, _, raw = data.partition(b" ")
+    said = name.decode(errors="replace")
+    return read(said, raw) if said in SHAPES else None
+
+
 def _json(value: Any) -> bytes:
     return value.to_json().encode()
+
+
+def _plain(value: Any) -> bytes:
+    return json.dumps(value).encode()
 
 
 TARGETS = [
@@ -120,9 +174,27 @@ TARGETS = [
         "records.frontier",
         frontiers,
         lambda value, _: _json(value),
-        lambda data, _: Frontier.from_json(data),
-        stable(_json, Frontier.from_json),
+        _front,
+        stable(_json, _front),
     ),
     Target("records.offer", offers, lambda value, _: _json(value), _cut, only_errors),
     Target("records.standing", standings, lambda value, _: _json(value), _stand, stable(_json, Standing.from_json)),
+    Target(
+        "records.line",
+        lines,
+        lambda value, _: _json(value),
+        lambda data, _: Resized.from_json(data),
+        stable(_json, Resized.from_json),
+    ),
+    Target(
+        "records.meeting",
+        meetings,
+        lambda value, _: _plain(value),
+        lambda data, _: read_document(data, "meeting"),
+        stable(_plain, lambda data: read_document(data, "meeting")),
+    ),
+    Target("records.word", words, lambda value, _: f"{value[0]} {json.dumps(value[1])}".encode(), _said, only_errors),
+    Target(
+        "records.sums", sums, lambda value, _: _plain(value), lambda data, _: Sums.read(data, "sums", 2), only_errors
+    ),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from shared_core.checkpoint.spool import Target as Where
 from shared_core.checkpoint.writer import Writer
 from shared_core.errors import CorruptFile
 from shared_core.events import EventLog
+from shared_core.plain_json import parse
 
 from ..harness import Target, only_errors, stable
 from ..json_values import plain_json, text_keys
@@ -103,9 +105,25 @@ def _read_held(data: bytes, folder: Path) -> Any:
     return _spool(folder).held()
 
 
+def _inside(data: bytes, folder: Path) -> bytes:
+    """The same note; its checkpoints go into the folder, wherever else they were to go."""
+    try:
+        note = parse(data)
+        where = note["target"]["where"]
+    except (ValueError, TypeError, LookupError):
+        return data
+    if not isinstance(where, str):
+        return data
+    note["target"]["where"] = f"{folder}{os.path.normpath('/' + where)}"
+    try:
+        return json.dumps(note).encode()
+    except RecursionError as error:
+        raise CorruptFile("too deep") from error
+
+
 def _work(data: bytes, folder: Path) -> None:
     """The writer finds such a note when it starts, and takes it for what is to be written."""
-    data = data.replace(b"/nowhere", str(folder / "written").encode())
+    data = _inside(data, folder / "written")
     where = folder / "writing"
     spool = Spool(where, 0)
     (spool.folder_of(_STEP) / f"rank0{SEALED}").write_bytes(data)
