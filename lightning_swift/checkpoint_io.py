@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import pickle
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ _LENGTH_BYTES = 2
 #: How the end of an archive begins, and its length without a comment.
 _END, _END_BYTES = b"PK\5\6", 22
 _BEGIN = b"PK\3\4"
+#: What torch raises for what is no file of it.
+_UNREADABLE = (RuntimeError, EOFError, ValueError, LookupError, OSError, struct.error, pickle.UnpicklingError)
 _WHOLE, _DAMAGED, _CUT_OFF, _NO_SEAL, _NO_ARCHIVE = "whole", "damaged", "cut off", "no seal", "no archive"
 
 
@@ -103,7 +106,7 @@ class SwiftCheckpointIO(CheckpointIO):
         try:
             loaded: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
             return loaded
-        except (RuntimeError, EOFError, ValueError, LookupError, OSError, pickle.UnpicklingError) as error:
+        except _UNREADABLE as error:
             # Without a seal it may be another's, in which torch finds what it must not read; that it says itself.
             if state == _WHOLE or (state == _NO_SEAL and isinstance(error, OSError | pickle.UnpicklingError)):
                 raise

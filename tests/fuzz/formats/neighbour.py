@@ -1,4 +1,7 @@
-"""Copies of snapshots in another machine's memory: requests for them, and the lists and files that come back."""
+"""Copies of snapshots in another machine's memory: requests for them, and the lists and files that come back.
+
+With a secret, somebody on the way changes what is sent: a copy is whole and as it was sent, or it is none.
+"""
 
 from __future__ import annotations
 
@@ -6,56 +9,73 @@ import hashlib
 import json
 import shutil
 import socket
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
-from shared_core.worker.near import GET, LIST, PUT, SIZE, find
 
 from shared_core.checkpoint.spool import SEALED, Sealed
-from shared_core.launcher.mirror import MirrorServer
+from shared_core.errors import CorruptFile
 from shared_core.launcher.neighbour import Copies
-from shared_core.system.wire import send_frame
+from shared_core.system.snapshot_wire import GET, LIST, PART, PUT, SIZE, receive_bytes
+from shared_core.system.wire import Link
+from shared_core.worker.checkpoints.in_memory import find
 
 from ..harness import Target, only_errors
-from .wire import _join
+from ..machines import KEY, Said, answered, changed, changes, frames, heard, machine, packed, whole
 
 _STEP = 40
 contents = st.dictionaries(st.sampled_from(["rank0", "replicated0.safetensors"]), st.binary(max_size=30), max_size=2)
 #: Between a request's header and what follows it.
 _BREAK = b"\0BREAK\0"
+_FILES = {"rank0": b"part", "replicated0.safetensors": b"replicated"}
 
 
-def _note(files: dict[str, bytes]) -> str:
-    return json.dumps(asdict(Sealed(_STEP, 0, 1, (0,), tuple(files), {"attempt": 0})))
+def _said(*parts: bytes) -> list[Said]:
+    return [(PART, 0, 0, "", [part]) for part in parts]
 
 
-def _put(files: dict[str, bytes], _folder: Path) -> bytes:
-    header = {
-        "attempt": 0,
-        "step": _STEP,
-        "files": {name: len(data) for name, data in files.items()},
-        "notes": {f"rank0{SEALED}": _note(files)},
-    }
-    rest = b"".join(data + hashlib.sha256(data).digest() for data in files.values()) + b"."
-    return json.dumps(header).encode() + _BREAK + rest
+def _file(data: bytes) -> list[Said]:
+    return _said(*filter(None, [data]), hashlib.sha256(data).digest())
+
+
+def _header(files: Mapping[str, bytes], step: int) -> bytes:
+    note = json.dumps(asdict(Sealed(step, 0, 1, (0,), tuple(files), {"attempt": 0})))
+    sizes = {name: len(data) for name, data in files.items()}
+    return json.dumps({"attempt": 0, "step": step, "files": sizes, "notes": {f"rank0{SEALED}": note}}).encode()
+
+
+def _rest(files: Mapping[str, bytes]) -> list[Said]:
+    return [*(one for data in files.values() for one in _file(data)), (b".", 0, 0, "", [])]
+
+
+def _put(files: Mapping[str, bytes], _folder: Path) -> bytes:
+    return _header(files, _STEP) + _BREAK + b"".join(frames(_rest(files)))
 
 
 def _serve(kind: bytes, data: bytes, copies: Copies) -> bytes:
     header, _, rest = data.partition(_BREAK)
-    mine, theirs = socket.socketpair()
-    with mine, theirs:
-        theirs.sendall(rest[: 1 << 16])
-        theirs.shutdown(socket.SHUT_WR)
-        copies.serve(mine, kind, header)
-        mine.shutdown(socket.SHUT_WR)
-        return b"".join(iter(lambda: theirs.recv(1 << 16), b""))
+    return answered(rest, lambda sock: copies.serve(Link(sock, None, serves=True), kind, header))
+
+
+def _given(answer: bytes) -> bytes | None:
+    """The file in an answer, as a worker takes it; None if it is not there."""
+    with heard(answer) as sock:
+        link = Link(sock, None, serves=False)
+        size = SIZE.unpack(link.data(PART, SIZE.size))[0]
+        return receive_bytes(link, size) if size >= 0 else None
 
 
 def _fresh(folder: Path) -> Copies:
     shutil.rmtree(folder / "copies", ignore_errors=True)
     return Copies(folder / "copies")
+
+
+def _ask(copies: Copies, name: str) -> bytes:
+    return _serve(GET, json.dumps({"where": "kept", "key": copies.kept, "name": name}).encode(), copies)
 
 
 def _take(data: bytes, folder: Path) -> Any:
@@ -66,19 +86,13 @@ def _take(data: bytes, folder: Path) -> Any:
     if copies.kept is None:
         return None
     header = data.partition(_BREAK)[0]
-    return {
-        name: _serve(GET, json.dumps({"where": "kept", "key": copies.kept, "name": name}).encode(), copies)
-        for name in json.loads(header)["files"]
-    }
+    return {name: _ask(copies, name) for name in json.loads(header)["files"]}
 
 
 def _whole(value: Any, _data: bytes, _corpus: Any) -> str:
     """A file comes with its length and checksum, or is said not to be there."""
-    for name, answer in (value or {}).items():
-        (size,) = SIZE.unpack(answer[: SIZE.size])
-        body, digest = answer[SIZE.size : -32], answer[-32:]
-        if size >= 0 and (len(body) != size or hashlib.sha256(body).digest() != digest):
-            return f"{name} is given as {answer!r:.200}"
+    for answer in (value or {}).values():
+        _given(answer)
     return ""
 
 
@@ -88,38 +102,94 @@ def _get(name: str, _folder: Path) -> bytes:
 
 def _give(data: bytes, folder: Path) -> bytes:
     copies = _fresh(folder)
-    files = {"rank0": b"part"}
-    _serve(PUT, _put(files, folder), copies)
+    _serve(PUT, _put({"rank0": b"part"}, folder), copies)
     return _serve(GET, data, copies)
 
 
-def _list(files: dict[str, bytes], _folder: Path) -> bytes:
+# -- a worker -------------------------------------------------------------------------------------
+
+
+def _list(files: Mapping[str, bytes], _folder: Path) -> bytes:
     one = {"where": "own", "key": [0, _STEP], "rank": 0, "files": list(files), "meta": {"x": 1}, "world_size": 1}
     return json.dumps([one, one | {"where": "kept", "key": [0, 41]}]).encode()
 
 
-def _find(data: bytes, folder: Path) -> Any:
+def _find(data: bytes, _folder: Path) -> Any:
     """Ask a machine that answers so, and read each file that it names."""
 
-    def answer(sock: socket.socket, kind: bytes, _data: bytes) -> None:
-        if kind == LIST:
-            send_frame(sock, LIST, 0, 0, "", [data[: 1 << 16]])
-        elif kind == GET:
-            sock.sendall(SIZE.pack(4) + b"part" + hashlib.sha256(b"part").digest())
+    def reply(link: Link, _key: bytes | None) -> bytes:
+        if link.receive().kind == LIST:
+            return b"".join(frames([(LIST, 0, 0, "", [data[: 1 << 15]])], serves=True))
+        return b"".join(frames([*_said(SIZE.pack(4)), *_file(b"part")], serves=True))
 
-    server = MirrorServer(folder / "mirror", answer)
-    try:
-        found = find([f"127.0.0.1:{server.port}#x", None], 0, 1)
+    with machine(reply) as name:
+        found = find([name, None], 0, 1)
         for _, _, read in found:
             read("rank0")
-        return [(step, meta) for step, meta, _ in found]
-    finally:
-        server.close()
-        _join("swift-mirror")
+    return [(step, meta) for step, meta, _ in found]
+
+
+# -- with a secret --------------------------------------------------------------------------------
+
+
+def _take_changed(data: bytes, folder: Path) -> Any:
+    """A machine that keeps one copy is sent the next one."""
+    copies = _fresh(folder)
+    _serve(PUT, _put(_FILES, folder), copies)
+    newer = {name: each + b" newer" for name, each in _FILES.items()}
+    pieces = frames([(PUT, 0, 0, "", [_header(newer, _STEP + 1)]), *_rest(newer)], KEY)
+    stream = changed(b"".join(pieces), data)
+
+    def serve(sock: socket.socket) -> None:
+        link = Link(sock, KEY, serves=True)
+        with suppress(ConnectionError):
+            for frame in link.frames(lambda kind: 1 << 20):
+                copies.serve(link, frame.kind, frame.data)
+
+    answered(stream, serve)
+    good = whole(pieces, stream) == len(pieces)
+    there = {name: _given(_ask(copies, name)) for name in _FILES}
+    return (copies.kept, there), ((0, _STEP + 1), newer) if good else ((0, _STEP), _FILES)
+
+
+def _find_changed(data: bytes, folder: Path) -> Any:
+    """A worker asks a machine and reads a file; both answers are changed on their way."""
+    came = []
+
+    def reply(link: Link, key: bytes | None) -> bytes:
+        says: list[Said] = [*_said(SIZE.pack(4)), *_file(b"part")]
+        if link.receive().kind == LIST:
+            says = [(LIST, 0, 0, "", [_list({"rank0": b""}, folder)])]
+        pieces = frames(says, key, serves=True)
+        stream = changed(b"".join(pieces), data)
+        came.append(whole(pieces, stream) == len(pieces))
+        return stream
+
+    found: list[Any] = []
+    with machine(reply, KEY) as name:
+        for step, meta, read in find([name], 0, 1, KEY):
+            try:
+                found.append((step, meta, read("rank0")))
+            except CorruptFile:
+                found.append((step, meta, None))
+    if not came[0]:
+        return found, []
+    return found, [(step, {"x": 1}, b"part" if came[1] else None) for step in (_STEP, _STEP + 1)]
+
+
+def _as_expected(value: Any, _data: bytes, _corpus: Any) -> str:
+    found, expected = value
+    return "" if found == expected else f"{found!r:.300} instead of {expected!r:.300}"
+
+
+def _packed(value: Any, _folder: Path) -> bytes:
+    return packed(value)
 
 
 TARGETS = [
     Target("neighbour.put", contents, _put, _take, _whole),
+    Target("neighbour.put_with_key", changes, _packed, _take_changed, _as_expected),
     Target("neighbour.get", st.sampled_from(["rank0", "other"]), _get, _give, only_errors, count=2),
     Target("neighbour.list", contents, _list, _find, only_errors, count=5),
+    Target("neighbour.list_with_key", changes, _packed, _find_changed, _as_expected),
 ]

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from shared_core.cli.section import find_section
 from shared_core.config import SwiftConfig
+from shared_core.config.config import full_names
+from shared_core.faults import inject, spec
 from shared_core.simulate.trace import read_trace
 from shared_core.system import secret
-from shared_core.testing import faults, inject
 
 from ..harness import Target, only_errors, stable
 
@@ -21,29 +22,31 @@ options = st.fixed_dictionaries(
     {},
     optional={
         "on_failure": st.sampled_from(["replace", "shrink", "restart"]),
-        "checkpoint_dir": st.sampled_from(["/x", "s3://bucket/x"]),
-        "wait_timeout_s": st.floats(1, 1e6),
-        "checkpoint_keep": st.integers(2, 9),
         "seed": st.integers(0, 1 << 40),
-        "log_groups": st.sampled_from(["worker", "0-3,4-7"]),
+        "checkpoint": st.fixed_dictionaries(
+            {},
+            optional={"dir": st.sampled_from(["/x", "s3://bucket/x"]), "keep": st.integers(2, 9)},
+        ),
+        "detection.wait_timeout_s": st.floats(1, 1e6),
+        "log": st.fixed_dictionaries({"groups": st.sampled_from(["worker", "0-3,4-7"])}),
         "checkpoint_async": st.booleans(),
     },
 )
 _YAMLS = (
-    "on_failure: shrink\nseed: 7\nwait_timeout_s: 1.5e2\n",
-    "# all of it\ncheckpoint_dir: &a /x\nlog_dir: *a\ncheckpoint_async: no\n",
-    "seed: 0x1F\nreplace_timeout_s: 1:30\nlog_groups: '0-3,4-7'\n",
+    "on_failure: shrink\nseed: 7\ndetection: {wait_timeout_s: 1.5e2}\n",
+    "# all of it\ncheckpoint:\n  dir: &a /x\n  background: no\nlog:\n  dir: *a\n",
+    "seed: 0x1F\nresize.replace_timeout_s: 1:30\nlog_groups: '0-3,4-7'\n",
     "base: &b {seed: 1}\nseed: !!int '3'\ndata: !!str refetch\n",
     "? seed\n: 3\n--- \n...\n",
-    "seed: 2026-11-22\nlog_dir: 2026-11-22T08:38:01Z\ndata: !!binary aGVsbG8=\ncheckpoint_keep: !!float .nan\n",
-    "<<: {seed: 1}\nresume: !!set {a, b}\nresume_from: !!omap [a: 1]\nlog_dir: !!bool yes\ndata: !!null ''\n",
+    "seed: 2026-11-22\nlog: {dir: 2026-11-22T08:38:01Z}\ndata: !!binary aGVsbG8=\ncheckpoint.keep: !!float .nan\n",
+    "<<: {seed: 1}\ncheckpoint: !!set {a, b}\nresume_from: !!omap [a: 1]\nlog_dir: !!bool yes\ndata: !!null ''\n",
 )
 struck = st.lists(
     st.builds(
-        faults.Fault,
+        spec.Fault,
         st.integers(0, 7),
         st.integers(-1, 9),
-        st.sampled_from([point for point in faults.POINTS if point != "batch_top"]),
+        st.sampled_from([point for point in spec.POINTS if point != "batch_top"]),
         st.sampled_from(["SIGKILL", "SIGTERM"]),
         st.integers(1, 3),
         st.integers(0, 2),
@@ -75,7 +78,8 @@ def _variable(data: bytes, _folder: Path) -> SwiftConfig:
 
 
 def _pairs(value: Any, _folder: Path) -> bytes:
-    return next((f"{name}={each}" for name, each in value.items()), "SEED=3").encode()
+    whole = full_names(value)
+    return next((f"{name.replace('.', '_')}={each}" for name, each in whole.items()), "SEED=3").encode()
 
 
 def _read_faults(data: bytes, folder: Path) -> Any:
@@ -108,7 +112,7 @@ def _secret(data: bytes, folder: Path) -> Any:
     path = folder / "secret"
     path.write_bytes(data)
     os.chmod(path, 0o600)
-    return secret.derive(secret.of_user(str(path)), "job")
+    return secret.derive(secret.read(str(path)), "job")
 
 
 def _again(found: SwiftConfig) -> bytes:
@@ -142,9 +146,9 @@ TARGETS = [
     Target(
         "options.faults",
         struck,
-        lambda value, _: faults.dumps(value).encode(),
+        lambda value, _: spec.dumps(value).encode(),
         _read_faults,
-        stable(lambda value: faults.dumps(value).encode(), lambda data: faults.loads(data.decode())),
+        stable(lambda value: spec.dumps(value).encode(), lambda data: spec.loads(data.decode())),
     ),
     Target(
         "options.section",

@@ -9,12 +9,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shared_core.errors import CorruptFile
-from shared_core.pipeline.grouping import Budget, plan_groups, trade_off
-from shared_core.pipeline.grouping import Profile as Measured
+from shared_core.pipeline.grouping import Budget, ChainProfile, plan_groups, trade_off
 from shared_core.reroute.plan_cache import PlanStore, Settings, _sealed
-from shared_core.schedule.planner import Plan, plan
-from shared_core.schedule.profile import Profile
-from shared_core.schedule.schedule import Kind, Schedule, Topology, Worker
+from shared_core.schedule.planner import IterationPlan, plan
+from shared_core.schedule.schedule import Topology, Worker
 from shared_core.schedule.timing import StageTimes, Times
 
 from ..harness import Target, exact, only_errors, stable
@@ -26,11 +24,6 @@ settings = st.builds(
     topologies,
     st.floats(0.1, 9),
     st.booleans(),
-)
-samples = st.dictionaries(
-    st.tuples(st.integers(0, 2), st.sampled_from([kind.value for kind in Kind])),
-    st.lists(st.floats(0, 9), min_size=1, max_size=4),
-    max_size=6,
 )
 measured = st.integers(1, 5).flatmap(
     lambda machines: st.fixed_dictionaries(
@@ -61,8 +54,8 @@ def _text(data: bytes) -> str:
         raise CorruptFile("no text") from error
 
 
-def _read_plan(data: bytes, _folder: Path | None = None) -> Plan:
-    found = Plan.from_json(_text(data))
+def _read_plan(data: bytes, _folder: Path | None = None) -> IterationPlan:
+    found = IterationPlan.from_json(_text(data))
     for d, s in found.lost:
         found.host(d, s, 0)
     return found
@@ -104,7 +97,7 @@ def _inner(value: Any, folder: Path) -> bytes:
 
 def _read_settings(data: bytes, _folder: Path | None = None) -> Settings:
     found = Settings.from_dict(_json(data))
-    _ = found.key, found.symmetric
+    _ = found.key
     return found
 
 
@@ -115,55 +108,10 @@ def _json(data: bytes) -> Any:
         raise CorruptFile("no JSON") from error
 
 
-def _write_profile(value: Any, _folder: Path) -> bytes:
-    profile = Profile()
-    for (stage, kind), seconds in value.items():
-        for one in seconds:
-            profile.add(stage, kind, one)
-    return json.dumps(profile.to_dict()).encode()
-
-
-def _read_profile(data: bytes, _folder: Path | None = None) -> Profile:
-    profile = Profile.from_dict(_json(data))
-    _ = profile.complete
-    for stage in range(3):
-        profile.medians(stage)
-    Profile.merge([profile, profile])
-    return profile
-
-
 def _read_measured(data: bytes, _folder: Path) -> Any:
-    profile = Measured.from_dict(_json(data))
+    profile = ChainProfile.from_dict(_json(data))
     trade_off(profile)
     return plan_groups(profile, Budget(1e9))
-
-
-def _write_schedule(value: Any, folder: Path) -> bytes:
-    topology, lost = value
-    plan(topology, lost).schedule.dump_csv(folder / "schedule.csv")
-    return (folder / "schedule.csv").read_bytes()
-
-
-def _read_schedule(data: bytes, folder: Path) -> Any:
-    path = folder / "read.csv"
-    path.write_bytes(data)
-    return Schedule.load_csv(path)
-
-
-def _again(value: Schedule) -> bytes:
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        value.dump_csv(Path(folder, "schedule.csv"))
-        return Path(folder, "schedule.csv").read_bytes()
-
-
-def _decoded(data: bytes) -> Schedule:
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        Path(folder, "schedule.csv").write_bytes(data)
-        return Schedule.load_csv(Path(folder, "schedule.csv"))
 
 
 TARGETS = [
@@ -184,20 +132,5 @@ TARGETS = [
         _read_settings,
         stable(lambda value: json.dumps(value.to_dict()).encode(), _read_settings),
     ),
-    Target(
-        "plans.profile",
-        samples,
-        _write_profile,
-        _read_profile,
-        stable(lambda value: json.dumps(value.to_dict()).encode(), _read_profile),
-    ),
     Target("plans.measured", measured, lambda value, _: json.dumps(value).encode(), _read_measured, only_errors),
-    Target(
-        "plans.schedule",
-        st.tuples(topologies, losses),
-        _write_schedule,
-        _read_schedule,
-        stable(_again, _decoded),
-        count=12,
-    ),
 ]

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from shared_core.checkpoint.command import Command
 from shared_core.launcher.standby import Standby
+from shared_core.protocol import worker_env
 from shared_core.protocol.loss_policy import RaisedError
+from shared_core.protocol.progress_file import ProgressFile, read_progress
 from shared_core.protocol.request import StartRequest
 from shared_core.trackers.compat import committed_steps
-from shared_core.worker import link
 from shared_core.worker.state.replicated import pack, unpack
 
 from ..harness import Target, only_errors, stable
@@ -38,15 +39,15 @@ starts = st.builds(
 )
 environments = st.fixed_dictionaries(
     {
-        link.JOB_DIR: st.just("/dev/shm/swift_x"),
-        link.STORE: st.sampled_from(["127.0.0.1:29500", "::1:80"]),
+        worker_env.JOB_DIR: st.just("/dev/shm/swift_x"),
+        worker_env.STORE: st.sampled_from(["127.0.0.1:29500", "::1:80"]),
         "RANK": st.integers(0, 9).map(str),
         "WORLD_SIZE": st.integers(1, 9).map(str),
-        link.CONFIG: st.just('{"seed": 1}'),
-        link.MACHINES: st.sampled_from(["", '["a:1#x", null]']),
-        link.COMMAND: st.just(Command.of("train.py", ["--lr", "1"]).to_json()),
-        link.RESIZED: st.sampled_from(["", link.Resized(1, 4, (0, 2), 9).to_json()]),
-        link.GENERATION: st.integers(0, 9).map(str),
+        worker_env.CONFIG: st.just('{"seed": 1}'),
+        worker_env.MACHINES: st.sampled_from(["", '["a:1#x", null]']),
+        worker_env.COMMAND: st.just(Command.of("train.py", ["--lr", "1"]).to_json()),
+        worker_env.RESIZED: st.sampled_from(["", worker_env.Resized(1, 4, (0, 2), 9).to_json()]),
+        worker_env.GENERATION: st.integers(0, 9).map(str),
     }
 )
 errors = st.builds(
@@ -94,25 +95,25 @@ def _env(data: bytes, _folder: Path) -> Any:
         found = json.loads(data)
     if not isinstance(found, dict):
         return None
-    here = link.env({str(name): value for name, value in found.items() if isinstance(value, str)})
+    here = worker_env.env({str(name): value for name, value in found.items() if isinstance(value, str)})
     return here.rank, here.machines, here.resized, here.command, here.prefix
 
 
 def _left(data: bytes, folder: Path) -> Any:
     (folder / "rank0").mkdir(exist_ok=True)
     (folder / "rank0" / "environment.json").write_bytes(data)
-    found = link.left_environment(folder, 0)
+    found = worker_env.left_environment(folder, 0)
     return [f"{name}={value}" for name, value in found.items()]
 
 
 def _leave(value: Any, folder: Path) -> bytes:
     (folder / "rank0").mkdir(exist_ok=True)
-    link.leave_environment(folder, 0, value)
+    worker_env.leave_environment(folder, 0, value)
     return (folder / "rank0" / "environment.json").read_bytes()
 
 
 def _progress(value: Any, folder: Path) -> bytes:
-    file = link.ProgressFile(folder / "progress")
+    file = ProgressFile(folder / "progress")
     file.top(value)
     file.waiting(True)
     file.close()
@@ -121,7 +122,7 @@ def _progress(value: Any, folder: Path) -> bytes:
 
 def _read_progress(data: bytes, folder: Path) -> Any:
     (folder / "progress").write_bytes(data)
-    return link.read_progress(folder / "progress")
+    return read_progress(folder / "progress")
 
 
 def _error_file(data: bytes, _folder: Path) -> Any:

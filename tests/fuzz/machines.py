@@ -1,0 +1,139 @@
+"""Connections between machines with the fuzzers on one side, and what becomes of bytes on their way."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from hypothesis import strategies as st
+
+from shared_core.system import secret
+from shared_core.system.wire import Link
+
+KEY = b"k" * 32
+#: What :meth:`Link.send` takes.
+Said = tuple[bytes, int, int, str, Sequence[bytes]]
+_MOST = 1 << 16
+
+
+def frames(says: Sequence[Said], key: bytes | None = None, *, serves: bool = False) -> list[bytes]:
+    """The bytes of each frame that one side of a connection sends.
+
+    Args:
+        says: what.
+        key: of the connection; None for frames without MACs.
+        serves: it is the side that was connected to.
+    """
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        link, found = Link(mine, key, serves=serves), []
+        for one in says:
+            link.send(*one)
+            found.append(theirs.recv(_MOST))
+    return found
+
+
+@contextmanager
+def heard(data: bytes) -> Iterator[socket.socket]:
+    """A connection whose other side has sent this and no more; it takes what it is told."""
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        theirs.sendall(data[:_MOST])
+        theirs.shutdown(socket.SHUT_WR)
+        yield mine
+
+
+def answered(data: bytes, serve: Callable[[socket.socket], None]) -> bytes:
+    """What ``serve`` says on a connection whose other side has sent this."""
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        theirs.sendall(data[:_MOST])
+        theirs.shutdown(socket.SHUT_WR)
+        serve(mine)
+        mine.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: theirs.recv(_MOST), b""))
+
+
+@contextmanager
+def machine(reply: Callable[[Link, bytes | None], bytes], key: bytes | None = None) -> Iterator[str]:
+    """The name of a machine that proves itself and then answers each connection with ``reply(link, key)``, bytes as
+    they are; ``key`` is the connection's, and ``link`` is for reading."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    sock, _ = listener.accept()
+                except OSError:  # it is over
+                    return
+                with suppress(OSError), sock:
+                    own = secret.ask(sock, key)
+                    sock.sendall(reply(Link(sock, own, serves=True), own)[:_MOST])
+                    sock.shutdown(socket.SHUT_WR)
+                    while sock.recv(_MOST):
+                        pass
+
+        server = threading.Thread(target=serve, name="fuzz-machine", daemon=True)
+        server.start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}#x"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            server.join(5.0)
+
+
+def join(name: str) -> None:
+    """Wait for the threads of this name."""
+    for thread in threading.enumerate():
+        if thread.name == name and thread is not threading.current_thread():
+            thread.join(5.0)
+
+
+# -- on the way -----------------------------------------------------------------------------------
+
+_CHANGE = struct.Struct("<BHBB")
+_KINDS = 6
+changes = st.lists(
+    st.tuples(st.integers(0, _KINDS - 1), st.integers(0, 2000), st.integers(0, 255), st.integers(0, 255)), max_size=3
+)
+
+
+def packed(value: Sequence[tuple[int, int, int, int]]) -> bytes:
+    """Changes as an input."""
+    return b"".join(_CHANGE.pack(*one) for one in value)
+
+
+def changed(stream: bytes, how: bytes) -> bytes:
+    """A stream as it arrives when somebody on its way makes these changes."""
+    for kind, at, length, byte in _CHANGE.iter_unpack(how[: len(how) // _CHANGE.size * _CHANGE.size]):
+        at %= len(stream) + 1
+        before, part, after = stream[:at], stream[at : at + length], stream[at + length :]
+        match kind % _KINDS:
+            case 0:
+                part = bytes([part[0] ^ (byte or 1)]) + part[1:] if part else part
+            case 1:
+                part = b""
+            case 2:
+                part += part
+            case 3:
+                part, after = b"", b""
+            case 4:
+                cut = byte * len(after) // 255
+                part, after = after[:cut] + part, after[cut:]
+            case _:
+                part += bytes([byte]) * length
+        stream = before + part + after
+    return stream
+
+
+def whole(pieces: Sequence[bytes], stream: bytes) -> int:
+    """How many frames of a stream arrive as they were sent, before the first that does not."""
+    at = 0
+    for count, piece in enumerate(pieces):
+        if stream[at : at + len(piece)] != piece:
+            return count
+        at += len(piece)
+    return len(pieces)
