@@ -242,7 +242,7 @@ def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> 
 def test_names_lead_nowhere_else(
     tmp_path: Path, server: MirrorServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared_core.launcher.mirror._TROUBLE_S", 0.0)
+    monkeypatch.setattr("shared_core.worker.mirror._TROUBLE_S", 0.0)
     (tmp_path / "own").mkdir()
     mirror = Mirror(0, 0, 0, tmp_path / "own")
     mirror.follow((None, f"127.0.0.1:{server.port}#1"))
