@@ -38,8 +38,8 @@ from shared_core.checkpoint.policy import (
 )
 from shared_core.checkpoint.run_ends import Ending, from_history
 from shared_core.report.text import columns
-from shared_core.simulate.checkpointed_runs import Lives, Outcome, live, mean_and_error
-from shared_core.simulate.placing import Array, Clock, Job, Knowledge, Recorded, exponential_of, places
+from shared_core.simulate.checkpointed_runs import RunOutcomes, SimulatedRuns, mean_and_error, simulate_runs
+from shared_core.simulate.placing import Array, Clock, Knowledge, Recorded, SimulatedJob, exponential_of, places
 
 CURVES = Path(__file__).parent / "curves"
 MTBFS_H = (4.0, 8.0, 16.0, 70.0)
@@ -110,7 +110,7 @@ class Cell:
     mode: str
     ends: str
     name: str
-    job: Job
+    job: SimulatedJob
 
     @property
     def case(self) -> str:
@@ -141,7 +141,7 @@ def coci_cells(models: Sequence[Model], mtbfs_h: Sequence[float]) -> Iterator[Ce
             curve = Curve(0.0, model.shift**model.power, model.power, model.shift - 1)
             for mtbf_h in mtbfs_h:
                 for ends, ending in ENDS.items():
-                    job = Job(
+                    job = SimulatedJob(
                         curve,
                         model.hours,
                         Cost(model.stall_s, persist_s=model.size_gb / 0.5),
@@ -161,11 +161,11 @@ def research_cells() -> Iterator[Cell]:
         curve = Curve(0.0, shift**power, power, shift - 1)
         for ends, abrupt in (("graceful", 0.0), ("half abrupt", 0.5), ("abrupt", 1.0)):
             ending = Ending.constant(1 / (60 * end_min), abrupt)
-            job = Job(curve, 6.0, Cost(60 * cost_min), mtbf_min / 60, ending)
+            job = SimulatedJob(curve, 6.0, Cost(60 * cost_min), mtbf_min / 60, ending)
             yield Cell("research", ends, f"power {power:g}", job)
 
 
-def policies(job: Job) -> dict[str, tuple[Policy, bool]]:
+def policies(job: SimulatedJob) -> dict[str, tuple[Policy, bool]]:
     """By name: the policy, and whether it is told the average hazard only. ``fixed`` is Lightning's, once an epoch."""
     found: dict[str, tuple[Policy, bool]] = {
         "fixed": (Fixed(max(1, round(job.epoch_s / job.step_s))), False),
@@ -185,7 +185,7 @@ def policies(job: Job) -> dict[str, tuple[Policy, bool]]:
     return found
 
 
-def _best_fall(job: Job) -> float:
+def _best_fall(job: SimulatedJob) -> float:
     clock = Clock(job)
     edges = np.linspace(0, job.horizon_s, 20001)
     slopes = np.diff([job.curve.loss(clock.step(edge)) for edge in edges]) / np.diff(edges)
@@ -197,10 +197,10 @@ class Remembered:
     """What cells share that differ in the law of ends, or only in who is killed and what a checkpoint costs."""
 
     places: dict[object, list[float]] = field(default_factory=dict)
-    lives: dict[object, Outcome] = field(default_factory=dict)
+    lives: dict[object, RunOutcomes] = field(default_factory=dict)
 
 
-def outcomes(job: Job, lives: Lives, memory: Remembered) -> dict[str, Outcome]:
+def outcomes(job: SimulatedJob, lives: SimulatedRuns, memory: Remembered) -> dict[str, RunOutcomes]:
     """Every policy, told the truth."""
     known = Knowledge(job.ending, exponential=exponential_of(job))
     same_job = replace(job, price=0.0, ending=Ending.constant(0.0, 0.0))
@@ -213,12 +213,12 @@ def outcomes(job: Job, lives: Lives, memory: Remembered) -> dict[str, Outcome]:
         made = memory.places[asked]
         played = (same_ends, len(lives.ends_s), tuple(made))
         if played not in memory.lives:
-            memory.lives[played] = live(job, made, lives)
+            memory.lives[played] = simulate_runs(job, made, lives)
         found[name] = memory.lives[played].of(job)
     return found
 
 
-def judge(cell: Cell, found: dict[str, Outcome], every: bool) -> list[Row]:
+def judge(cell: Cell, found: dict[str, RunOutcomes], every: bool) -> list[Row]:
     """``value`` against the best other; ``every`` adds all policies."""
 
     def of(name: str) -> Array:
@@ -239,7 +239,7 @@ def judge(cell: Cell, found: dict[str, Outcome], every: bool) -> list[Row]:
     return rows
 
 
-def against_young(mode: str, ends: str, cells: Sequence[dict[str, Outcome]]) -> list[Row]:
+def against_young(mode: str, ends: str, cells: Sequence[dict[str, RunOutcomes]]) -> list[Row]:
     """Mean change over cells against Young's interval at the average hazard, which is COCI's baseline."""
     rows = []
     for name in ("value", "young", "coci", "best equal progress", "coci_literal"):
@@ -257,7 +257,7 @@ def against_young(mode: str, ends: str, cells: Sequence[dict[str, Outcome]]) -> 
     return rows
 
 
-def summary(cells: Sequence[tuple[Cell, dict[str, Outcome]]]) -> str:
+def summary(cells: Sequence[tuple[Cell, dict[str, RunOutcomes]]]) -> str:
     """What each policy loses over the best one's, on average over the cells with the same ends."""
     names = list(dict.fromkeys(name for _, found in cells for name in found))
     rows = [["mode", "ends", "judged by", *names]]
@@ -278,10 +278,12 @@ def summary(cells: Sequence[tuple[Cell, dict[str, Outcome]]]) -> str:
     return columns(rows)
 
 
-def told_by(job: Job, seed: int, losses: Callable[[np.random.Generator], tuple[Array, Array]], runs: int) -> Knowledge:
+def told_by(
+    job: SimulatedJob, seed: int, losses: Callable[[np.random.Generator], tuple[Array, Array]], runs: int
+) -> Knowledge:
     """What is estimated from so many earlier runs, and from losses: steps and values, which are fitted ever again."""
     random = np.random.default_rng(seed)
-    ends = Lives.draw(job, runs, seed + 1000).ends_s
+    ends = SimulatedRuns.draw(job, runs, seed + 1000).ends_s
     history, hazard = [], Hazard()
     for number, end in enumerate(np.minimum(ends, job.horizon_s)):
         how = "completed" if end == job.horizon_s else "killed" if random.random() < job.ending.abrupt else "stopped"
@@ -305,7 +307,7 @@ def told_by(job: Job, seed: int, losses: Callable[[np.random.Generator], tuple[A
     )
 
 
-def noisy(job: Job) -> Callable[[np.random.Generator], tuple[Array, Array]]:
+def noisy(job: SimulatedJob) -> Callable[[np.random.Generator], tuple[Array, Array]]:
     """Losses of the true curve with noise and spikes, one in ten steps."""
 
     def draw(random: np.random.Generator) -> tuple[Array, Array]:
@@ -322,14 +324,16 @@ def recorded() -> dict[str, Array]:
     return {path.stem: np.loadtxt(path, delimiter=",", skiprows=1)[:, 1] for path in sorted(CURVES.glob("*.csv"))}
 
 
-def estimated_rows(name: str, job: Job, told: Callable[[int], Knowledge], lives: Lives, trials: int) -> list[Row]:
+def estimated_rows(
+    name: str, job: SimulatedJob, told: Callable[[int], Knowledge], lives: SimulatedRuns, trials: int
+) -> list[Row]:
     """``value`` with estimates, against ``value`` with the truth and Young with the same estimates."""
-    truth = live(job, places(job, Value(job.price), Knowledge(job.ending)), lives)
+    truth = simulate_runs(job, places(job, Value(job.price), Knowledge(job.ending)), lives)
     sums: dict[str, list[Array]] = {"value": [], "young": []}
     for seed in range(trials):
         known = told(seed)
-        sums["value"].append(live(job, places(job, Value(job.price), known), lives).lost)
-        sums["young"].append(live(job, places(job, Young(), known), lives).lost)
+        sums["value"].append(simulate_runs(job, places(job, Value(job.price), known), lives).lost)
+        sums["young"].append(simulate_runs(job, places(job, Young(), known), lives).lost)
     rows = []
     for other, values in (("value, told the truth", [truth.lost]), ("young, same estimates", sums["young"])):
         mean, least = np.mean(sums["value"]), float(np.mean(values))
@@ -343,7 +347,7 @@ def estimated(models: Sequence[Model], count: int, trials: int) -> Iterator[Row]
     """Synthetic curves, then recorded ones."""
     for cell in coci_cells(models, MTBFS_H[:1]):
         if cell.mode == "serial" and cell.ends.startswith("any time") and "priced" not in cell.ends:
-            lives = Lives.draw(cell.job, count, 11)
+            lives = SimulatedRuns.draw(cell.job, count, 11)
             for runs in (3, 10, 40):
                 name = f"estimated, {cell.name}, ends: {cell.ends}, {runs} runs in the history"
                 told = functools.partial(told_by, cell.job, losses=noisy(cell.job), runs=runs)
@@ -351,7 +355,7 @@ def estimated(models: Sequence[Model], count: int, trials: int) -> Iterator[Row]
     for stem, losses in recorded().items():
         hours, steps = 3.0, np.arange(1.0, len(losses) + 1)
         for ends in ("any time, half killed", "any time, all killed"):
-            job = Job(
+            job = SimulatedJob(
                 Recorded.smooth(losses),
                 hours,
                 Cost(2.0, persist_s=10.0),
@@ -360,7 +364,7 @@ def estimated(models: Sequence[Model], count: int, trials: int) -> Iterator[Row]
                 step_s=hours * 3600 / len(losses),
                 epoch_s=hours * 360,
             )
-            lives = Lives.draw(job, count, 11)
+            lives = SimulatedRuns.draw(job, count, 11)
             found = outcomes(job, lives, Remembered())
             cell = Cell("recorded", ends, stem, job)
             yield from judge(cell, found, False)
@@ -384,12 +388,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     models, mtbfs_h = (MODELS[-1:], MTBFS_H[1:2]) if options.quick else (MODELS, MTBFS_H)
     cells = [*research_cells(), *coci_cells(models, mtbfs_h)] if options.only != "estimated" else []
     rows: list[Row] = []
-    done: list[tuple[Cell, dict[str, Outcome]]] = []
+    done: list[tuple[Cell, dict[str, RunOutcomes]]] = []
     memory, of = Remembered(), ""
     for number, cell in enumerate(cells):
         if of != cell.mode + cell.name:
             memory, of = Remembered(), cell.mode + cell.name
-        found = outcomes(cell.job, Lives.draw(cell.job, count, 5), memory)
+        found = outcomes(cell.job, SimulatedRuns.draw(cell.job, count, 5), memory)
         rows += judge(cell, found, options.all)
         # Only means are needed again.
         done.append((cell, {name: each.mean() for name, each in found.items()}))

@@ -32,7 +32,7 @@ from benchmarks.swift_published import (
     Model,
     greedy,
 )
-from shared_core.pipeline.grouping import Budget, Machine, Profile, evaluate, plan_groups
+from shared_core.pipeline.grouping import Budget, ChainMachine, ChainProfile, evaluate, plan_groups
 from shared_core.report.plans import format_groups
 
 NOT_COMPUTED = (
@@ -44,20 +44,20 @@ NOT_COMPUTED = (
 )
 
 
-def swift_cost() -> Profile:
+def swift_cost() -> ChainProfile:
     """ViT-128 as Swift's grouping sees it: one micro-batch, one stage a machine."""
-    machines = tuple(Machine(seconds) for seconds in VIT_COMPUTE_S)
+    machines = tuple(ChainMachine(seconds) for seconds in VIT_COMPUTE_S)
     boundaries = (VIT.boundary_bytes,) * (MACHINES - 1)
-    return Profile(machines, boundaries, STEPS_BETWEEN_CHECKPOINTS, 1, LINK_BYTES_PER_S)
+    return ChainProfile(machines, boundaries, STEPS_BETWEEN_CHECKPOINTS, 1, LINK_BYTES_PER_S)
 
 
-def equal_stages(model: Model) -> Profile:
+def equal_stages(model: Model) -> ChainProfile:
     """A pipeline of equal stages whose step takes as long as the model's."""
     stages = MACHINES * STAGES_PER_MACHINE
     compute_s = model.step_s * model.micro_batches / (model.micro_batches + stages - 1)
-    machines = (Machine(compute_s, stages=STAGES_PER_MACHINE),) * MACHINES
+    machines = (ChainMachine(compute_s, stages=STAGES_PER_MACHINE),) * MACHINES
     boundaries = (model.boundary_bytes,) * (MACHINES - 1)
-    return Profile(machines, boundaries, STEPS_BETWEEN_CHECKPOINTS, model.micro_batches, step_s=model.step_s)
+    return ChainProfile(machines, boundaries, STEPS_BETWEEN_CHECKPOINTS, model.micro_batches, step_s=model.step_s)
 
 
 def swift_rows(budget: float) -> list[Row]:

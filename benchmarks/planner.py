@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.common import Row, arguments, at_most, finish, say
 from shared_core.reroute.plan_cache import PlanStore, Settings
 from shared_core.schedule.check import Memory, check
-from shared_core.schedule.planner import Plan, plan
+from shared_core.schedule.planner import IterationPlan, plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import replan
 from shared_core.schedule.routing import deal, loads
@@ -65,7 +65,7 @@ def name(topology: Topology, lost: Sequence[Worker], variant: Variant) -> str:
     return f"{shape} lost {' '.join(f'{d}:{s}' for d, s in lost)} {variant.value}"
 
 
-def cost(found: Plan) -> float:
+def cost(found: IterationPlan) -> float:
     """What the plan minimises."""
     return found.period if found.variant is Variant.STAGGERED else found.slots
 

@@ -15,15 +15,15 @@ from benchmarks.common import Row, arguments, at_most, finish, say
 from benchmarks.recycle_published import LARGE, MEDIUM, PIPELINES, STAGES, Model
 from shared_core.simulate import (
     Bamboo,
+    CheckpointInterval,
     CheckpointRestart,
-    Checkpoints,
     FaultScaled,
     Layout,
-    Measured,
+    MeasuredStalls,
     Oobleck,
     Pattern,
     ReCycle,
-    Result,
+    SimulationResult,
     System,
     ThisSystem,
     Trace,
@@ -72,7 +72,7 @@ def oobleck(model: Model, micro_batches: int = MICRO_BATCHES, batch: int | None 
     return Oobleck(shape, model.layers, reconfigure_s=model.oobleck_s, copy_s=copy_s)
 
 
-def on_gcp(system: System) -> Result:
+def on_gcp(system: System) -> SimulationResult:
     """A system on the published trace."""
     trace = gcp_trace()
     return merge([simulate(trace.jittered(seed), system) for seed in range(DRAWS)])
@@ -86,7 +86,7 @@ def published_rows(model: Model) -> list[Row]:
         ("Oobleck", oobleck(model), free),
         ("fault-scaled", FaultScaled(layout(model, free)), free),
         ("this, reroute", ThisSystem(layout(model, free)), free),
-        ("this, reroute, no overhead", ThisSystem(layout(model, free), measured=Measured(overhead=1.0)), free),
+        ("this, reroute, no overhead", ThisSystem(layout(model, free), measured=MeasuredStalls(overhead=1.0)), free),
     ]
     if "Bamboo" in model.fault_free:
         own = model.fault_free["Bamboo"]
@@ -158,8 +158,8 @@ def scale_rows(workers: int, seeds: int) -> list[Row]:
     rows = []
     for kind in ("single losses", "racks of 8"):
         gap_h = mtbf_h if kind == "single losses" else 8 * mtbf_h
-        saved = Checkpoints(young(SCALE_WRITE_S, gap_h * 3600), SCALE_RESTART_S)
-        measured = Measured(copy_s=SCALE_COPY_S)
+        saved = CheckpointInterval(young(SCALE_WRITE_S, gap_h * 3600), SCALE_RESTART_S)
+        measured = MeasuredStalls(copy_s=SCALE_COPY_S)
         systems: tuple[tuple[System, bool], ...] = (
             (ReCycle(shape, checkpoints=saved), False),
             (ThisSystem(shape, "reroute", measured, saved), False),

@@ -27,7 +27,8 @@ _SEAL_BYTES = len(_SEAL) + 64
 _LENGTH_BYTES = 2
 #: How the end of an archive begins, and its length without a comment.
 _END, _END_BYTES = b"PK\5\6", 22
-_WHOLE, _DAMAGED, _NO_SEAL, _NO_ARCHIVE = "whole", "damaged", "no seal", "no archive"
+_BEGIN = b"PK\3\4"
+_WHOLE, _DAMAGED, _CUT_OFF, _NO_SEAL, _NO_ARCHIVE = "whole", "damaged", "cut off", "no seal", "no archive"
 
 
 class SwiftCheckpointIO(CheckpointIO):
@@ -97,11 +98,14 @@ class SwiftCheckpointIO(CheckpointIO):
             raise FileNotFoundError(f"Checkpoint file not found: {path}") from error
         if state == _DAMAGED:
             raise CorruptFile(f"{path} is damaged, its checksum is another: load an earlier checkpoint")
+        if state == _CUT_OFF:
+            raise CorruptFile(f"{path} is cut off, or no checkpoint: load an earlier one")
         try:
             loaded: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
             return loaded
-        except (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError) as error:
-            if state != _NO_ARCHIVE:
+        except (RuntimeError, EOFError, ValueError, LookupError, OSError, pickle.UnpicklingError) as error:
+            # Without a seal it may be another's, in which torch finds what it must not read; that it says itself.
+            if state == _WHOLE or (state == _NO_SEAL and isinstance(error, OSError | pickle.UnpicklingError)):
                 raise
             raise CorruptFile(f"{path} is cut off, or no checkpoint: load an earlier one ({error})") from error
 
@@ -166,14 +170,19 @@ def _seal(buffer: io.BytesIO) -> None:
 def _check(chunks: Iterator[bytes], size: int) -> str:
     """Whether a file is as it was written."""
     digest, tail, rest = hashlib.sha256(), b"", size - _SEAL_BYTES - _LENGTH_BYTES
+    begin = b""
     for chunk in chunks:
+        begin = begin or chunk[: len(_BEGIN)]
         digest.update(chunk[: max(rest, 0)])
         tail += chunk[max(rest, 0) :]
         rest -= len(chunk)
     seal = tail[_LENGTH_BYTES:]
     if seal.startswith(_SEAL):
         return _WHOLE if seal.removeprefix(_SEAL) == digest.hexdigest().encode() else _DAMAGED
-    return _NO_SEAL if _END in tail else _NO_ARCHIVE
+    if tail[-_END_BYTES:].startswith(_END) and tail.endswith(b"\0\0"):
+        return _NO_SEAL
+    # torch writes no comment: what is left of one is left of a seal.
+    return _DAMAGED if _END in tail else _CUT_OFF if begin == _BEGIN else _NO_ARCHIVE
 
 
 def _write(buffer: io.BytesIO, path: str | Path) -> None:

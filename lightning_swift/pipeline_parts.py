@@ -174,9 +174,11 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
     if config is None or isinstance(config, Mapping):
         return dict(config or {})
     try:
-        found: dict[str, Any] = json.loads(Path(config).read_text())
-    except (OSError, ValueError) as error:
+        found = json.loads(Path(config).read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read the DeepSpeed configuration {config}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"the DeepSpeed configuration {config} must hold options, not {type(found).__name__}")
     return found
 
 

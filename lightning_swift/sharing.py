@@ -189,13 +189,11 @@ class Sharing:
 
     def settle(self) -> None:
         """At the end of the program: return when nobody needs this worker any more."""
-        self._steps.step = self.number
-        self._steps.settle()
+        self._steps.settle(self.number)
 
     def wait_for_all(self) -> None:
         """Wait until newcomers have taken the places of all lost workers. At a batch top, before its step."""
-        self._steps.step = self.number
-        self._steps.wait_for_all()
+        self._steps.wait_for_all(self.number)
 
     def begin_batch(self) -> None:
         """At the top of a batch: wait for all if callbacks will talk to all before its end."""
@@ -239,8 +237,7 @@ class Sharing:
         else:
             self._own = own
             self._kept = [p.grad if self._first != index else None for p in self._parameters]
-            self._steps.step = self.number
-            outcomes = self._steps.run()
+            outcomes = self._steps.run(self.number)
             self.number += 1
             assert self._result is not None
             result, self._result, self._own, self._kept = self._result, None, None, []

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shared_core.plain_json import is_count, parse
 from shared_core.resources import told_before, what_to_do
 
 #: Kinds of events, in the order in which the life of a failure produces them.
@@ -46,6 +47,15 @@ KINDS = (
 RUN = "SWIFT_RECOVERY_RUN"
 #: Environment variable: private folder of the job on this machine.
 JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
+#: Kinds whose fields reports calculate with, and which fields: durations and times, whole numbers, and lists of ranks.
+_CALCULATED = frozenset(
+    {"lost", "generation", "survivor_ready", "newcomer_start", "newcomer_ready", "recovered", "resumed"}
+)
+_SECONDS = ("detected", "ready_s", "start_s", "joined_s", "stall_s")
+_WHOLE = ("bytes_moved", "served_operations", "recomputed_steps")
+_RANKS = ("lost", "stay", "absent")
+#: No time of day is later, in seconds since the epoch; no duration or count is larger.
+_LAST_S, _LARGEST = 1e11, 1e18
 #: With what every line begins.
 _BEGIN = '{"kind":'
 
@@ -78,10 +88,21 @@ class Event:
 
     @classmethod
     def from_json(cls, line: str) -> Event:
-        """Inverse of :meth:`to_json`."""
-        raw = json.loads(line)
-        kind, rank, generation = raw["kind"], raw.get("rank", -1), raw.get("generation", 0)
-        return cls(kind, raw["time"], rank, generation, raw.get("fields", {}), raw.get("run", ""))
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: it is no event, or what it says is of another type than this product writes.
+        """
+        try:
+            raw = parse(line)
+            kind, rank, generation = raw["kind"], raw.get("rank", -1), raw.get("generation", 0)
+            event = cls(kind, raw["time"], rank, generation, raw.get("fields", {}), raw.get("run", ""))
+            good = isinstance(kind, str) and isinstance(event.run, str) and _is_plain(event)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is no event: {error!r}") from error
+        if not good:
+            raise ValueError("it is no event: its values are of other types")
+        return event
 
 
 class EventLog:
@@ -152,10 +173,36 @@ def read_events(path: str | os.PathLike[str], torn: list[str] | None = None) -> 
 
 def _parse(line: str) -> Event | None:
     try:
-        event = Event.from_json(line)
-        return event if isinstance(event.time, float | int) and isinstance(event.fields, dict) else None
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return Event.from_json(line)
+    except ValueError:
         return None
+
+
+def _is_plain(event: Event) -> bool:
+    """Whether its numbers are numbers, and those that reports calculate with too."""
+    if not (_is_number(event.time) and abs(event.time) < _LAST_S and isinstance(event.fields, dict)):
+        return False
+    said = event.fields if event.kind in _CALCULATED else {}
+    return (
+        _is_whole(event.rank)
+        and _is_whole(event.generation)
+        and all(_is_number(said[name]) for name in _SECONDS if name in said)
+        and all(_is_whole(said[name]) for name in _WHOLE if name in said)
+        and (said.get("top") is None or _is_whole(said["top"]))
+        and all(_are_ranks(said[name]) for name in _RANKS if name in said)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < _LARGEST
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and _is_number(value)
+
+
+def _are_ranks(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_count, value))
 
 
 def by_run(events: Iterable[Event]) -> dict[str, list[Event]]:

@@ -24,7 +24,7 @@ from shared_core.errors import ConfigError, Unsupported
 from shared_core.handover import warn_plain_torchrun_once, warn_srun_once
 from shared_core.job import Job, current_job
 from shared_core.loaders import Loaders, TrackedLoader, read_random, write_random
-from shared_core.sharing import SharedStep, Sharing, shared_steps
+from shared_core.sharing import SharedStep, StepSharing, shared_steps
 
 #: Passes of an epoch that a newcomer may skip with the random generators that its predecessor had after each.
 _ANCHORS = 8
@@ -57,7 +57,7 @@ class TrainingLoop:
         self._anchors: dict[int, bytes] = {}
         self._config = SwiftConfig()
         self._modules: list[nn.Module] = []
-        self._sharing: Sharing | None = None
+        self._sharing: StepSharing | None = None
         if job is not None:
             self.begin(job, job.config)
 
@@ -167,7 +167,7 @@ class TrainingLoop:
         """
         if self._sharing is not None:
             raise ConfigError("shared_steps() was called before: make all steps in one loop, with as many epochs")
-        sharing = self._sharing = Sharing(self.job, self._config, modules or self._modules, loader, accumulate)
+        sharing = self._sharing = StepSharing(self.job, self._config, modules or self._modules, loader, accumulate)
         return shared_steps(sharing, epochs, self, self.batch_top if self.job is not None else lambda: None)
 
     def wait_for_all(self) -> None:

@@ -25,6 +25,7 @@ from shared_core.job import Job
 from shared_core.loaders.shards import Shards
 from shared_core.reroute.data_parallel import DataParallelSteps, Outcome, steps_of
 from shared_core.reroute.shares import Shares, start_alike
+from shared_core.reroute.summing import flat_gradients, set_mean_gradients
 
 Loss = Callable[[Any], Tensor]
 
@@ -42,7 +43,7 @@ class SharedStep:
     number: int
     epoch: int
     first: bool
-    _sharing: Sharing
+    _sharing: StepSharing
 
     def backward(self, loss: Loss) -> Tensor:
         """Leave the gradient of the global batch in ``.grad``: the mean over all logical ranks.
@@ -70,7 +71,7 @@ class SharedStep:
         self._sharing.wait_for_all(self.number)
 
 
-class Sharing:
+class StepSharing:
     """The steps of one loop.
 
     Args:
@@ -106,11 +107,13 @@ class Sharing:
         if not self._parameters:
             raise ConfigError("nothing is trained: pass the model, with parameters that require gradients")
         self._steps: DataParallelSteps | None = None
+        #: Number of the step whose gradients are computed next.
+        self._next = 0
         if job is not None:
             job.alike = True
         if rerouted is not None:
-            self._steps = steps_of(rerouted, self._parameters, self._compute)
-            rerouted.at_end(self._steps.settle)
+            self._steps = steps = steps_of(rerouted, self._parameters, self._compute)
+            rerouted.at_end(lambda: steps.settle(self._next))
         start_alike(modules)
 
     @property
@@ -125,8 +128,7 @@ class Sharing:
 
     def step(self, number: int) -> SharedStep:
         """The step with this number, which is the next."""
-        if self._steps is not None:
-            self._steps.step = number
+        self._next = number
         epoch, index = divmod(number, self.per_epoch)
         return SharedStep(number, epoch, index == 0, self)
 
@@ -134,12 +136,12 @@ class Sharing:
         """See :meth:`SharedStep.wait_for_all`."""
         if self._steps is None:
             return
-        if self._steps.step != number:
+        if self._next != number:
             raise ConfigError(
                 f"wait_for_all() was called after backward() of step {number}: newcomers are let in between steps, so "
                 "call it before"
             )
-        self._steps.wait_for_all()
+        self._steps.wait_for_all(number)
 
     def backward(self, number: int, loss: Loss) -> Tensor:
         """See :meth:`SharedStep.backward`."""
@@ -151,26 +153,20 @@ class Sharing:
     def _backward(self, number: int, loss: Loss) -> Tensor:
         self._loss = loss
         if self._steps is not None:
-            if self._steps.step != number:
+            if self._next != number:
                 raise ConfigError(f"backward() was called twice in step {number}: add the losses up, and call it once")
-            return torch.tensor([outcome.loss for outcome in self._steps.run()], dtype=torch.float64)
+            outcomes = self._steps.run(number)
+            self._next += 1
+            return torch.tensor([outcome.loss for outcome in outcomes], dtype=torch.float64)
         losses = torch.zeros(self._world, dtype=torch.float64)
         self.clear()
         losses[self._rank] = self._compute(self._rank, number).loss
         if self._world > 1:
-            self._average()
+            flat = flat_gradients(self._parameters)
+            dist.all_reduce(flat)
+            set_mean_gradients(flat, self._parameters, self._world)
             dist.all_reduce(losses)
         return losses
-
-    def _average(self) -> None:
-        """The mean of all ranks' gradients, where all are there; none where no rank has one."""
-        used = torch.tensor([float(p.grad is not None) for p in self._parameters])
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        flat = torch.cat([*(part.flatten() for part in parts), used.to(parts[0].dtype)])
-        dist.all_reduce(flat)
-        *sums, used = flat.split([*(p.numel() for p in self._parameters), len(self._parameters)])
-        for parameter, total, ranks in zip(self._parameters, sums, used.tolist(), strict=True):
-            parameter.grad = (total.view_as(parameter) / self._world).to(parameter.dtype) if ranks else None
 
     def _compute(self, rank: int, number: int) -> Outcome:
         """Gradients and loss of a rank's share of a step; the random generators are left as they were."""
@@ -194,7 +190,7 @@ class Sharing:
         return Outcome(total)
 
 
-def shared_steps(sharing: Sharing, epochs: int, position: Any, top: Callable[[], Any]) -> Iterator[SharedStep]:
+def shared_steps(sharing: StepSharing, epochs: int, position: Any, top: Callable[[], Any]) -> Iterator[SharedStep]:
     """The steps of some epochs.
 
     Args:

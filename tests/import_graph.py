@@ -7,6 +7,7 @@ module ``a.b.c`` if there is one, and else of ``a.b``, of which it takes the nam
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -60,17 +61,25 @@ Graph = dict[str, Module]
 @cache
 def read(*packages: str) -> Graph:
     """The modules of these packages of the repository, by name, with all imports in them, also of other packages."""
-    graph: Graph = {}
-    for package in packages:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            is_package = parts[-1] == "__init__"
-            name = ".".join(parts[:-1] if is_package else parts)
-            text = path.read_text(encoding="utf-8")
-            graph[name] = Module(name, path, ast.parse(text), text.count("\n"), is_package)
-    for module in graph.values():
-        module.imports = list(of_module(module, graph))
-    return graph
+    collects = gc.isenabled()
+    gc.disable()  # it would look through all syntax trees again and again, which takes most of the time
+    try:
+        graph = {module.name: module for package in packages for module in _modules(package)}
+        for module in graph.values():
+            module.imports = list(of_module(module, graph))
+        return graph
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _modules(package: str) -> Iterator[Module]:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        text = path.read_text(encoding="utf-8")
+        name = ".".join(parts[:-1] if is_package else parts)
+        yield Module(name, path, ast.parse(text), text.count("\n"), is_package)
 
 
 def imports(graph: Graph, of: Callable[[str], bool] = lambda module: True) -> Iterator[Import]:

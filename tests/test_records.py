@@ -178,6 +178,8 @@ def test_a_damaged_record_is_refused(key: str) -> None:
         for wrong in WRONG[type(at)]:
             if wrong is None and path and path[-1] in {"pid", "top", "version", "absent", "line", 0, 1}:
                 continue  # some of these may be null
+            if wrong == "3" and path == ("checkpoint.keep",):
+                continue  # options are also given as text
             with pytest.raises(DamagedRecord) as error:
                 pytest.fail(f"{path} = {wrong!r:.80}: {read(changed(right, path, wrong))}")
             assert len(str(error.value)) < 700 and "\n" not in str(error.value)

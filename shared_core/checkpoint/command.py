@@ -10,6 +10,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from shared_core.errors import ConfigError
+from shared_core.plain_json import parse
+
 #: Options of scripts that say on how many workers it runs, which may differ between two starts.
 _WORKERS = frozenset(
     {
@@ -77,8 +80,18 @@ class Command:
 
     @classmethod
     def from_json(cls, raw: str) -> Command:
-        """Inverse of :meth:`to_json`; of nothing, no command."""
-        return cls(**json.loads(raw)) if raw else cls()
+        """Inverse of :meth:`to_json`; of nothing, no command.
+
+        Raises:
+            ConfigError: it names none.
+        """
+        try:
+            found = cls(**parse(raw)) if raw else cls()
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"this names no command: {error}") from error
+        if not (isinstance(found.key, str) and isinstance(found.words, str)):
+            raise ConfigError(f"this names no command: {raw[:80]!r}")
+        return found
 
 
 def _counting(args: Sequence[str]) -> list[str]:

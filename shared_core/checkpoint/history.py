@@ -17,6 +17,7 @@ from typing import Any
 
 from shared_core.errors import ConfigError
 from shared_core.events import console
+from shared_core.plain_json import parse
 
 #: ``running`` while it lasts; ``completed`` as planned; ``stopped`` early with its state saved; ``killed`` without.
 ENDS = ("running", "completed", "stopped", "killed")
@@ -118,8 +119,8 @@ def read(
         return History()
     for line in filter(None, lines):
         try:
-            run = _parse(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            run = _parse(parse(line))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             skipped += 1
             continue
         last[run.name] = run

@@ -23,6 +23,7 @@ from shared_core.checkpoint.storage import FULL
 from shared_core.errors import CorruptFile, StorageFull, SwiftError, Unsupported
 from shared_core.faults import inject
 from shared_core.kinds import open_regular
+from shared_core.plain_json import is_count, parse
 
 if TYPE_CHECKING:
     import torch
@@ -195,12 +196,16 @@ def read_header(file: mmap.mmap | bytes | bytearray) -> tuple[dict[str, Entry], 
         if length > min(_LONGEST, len(file) - _LENGTH.size):
             raise ValueError(f"the header is said to have {length} bytes")
         first = _LENGTH.size + length
-        header = json.loads(file[_LENGTH.size : first])
+        header = parse(file[_LENGTH.size : first])
         metadata = header.pop("__metadata__", {})
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("its metadata is no text")
         entries, at = {}, first
         for name, one in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            start, end = (first + int(offset) for offset in one["data_offsets"])
-            entry = Entry(one["dtype"], tuple(map(int, one["shape"])), start, end)
+            if not all(map(is_count, (*one["data_offsets"], *one["shape"]))):
+                raise ValueError(f"tensor {name!r} has no place or no shape")
+            start, end = (first + offset for offset in one["data_offsets"])
+            entry = Entry(one["dtype"], tuple(one["shape"]), start, end)
             if start != at or end - start != math.prod(entry.shape) * DTYPES[entry.dtype][1]:
                 raise ValueError(f"tensor {name!r} is not where it should be")
             entries[name], at = entry, end
@@ -221,8 +226,6 @@ def load(source: str | os.PathLike[str] | bytes) -> tuple[dict[str, torch.Tensor
     Raises:
         CorruptFile: it is no image, or a part of one.
     """
-    import torch
-
     data: mmap.mmap | bytearray
     if isinstance(source, bytes):
         data = bytearray(source)
@@ -234,21 +237,38 @@ def load(source: str | os.PathLike[str] | bytes) -> tuple[dict[str, torch.Tensor
             raise CorruptFile(f"image {os.fspath(source)} cannot be read: {error}") from error
     try:
         entries, metadata = read_header(data)
+        return _tensors(data, entries, metadata), metadata
     except CorruptFile as error:
         if isinstance(source, bytes):
             raise
         raise CorruptFile(f"image {os.fspath(source)}: {error}") from error
+
+
+def _tensors(
+    data: mmap.mmap | bytearray, entries: Mapping[str, Entry], metadata: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """Views of an image's tensors, under all of their names.
+
+    Raises:
+        CorruptFile: torch has no such shape, or a name is that of no tensor.
+    """
+    import torch
+
     tensors = {}
-    for name, entry in entries.items():
-        dtype = getattr(torch, DTYPES[entry.dtype][0])
-        count = math.prod(entry.shape)
-        if count:
-            tensors[name] = torch.frombuffer(data, dtype=dtype, count=count, offset=entry.start).reshape(entry.shape)
-        else:
-            tensors[name] = torch.empty(entry.shape, dtype=dtype)
-    for name, stored in json.loads(metadata.get(SHARED, "{}")).items():
-        tensors[name] = tensors[stored]
-    return tensors, metadata
+    try:
+        for name, entry in entries.items():
+            dtype = getattr(torch, DTYPES[entry.dtype][0])
+            count = math.prod(entry.shape)
+            if count:
+                flat = torch.frombuffer(data, dtype=dtype, count=count, offset=entry.start)
+                tensors[name] = flat.reshape(entry.shape)
+            else:
+                tensors[name] = torch.empty(entry.shape, dtype=dtype)
+        for name, stored in parse(metadata.get(SHARED, "{}")).items():
+            tensors[name] = tensors[stored]
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise CorruptFile(f"this is no whole safetensors file: {error}") from error
+    return tensors
 
 
 class Stager:

@@ -23,14 +23,15 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from shared_core.checkpoint.storage import FULL
 from shared_core.checkpoint.store import folder_name
-from shared_core.errors import StorageFull
+from shared_core.errors import CorruptFile, StorageFull
 from shared_core.faults import inject
+from shared_core.plain_json import is_count, parse
 
 #: Its name in the job's folder.
 FOLDER = "checkpoints"
@@ -38,6 +39,7 @@ BELL = "bell"
 SEALED = ".sealed"
 _STATUS, _SPARE, _HELD = "status.json", "spare", "held.json"
 _STEP = re.compile(r"step-(\d{10,})")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 #: Share of the machine's memory that snapshots leave free.
 _RESERVE = 0.05
 #: How often somebody who waits for a commit looks, in seconds.
@@ -113,6 +115,37 @@ class Status:
     bytes: int = 0
 
 
+def sealed_of(raw: str | bytes) -> Sealed:
+    """The part of a snapshot that a note seals.
+
+    Raises:
+        CorruptFile: it is no such note.
+    """
+    try:
+        body = parse(raw)
+        target = None if body["target"] is None else Target(**body["target"])
+        part = Sealed(**(body | {"local": tuple(body["local"]), "files": tuple(body["files"]), "target": target}))
+        good = (
+            all(map(is_count, (part.step, part.rank, part.world_size, *part.local)))
+            and all(isinstance(name, str) and _NAME.fullmatch(name) for name in part.files)
+            and isinstance(part.meta, dict)
+            and (target is None or _is_like(target, Target("")))
+        )
+    except (ValueError, LookupError, TypeError) as error:
+        raise CorruptFile(f"this seals no snapshot: {error}") from error
+    if not good:
+        raise CorruptFile("this seals no snapshot: a number or name is none")
+    return part
+
+
+def _is_like(one: Target | Status, other: Target | Status) -> bool:
+    """Whether the fields of one have the types of those of the other; whole numbers stand for others too."""
+    return all(
+        type(getattr(one, each.name)) in (type(getattr(other, each.name)), *([int] if each.type == "float" else []))
+        for each in fields(one)
+    )
+
+
 class Spool:
     """The folder, seen from a worker or the writer. Any process of the machine may make one.
 
@@ -186,16 +219,13 @@ class Spool:
         return []
 
     def parts(self, step: int) -> dict[int, Sealed]:
-        """Sealed parts of a step, by rank."""
+        """Sealed parts of a step, by rank; one whose note is damaged is not sealed."""
         found = {}
         for path in self._path(step).glob(f"*{SEALED}"):
-            with contextlib.suppress(FileNotFoundError):  # dropped meanwhile
-                body = json.loads(path.read_bytes())
-                raw = body.pop("target")
-                target = Target(**raw) if raw is not None else None
-                local, files = tuple(body.pop("local")), tuple(body.pop("files"))
-                part = Sealed(**body, local=local, files=files, target=target)
-                found[part.rank] = part
+            with contextlib.suppress(FileNotFoundError, CorruptFile):  # dropped meanwhile
+                part = sealed_of(path.read_bytes())
+                if (part.step, f"rank{part.rank}{SEALED}") == (step, path.name):
+                    found[part.rank] = part
         return found
 
     def path_of(self, part: Sealed, name: str) -> Path:
@@ -235,9 +265,11 @@ class Spool:
         self.ring()
 
     def held(self) -> set[tuple[int, int]]:
-        """What is to stay."""
-        with contextlib.suppress(FileNotFoundError):
-            return {(attempt, step) for attempt, step in json.loads((self.folder / _HELD).read_bytes())}
+        """What is to stay; nothing if that is damaged."""
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            keys = {(attempt, step) for attempt, step in parse((self.folder / _HELD).read_bytes())}
+            if all(is_count(number) for key in keys for number in key):
+                return keys
         return set()
 
     def all_attempts(self) -> Iterator[Spool]:
@@ -252,9 +284,11 @@ class Spool:
         shutil.rmtree(self.folder / f"attempt{self.attempt}", ignore_errors=True)
 
     def status(self) -> Status:
-        """What the writer said last; an empty one before it has said anything."""
-        with contextlib.suppress(FileNotFoundError):
-            return Status(**json.loads(self._status.read_bytes()))
+        """What the writer said last; an empty one before it has said anything, or where that is damaged."""
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            status = Status(**parse(self._status.read_bytes()))
+            if _is_like(status, Status()) and (not status.committed or is_count(status.committed.get("step"))):
+                return status
         return Status()
 
     def news(self) -> Status | None:

@@ -26,6 +26,7 @@ from shared_core.checkpoint.storage import TEMPORARY, Storage, open_storage
 from shared_core.errors import CorruptFile, NotAFile
 from shared_core.events import console
 from shared_core.faults import inject
+from shared_core.plain_json import parse
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -301,10 +302,12 @@ def write_mark(dir: Where, step: int, rank: int, mark: Mark) -> None:
 
 def read_mark(dir: Where, step: int, rank: int) -> Mark | None:
     """What a rank has made durable of a step; None if it has not said so, or nobody can read it."""
-    with contextlib.suppress(OSError, CorruptFile, ValueError, KeyError, TypeError, AttributeError):
+    with contextlib.suppress(OSError, CorruptFile, ValueError, LookupError, TypeError, AttributeError, OverflowError):
         body = _unseal(_read(_open(dir), f"{folder_name(step)}/rank{rank}{DONE}"))
         if body["format"] == FORMAT and body["step"] == step:
-            return Mark({name: (str(each[0]), int(each[1])) for name, each in body["parts"].items()}, body["meta"])
+            parts = {name: (str(each[0]), int(each[1])) for name, each in body["parts"].items()}
+            if _is_parts({name: digest for name, (digest, _) in parts.items()}) and isinstance(body["meta"], dict):
+                return Mark(parts, body["meta"])
     return None
 
 
@@ -390,11 +393,20 @@ def load_manifest(dir: Where, step: int) -> Checkpoint:
         if manifest["step"] != step:
             raise CorruptFile(f"the manifest is of step {manifest['step']}")
         sizes, when = manifest.get("sizes", {}), float(manifest.get("time", 0.0))
+        if not (_is_parts(manifest["parts"]) and isinstance(manifest["meta"], dict) and isinstance(sizes, dict)):
+            raise CorruptFile("the manifest names no parts, or has no meta")
         return Checkpoint(storage, step, manifest["parts"], manifest["meta"], sizes, when)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptFile("it was never completed (no manifest)") from error
-    except (NotAFile, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (NotAFile, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CorruptFile(f"the manifest cannot be read ({error})") from error
+
+
+def _is_parts(parts: Any) -> bool:
+    """Whether these are checksums by names of files, none of which lies elsewhere."""
+    return isinstance(parts, dict) and all(
+        _NAME.fullmatch(name) and isinstance(digest, str) for name, digest in parts.items()
+    )
 
 
 def _open(dir: Where) -> Storage:
@@ -416,11 +428,11 @@ def _seal(body: Mapping[str, Any]) -> bytes:
 
 
 def _unseal(raw: bytes) -> dict[str, Any]:
-    sealed = json.loads(raw)
+    sealed = parse(raw)
     text = sealed["manifest"]
     if hashlib.sha256(text.encode()).hexdigest() != sealed["sha256"]:
         raise CorruptFile("the manifest fails its own checksum")
-    body: dict[str, Any] = json.loads(text)
+    body: dict[str, Any] = parse(text)
     return body
 
 

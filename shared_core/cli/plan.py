@@ -14,7 +14,7 @@ from shared_core.schedule.check import Memory
 from shared_core.schedule.draw import draw_file, draw_text
 from shared_core.schedule.normalise import Move, normalise
 from shared_core.schedule.optimal import MISSING, has_solver
-from shared_core.schedule.planner import Plan, parse_worker, plan
+from shared_core.schedule.planner import IterationPlan, parse_worker, plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology
 from shared_core.schedule.timing import StageTimes, Times, simulate
@@ -132,7 +132,7 @@ def _times(text: str) -> Times:
     return Times((StageTimes(forward, first, second, optimizer),), communication)
 
 
-def _summary(found: Plan) -> str:
+def _summary(found: IterationPlan) -> str:
     lost = ", ".join(str(worker) for worker in found.lost) or "none"
     best = "optimal" if found.optimal else f"at least {found.bound:g}"
     measure = "period" if found.variant is Variant.STAGGERED else "slots"

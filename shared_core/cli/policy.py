@@ -83,11 +83,11 @@ def _compare(options: argparse.Namespace) -> list[PolicyResult]:
     if options.stall_s + options.slowdown_s <= 0:
         raise ConfigError("a checkpoint must cost something: give --stall-s or --slowdown-s")
     try:
-        from shared_core.simulate.placing import Job, Recorded
+        from shared_core.simulate.placing import Recorded, SimulatedJob
         from shared_core.simulate.policies import compare
     except ImportError as error:
         raise MissingExtra("simulating needs NumPy: pip install 'swift-recovery[checkpoint]'") from error
-    job = Job(
+    job = SimulatedJob(
         Recorded.from_csv(options.curve)
         if options.curve is not None
         else Curve(0.0, (options.shift + 1) ** options.power, options.power, options.shift),

@@ -8,13 +8,13 @@ of the program or named in the script, and in the script itself.
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from shared_core.errors import ConfigError
+from shared_core.plain_json import parse
 
 SECTION = "swift_recovery"
 
@@ -31,7 +31,7 @@ def find_section(script: Path | None, args: Sequence[str]) -> dict[str, Any] | N
     """
     tree = None
     if script is not None:
-        with suppress(OSError, SyntaxError, ValueError):
+        with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: nested deeply
             tree = ast.parse(script.read_bytes())
     words = [word for arg in args for word in (arg, arg.partition("=")[2])]
     nodes = list(ast.walk(tree)) if tree is not None else []
@@ -50,7 +50,7 @@ def _in_files(words: Iterable[str], folders: Sequence[Path]) -> Iterator[Any]:
             continue
         for folder in folders:
             with suppress(OSError, ValueError):
-                content = json.loads((folder / word).read_text(encoding="utf-8"))
+                content = parse((folder / word).read_text(encoding="utf-8"))
                 if isinstance(content, dict) and SECTION in content:
                     yield content[SECTION]
 
@@ -61,5 +61,5 @@ def _in_source(nodes: Iterable[ast.AST]) -> Iterator[Any]:
             continue
         for key, value in zip(node.keys, node.values, strict=True):
             if isinstance(key, ast.Constant) and key.value == SECTION:
-                with suppress(ValueError):  # made at run time
+                with suppress(ValueError, TypeError, RecursionError, MemoryError):  # made at run time, or odd
                     yield ast.literal_eval(value)

@@ -12,9 +12,9 @@ from shared_core.errors import ConfigError
 from shared_core.kinds import MOST
 from shared_core.report.simulations import draw_results, format_results, result_to_dict
 from shared_core.simulate import choices
-from shared_core.simulate.engine import Result, simulate
+from shared_core.simulate.engine import SimulationResult, simulate
 from shared_core.simulate.generators import FORMS
-from shared_core.simulate.rerouting import Measured
+from shared_core.simulate.rerouting import MeasuredStalls
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``simulate`` to the commands of ``swiftctl``."""
-    times, measured = choices.Times(), Measured()
+    times, measured = choices.SystemTimes(), MeasuredStalls()
     command = commands.add_parser(
         "simulate",
         help="compare systems on a trace of failures",
@@ -87,14 +87,14 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _simulate(options: argparse.Namespace) -> list[Result]:
+def _simulate(options: argparse.Namespace) -> list[SimulationResult]:
     trace = choices.trace_of(options.trace, options.workers, options.hours, options.seed)
     if options.workers is not None and options.workers != trace.workers:
         raise ConfigError(f"the trace {options.trace} has {trace.workers} workers, not {options.workers}")
     trace = trace.with_spares(options.spares)
     micro_batches = options.micro_batches if options.micro_batches is not None else 3 * options.stages
     layout = choices.layout_of(trace.workers, options.stages, micro_batches, options.step_s)
-    times = choices.Times(
+    times = choices.SystemTimes(
         write_s=options.write_s,
         restart_s=options.restart_s,
         interval_s=options.interval_s,
@@ -102,6 +102,6 @@ def _simulate(options: argparse.Namespace) -> list[Result]:
         reconfigure_s=options.reconfigure_s,
         copy_s=options.copy_s,
     )
-    measured = Measured(overhead=options.overhead, copy_s=options.copy_s)
+    measured = MeasuredStalls(overhead=options.overhead, copy_s=options.copy_s)
     known = choices.systems(layout, times, measured, choices.mtbf_of(trace))
     return [simulate(trace, system) for system in choices.choose(options.systems, known)]

@@ -15,7 +15,7 @@ from shared_core.cli.arguments import Parser, number, one_line
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import by_run, read_events
 from shared_core.kinds import open_regular
-from shared_core.pipeline.grouping import Budget, Plan, Profile, plan_groups, trade_off
+from shared_core.pipeline.grouping import Budget, ChainProfile, GroupPlan, plan_groups, trade_off
 from shared_core.report.plans import format_plans
 from shared_core.report.timeline import NO_ID, format_recoveries, format_runs, format_timeline, recoveries
 
@@ -131,7 +131,7 @@ def _chosen(runs: Sequence[str], wanted: str | None) -> str:
 def _plan_logging(options: argparse.Namespace) -> int:
     try:
         with open_regular(options.file) as file:
-            profile = Profile.from_dict(json.loads(file.read()))
+            profile = ChainProfile.from_dict(json.loads(file.read()))
     except (OSError, ValueError, RecursionError) as error:
         print(f"swiftctl: cannot read {options.file}: {one_line(error)}; see docs/logging.md", file=sys.stderr)
         return 1
@@ -145,7 +145,7 @@ def _plan_logging(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_to_dict(plan: Plan) -> dict[str, object]:
+def _plan_to_dict(plan: GroupPlan) -> dict[str, object]:
     return asdict(plan) | {"logged": plan.logged}
 
 

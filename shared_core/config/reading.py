@@ -52,5 +52,6 @@ def _parse_yaml(text: str, source: str) -> Any:
         ) from error
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+    # What its constructors raise for "!!bool x", "!!int ''" and "!!timestamp x" is no YAMLError.
+    except (yaml.YAMLError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{error}") from error

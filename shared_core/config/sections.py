@@ -287,6 +287,8 @@ def ranges_of(groups: str) -> list[range]:
     Raises:
         ConfigError: it is neither, or a rank is in two ranges.
     """
+    if not isinstance(groups, str):
+        raise ConfigError("log.groups must be worker, machine, auto, plan or ranges of ranks such as 0-3,4-7, not None")
     found: list[range] = []
     for part in () if groups in ("auto", "plan", "worker", "machine") else groups.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)

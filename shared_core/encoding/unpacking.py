@@ -58,14 +58,27 @@ _HASHABLE = _LEAVES - {bytearray, torch.Tensor, np.ndarray}
 
 
 class _Budget:
-    """How much more may be made of bytes that stand only once in what is read."""
+    """How much more may be made of bytes that stand only once in what is read.
+
+    Attributes:
+        left: bytes of tensors and arrays, which are copied.
+        names: characters of paths. Python keeps each part of a path once, so a list of files in a folder has more.
+    """
 
     def __init__(self, size: int) -> None:
         self.left = size
+        self.names = _REPEATS * size + _SOME
 
     def spend(self, size: int) -> None:
         self.left -= size
-        if self.left < 0:
+        self._check()
+
+    def spend_names(self, parts: Iterable[str]) -> None:
+        self.names -= sum(map(len, parts))
+        self._check()
+
+    def _check(self) -> None:
+        if self.left < 0 or self.names < 0:
             raise CorruptFile("damaged publication: it would grow when it is read")
 
 
@@ -153,7 +166,7 @@ def _datetime(_budget: _Budget, state: Any) -> Any:
 
 def _path(budget: _Budget, *parts: Any) -> Any:
     _only(all(type(each) is str for each in parts))
-    budget.spend(sum(map(len, parts)))
+    budget.spend_names(parts)
     return pathlib.PosixPath(*parts)
 
 

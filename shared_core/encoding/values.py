@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared_core.encoding.unpacking import dtype_named
+from shared_core.errors import CorruptFile
 from shared_core.loaders.randomness import generator_state, set_generator_state
 
 #: Types published as they are. Subclasses are not among them: an enumeration of integers is more than an integer.
@@ -31,6 +33,7 @@ _NAMES = {kind: str(kind).removeprefix("torch.") for kind in vars(torch).values(
 _AS_IS = (torch.dtype, torch.Size, datetime.timedelta, datetime.datetime, pathlib.PurePath, np.generic)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_DICTS = ("\0dict", "\0defaultdict")
 
 
 class NotPlain(Exception):
@@ -135,36 +138,56 @@ _ENCODERS.update(dict.fromkeys(_MAPPINGS, _mapping))
 
 
 def decode(data: Any) -> Any:
-    """Inverse of :func:`encode`, as new objects; generators cannot be made anew and come out as None."""
+    """Inverse of :func:`encode`, as new objects; generators cannot be made anew and come out as None.
+
+    Raises:
+        CorruptFile: if it is nothing that :func:`encode` makes, or names an enumeration that this program has not.
+    """
+    try:
+        return _decode(data)
+    except (LookupError, TypeError, ValueError, AttributeError, ImportError, RuntimeError) as error:
+        raise CorruptFile(f"a published value cannot be made again: {error or type(error).__name__}") from error
+
+
+def _decode(data: Any) -> Any:
     if type(data) is list:
-        return [decode(v) for v in data]
+        return [_decode(v) for v in data]
     if type(data) is not tuple:
         return data
     tag = data[0]
     if tag == _SCALAR:
-        return torch.tensor(data[2], dtype=getattr(torch, data[1]))
+        return torch.tensor(data[2], dtype=dtype_named(data[1]))
     if tag == _ARRAY:
-        return torch.frombuffer(bytearray(data[3]), dtype=getattr(torch, data[1])).view(data[2])
+        return torch.frombuffer(bytearray(data[3]), dtype=dtype_named(data[1])).view(data[2])
     if tag == _TUPLE:
-        return tuple(decode(v) for v in data[1])
+        return tuple(_decode(v) for v in data[1])
     if tag == _ENUM:
-        found: Any = importlib.import_module(data[1])
-        for name in data[2].split("."):
-            found = getattr(found, name)
-        return found[data[3]]
+        return _member(*data[1:])
     if tag == _SET:
-        return {decode(v) for v in data[1]}
+        return {_decode(v) for v in data[1]}
     if tag == _FROZEN:
-        return frozenset(decode(v) for v in data[1])
+        return frozenset(_decode(v) for v in data[1])
     if tag == "\0deque":
-        return deque((decode(v) for v in data[1]), maxlen=data[2])
+        return deque((_decode(v) for v in data[1]), maxlen=data[2])
     if tag == "\0OrderedDict":
-        return OrderedDict((decode(k), decode(v)) for k, v in data[1])
+        return OrderedDict((_decode(k), _decode(v)) for k, v in data[1])
     if tag == "\0Counter":
-        return Counter({decode(k): decode(v) for k, v in data[1]})
+        return Counter({_decode(k): _decode(v) for k, v in data[1]})
     if tag == _GENERATOR:
         return None
-    return {decode(k): decode(v) for k, v in data[1]}
+    if tag not in _DICTS:
+        raise ValueError(f"there is no kind {tag!r:.40}")
+    return {_decode(k): _decode(v) for k, v in data[1]}
+
+
+def _member(module: str, kind: str, name: str) -> Any:
+    """A member of an enumeration."""
+    found: Any = importlib.import_module(module)
+    for part in kind.split("."):
+        found = getattr(found, part)
+    if not (isinstance(found, type) and issubclass(found, Enum)):
+        raise ValueError(f"{module}.{kind} is no enumeration")
+    return found[name]
 
 
 def assign(existing: Any, data: Any) -> Any:

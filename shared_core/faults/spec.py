@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from shared_core.errors import ConfigError
+from shared_core.kinds import LONGEST_S
+from shared_core.plain_json import parse
 
 #: Ways in which a worker can be struck; ``SIGSTOP`` freezes it without ending it.
 KINDS: tuple[str, ...] = ("SIGKILL", "SIGSTOP", "SIGTERM", "os._exit", "exception", "segfault")
@@ -137,7 +139,8 @@ class Fault:
         for name, least in (("rank", 0), ("step", ANY_STEP), ("nth", 1), ("incarnation", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"fault: {name} must be at least {least}, got {getattr(self, name)}")
-        if isinstance(self.delay_s, bool) or not isinstance(self.delay_s, int | float) or not self.delay_s >= 0:
+        number = isinstance(self.delay_s, int | float) and not isinstance(self.delay_s, bool)
+        if not number or not 0 <= self.delay_s <= LONGEST_S:
             raise ConfigError(f"fault: delay_s must be a number of seconds, not negative, got {self.delay_s!r}")
         if self.delay_s and self.kind in _NEEDS_THE_THREAD:
             raise ConfigError(f"fault: kind {self.kind!r} strikes at its point only; remove delay_s={self.delay_s}")
@@ -196,8 +199,8 @@ def loads(text: str) -> list[Fault]:
         ConfigError: if the text is not a JSON list of faults.
     """
     try:
-        raw = json.loads(text)
-    except json.JSONDecodeError as error:
+        raw = parse(text)
+    except ValueError as error:
         raise ConfigError(f"faults must be a JSON list of objects: {error}") from error
     if not isinstance(raw, list):
         raise ConfigError(f"faults must be a JSON list of objects, got {type(raw).__name__}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -15,6 +14,7 @@ from shared_core.launcher.logs import ERROR_FILE
 from shared_core.launcher.telling import Telling
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
+from shared_core.plain_json import parse
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import Event, Phase
 from shared_core.protocol.generation import Entry, Kind
@@ -123,7 +123,7 @@ class Losses:
         error: RaisedError | None = None
         if code > 0 and path:
             with suppress(OSError, ValueError):
-                error = RaisedError.from_error_file(json.loads(Path(path).read_bytes()))
+                error = RaisedError.from_error_file(parse(Path(path).read_bytes()))
         cause = one.cause or process.describe_exit(code)
         if error is not None:
             cause = f"{error.summary[:200]} (at {error.place})"

@@ -219,6 +219,8 @@ def _ask(machine: str, key: bytes | None, rank: int, attempt: int, name: str = "
         for kind, _, _, file, data in link.frames():
             if kind == END:
                 return found
+            if not _NAME.fullmatch(file):
+                return {}  # no machine of ours
             found[file] = data
     return {}
 

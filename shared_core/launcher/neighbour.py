@@ -105,7 +105,7 @@ class Copies:
                 (self._take if kind == PUT else self._give)(link, json.loads(data))
             else:
                 raise ConnectionError("no request of ours")
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ConnectionError(f"no request of ours: {error}") from error
 
     def _take(self, link: Link, header: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from shared_core.config import ENV_PREFIX
+from shared_core.plain_json import is_count, parse
 from shared_core.protocol.request import SINGLE_THREADED, StartRequest
 from shared_core.system import process
 
@@ -123,19 +124,21 @@ class Standby:
             self._channel.setblocking(False)
 
     def answers(self) -> list[tuple[StartRequest, int]]:
-        """``(request, pid)`` of workers forked since the last call; ``-errno`` for a pid where it could not fork."""
+        """``(request, pid)`` of workers forked since the last call; ``-errno`` for a pid where it could not fork.
+        What is no answer is passed over: who waits for one asks another standby after a while.
+        """
         with suppress(BlockingIOError, ConnectionError):
             while chunk := self._channel.recv(65536):
                 self._buffer += chunk
         *lines, self._buffer = self._buffer.split(b"\n")
         forked = []
         for line in lines:
-            message = json.loads(line)
-            if message.get("ready"):
-                self.ready, self.report = True, message
-            else:
-                pid = int(message["pid"]) if "pid" in message else -int(message["errno"])
-                forked.append((self.outstanding.pop(message["token"]), pid))
+            with suppress(ValueError, LookupError, TypeError, AttributeError):
+                message = parse(line)
+                if message.get("ready"):
+                    self.ready, self.report = True, message
+                elif is_count(said := message["pid"] if "pid" in message else message["errno"]):
+                    forked.append((self.outstanding.pop(message["token"]), said if "pid" in message else -said))
         return forked
 
     def close(self) -> None:

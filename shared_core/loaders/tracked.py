@@ -25,7 +25,7 @@ from shared_core.loaders.script import held_by, variables_of
 _REMEMBERED = 16
 
 
-class Worker(Protocol):
+class LoaderOwner(Protocol):
     """What loaders need to know of the worker they belong to."""
 
     rank: int
@@ -62,7 +62,7 @@ class TrackedLoader:
     def __init__(
         self,
         loader: Any,
-        worker: Worker,
+        worker: LoaderOwner,
         config: SwiftConfig,
         ahead: int = 0,
         epoch: int = 0,
@@ -172,7 +172,7 @@ class Loaders:
         config: options.
     """
 
-    def __init__(self, worker: Worker, config: SwiftConfig) -> None:
+    def __init__(self, worker: LoaderOwner, config: SwiftConfig) -> None:
         self._worker, self._config = worker, config
         self._published: WeakValueDictionary[Hashable, TrackedLoader] = WeakValueDictionary()
         self._attached: dict[Hashable, TrackedLoader] = {}

@@ -94,6 +94,10 @@ class Calls:
         self._job.between_calls()
         return result
 
+    def restore(self, count: int, draws: int) -> None:
+        """Take a predecessor's place: calls that it had finished, and items that it had taken."""
+        self.count, self.draws = count, draws
+
     # -- live --------------------------------------------------------------------------------------
 
     def begin(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayCost:
     """One replayed step of a stage whose neighbours' messages are all in logs.
 
     Attributes:

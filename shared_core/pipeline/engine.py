@@ -7,7 +7,6 @@ faults before each instruction.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,64 +14,26 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, Unsupported
-from shared_core.faults import inject
-from shared_core.job import Job, current_job
+from shared_core.job import Job
 from shared_core.job import install as install_backend
-from shared_core.loaders import seed_random
-from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import compat
 from shared_core.pipeline.calls import STATE, Calls
+from shared_core.pipeline.instrumented_engine import InstrumentedEngine
 from shared_core.pipeline.planned_groups import PlannedGroups
 from shared_core.pipeline.rerouting import Rerouting
 from shared_core.pipeline.sharded import SHARD, Shard, evaluates, is_sharded
 from shared_core.pipeline.shared_replay import SharedReplay
-from shared_core.pipeline.stage import layer_seed
 
-_POINTS = {
-    schedule.LoadMicroBatch: "pipe.load",
-    schedule.ForwardPass: "pipe.forward",
-    schedule.BackwardPass: "pipe.backward",
-    schedule.SendActivation: "pipe.send_activation",
-    schedule.RecvActivation: "pipe.recv_activation",
-    schedule.SendGrad: "pipe.send_grad",
-    schedule.RecvGrad: "pipe.recv_grad",
-    schedule.ReduceTiedGrads: "pipe.reduce_tied",
-    schedule.ReduceGrads: "pipe.reduce",
-    schedule.OptimizerStep: "pipe.step",
-}
 #: Plain numbers of the engine that change from batch to batch.
 _FIRST = ("first_output_send", "first_gradient_send")
 _NUMBERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", *_FIRST)
 #: Buffers that are allocated in the first batch, when shapes become known, and only overwritten later.
 _BUFFERS = ("pipe_recv_buf", "grad_layer", "meta_buffer")
-#: More than the layers of any model; see :meth:`SwiftPipelineEngine._seed_layers`.
-_LAYERS = 1 << 20
 
 
-def _with_faults(point: str, execute: Callable[..., None]) -> Callable[..., None]:
-    def run(engine: SwiftPipelineEngine, *args: Any, **kwargs: Any) -> None:
-        inject.point("pipe.instruction")
-        inject.point(point)
-        execute(engine, *args, **kwargs)
-
-    return run
-
-
-class _LayerSeeds:
-    """``seed_fn`` of a module; see :meth:`SwiftPipelineEngine._seed_layers`."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __call__(self, value: int) -> None:
-        seed_random(layer_seed(self._seed, value // _LAYERS, value % _LAYERS))
-
-
-class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
+class SwiftPipelineEngine(InstrumentedEngine):
     """A :class:`deepspeed.PipelineEngine` whose stages survive; made by :func:`shared_core.pipeline.initialize`.
 
     Outside ``swiftrun`` it is DeepSpeed's engine.
@@ -80,9 +41,6 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
     Attributes:
         drives: the engine marks the batch tops, at each call of :meth:`train_batch` and :meth:`eval_batch`; an adapter
             whose framework has tops of its own sets it to False before the first call.
-        compute_s: seconds of forward and backward passes that this process has made.
-        timed: backward passes that it has made.
-        before_step: called when the gradients of a batch are complete, before they are clipped and applied.
 
     Raises:
         Unsupported: for tensor parallelism, for fp16, and for optimizers that are not torch's.
@@ -92,21 +50,12 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.drives = True
-        self.before_step: Callable[[], None] = lambda: None
         self._calls: Calls | None = None
         self._shared: SharedReplay | None = None
         self._groups: PlannedGroups | None = None
         self._rerouting: Rerouting | None = None
         self._others: list[dict[str, Any]] = []
-        self._sent: dict[str, int] = {}
-        self._micro_batch = self.timed = 0
-        self.compute_s = 0.0
         self._shard: Shard | None = None
-        self._job: Job | None = current_job()
-        self._options = self._job.config if self._job is not None else SwiftConfig.from_env()
-        self._seeded = self._options.replay.randomness == "seeded" or self._options.on_failure == "reroute"
-        if self._seeded:
-            self._seed_layers()
         if self._job is None:
             return
         if not self._job.in_charge:
@@ -149,80 +98,8 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
                 "with torch_adam in the DeepSpeed configuration"
             )
 
-    # -- random numbers ----------------------------------------------------------------------------
-
-    def _seed_layers(self) -> None:
-        """Make the random numbers of each layer a function of seed, micro-batch and layer.
-
-        DeepSpeed calls ``seed_fn(base_seed * n + layer)`` before each layer, with a number n that grows by one with
-        each micro-batch and that a recomputed layer sees again; :meth:`offset_of` says which.
-        """
-        module = self.module
-        if module.seed_layers and not isinstance(module.seed_fn, _LayerSeeds):  # of an engine before
-            raise ConfigError("PipelineModule(seed_layers=True) and randomness='seeded' exclude each other")
-        module.seed_layers, module.base_seed = True, _LAYERS
-        module.seed_fn = _LayerSeeds(self._options.seed)
-
-    def number_of(self, micro_batch: int, pipeline: int | None = None) -> int:
-        """Number of a micro-batch of the present step, of this pipeline or another, counted over all steps."""
-        home = self.grid.data_parallel_id if pipeline is None else pipeline
-        return int((self.global_steps * self.grid.data_parallel_size + home) * self.micro_batches + micro_batch)
-
-    def offset_of(self, micro_batch: int, pipeline: int | None = None) -> int:
-        """``micro_offset`` of the module before its forward, from which DeepSpeed makes the number of a micro-batch."""
-        return self.number_of(micro_batch, pipeline) - 2
-
-    # -- instructions ------------------------------------------------------------------------------
-
-    def _exec_forward_pass(self, buffer_id: int) -> None:
-        began = time.perf_counter()
-        if self._seeded:
-            before = RawRandom()
-            self.module.micro_offset = self.offset_of(self._micro_batch)
-            self._micro_batch += 1
-            super()._exec_forward_pass(buffer_id)
-            restore_raw(before)  # the data's random numbers are not the layers'
-        else:
-            super()._exec_forward_pass(buffer_id)
-        self.compute_s += time.perf_counter() - began
-
-    def _exec_backward_pass(self, buffer_id: int) -> None:
-        began = time.perf_counter()
-        super()._exec_backward_pass(buffer_id)
-        self.compute_s += time.perf_counter() - began
-        self.timed += 1
-
-    def _exec_send_activations(self, buffer_id: int) -> None:
-        self._note("forward")
-        super()._exec_send_activations(buffer_id)
-
-    def _exec_send_grads(self, buffer_id: int) -> None:
-        self._note("backward")
-        super()._exec_send_grads(buffer_id)
-
-    def _note(self, direction: str) -> None:
-        """Say in the log what the next messages are."""
-        if self._job is not None:
-            micro_batch = self._sent[direction] = self._sent.get(direction, -1) + 1
-            what = {"version": self.global_steps, "micro_batch": micro_batch, "direction": direction}
-            self._job.replays.note_messages(what | ({} if self.module.training else {"evaluation": True}))
-
-    _INSTRUCTION_MAP = {
-        kind: _with_faults(_POINTS[kind], execute)
-        for kind, execute in (
-            dict(compat.instructions_of(PipelineEngine))
-            | {
-                schedule.ForwardPass: _exec_forward_pass,
-                schedule.BackwardPass: _exec_backward_pass,
-                schedule.SendActivation: _exec_send_activations,
-                schedule.SendGrad: _exec_send_grads,
-            }
-        ).items()
-    }
-
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        self._micro_batch = 0
-        self._sent = {}
+        self._begin_schedule()
         training = isinstance(pipe_schedule, schedule.TrainSchedule)
         if training and self._rerouting is not None:
             self._rerouting.run()
@@ -286,7 +163,7 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(values["scheduler"])
         if self._calls is not None:
-            self._calls.count, self._calls.draws = values["calls"], values["draws"]
+            self._calls.restore(values["calls"], values["draws"])
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -349,12 +226,6 @@ class SwiftPipelineEngine(PipelineEngine):  # type: ignore[misc]
             self._groups.at_top()
         if self._rerouting is not None:
             self._rerouting.at_top(trains)
-
-    def bytes_to_next(self) -> int:
-        """Bytes of activations and gradients that cross to and from the next stage in a step; 0 at the last stage."""
-        layer = self.grad_layer
-        tensors = [] if layer is None else [layer] if isinstance(layer, torch.Tensor) else layer
-        return 2 * int(self.micro_batches) * sum(t.numel() * t.element_size() for t in tensors)
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         if self._rerouting is None:  # else it has been called, because gradients are clipped by now

@@ -28,7 +28,7 @@ from shared_core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Machine:
+class ChainMachine:
     """One machine of the chain.
 
     Attributes:
@@ -49,7 +49,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Profile:
+class ChainProfile:
     """What was measured of a pipeline.
 
     Attributes:
@@ -61,7 +61,7 @@ class Profile:
         step_s: seconds of a normal step of the whole pipeline; needed only for a budget in bytes per second.
     """
 
-    machines: tuple[Machine, ...]
+    machines: tuple[ChainMachine, ...]
     boundary_bytes: tuple[int, ...]
     steps_between_checkpoints: int
     micro_batches: int = 1
@@ -87,7 +87,7 @@ class Profile:
             raise ConfigError("at least one machine needs a weight above 0")
 
     @classmethod
-    def from_dict(cls, values: Any) -> Profile:
+    def from_dict(cls, values: Any) -> ChainProfile:
         """Build from plain data, as read from JSON.
 
         Raises:
@@ -100,10 +100,10 @@ class Profile:
         for name in ("machines", "boundary_bytes"):
             if not isinstance(data[name], list | tuple):
                 raise ConfigError(f"{name} must be a list, got {data[name]!r}")
-        machines = [_known(Machine, one, "machine") for one in data["machines"]]
+        machines = [_known(ChainMachine, one, "machine") for one in data["machines"]]
         if not all("compute_s" in one for one in machines):
             raise ConfigError("every machine needs 'compute_s'")
-        data["machines"] = tuple(Machine(**one) for one in machines)
+        data["machines"] = tuple(ChainMachine(**one) for one in machines)
         data["boundary_bytes"] = tuple(map(_integral, data["boundary_bytes"]))
         return cls(**data)
 
@@ -125,7 +125,7 @@ class Budget:
             if getattr(self, field.name) is not None:
                 _number(field.name, getattr(self, field.name))
 
-    def bytes_a_step(self, profile: Profile) -> float:
+    def bytes_a_step(self, profile: ChainProfile) -> float:
         """Bytes that may be logged in one step.
 
         Raises:
@@ -143,7 +143,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GroupPlan:
     """A grouping and what it costs.
 
     Attributes:
@@ -166,7 +166,7 @@ class Plan:
         return tuple(group[-1] for group in self.groups[:-1])
 
 
-def plan_groups(profile: Profile, budget: Budget) -> Plan:
+def plan_groups(profile: ChainProfile, budget: Budget) -> GroupPlan:
     """The plan with the least expected replay time that keeps within the budget; of equal ones that with fewest bytes.
 
     One always exists: a single group logs nothing.
@@ -177,12 +177,12 @@ def plan_groups(profile: Profile, budget: Budget) -> Plan:
     return _curve(profile, budget.bytes_a_step(profile))[-1]
 
 
-def trade_off(profile: Profile) -> list[Plan]:
+def trade_off(profile: ChainProfile) -> list[GroupPlan]:
     """All plans that no other beats in both storage and expected replay time, from the least storage to the most."""
     return _curve(profile, math.inf)
 
 
-def evaluate(profile: Profile, groups: Iterable[Sequence[int]]) -> Plan:
+def evaluate(profile: ChainProfile, groups: Iterable[Sequence[int]]) -> GroupPlan:
     """What a given grouping costs under this profile.
 
     Raises:
@@ -198,10 +198,10 @@ def evaluate(profile: Profile, groups: Iterable[Sequence[int]]) -> Plan:
         expected += weight * seconds
         slowest = max(slowest, seconds)
     logged = sum(profile.boundary_bytes[group[-1]] for group in made[:-1])
-    return Plan(made, logged, logged * profile.steps_between_checkpoints, expected / total, slowest)
+    return GroupPlan(made, logged, logged * profile.steps_between_checkpoints, expected / total, slowest)
 
 
-def drifted(now: Profile, planned: Profile, tolerance: float = 0.2) -> bool:
+def drifted(now: ChainProfile, planned: ChainProfile, tolerance: float = 0.2) -> bool:
     """Whether the pipeline has changed so much that it is to be planned again.
 
     True if a time or a number of bytes differs from its planned value by more than ``tolerance`` times the planned mean
@@ -217,11 +217,11 @@ def drifted(now: Profile, planned: Profile, tolerance: float = 0.2) -> bool:
         allowed = tolerance * sum(old) / max(1, len(old))
         return any(abs(a - b) > allowed for a, b in zip(new, old, strict=True))
 
-    def shares(profile: Profile) -> list[float]:
+    def shares(profile: ChainProfile) -> list[float]:
         total = sum(machine.weight for machine in profile.machines)
         return [machine.weight / total for machine in profile.machines]
 
-    def shape(profile: Profile) -> tuple[Any, ...]:
+    def shape(profile: ChainProfile) -> tuple[Any, ...]:
         stages = tuple(machine.stages for machine in profile.machines)
         absent = (profile.link_bytes_per_s is None, profile.step_s is None)
         return (stages, profile.steps_between_checkpoints, profile.micro_batches, absent)
@@ -242,7 +242,7 @@ def drifted(now: Profile, planned: Profile, tolerance: float = 0.2) -> bool:
 _Label = tuple[int, float, int, "_Label | None"]
 
 
-def _curve(profile: Profile, limit: float) -> list[Plan]:
+def _curve(profile: ChainProfile, limit: float) -> list[GroupPlan]:
     """Plans that log at most ``limit`` bytes a step and that no other beats, by an exact dynamic programme.
 
     A group's cost depends on its ends alone, so a grouping of the first machines that logs no less and replays no
@@ -283,7 +283,7 @@ def _groups(label: _Label, count: int) -> list[range]:
     return [range(first, end) for first, end in pairwise(reversed(ends))]
 
 
-def _costs(profile: Profile, first: int, end: int) -> list[tuple[float, float]]:
+def _costs(profile: ChainProfile, first: int, end: int) -> list[tuple[float, float]]:
     """(sum of weights, replay seconds per step) of the groups ``range(first, e)``, for e = first + 1 ... end."""
     found = []
     weight = total = longest = 0.0
@@ -300,7 +300,7 @@ def _costs(profile: Profile, first: int, end: int) -> list[tuple[float, float]]:
     return found
 
 
-def _known(kind: type[Machine] | type[Profile], values: Any, what: str) -> Mapping[str, Any]:
+def _known(kind: type[ChainMachine] | type[ChainProfile], values: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
         raise ConfigError(f"a {what} must be a mapping, got {values!r}")
     names = [field.name for field in fields(kind)]

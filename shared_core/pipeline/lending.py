@@ -17,7 +17,7 @@ import torch
 
 from shared_core.errors import SwiftError, WaitTimeout
 from shared_core.loaders.randomness import RawRandom, restore_raw
-from shared_core.pipeline.cost import Replay, shares
+from shared_core.pipeline.cost import ReplayCost, shares
 from shared_core.pipeline.stage import Computed, Stage, Work
 from shared_core.system.threads import start
 from shared_core.worker.comm.gloo import InnerGroup
@@ -126,7 +126,22 @@ def _sum_up(done: list[Computed]) -> None:
         later.gradients = [None] * len(later.gradients)
 
 
-@dataclass
+def bytes_per_s(inner: InnerGroup) -> float:
+    """Measure in the newcomer how fast a helper gets a message.
+
+    Raises:
+        RuntimeError: a helper was lost.
+        WaitTimeout: it does not answer.
+    """
+    probe = torch.zeros(_PROBE_BYTES, dtype=torch.uint8)
+    for data in ([], [probe]):  # the first opens what is opened once
+        began = time.perf_counter()
+        send(inner, 1, {"do": "probe"}, data)
+        receive(inner, 1)
+    return _PROBE_BYTES / (time.perf_counter() - began)
+
+
+@dataclass(frozen=True)
 class Helpers:
     """The survivors, as a newcomer sees them.
 
@@ -135,7 +150,6 @@ class Helpers:
         inner: a group of the newcomer (0) and the survivors.
         count: number of survivors.
         use: how many of them compute.
-        alone_s, planned_s: what a step was expected to take the newcomer alone, and with them; 0 if not measured.
         ordered: gradients come back by micro-batch.
     """
 
@@ -144,17 +158,6 @@ class Helpers:
     count: int
     use: int = 0
     ordered: bool = True
-    alone_s: float = 0.0
-    planned_s: float = 0.0
-
-    def bytes_per_s(self) -> float:
-        """Measure how fast a helper gets a message."""
-        probe = torch.zeros(_PROBE_BYTES, dtype=torch.uint8)
-        for data in ([], [probe]):  # the first opens what is opened once
-            began = time.perf_counter()
-            send(self.inner, 1, {"do": "probe"}, data)
-            receive(self.inner, 1)
-        return _PROBE_BYTES / (time.perf_counter() - began)
 
     def compute(self, stage: Stage, works: list[Work]) -> list[Computed]:
         """Compute the micro-batches of one step, here and at the helpers.
@@ -206,7 +209,7 @@ def compute_here(stage: Stage, works: list[Work]) -> list[Computed]:
         restore_raw(before)
 
 
-def workers_to_use(replay: Replay, survivors: int, policy: str) -> int:
+def workers_to_use(replay: ReplayCost, survivors: int, policy: str) -> int:
     """How many survivors compute: the best number, or all of them where the policy is ``always``."""
     if policy == "always":
         return min(survivors, replay.micro_batches - 1)

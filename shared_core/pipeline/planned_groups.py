@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shared_core.job import Job
-from shared_core.pipeline.grouping import Budget, Machine, Profile, drifted, plan_groups
-
-if TYPE_CHECKING:
-    from shared_core.pipeline.engine import SwiftPipelineEngine
+from shared_core.pipeline.grouping import Budget, ChainMachine, ChainProfile, drifted, plan_groups
+from shared_core.pipeline.instrumented_engine import InstrumentedEngine
 
 
-def profile_of(rows: Sequence[Sequence[float]], stages: int, steps: int, micro_batches: int) -> Profile:
+def profile_of(rows: Sequence[Sequence[float]], stages: int, steps: int, micro_batches: int) -> ChainProfile:
     """The profile of a chain of stages.
 
     Args:
@@ -31,8 +29,8 @@ def profile_of(rows: Sequence[Sequence[float]], stages: int, steps: int, micro_b
         micro_batches: of a step.
     """
     machines = [rows[first : first + stages] for first in range(0, len(rows), stages)]
-    return Profile(
-        tuple(Machine(max(row[0] for row in each), stages=stages) for each in machines),
+    return ChainProfile(
+        tuple(ChainMachine(max(row[0] for row in each), stages=stages) for each in machines),
         tuple(int(each[-1][1]) for each in machines[:-1]),
         steps,
         micro_batches,
@@ -47,7 +45,7 @@ class PlannedGroups:
         job: of this worker.
     """
 
-    def __init__(self, engine: SwiftPipelineEngine, job: Job) -> None:
+    def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
         self._engine, self._job = engine, job
         self._last_top = 0
         nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -8,30 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
+from shared_core.job import Job
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import compat
+from shared_core.pipeline.instrumented_engine import InstrumentedEngine
+from shared_core.pipeline.sharded import is_sharded
+from shared_core.pipeline.stage import as_tuple, has_running_statistics
 from shared_core.reroute.executor import Executor
-from shared_core.reroute.messages import Parts
+from shared_core.reroute.messages import Tensors
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.step import Options, Result, Tied
+from shared_core.reroute.step import Options, StepResult, Tied, WorkerPlace
 from shared_core.reroute.summing import GROUPS, unflatten
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.worker.state.undo import Undo
-
-if TYPE_CHECKING:
-    from shared_core.job import Job
-    from shared_core.pipeline.engine import SwiftPipelineEngine
 
 #: Kind under which the result of the last step is kept for newcomers that pass it by.
 _RESULT = "pipeline step"
@@ -44,7 +42,7 @@ class Rerouting:
         Unsupported: for what cannot be re-routed.
     """
 
-    def __init__(self, engine: SwiftPipelineEngine, job: Job) -> None:
+    def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
         _refuse(engine)
         self._engine, self._job, options = engine, job, job.config
         grid = engine.grid
@@ -55,9 +53,7 @@ class Rerouting:
         self._prepared: tuple[frozenset[Worker], bool] = (frozenset(), False)
         self._layers = _Layers(engine, job)
         self._executor = Executor(
-            self._topology,
-            self._me,
-            self._rank,
+            WorkerPlace(self._topology, self._me, self._rank),
             self._layers,
             job.lane,
             lambda: bool(job.knocking()),
@@ -69,8 +65,8 @@ class Rerouting:
             ),
             lambda kind, fields: job.event(kind, **fields),
         )
-        self.result: Result | None = None
-        self._newest: Result | None = None
+        self.result: StepResult | None = None
+        self._newest: StepResult | None = None
         self._closed = False
         job.before_collectives(self.wait_for_all)
         job.at_end(self.close)  # others may need this worker until all have finished
@@ -96,7 +92,8 @@ class Rerouting:
             trains: what follows is a step; evaluation needs all workers.
         """
         executor, job, result = self._executor, self._job, self.result
-        executor.step, self.result = int(self._engine.global_steps), None
+        executor.move_to(int(self._engine.global_steps))
+        self.result = None
         knock = result.let_in if result is not None else -1
         if executor.connected and (not trains or knock >= 0):
             self._settle()
@@ -164,8 +161,8 @@ class Rerouting:
             parameter.grad = gradient  # hooks look at it; the update does nothing
         engine.before_step()
         compat.step(engine)
-        self._executor.step = int(engine.global_steps)
-        self.result = replace(Result.from_tensor(result, self._topology), let_in=-1)
+        self._executor.move_to(int(engine.global_steps))
+        self.result = replace(StepResult.from_tensor(result, self._topology), let_in=-1)
 
     def total_loss(self) -> Tensor:
         """The mean loss of the last global batch, with DeepSpeed's arithmetic."""
@@ -188,7 +185,7 @@ class Rerouting:
 class _Layers:
     """See :class:`shared_core.reroute.step.StageModel`."""
 
-    def __init__(self, engine: SwiftPipelineEngine, job: Job) -> None:
+    def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
         self._engine, self._job = engine, job
         self._undo: Undo | None = None
         self._shapes: list[list[tuple[int, ...]]] | None = None
@@ -204,10 +201,10 @@ class _Layers:
     def tied(self) -> Sequence[Tied]:
         return self._tied
 
-    def items(self) -> list[tuple[Parts, Parts]]:
+    def items(self) -> list[tuple[Tensors, Tensors]]:
         engine = self._engine
         drawn = [compat.next_batch(engine) for _ in range(int(engine.micro_batches))]
-        items = [(_parts(batch[0]), _parts(batch[1])) for batch in drawn]
+        items = [(as_tuple(batch[0]), as_tuple(batch[1])) for batch in drawn]
         for item in items:
             shapes = [[tuple(tensor.shape) for tensor in part] for part in item]
             if self._shapes not in (None, shapes):
@@ -218,7 +215,7 @@ class _Layers:
             self._shapes = shapes
         return items
 
-    def forward(self, inputs: Parts, labels: Parts | None, pipeline: int, micro_batch: int) -> Parts:
+    def forward(self, inputs: Tensors, labels: Tensors | None, pipeline: int, micro_batch: int) -> Tensors:
         engine, before = self._engine, RawRandom()
         module = engine.module
         module.micro_offset = engine.offset_of(micro_batch, pipeline)
@@ -237,7 +234,7 @@ class _Layers:
                     "on_failure='replace'"
                 )
         if labels is None:
-            return _parts(outputs)
+            return as_tuple(outputs)
         loss = outputs
         if module.loss_fn is not None:
             loss = module.loss_fn(outputs, labels if len(labels) > 1 else labels[0])
@@ -301,11 +298,7 @@ class _Layers:
                 parameter.grad = parameter.grad * factor  # not in place: a peer may still ask for the sum
 
 
-def _parts(value: Any) -> Parts:
-    return (value,) if isinstance(value, Tensor) else tuple(value)
-
-
-def _tied(engine: SwiftPipelineEngine, parameters: Sequence[nn.Parameter]) -> list[Tied]:
+def _tied(engine: InstrumentedEngine, parameters: Sequence[nn.Parameter]) -> list[Tied]:
     """Parameters of tied layers of this stage that other stages have, too; those of the same stages are one."""
     module, stages = engine.module, dict[str, set[int]]()
     for index, spec in enumerate(compat.layers_of(module)):
@@ -324,10 +317,10 @@ def _tied(engine: SwiftPipelineEngine, parameters: Sequence[nn.Parameter]) -> li
     return [Tied(sets.index(each) + 1, each, tuple(found[each])) for each in sets if each in found]
 
 
-def _refuse(engine: SwiftPipelineEngine) -> None:
+def _refuse(engine: InstrumentedEngine) -> None:
     reasons: list[tuple[bool, str]] = [
         (
-            engine._shard is not None,
+            is_sharded(engine.optimizer),
             "bf16 and ZeRO-1, which divide the optimizer's state over the replicas (but with bf16 by 'torch_autocast' "
             "in the DeepSpeed configuration)",
         ),
@@ -337,7 +330,7 @@ def _refuse(engine: SwiftPipelineEngine) -> None:
         (not engine.postscale_gradients() or engine.gradient_predivide_factor() != 1.0, "prescaled gradients"),
         (engine.module.get_additional_losses() is not None, "additional losses"),
         (
-            any(isinstance(m, _NormBase) and m.track_running_stats for m in engine.module.modules()),
+            has_running_statistics(engine.module),
             "batch or instance normalisation with running statistics, which belong to one worker",
         ),
     ]

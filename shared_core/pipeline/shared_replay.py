@@ -7,24 +7,20 @@ the schedule, as always.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import schedule
-from torch.nn.modules.batchnorm import _NormBase
 
 from shared_core.errors import SwiftError
 from shared_core.job import Job
 from shared_core.pipeline import compat, lending, stage
-from shared_core.pipeline.cost import Replay
+from shared_core.pipeline.cost import ReplayCost
+from shared_core.pipeline.instrumented_engine import InstrumentedEngine
 from shared_core.pipeline.lending import Helpers
-from shared_core.pipeline.stage import Computed, Work
+from shared_core.pipeline.stage import Computed, Work, as_tuple, has_running_statistics
 from shared_core.system import threads
 from shared_core.worker.recovery.exchange import Replaying
-
-if TYPE_CHECKING:
-    from shared_core.pipeline.engine import SwiftPipelineEngine
 
 
 class SharedReplay:
@@ -35,11 +31,13 @@ class SharedReplay:
         job: of this worker.
     """
 
-    def __init__(self, engine: SwiftPipelineEngine, job: Job) -> None:
+    def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
         self._engine, self._job = engine, job
         self._helpers: Helpers | None = None
         self._decided = False
         self._steps, self._took = 0, 0.0
+        #: Seconds of a step by the newcomer alone, and with its helpers; 0 if not measured.
+        self._expected = (0.0, 0.0)
 
     @property
     def possible(self) -> bool:
@@ -99,11 +97,10 @@ class SharedReplay:
             return
         try:
             inner = lending.meet(self._job.replays, replaying, self._job.rank)
-            helpers = Helpers(self._job.replays, inner, len(replaying.survivors), ordered=self._ordered)
-            replay = self._replay(micro_s, helpers.bytes_per_s())
-            helpers.use = lending.workers_to_use(replay, helpers.count, self._job.config.replay.parallel)
-            if micro_s:
-                helpers.alone_s, helpers.planned_s = replay.seconds(1), replay.seconds(helpers.use + 1)
+            replay, count = self._replay(micro_s, lending.bytes_per_s(inner)), len(replaying.survivors)
+            use = lending.workers_to_use(replay, count, self._job.config.replay.parallel)
+            helpers = Helpers(self._job.replays, inner, count, use, self._ordered)
+            self._expected = (replay.seconds(1), replay.seconds(use + 1)) if micro_s else (0.0, 0.0)
         except (RuntimeError, SwiftError):
             return  # a loss, or nobody comes: the schedule does it
         if helpers.use:
@@ -119,8 +116,7 @@ class SharedReplay:
             for each in (engine.stage_id - 1, engine.stage_id + 1)
             if 0 <= each < engine.num_stages
         }
-        running = any(isinstance(m, _NormBase) and m.track_running_stats for m in engine.module.modules())
-        return neighbours <= set(replaying.survivors) and not running
+        return neighbours <= set(replaying.survivors) and not has_running_statistics(engine.module)
 
     def _dismiss(self, replaying: Replaying) -> None:
         def dismiss() -> None:
@@ -136,19 +132,19 @@ class SharedReplay:
     def _ordered(self) -> bool:
         return self._job.config.replay.sums == "ordered"
 
-    def _replay(self, micro_s: float, bytes_per_s: float) -> Replay:
+    def _replay(self, micro_s: float, bytes_per_s: float) -> ReplayCost:
         engine = self._engine
         stage_bytes = sum(p.numel() * p.element_size() for p in engine.module.parameters())
-        buffers = [*_tensors(engine.pipe_recv_buf), *_tensors(engine.grad_layer)]
+        buffers = [*as_tuple(engine.pipe_recv_buf), *as_tuple(engine.grad_layer)]
         message_bytes = 2 * sum(t.numel() * t.element_size() for t in buffers)
-        return Replay(engine.micro_batches, micro_s, stage_bytes, message_bytes, bytes_per_s, self._ordered)
+        return ReplayCost(engine.micro_batches, micro_s, stage_bytes, message_bytes, bytes_per_s, self._ordered)
 
     def _end(self) -> None:
         job, helpers, replaying = self._job, self._helpers, self._job.replays.own
         assert replaying is not None
         if helpers is not None:
-            took, planned, alone = self._took / max(self._steps, 1), helpers.planned_s, helpers.alone_s
-            fields = {"step_s": took, "planned_s": planned, "alone_s": alone}
+            alone, planned = self._expected
+            fields = {"step_s": self._took / max(self._steps, 1), "planned_s": planned, "alone_s": alone}
             job.event("help", steps=self._steps, helpers=helpers.use, ordered=helpers.ordered, **fields)
             helpers.end()
         elif not self._decided:
@@ -214,13 +210,9 @@ class SharedReplay:
                 compat.send_activations(engine)
                 buffers["outputs"][0] = None
             if not engine.is_first_stage():
-                inputs, gradients = _tensors(work.inputs), _tensors(each.input_gradients)
+                inputs, gradients = as_tuple(work.inputs), as_tuple(each.input_gradients)
                 held = [tensor.detach() for tensor in inputs]
                 for tensor, gradient in zip(held, gradients, strict=True):
                     tensor.grad = gradient
                 buffers["inputs"][0] = tuple(held) if isinstance(work.inputs, tuple) else held[0]
                 compat.send_gradients(engine)
-
-
-def _tensors(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, tuple | list) else [value]

@@ -19,12 +19,14 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from shared_core.loaders import seed_random
 from shared_core.pipeline import compat
+from shared_core.reroute.step import leaves_of
 
-#: What passes between stages: one tensor or a tuple of them.
-Tensors = Any
+#: What passes between stages.
+TensorOrTuple = Any
 
 
 def layer_seed(seed: int, number: int, layer: int) -> int:
@@ -54,8 +56,8 @@ class Work:
     """
 
     number: int
-    inputs: Tensors
-    labels: Tensors = None
+    inputs: TensorOrTuple
+    labels: TensorOrTuple = None
     gradient: torch.Tensor | None = None
 
 
@@ -70,9 +72,9 @@ class Computed:
         gradients: of each parameter, None where the micro-batch does not reach it.
     """
 
-    outputs: Tensors
+    outputs: TensorOrTuple
     loss: torch.Tensor | None
-    input_gradients: Tensors
+    input_gradients: TensorOrTuple
     gradients: list[torch.Tensor | None]
 
 
@@ -91,10 +93,10 @@ class Stage:
         autocast: entered while the layers compute, as DeepSpeed's engine does.
     """
 
-    layers: Sequence[Callable[[Tensors], Tensors]]
+    layers: Sequence[Callable[[TensorOrTuple], TensorOrTuple]]
     first: int
     parameters: list[nn.Parameter]
-    loss_fn: Callable[[Tensors, Tensors], torch.Tensor] | None
+    loss_fn: Callable[[TensorOrTuple, TensorOrTuple], torch.Tensor] | None
     last: bool
     micro_batches: int
     seed: int
@@ -102,8 +104,8 @@ class Stage:
 
     def compute(self, work: Work) -> Computed:
         """Forward and backward of one micro-batch. Sets the global generators; the caller puts them back."""
-        leaves = [self._leaf(each) for each in _listed(work.inputs)]
-        x: Tensors = tuple(t.clone() for t in leaves) if isinstance(work.inputs, tuple) else leaves[0].clone()
+        leaves = leaves_of(as_tuple(work.inputs), first=self.first == 0)
+        x: TensorOrTuple = tuple(t.clone() for t in leaves) if isinstance(work.inputs, tuple) else leaves[0].clone()
         with self.autocast():
             for layer, call in enumerate(self.layers, self.first):
                 seed_random(layer_seed(self.seed, work.number, layer))
@@ -113,18 +115,15 @@ class Stage:
             loss = self.loss_fn(x, work.labels) if self.loss_fn is not None else x
             roots, given = [loss / self.micro_batches], None
         else:
-            roots, given = [t for t in _listed(x) if t.is_floating_point()], [work.gradient]
+            roots, given = [t for t in as_tuple(x) if t.is_floating_point()], [work.gradient]
         wanted = [*self.parameters, *(t for t in leaves if t.requires_grad)]
         got: list[torch.Tensor | None] = list(torch.autograd.grad(roots, wanted, given, allow_unused=True))
         of_inputs = iter(got[len(self.parameters) :])
-        input_gradients: Tensors = tuple(next(of_inputs) if t.requires_grad else None for t in leaves)
+        input_gradients: TensorOrTuple = tuple(next(of_inputs) if t.requires_grad else None for t in leaves)
         if not isinstance(work.inputs, tuple):
             input_gradients = input_gradients[0]
         outputs = tuple(t.detach() for t in x) if isinstance(x, tuple) else x.detach()
         return Computed(outputs, None if loss is None else loss.detach(), input_gradients, got[: len(self.parameters)])
-
-    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().requires_grad_(self.first > 0 and tensor.is_floating_point())
 
 
 def clone(engine: PipelineEngine, stage: int, seed: int) -> Stage:
@@ -139,7 +138,7 @@ def clone(engine: PipelineEngine, stage: int, seed: int) -> Stage:
     first, stop = module.parts[stage], module.parts[stage + 1]
     made = nn.Module()
     made.tied_modules = nn.ModuleDict()
-    layers: list[Callable[[Tensors], Tensors]] = []
+    layers: list[Callable[[TensorOrTuple], TensorOrTuple]] = []
     for place, spec in enumerate(compat.layers_of(module)[first:stop], first):
         if isinstance(spec, TiedLayerSpec):
             if spec.key not in made.tied_modules:
@@ -170,5 +169,11 @@ def _stage(engine: PipelineEngine, holder: nn.Module, layers: Sequence[Any], sta
     return Stage(layers, module.parts[stage], parameters, loss_fn, last, micro_batches, seed, autocast)
 
 
-def _listed(value: Tensors) -> list[torch.Tensor]:
-    return list(value) if isinstance(value, tuple) else [value]
+def as_tuple(value: TensorOrTuple | None) -> tuple[torch.Tensor, ...]:
+    """The tensors that pass between stages; none for None."""
+    return () if value is None else (value,) if isinstance(value, torch.Tensor) else tuple(value)
+
+
+def has_running_statistics(module: nn.Module) -> bool:
+    """Whether a layer (batch or instance normalisation) depends on the order of micro-batches and on who has them."""
+    return any(isinstance(m, _NormBase) and m.track_running_stats for m in module.modules())

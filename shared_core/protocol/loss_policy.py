@@ -43,12 +43,13 @@ class RaisedError:
         return self.summary.partition(":")[0]
 
     @classmethod
-    def from_error_file(cls, data: dict[str, Any]) -> RaisedError | None:
+    def from_error_file(cls, data: Any) -> RaisedError | None:
         """From the JSON that torchelastic's ``record`` writes; None if it has another form."""
-        message = data.get("message")
+        message = data.get("message") if isinstance(data, dict) else None
         if not isinstance(message, dict):
             return None
-        trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
+        more = message.get("extraInfo")
+        trace = str(more.get("py_callstack", "")) if isinstance(more, dict) else ""
         return cls(str(message.get("message", "")), _place(trace), trace)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from shared_core.errors import DamagedRecord
+from shared_core.plain_json import is_count, parse
 
 Mode = Literal["script", "module", "exec"]
 #: A zygote's environment. Libraries read it when they are loaded: with more than one thread they start them there and
@@ -53,7 +56,22 @@ class StartRequest:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> StartRequest:
-        """Inverse of :meth:`to_json`."""
-        raw: dict[str, Any] = json.loads(line)
-        raw["args"], raw["first"] = tuple(raw["args"]), tuple(raw["first"])
-        return cls(**raw)
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            DamagedRecord: the line is no request.
+        """
+        try:
+            raw: dict[str, Any] = parse(line)
+            request = cls(**(raw | {"args": tuple(raw["args"]), "first": tuple(raw["first"])}))
+            texts = (request.target, request.stdout, request.stderr, *request.args, *request.first)
+            good = (
+                all(map(is_count, (request.token, request.agent, request.threads)))
+                and request.mode in get_args(Mode)
+                and all(isinstance(text, str) for text in (*texts, *request.env.values()))
+            )
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedRecord(f"this starts no worker: {error!r}") from error
+        if not good:
+            raise DamagedRecord("this starts no worker: its values are of other types")
+        return request

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from shared_core.checkpoint.command import Command
 from shared_core.config import SwiftConfig
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, CorruptFile
 from shared_core.events import JOB_DIR as JOB_DIR
 from shared_core.events import RUN
+from shared_core.plain_json import parse
 from shared_core.protocol.codec import Count, decode
 
 STORE = "SWIFT_RECOVERY_STORE"
@@ -136,7 +137,19 @@ def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
         raise ConfigError(
             f"{JOB_DIR} is not set: this process was not started by swiftrun. Start it with: swiftrun SCRIPT ..."
         )
+    try:
+        return _parsed(source)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the variables that the launcher sets are damaged: {error!r}") from error
+
+
+def _parsed(source: Mapping[str, str]) -> WorkerEnv:
     host, _, port = source[STORE].rpartition(":")
+    machines = parse(source.get(MACHINES) or "[]")
+    if not isinstance(machines, list) or not all(each is None or isinstance(each, str) for each in machines):
+        raise ValueError(f"{MACHINES} names no machines")
     return WorkerEnv(
         rank=int(source["RANK"]),
         world_size=int(source["WORLD_SIZE"]),
@@ -152,7 +165,7 @@ def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
         command=Command.from_json(source.get(COMMAND, "")),
         handed_over=HANDED_OVER in source,
         slot=int(source.get("GROUP_RANK", "0")),
-        machines=tuple(json.loads(source.get(MACHINES) or "[]")),
+        machines=tuple(machines),
         resized=Resized.from_json(source[RESIZED]) if source.get(RESIZED) else None,
         run=source.get(RUN, ""),
     )
@@ -166,9 +179,21 @@ def leave_environment(job_dir: Path, rank: int, variables: Mapping[str, str]) ->
 
 
 def left_environment(job_dir: Path, rank: int) -> dict[str, str]:
-    """What predecessors on this machine have left with :func:`leave_environment`."""
+    """What predecessors on this machine have left with :func:`leave_environment`.
+
+    Raises:
+        CorruptFile: it is damaged.
+    """
+    path = job_dir / f"rank{rank}" / _LEFT
     try:
-        left: dict[str, str] = json.loads((job_dir / f"rank{rank}" / _LEFT).read_text())
+        left = parse(path.read_bytes())
     except FileNotFoundError:
         return {}
+    except ValueError as error:
+        raise CorruptFile(f"{path} is damaged: {error}") from error
+    # A variable of the environment holds no NUL, and its name no "=".
+    if not isinstance(left, dict) or not all(
+        name and "=" not in name and isinstance(value, str) and "\0" not in name + value for name, value in left.items()
+    ):
+        raise CorruptFile(f"{path} is damaged: it holds no variables")
     return left

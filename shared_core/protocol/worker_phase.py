@@ -98,7 +98,8 @@ Outcome = tuple[Phase, tuple[Action, ...]]
 _SURVIVORS = (Phase.LIVE, Phase.RECOVERING, Phase.WITHOUT, Phase.HANDING_ON)
 _NOT_JOINED = (Phase.STARTING, Phase.FROM_START, Phase.BEHIND, Phase.KNOCKING, Phase.JOINING)
 
-_TABLE: dict[tuple[Phase, Event], Outcome] = {
+#: The phase that follows and what is to be done, for each event that can happen in a phase.
+TRANSITIONS: dict[tuple[Phase, Event], Outcome] = {
     # A newcomer's place: what its own entry says, then what all have agreed on.
     (Phase.STARTING, Event.GO_ON): (Phase.KNOCKING, ()),
     (Phase.STARTING, Event.TOP_FOUND): (Phase.BEHIND, ()),
@@ -127,15 +128,15 @@ _TABLE: dict[tuple[Phase, Event], Outcome] = {
     (Phase.HANDING_ON, Event.LET_IN_LATE): (Phase.HANDING_ON, ()),
 }
 for _phase in _SURVIVORS:
-    _TABLE[_phase, Event.FORM] = Phase.RECOVERING, (Action.RECOVER,)
-    _TABLE[_phase, Event.GO_ON] = Phase.WITHOUT, (Action.GO_ON,)
-    _TABLE[_phase, Event.HAND_ON] = Phase.HANDING_ON, (Action.HAND_ON,)
+    TRANSITIONS[_phase, Event.FORM] = Phase.RECOVERING, (Action.RECOVER,)
+    TRANSITIONS[_phase, Event.GO_ON] = Phase.WITHOUT, (Action.GO_ON,)
+    TRANSITIONS[_phase, Event.HAND_ON] = Phase.HANDING_ON, (Action.HAND_ON,)
 for _phase in _NOT_JOINED:
     # It says that it has no state, and runs on: that may yet be withdrawn.
-    _TABLE[_phase, Event.HAND_ON] = _phase, (Action.HAND_ON,)
+    TRANSITIONS[_phase, Event.HAND_ON] = _phase, (Action.HAND_ON,)
 for _phase in (*_NOT_JOINED, Phase.LIVE, Phase.RECOVERING):
     if _phase is not Phase.KNOCKING:
-        _TABLE[_phase, Event.LEFT_OUT] = _phase, ()  # a newcomer that came too late: the launcher ends it
+        TRANSITIONS[_phase, Event.LEFT_OUT] = _phase, ()  # a newcomer that came too late: the launcher ends it
 
 
 def transition(phase: Phase, event: Event) -> Outcome:
@@ -152,7 +153,7 @@ def transition(phase: Phase, event: Event) -> Outcome:
     if phase is Phase.ENDED:
         return Phase.ENDED, ()  # the program may come a little further before it is ended
     try:
-        return _TABLE[phase, event]
+        return TRANSITIONS[phase, event]
     except KeyError:
         raise IllegalEvent(f"a worker that is {phase.value!r} cannot have the event {event.value!r}") from None
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared_core.pipeline.grouping import Plan
+from shared_core.pipeline.grouping import GroupPlan
 from shared_core.report.text import columns, in_bytes, in_seconds
 
 
-def format_plans(plans: Sequence[Plan], chosen: Plan | None = None) -> str:
+def format_plans(plans: Sequence[GroupPlan], chosen: GroupPlan | None = None) -> str:
     """One row for each plan, ``chosen`` with a star. Replay is that of one step, expected over failures."""
     rows = [("logs kept", "logged a step", "replay of a step", "by the slowest group", "groups of machines")]
     for plan in plans:

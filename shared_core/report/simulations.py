@@ -8,10 +8,10 @@ from typing import Any
 
 from shared_core.report.figures import new_figure
 from shared_core.report.text import columns
-from shared_core.simulate.engine import Result
+from shared_core.simulate.engine import SimulationResult
 
 
-def format_results(results: Sequence[Result], fault_free: float | None = None) -> str:
+def format_results(results: Sequence[SimulationResult], fault_free: float | None = None) -> str:
     """A row for each system, as shares of the time; ``fault_free``, in samples/s, adds the average throughput."""
     header = ["system", "useful", "stalled", "waiting", "work lost", "average live workers"]
     rows = [[*header, "samples/s"] if fault_free is not None else header]
@@ -22,7 +22,7 @@ def format_results(results: Sequence[Result], fault_free: float | None = None) -
     return columns(rows)
 
 
-def result_to_dict(one: Result) -> dict[str, Any]:
+def result_to_dict(one: SimulationResult) -> dict[str, Any]:
     """A result as plain data, without its segments."""
     return {
         "system": one.system,
@@ -37,7 +37,7 @@ def result_to_dict(one: Result) -> dict[str, Any]:
     }
 
 
-def draw_results(results: Sequence[Result], path: Path) -> None:
+def draw_results(results: Sequence[SimulationResult], path: Path) -> None:
     """Draw live workers and the throughput of each system over time; the suffix of ``path`` tells the format.
 
     Raises:
@@ -61,5 +61,5 @@ def draw_results(results: Sequence[Result], path: Path) -> None:
     figure.savefig(path)
 
 
-def _live(one: Result) -> float:
+def _live(one: SimulationResult) -> float:
     return sum(live * seconds for live, (seconds, _) in one.by_live.items()) / one.seconds

@@ -43,7 +43,7 @@ COMPILED = "CompiledFunctionBackward"
 
 
 @dataclass(frozen=True)
-class Layer:
+class SplitLayer:
     """A product whose weight gradient can wait.
 
     Attributes:
@@ -59,7 +59,7 @@ class Layer:
     spare: tuple[str, ...]
 
 
-class Cut(NamedTuple):
+class BranchEdge(NamedTuple):
     """An edge from the trunk to a branch: it leaves ``trunk`` (``None``: an output) at ``position``."""
 
     trunk: Node | None
@@ -77,7 +77,7 @@ class Tail:
         nodes: all of it, down to its parameters.
     """
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[BranchEdge, ...]
     nodes: tuple[Node, ...]
 
 
@@ -94,7 +94,7 @@ class Survey:
     """
 
     whole: str = ""
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[SplitLayer, ...] = ()
     tails: tuple[Tail, ...] = ()
     early: tuple[torch.Tensor, ...] = ()
     first: tuple[Node, ...] = ()
@@ -105,7 +105,7 @@ class _Branch:
     """Nodes outside the trunk that hang together, and where they hang on it."""
 
     nodes: list[Node] = field(default_factory=list)
-    cuts: list[Cut] = field(default_factory=list)
+    cuts: list[BranchEdge] = field(default_factory=list)
 
 
 #: Each node's edges; where an edge leads nowhere its node is ``None``.
@@ -131,7 +131,7 @@ def survey(outputs: Iterable[Node], inputs: Iterable[Node]) -> Survey:
     if not ends and any(map(_is_taken, edges)):
         return Survey(whole="what was saved is checkpointed or off-loaded, and no input needs a gradient")
     compiled = any(node.name() == COMPILED for node in edges)
-    layers: dict[Node, Layer] = {}
+    layers: dict[Node, SplitLayer] = {}
     tails: list[Tail] = []
     early: list[torch.Tensor] = []
     first = [node for node in edges if node in trunk]
@@ -213,11 +213,11 @@ def _edges(roots: list[Node]) -> Edges:
 def _branches(edges: Edges, roots: list[Node], trunk: set[Node], weighty: set[Node]) -> list[_Branch]:
     """Everything beside the trunk that ends at parameters, in pieces that share no node."""
     beside: dict[Node, set[Node]] = {node: set() for node in edges if node in weighty and node not in trunk}
-    cuts: dict[Node, list[Cut]] = {root: [Cut(None, 0, root, 0)] for root in roots if root in beside}
+    cuts: dict[Node, list[BranchEdge]] = {root: [BranchEdge(None, 0, root, 0)] for root in roots if root in beside}
     for node, below in edges.items():
         if node not in trunk and node not in beside:
             continue
-        cut = [Cut(node, i, child, nr) for i, (child, nr) in enumerate(below) if child in beside]
+        cut = [BranchEdge(node, i, child, nr) for i, (child, nr) in enumerate(below) if child in beside]
         joined = node
         if node in trunk:
             for one in cut:
@@ -267,7 +267,7 @@ def _is_taken(node: Node) -> bool:
     return any(raw.unpack_hook is not None for raw in raw_tensors(node))
 
 
-def _layer(branch: _Branch, parameters: tuple[torch.Tensor, ...], trunk: set[Node]) -> Layer | None:
+def _layer(branch: _Branch, parameters: tuple[torch.Tensor, ...], trunk: set[Node]) -> SplitLayer | None:
     """``branch`` as a layer whose weight gradient can wait; ``None`` where it cannot or is not worth it."""
     (node, *others) = {cut.trunk for cut in branch.cuts}
     if node is None or others or node.name() not in PRODUCTS:
@@ -286,7 +286,7 @@ def _layer(branch: _Branch, parameters: tuple[torch.Tensor, ...], trunk: set[Nod
         if raw.unpack_hook is not None or raw.data is None:
             return None  # checkpointed or off-loaded: a second visit would compute or fetch it a second time
     spare = tuple(name for name in product.saved if name not in needed) if product.replaceable else ()
-    return Layer(node, parameters, needed, spare)
+    return SplitLayer(node, parameters, needed, spare)
 
 
 def _runs_backward(kind: type) -> bool:

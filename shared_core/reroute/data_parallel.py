@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shared_core.errors import LaneBroken, Unsupported
+from shared_core.errors import LaneBroken
 from shared_core.faults import inject
-from shared_core.reroute.messages import Key, Lane, Mail, What
-from shared_core.reroute.summing import reduce_in_order, unflatten
+from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
+from shared_core.reroute.summing import flat_gradients, hand_over, reduce_in_order, set_mean_gradients
+from shared_core.reroute.through_losses import through_losses
 from shared_core.schedule.schedule import Topology, Worker
+from shared_core.worker.recovery.lane import Lane
 
 if TYPE_CHECKING:
     from shared_core.job import Job
@@ -79,9 +81,6 @@ class DataParallelSteps:
         ordered: shares are added by ascending logical rank, whoever has computed them. Otherwise a worker first adds
             those that it has computed.
         noted: called after a loss with the ranks that are gone and the number of the step.
-
-    Attributes:
-        step: number of the next step; set it when this worker takes its place in a running job.
     """
 
     def __init__(
@@ -100,16 +99,19 @@ class DataParallelSteps:
         self._me, self._world, self._parameters, self._compute = me, world, parameters, compute
         self._connect, self._knocking, self._let_in = connect, knocking, let_in
         self._ordered, self._noted = ordered, noted
-        self._mail: Mail | None = None
+        self._channel: MessageChannel | None = None
         self._sum: _Sum | None = None
         self._agreed = self._waits = self._ended = False
         self._closed = -1
-        self.step = 0
+        self._step = 0
 
     # -- what the loop calls -----------------------------------------------------------------------
 
-    def run(self) -> list[Outcome]:
-        """Leave the mean of all logical ranks' gradients of the next step in ``.grad``, through losses.
+    def run(self, step: int) -> list[Outcome]:
+        """Leave the mean of all logical ranks' gradients of a step in ``.grad``, through losses.
+
+        Args:
+            step: its number, one more than that of the last step of all workers.
 
         Returns:
             What the shares of the logical ranks came to.
@@ -117,34 +119,43 @@ class DataParallelSteps:
         Raises:
             Unsupported: for sparse gradients.
         """
+        self._step = step
         shares: dict[int, Tensor] = {}
         outcomes: dict[int, Outcome] = {}
-        while self._sum is None or self._sum.step != self.step:
-            try:
+
+        def attempt() -> _Sum:
+            while self._sum is None or self._sum.step != step:
                 if self._agree():
                     self._sum = self._reduce(shares, outcomes)
-            except LaneBroken:
-                self._mail = None
+            return self._sum
+
+        found = through_losses(attempt, self._leave)
         inject.point("reroute.step")
-        self._set_gradients(self._sum.flat)
-        self.step += 1
-        return self._sum.outcomes()
+        set_mean_gradients(found.flat, self._parameters, self._world)
+        return found.outcomes()
 
-    def wait_for_all(self) -> None:
-        """Let newcomers in until all ranks are there. Call it before the next :meth:`run`, at all ranks."""
-        while self._closed != self.step:
-            try:
+    def wait_for_all(self, step: int) -> None:
+        """Let newcomers in until all ranks are there. Call it before :meth:`run` of this step, at all ranks."""
+        self._step = step
+
+        def attempt() -> None:
+            while self._closed != step:
                 self._agree(waits=True)
-            except LaneBroken:
-                self._mail = None
 
-    def settle(self) -> None:
-        """At the end of the program: return when all workers have finished the last step."""
-        while not self._ended:
-            try:
+        through_losses(attempt, self._leave)
+
+    def settle(self, step: int) -> None:
+        """At the end of the program: return when all workers have finished the step before this one."""
+        self._step = step
+
+        def attempt() -> None:
+            while not self._ended:
                 self._agree(ends=True)
-            except LaneBroken:
-                self._mail = None
+
+        through_losses(attempt, self._leave)
+
+    def _leave(self) -> None:
+        self._channel = None
 
     # -- agreeing ----------------------------------------------------------------------------------
 
@@ -157,10 +168,10 @@ class DataParallelSteps:
             LaneBroken: somebody was lost.
         """
         lane = self._connect()
-        if self._mail is None or self._mail.lane is not lane:
-            self._mail, self._agreed = Mail(lane, Topology(self._world, 1, 1), {}, {}), False
+        if self._channel is None or self._channel.lane is not lane:
+            self._channel, self._agreed = MessageChannel(lane, Topology(self._world, 1, 1), {}, {}), False
             if lost := sorted({*range(self._world)} - {*lane.ranks, *lane.finished}):
-                self._noted(lost, self.step)
+                self._noted(lost, self._step)
         if ends and lane.finished:
             self._ended = True  # who has left the program had come here before, as all others had
             return True
@@ -168,12 +179,12 @@ class DataParallelSteps:
         if self._agreed and not (away or waits or ends):
             return True
         waits = waits or (self._waits and away)
-        asks = away and not ends and self._closed != self.step and self._me == lane.ranks[0]
+        asks = away and not ends and self._closed != self._step and self._me == lane.ranks[0]
         views = lane.exchange(
             {
-                "step": self.step,
+                "step": self._step,
                 "waits": waits,
-                "closed": self._closed == self.step,
+                "closed": self._closed == self._step,
                 "ends": ends,
                 "knocking": list(self._knocking(waits)) if asks else [],
             }
@@ -187,7 +198,7 @@ class DataParallelSteps:
         closed = any(view["closed"] for view in views.values()) or (self._waits and not away)
         if closed:
             # What follows the waiting has begun somewhere: a newcomer would begin it alone.
-            self._closed, self._waits = self.step, False
+            self._closed, self._waits = self._step, False
         elif knocking := views[lane.ranks[0]]["knocking"]:
             self._let_in(knocking)
             return False
@@ -197,32 +208,33 @@ class DataParallelSteps:
 
     def _share_sum(self, lane: Lane, step: int, behind: Sequence[int]) -> None:
         """The lowest rank that has the sum of a step sends it to those who have not."""
-        assert self._mail is not None
-        source = next(rank for rank in lane.ranks if rank not in behind)
-        keys = [Key(step, what, 0, 0, 1) for what in (What.SUM, What.LOSSES, What.NOTES)]
-        if self._me == source:
-            assert self._sum is not None and self._sum.step == step
-            for rank in behind:
-                self._mail.send(keys[0], [self._sum.flat], rank)
-                self._mail.send(keys[1], [self._sum.table], rank)
-                if self._sum.notes.numel():
-                    self._mail.send(keys[2], [self._sum.notes], rank)
-        elif self._me in behind:
-            (flat,) = self._mail.fetch_like(keys[0], [_flat(self._parameters, empty=True)], source)
-            (table,) = self._mail.fetch_like(keys[1], [_empty_table(self._world)], source)
-            self._sum = _Sum(step, flat, table, self._notes_from(keys[2], _length(table, range(self._world)), source))
+        assert self._channel is not None
+        channel, source = self._channel, next(rank for rank in lane.ranks if rank not in behind)
+        mine = self._sum if self._me == source else None
+        assert mine is None or mine.step == step
 
-    def _notes_from(self, key: Key, length: int, rank: int) -> Tensor:
-        assert self._mail is not None
+        def handed(kind: MessageKind, held: Tensor | None, like: Tensor) -> Tensor | None:
+            return hand_over(channel, MessageKey(step, kind, 0, 0, 1), self._me, source, behind, held, like)
+
+        flat = handed(MessageKind.SUM, mine.flat if mine else None, flat_gradients(self._parameters, empty=True))
+        table = handed(MessageKind.LOSSES, mine.table if mine else None, _empty_table(self._world))
+        if mine is not None and mine.notes.numel():
+            handed(MessageKind.NOTES, mine.notes, mine.notes)
+        if flat is not None and table is not None:
+            key = MessageKey(step, MessageKind.NOTES, 0, 0, 1)
+            self._sum = _Sum(step, flat, table, self._notes_from(key, _length(table, range(self._world)), source))
+
+    def _notes_from(self, key: MessageKey, length: int, rank: int) -> Tensor:
+        assert self._channel is not None
         notes = torch.empty(length, dtype=torch.uint8)
-        return self._mail.fetch_like(key, [notes], rank)[0] if length else notes
+        return self._channel.fetch_like(key, [notes], rank)[0] if length else notes
 
     # -- a step ------------------------------------------------------------------------------------
 
     def _reduce(self, shares: dict[int, Tensor], outcomes: dict[int, Outcome]) -> _Sum:
         """Compute what is missing here of this step, and sum over all."""
-        assert self._mail is not None
-        mail, lane, step = self._mail, self._mail.lane, self.step
+        assert self._channel is not None
+        channel, lane, step = self._channel, self._channel.lane, self._step
         hosted = hosts(self._world, lane.ranks)
         homes = [rank for rank, host in hosted.items() if host == self._me]
         for rank in homes:
@@ -236,17 +248,17 @@ class DataParallelSteps:
             table[rank] = torch.tensor([outcomes[rank].loss, len(outcomes[rank].note)], dtype=torch.float64)
         for rank in lane.ranks:
             if rank != self._me:
-                mail.send(Key(step, What.LOSSES, 0, self._me), [table], rank)
-                mail.post_like(Key(step, What.LOSSES, 0, rank), [table], rank)
+                channel.send(MessageKey(step, MessageKind.LOSSES, 0, self._me), [table], rank)
+                channel.post_like(MessageKey(step, MessageKind.LOSSES, 0, rank), [table], rank)
         mine = {Worker(rank, 0): shares[rank] for rank in homes}
         peers, me = {Worker(rank, 0): rank for rank in lane.ranks}, Worker(self._me, 0)
         holders = {Worker(rank, 0): Worker(host, 0) for rank, host in hosted.items()}
         if not self._ordered:
             mine, holders = {me: _added(mine.values())}, {peer: peer for peer in peers}
-        flat = reduce_in_order(mail, step, 0, me, holders, mine, peers, 1.0)
+        flat = reduce_in_order(channel, step, 0, me, holders, mine, peers, 1.0)
         for rank in lane.ranks:
             if rank != self._me:
-                (more,) = mail.fetch_like(Key(step, What.LOSSES, 0, rank), [table], rank)
+                (more,) = channel.fetch_like(MessageKey(step, MessageKind.LOSSES, 0, rank), [table], rank)
                 table = torch.where(more.isnan(), table, more)
         notes = {
             rank: torch.frombuffer(bytearray(outcomes[rank].note), dtype=torch.uint8)
@@ -257,35 +269,29 @@ class DataParallelSteps:
 
     def _gather(self, table: Tensor, mine: Mapping[int, Tensor], hosted: Mapping[int, int]) -> Tensor:
         """Notes of all logical ranks, one after the other."""
-        assert self._mail is not None
+        assert self._channel is not None
         if not _length(table, range(self._world)):
             return torch.empty(0, dtype=torch.uint8)
         notes = dict(mine)
         for rank, note in mine.items():
-            for peer in self._mail.lane.ranks:
+            for peer in self._channel.lane.ranks:
                 if peer != self._me:
-                    self._mail.send(Key(self.step, What.NOTES, 0, rank), [note], peer)
+                    self._channel.send(MessageKey(self._step, MessageKind.NOTES, 0, rank), [note], peer)
         for rank, host in hosted.items():
             if host != self._me:
-                notes[rank] = self._notes_from(Key(self.step, What.NOTES, 0, rank), _length(table, [rank]), host)
+                notes[rank] = self._notes_from(
+                    MessageKey(self._step, MessageKind.NOTES, 0, rank), _length(table, [rank]), host
+                )
         return torch.cat([notes[rank] for rank in range(self._world) if rank in notes])
 
     def _share(self, rank: int) -> tuple[Outcome, Tensor]:
         for parameter in self._parameters:
             parameter.grad = None
-        outcome = self._compute(rank, self.step)
-        flat = _flat(self._parameters)
+        outcome = self._compute(rank, self._step)
+        flat = flat_gradients(self._parameters)
         for parameter in self._parameters:
             parameter.grad = None
         return outcome, flat
-
-    def _set_gradients(self, flat: Tensor) -> None:
-        """Mean gradients, apart from the sum, which a peer may still ask for; none where no share had one."""
-        count = len(self._parameters)
-        gradients = unflatten(flat[: flat.numel() - count], self._parameters)
-        used = flat[flat.numel() - count :].tolist()
-        for parameter, gradient, shares in zip(self._parameters, gradients, used, strict=True):
-            parameter.grad = (gradient / self._world).to(parameter.dtype) if shares else None
 
 
 def steps_of(
@@ -320,23 +326,6 @@ def hosts(world: int, present: Sequence[int]) -> dict[int, int]:
             hosted[rank] = host
             load[host] += 1
     return dict(sorted(hosted.items()))
-
-
-def _flat(parameters: Sequence[torch.nn.Parameter], empty: bool = False) -> Tensor:
-    """Gradients one after the other, zeros where there is none; then 1 for each that there is, 0 for the others.
-
-    Args:
-        parameters: what they are of.
-        empty: only the size and the type are wanted.
-    """
-    parts = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout != torch.strided:
-            raise Unsupported("on_failure='reroute' cannot be used with sparse gradients: choose on_failure='replace'")
-        parts.append(torch.zeros_like(parameter) if gradient is None or empty else gradient)
-    used = torch.tensor([float(p.grad is not None) for p in parameters], dtype=parts[0].dtype)
-    return torch.cat([*(part.detach().flatten() for part in parts), used])
 
 
 def _added(shares: Iterable[Tensor]) -> Tensor:

@@ -10,55 +10,53 @@ import torch
 from torch import Tensor
 
 from shared_core.faults import inject
-from shared_core.reroute.history import History, StepPlan
-from shared_core.reroute.messages import Key, Mail, What
-from shared_core.reroute.step import Options, Result, StageModel, Step, Tied, merge, table_of
-from shared_core.reroute.summing import flatten, reduce_in_order, unflatten
-from shared_core.schedule.schedule import Action, Kind, Topology, Worker
+from shared_core.reroute.history import PlanHistory, StepPlan
+from shared_core.reroute.measuring import Measuring
+from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
+from shared_core.reroute.step import Options, StageModel, Step, StepResult, Tied, WorkerPlace, merge, table_of
+from shared_core.reroute.summing import flatten, hand_over, reduce_in_order, unflatten
+from shared_core.schedule.schedule import Action, Kind, Worker
 
 
 class Finishing:
     """Ends steps.
 
     Args:
-        topology: shape of the job.
-        me: this worker's place.
-        rank_of: rank of each place.
+        place: of this worker.
         model: its stage.
         history: who is there, and the plans.
         steps: those under way and the one before, by number; the caller's own, as it is.
         knocking: whether all that are lost have a newcomer that waits; asked at one worker only.
         options: see :class:`Options`.
-        measure: called with the step, the kind of what was done and when it began.
+        measuring: takes durations.
 
     Attributes:
-        mail: over the lane in use.
+        channel: over the lane in use.
     """
 
-    mail: Mail
+    channel: MessageChannel
 
     def __init__(
         self,
-        topology: Topology,
-        me: Worker,
-        rank_of: Callable[[Worker], int],
+        place: WorkerPlace,
         model: StageModel,
-        history: History,
+        history: PlanHistory,
         steps: Mapping[int, Step],
         knocking: Callable[[], bool],
         options: Options,
-        measure: Callable[[Step, Kind, float], None],
+        measuring: Measuring,
     ) -> None:
-        self._topology, self._me, self._rank, self._model = topology, me, rank_of, model
+        self._place, self._model = place, model
+        self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
         self._history, self._steps, self._knocking = history, steps, knocking
-        self._options, self._measure = options, measure
-        self._last = me.stage == topology.stages - 1
+        self._options, self._measuring = options, measuring
+        self._last = place.last
         self._told: set[tuple[int, str]] = set()
         self._heard: set[tuple[int, Worker]] = set()
 
-    def connect(self, mail: Mail) -> None:
+    def connect(self, channel: MessageChannel) -> None:
         """There is a new lane: what was told over the one before may not have come."""
-        self.mail, self._told, self._heard = mail, set(), set()
+        self.channel, self._told, self._heard = channel, set(), set()
 
     def forget_before(self, number: int) -> None:
         """Steps before this one are over everywhere."""
@@ -81,7 +79,7 @@ class Finishing:
             return
         for worker, row in plan.plan.schedule.rows.items():
             if worker.stage == s + 1 and row:
-                self.mail.send(Key(step.number, What.READ, s, d), [torch.zeros(1)], self._rank(worker))
+                self.channel.send(MessageKey(step.number, MessageKind.READ, s, d), [torch.zeros(1)], self._rank(worker))
 
     def _await_read(self, step: Step, plan: StepPlan) -> None:
         """Wait until the stage before has all gradients of this one, before this one makes its update.
@@ -91,8 +89,8 @@ class Finishing:
         """
         for worker, row in plan.plan.schedule.rows.items():
             if worker.stage == self._me.stage - 1 and any(map(_goes_back, row)):
-                key = Key(step.number, What.READ, worker.stage, worker.pipeline)
-                self.mail.fetch_like(key, [torch.zeros(1)], self._rank(worker))
+                key = MessageKey(step.number, MessageKind.READ, worker.stage, worker.pipeline)
+                self.channel.fetch_like(key, [torch.zeros(1)], self._rank(worker))
 
     def reduce(self, step: Step, plan: StepPlan) -> None:
         """Sum the gradients of this stage over the pipelines.
@@ -136,7 +134,7 @@ class Finishing:
             gradients = step.sums.get(home.pipeline if self._options.ordered else -1, none)
             mine[home] = flatten([gradients[index] for index in indices], parameters)
         scale = 1.0 / pipelines if self._options.average else 1.0
-        return reduce_in_order(self.mail, step.number, group, self._me, holders, mine, peers, scale)
+        return reduce_in_order(self.channel, step.number, group, self._me, holders, mine, peers, scale)
 
     def _cut(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
         return list(flat.split([self._model.parameters[index].numel() for index in indices]))
@@ -162,21 +160,21 @@ class Finishing:
             takers = waiting & set().union(*lacking)
             if not givers or not takers:
                 continue
-            key, me = Key(step.number, What.AGAIN, 0, 0, each.number), self._rank(self._me)
+            key, me = MessageKey(step.number, MessageKind.AGAIN, 0, 0, each.number), self._rank(self._me)
+            held = None
             if me == min(givers):
                 assert step.reduced is not None
                 parts = self._cut(step.reduced, everything)
-                flat = torch.cat([parts[index] for index in each.parameters]) if each.number else step.reduced
-                for rank in takers:
-                    self.mail.send(key, [flat], rank)
-            elif me in takers:
-                size = sum(parameters[index].numel() for index in each.parameters)
-                dtype = parameters[0].dtype if parameters else torch.float32
-                (flat,) = self.mail.fetch_like(key, [torch.empty(size, dtype=dtype)], min(givers))
-                if each.number:
-                    step.tied[each.number] = flat
-                else:
-                    step.reduced = flat
+                held = torch.cat([parts[index] for index in each.parameters]) if each.number else step.reduced
+            size = sum(parameters[index].numel() for index in each.parameters)
+            like = torch.empty(size, dtype=parameters[0].dtype if parameters else torch.float32)
+            flat = hand_over(self.channel, key, me, min(givers), takers, held, like)
+            if flat is None:
+                continue
+            if each.number:
+                step.tied[each.number] = flat
+            else:
+                step.reduced = flat
 
     def finish(self, step: Step) -> None:
         """From summed gradients to the next step: update, and gather what all are told.
@@ -195,7 +193,7 @@ class Finishing:
             inject.point("reroute.step")
             step.tentative, began = step.verdict is None, time.perf_counter()
             self._model.update(1.0 if step.verdict is None else step.verdict, step.tentative)
-            self._measure(step, Kind.OPT, began - step.reduce_s)
+            self._measuring.add(step.number, Kind.OPT, began - step.reduce_s)
             step.updated = True
             step.sums.clear()
         self._gather_result(step)
@@ -241,7 +239,7 @@ class Finishing:
         value = torch.tensor([_number(step.norms[stage])], dtype=torch.float64)
         for worker in self._topology.workers():
             if worker not in self._history.lost and worker.stage != stage:
-                self.mail.send(Key(step.number, What.NORM, stage, 0), [value], self._rank(worker))
+                self.channel.send(MessageKey(step.number, MessageKind.NORM, stage, 0), [value], self._rank(worker))
 
     def _needs_norms(self, step: Step) -> bool:
         return self._options.synchronous or step.norms[self._me.stage] is not None
@@ -255,7 +253,9 @@ class Finishing:
                 continue
             there = [w for w in self._topology.workers() if w.stage == other and w not in self._history.lost]
             like = [torch.empty(1, dtype=torch.float64)]
-            (value,) = self.mail.fetch_like(Key(step.number, What.NORM, other, 0), like, self._rank(min(there)))
+            (value,) = self.channel.fetch_like(
+                MessageKey(step.number, MessageKind.NORM, other, 0), like, self._rank(min(there))
+            )
             step.norms[other] = float(value) if clips else None
 
     def tell_losses(self, step: Step, row: Sequence[Action]) -> None:
@@ -268,13 +268,13 @@ class Finishing:
             return
         self._told.add((step.number, "losses"))
         if self._me == self._tails()[0] and self._history.lost and self._knocking():
-            step.let_in = self.mail.lane.generation
+            step.let_in = self.channel.lane.generation
         flag = torch.tensor([float(step.let_in)], dtype=torch.float64)
         table = torch.cat([flag, table_of(step.losses, self._topology)])
-        key = Key(step.number, What.LOSSES, self._me.stage, self._me.pipeline)
+        key = MessageKey(step.number, MessageKind.LOSSES, self._me.stage, self._me.pipeline)
         for worker in self._topology.workers():
             if worker not in self._history.lost and worker != self._me:
-                self.mail.send(key, [table], self._rank(worker))
+                self.channel.send(key, [table], self._rank(worker))
 
     def _tails(self) -> list[Worker]:
         """Workers of the last stage that are there."""
@@ -286,8 +286,8 @@ class Finishing:
         if worker == self._me or step.result is not None or (step.number, worker) in self._heard:
             return
         like = torch.empty(1 + self._topology.pipelines * self._topology.micro_batches, dtype=torch.float64)
-        key = Key(step.number, What.LOSSES, worker.stage, worker.pipeline)
-        (table,) = self.mail.fetch_like(key, [like], self._rank(worker))
+        key = MessageKey(step.number, MessageKind.LOSSES, worker.stage, worker.pipeline)
+        (table,) = self.channel.fetch_like(key, [like], self._rank(worker))
         self._heard.add((step.number, worker))
         merge(step.losses, table[1:], self._topology)
         if worker == self._tails()[0]:
@@ -301,7 +301,7 @@ class Finishing:
             self._hear(step, worker)
         topology = self._topology
         rows = table_of(step.losses, topology).view(topology.pipelines, topology.micro_batches).tolist()
-        step.result = Result(tuple(map(tuple, rows)), step.let_in)
+        step.result = StepResult(tuple(map(tuple, rows)), step.let_in)
 
 
 def _goes_back(action: Action) -> bool:

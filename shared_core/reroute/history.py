@@ -6,46 +6,15 @@ plain data, so that one that missed the last change can make up for it from anot
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from shared_core.schedule.planner import Plan
+from shared_core.reroute.planning import Plans
+from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import Remainder, replan
-from shared_core.schedule.schedule import Action, Kind, Schedule, Worker
-from shared_core.schedule.timing import Times
-
-
-class Planner(Protocol):
-    """Makes plans, the same at every worker; see :class:`shared_core.reroute.planning.Plans`."""
-
-    @property
-    def times(self) -> Times | None:
-        """Durations that all go by; None before they are known."""
-
-    def adopt(self, times: Times) -> None:
-        """Go by these times from now on."""
-
-    @property
-    def planned_times(self) -> Times:
-        """Durations that plans are made for."""
-
-    def lies_ready(self, lost: frozenset[Worker]) -> bool:
-        """Whether this worker has the plan for these losses already."""
-
-    def choose(self, lost: frozenset[Worker], ready: bool) -> None:
-        """For these losses, go by the plan that lies ready, or by one that is quickly made."""
-
-    def plan(self, lost: frozenset[Worker]) -> Plan:
-        """The plan of a step that begins while these workers are lost."""
-
-    def seconds(self, schedule: Schedule, staggered: bool) -> float:
-        """What an iteration takes, by the measured times."""
-
-    def rest(self, schedule: Schedule, staggered: bool, done: Collection[Action]) -> float:
-        """What the rest of an iteration takes, to the end of its updates, by the measured times."""
-
+from shared_core.schedule.schedule import Action, Kind, Worker
 
 #: Changes that a worker may have missed.
 _KEPT = 8
@@ -58,16 +27,10 @@ class StepPlan:
     Attributes:
         plan: rows from the last change on.
         done: what was executed before it, by worker.
-        silent: actions of the rows whose result nobody needs.
     """
 
-    plan: Plan
+    plan: IterationPlan
     done: dict[Worker, tuple[Action, ...]] = field(default_factory=dict)
-    silent: frozenset[Action] = frozenset()
-
-    def executed(self, worker: Worker, at: int) -> frozenset[Action]:
-        """What ``worker`` has executed when it is at place ``at`` of its row."""
-        return frozenset((*self.done.get(worker, ()), *self.plan.schedule.rows.get(worker, ())[:at]))
 
     def awaits(self, action: Action) -> Worker | None:
         """Who has ``action`` in its row, if anybody."""
@@ -87,7 +50,7 @@ def _same(one: Action, other: Action) -> bool:
     )
 
 
-class History:
+class PlanHistory:
     """Plans of the steps under way.
 
     Args:
@@ -103,7 +66,7 @@ class History:
         rest: predicted times from there until all stages have made their update of that step.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Plans) -> None:
         self._planner = planner
         self.extra: dict[int, float] = {}
         self.rest: dict[int, float] = {}
@@ -194,4 +157,4 @@ class History:
         self.extra[number] = rest.extra
         there = [one for actions in rest.done.values() for one in actions]
         self.rest[number] = planner.rest(rest.plan.schedule, rest.plan.variant is Variant.STAGGERED, there)
-        return StepPlan(rest.plan, dict(rest.done), rest.silent)
+        return StepPlan(rest.plan, dict(rest.done))

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shared_core.errors import Unsupported
 from shared_core.schedule.schedule import Topology
+from shared_core.worker.recovery.lane import Lane, LaneWork
 
-Parts = tuple[Tensor, ...]
+Tensors = tuple[Tensor, ...]
 #: (dtype, shape, whether it is differentiated) of each tensor of a message.
 Shapes = tuple[tuple[torch.dtype, tuple[int, ...], bool], ...]
 
@@ -34,34 +35,7 @@ _PARTS, _DIMENSIONS, _STEPS = 8, 8, 8
 _ROW = _DIMENSIONS + 3
 
 
-class LaneWork(Protocol):
-    """A receive under way."""
-
-    def wait(self) -> None:
-        """Block until it is there; raises ``LaneBroken`` after a loss."""
-
-
-class Lane(Protocol):
-    """What the executor needs of a lane; see :mod:`shared_core.worker.recovery.lane`."""
-
-    generation: int
-    ranks: tuple[int, ...]
-    finished: tuple[int, ...]
-
-    def broken(self) -> bool:
-        """Whether a loss was announced since."""
-
-    def send(self, tensor: Tensor, rank: int, tag: int) -> None:
-        """Send without waiting; ``tensor`` is not changed any more."""
-
-    def recv(self, tensor: Tensor, rank: int, tag: int) -> LaneWork:
-        """Receive into ``tensor``."""
-
-    def exchange(self, value: Any) -> dict[int, Any]:
-        """Plain data of all ranks."""
-
-
-class What(IntEnum):
+class MessageKind(IntEnum):
     """Kinds of messages."""
 
     ACTIVATION = 0  # from the stage before
@@ -79,25 +53,25 @@ class What(IntEnum):
     NOTES = 12  # of a share, for all
 
 
-class Key(NamedTuple):
+class MessageKey(NamedTuple):
     """One message.
 
     Attributes:
         step: number of the step.
-        what: kind.
+        kind: which of the kinds above.
         stage: that of the receiver, or, for sums, norms and the like, that of the sender.
         pipeline: home of the micro-batch, or the sender's.
         micro_batch: index in its home pipeline.
     """
 
     step: int
-    what: What
+    kind: MessageKind
     stage: int
     pipeline: int
     micro_batch: int = 0
 
 
-class Mail:
+class MessageChannel:
     """Sends and receives on one lane.
 
     Args:
@@ -109,74 +83,78 @@ class Mail:
     """
 
     def __init__(
-        self, lane: Lane, topology: Topology, shapes: dict[What, Shapes], knows: Mapping[int, Collection[What]]
+        self,
+        lane: Lane,
+        topology: Topology,
+        shapes: dict[MessageKind, Shapes],
+        knows: Mapping[int, Collection[MessageKind]],
     ) -> None:
         self.lane, self._topology, self._shapes = lane, topology, shapes
-        self._told = {(what, rank) for rank, kinds in knows.items() for what in kinds}
-        self._known, self._heard = frozenset(shapes), set[tuple[What, int]]()
-        self._posted: dict[Key, tuple[Parts, list[LaneWork]]] = {}
+        self._told = {(kind, rank) for rank, kinds in knows.items() for kind in kinds}
+        self._known, self._heard = frozenset(shapes), set[tuple[MessageKind, int]]()
+        self._posted: dict[MessageKey, tuple[Tensors, list[LaneWork]]] = {}
 
-    def _tag(self, key: Key, part: int = 0) -> int:
-        t, width = self._topology, max(self._topology.micro_batches, len(What))
-        tag = (key.step % _STEPS) * len(What) + key.what
+    def _tag(self, key: MessageKey, part: int = 0) -> int:
+        t, width = self._topology, max(self._topology.micro_batches, len(MessageKind))
+        tag = (key.step % _STEPS) * len(MessageKind) + key.kind
         return (((tag * t.stages + key.stage) * t.pipelines + key.pipeline) * width + key.micro_batch) * _PARTS + part
 
-    def send(self, key: Key, parts: Sequence[Tensor], rank: int) -> None:
+    def send(self, key: MessageKey, parts: Sequence[Tensor], rank: int) -> None:
         """Send tensors that nobody changes any more."""
         for part, tensor in enumerate(parts):
             self.lane.send(tensor.contiguous(), rank, self._tag(key, part))
 
-    def send_shaped(self, key: Key, parts: Sequence[Tensor], rank: int) -> None:
+    def send_shaped(self, key: MessageKey, parts: Sequence[Tensor], rank: int) -> None:
         """As :meth:`send`, with a header before the first one to a receiver that did not know the shapes."""
-        if (key.what, rank) not in self._told:
-            self._told.add((key.what, rank))
+        if (key.kind, rank) not in self._told:
+            self._told.add((key.kind, rank))
             self.lane.send(_header(parts), rank, self._tag(_header_key(key)))
         self.send(key, parts, rank)
 
-    def post(self, key: Key, rank: int) -> None:
+    def post(self, key: MessageKey, rank: int) -> None:
         """Begin to receive a message of known shape; of unknown shape, do nothing."""
         if key not in self._posted and self._knows(key, rank):
-            self._begin(key, self._shapes[key.what], rank)
+            self._begin(key, self._shapes[key.kind], rank)
 
-    def fetch(self, key: Key, rank: int) -> Parts:
+    def fetch(self, key: MessageKey, rank: int) -> Tensors:
         """Wait for a message whose shape its header says. Raises ``LaneBroken`` after a loss."""
         if not self._knows(key, rank):
             header = torch.zeros(_PARTS * _ROW, dtype=torch.int64)
             self.lane.recv(header, rank, self._tag(_header_key(key))).wait()
-            self._shapes[key.what] = _shapes(header)
-            self._heard.add((key.what, rank))
+            self._shapes[key.kind] = _shapes(header)
+            self._heard.add((key.kind, rank))
         self.post(key, rank)
         return self._finish(key)
 
-    def _knows(self, key: Key, rank: int) -> bool:
+    def _knows(self, key: MessageKey, rank: int) -> bool:
         """Whether no header comes before the next message of this kind from ``rank``."""
-        return key.what in self._known or (key.what, rank) in self._heard
+        return key.kind in self._known or (key.kind, rank) in self._heard
 
-    def fetch_like(self, key: Key, like: Sequence[Tensor], rank: int) -> Parts:
+    def fetch_like(self, key: MessageKey, like: Sequence[Tensor], rank: int) -> Tensors:
         """Wait for a message of the shapes of ``like``."""
         self.post_like(key, like, rank)
         return self._finish(key)
 
-    def post_like(self, key: Key, like: Sequence[Tensor], rank: int) -> None:
+    def post_like(self, key: MessageKey, like: Sequence[Tensor], rank: int) -> None:
         """Begin to receive a message of the shapes of ``like``."""
         if key not in self._posted:
             self._begin(key, tuple((t.dtype, tuple(t.shape), False) for t in like), rank)
 
-    def _begin(self, key: Key, shapes: Shapes, rank: int) -> None:
+    def _begin(self, key: MessageKey, shapes: Shapes, rank: int) -> None:
         parts = tuple(torch.empty(shape, dtype=dtype) for dtype, shape, _ in shapes)
         works = [self.lane.recv(tensor, rank, self._tag(key, part)) for part, tensor in enumerate(parts)]
         self._posted[key] = parts, works
 
-    def _finish(self, key: Key) -> Parts:
+    def _finish(self, key: MessageKey) -> Tensors:
         parts, works = self._posted.pop(key)
         for work in works:
             work.wait()
         return parts
 
 
-def _header_key(key: Key) -> Key:
+def _header_key(key: MessageKey) -> MessageKey:
     # The sender's first message to this rank may be one of any micro-batch, pipeline and step.
-    return Key(0, What.HEADER, key.stage, 0, int(key.what))
+    return MessageKey(0, MessageKind.HEADER, key.stage, 0, int(key.kind))
 
 
 def _header(parts: Sequence[Tensor]) -> Tensor:

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shared_core.errors import ConfigError, CorruptFile, InvalidSchedule, SwiftError, WaitTimeout
+from shared_core.errors import ConfigError, CorruptFile, SwiftError, WaitTimeout
 from shared_core.events import console
-from shared_core.schedule.check import NO_LIMIT, Memory
-from shared_core.schedule.planner import Plan, parse_worker, plan
+from shared_core.schedule.planner import IterationPlan, plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.schedule.symmetry import canonical, patterns, rename
@@ -30,33 +29,15 @@ class Settings:
     topology: Topology
     times: Times = Times()
     variant: Variant = Variant.STAGGERED
-    memory: Memory = NO_LIMIT
     ordered: bool = False
-    time_limit: float = 0.0
 
-    @property
-    def symmetric(self) -> bool:
-        """Whether pipelines are alike, so that they can be renamed."""
-        return not (self.times.workers or self.memory.workers)
-
-    def plan(self, lost: Collection[Worker] = ()) -> Plan:
+    def plan(self, lost: Collection[Worker] = ()) -> IterationPlan:
         """Plan for some losses; raises what ``planner.plan`` does."""
-        return plan(
-            self.topology,
-            lost,
-            times=self.times,
-            variant=self.variant,
-            memory=self.memory,
-            ordered=self.ordered,
-            time_limit=self.time_limit,
-        )
+        return plan(self.topology, lost, times=self.times, variant=self.variant, ordered=self.ordered)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        data = asdict(self)
-        data["times"]["workers"] = {f"{d}:{s}": asdict(one) for (d, s), one in self.times.workers.items()}
-        data["memory"]["workers"] = {f"{d}:{s}": limit for (d, s), limit in self.memory.workers.items()}
-        return data
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Settings:
@@ -66,19 +47,17 @@ class Settings:
             ConfigError: a field is missing, unknown or out of range.
         """
         try:
-            times, memory = data["times"], data["memory"]
-            workers = {parse_worker(name): StageTimes(**one) for name, one in times["workers"].items()}
+            times = data["times"]
             stages = tuple(StageTimes(**one) for one in times["stages"])
-            limits = {parse_worker(name): limit for name, limit in memory["workers"].items()}
             return cls(
                 Topology(**data["topology"]),
-                Times(stages, times["communication"], workers, times["data_apart"]),
+                Times(stages, times["communication"], times["data_apart"]),
                 Variant(data["variant"]),
-                Memory(memory["micro_batches"], limits, memory["stash"]),
                 data["ordered"],
-                data["time_limit"],
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except ConfigError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"these are not a planner's settings: {error!r}") from error
 
     @property
@@ -99,23 +78,17 @@ class PlanStore:
         self.settings = settings
         self.folder = folder / settings.key
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._read: dict[tuple[Worker, ...], Plan] = {}
+        self._read: dict[tuple[Worker, ...], IterationPlan] = {}
 
-    def look_up(self, lost: Collection[Worker]) -> Plan | None:
+    def look_up(self, lost: Collection[Worker]) -> IterationPlan | None:
         """The plan for these losses, None if it has not been made yet. Reads one file, the first time."""
-        pattern, names = self._pattern(lost)
+        pattern, names = canonical(self.settings.topology, lost)
         found = self._load(pattern)
         return None if found is None else rename(found, {new: old for old, new in names.items()})
 
-    def load_all(self) -> int:
-        """Read what is there into memory, so that a look-up need not; returns how many plans."""
-        for path in self.folder.glob("lost-*.json"):
-            self._load(_from_name(path.stem))
-        return len(self._read)
-
-    def make(self, lost: Collection[Worker]) -> Plan:
+    def make(self, lost: Collection[Worker]) -> IterationPlan:
         """The plan for these losses, made and stored if it is not there; raises what ``planner.plan`` does."""
-        pattern, names = self._pattern(lost)
+        pattern, names = canonical(self.settings.topology, lost)
         found = self._load(pattern)
         if found is None:
             found = self.settings.plan(pattern)
@@ -130,13 +103,10 @@ class PlanStore:
         """Make all plans for 0 to so many losses, fewest first, while ``wanted``; returns how many there are."""
         count = 0
         for number in range(losses + 1):
-            for pattern in self._patterns(number):
+            for pattern in patterns(self.settings.topology, number):
                 if not wanted():
                     return count
-                try:
-                    self.make(pattern)
-                except InvalidSchedule:  # does not fit into the memory: nothing to look up then
-                    continue
+                self.make(pattern)
                 count += 1
         return count
 
@@ -148,34 +118,20 @@ class PlanStore:
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))}
         return Filling(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
 
-    def _patterns(self, losses: int) -> list[tuple[Worker, ...]]:
-        if self.settings.symmetric:
-            return patterns(self.settings.topology, losses)
-        raise ConfigError(
-            "plans for workers with times or memory of their own are not made beforehand: there would be one for every "
-            "choice of workers; give times and memory by stage"
-        )
-
-    def _pattern(self, lost: Collection[Worker]) -> tuple[tuple[Worker, ...], dict[int, int]]:
-        topology = self.settings.topology
-        if self.settings.symmetric:
-            return canonical(topology, lost)
-        return tuple(sorted(set(lost))), {d: d for d in range(topology.pipelines)}
-
     def _path(self, pattern: tuple[Worker, ...]) -> Path:
         return self.folder / f"lost-{'_'.join(f'{d}.{s}' for d, s in pattern)}.json"
 
-    def _load(self, pattern: tuple[Worker, ...]) -> Plan | None:
+    def _load(self, pattern: tuple[Worker, ...]) -> IterationPlan | None:
         found = self._read.get(pattern)
         if found is None:
             path = self._path(pattern)
             try:
-                found = Plan.from_json(_opened(path.read_text(encoding="utf-8")))
+                found = IterationPlan.from_json(_opened(path.read_text(encoding="utf-8")))
                 if found.lost != pattern or found.topology != self.settings.topology:
                     raise CorruptFile("it is a plan for something else")
             except FileNotFoundError:
                 return None
-            except (SwiftError, UnicodeDecodeError) as error:
+            except (SwiftError, UnicodeDecodeError, OSError) as error:
                 console(f"the plan {path} is damaged and will be made again: {error}")
                 return None
             self._read[pattern] = found
@@ -226,11 +182,6 @@ def _opened(sealed: str) -> str:
     if sealed != _sealed(text):
         raise CorruptFile("its checksum does not match")
     return text
-
-
-def _from_name(stem: str) -> tuple[Worker, ...]:
-    places = stem.removeprefix("lost-")
-    return tuple(parse_worker(place.replace(".", ":")) for place in places.split("_")) if places else ()
 
 
 def main() -> None:

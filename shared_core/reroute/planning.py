@@ -17,7 +17,7 @@ from typing import Any
 
 from shared_core.errors import ConfigError
 from shared_core.reroute.plan_cache import Filling, PlanStore, Settings
-from shared_core.schedule.planner import Plan, plan
+from shared_core.schedule.planner import IterationPlan, plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.profile import COMMUNICATION
 from shared_core.schedule.remainder import EFFORT
@@ -104,7 +104,7 @@ class Plans:
         self._topology, self._variant, self._ordered = topology, variant, ordered
         self._folder, self._losses = folder, losses
         self.times: Times | None = None
-        self._known: dict[frozenset[Worker], Plan] = {}
+        self._known: dict[frozenset[Worker], IterationPlan] = {}
         self._looked_up: dict[frozenset[Worker], tuple[bool, float]] = {}
         self._store: PlanStore | None = None
         self._filling: Filling | None = None
@@ -150,13 +150,13 @@ class Plans:
         self._known[lost] = found
         self._looked_up[lost] = ready, time.perf_counter() - began
 
-    def plan(self, lost: frozenset[Worker]) -> Plan:
+    def plan(self, lost: frozenset[Worker]) -> IterationPlan:
         """The plan of a step that begins while some are lost."""
         if lost not in self._known:
             self.choose(lost, False)
         return self._known[lost]
 
-    def _quick(self, lost: frozenset[Worker]) -> Plan:
+    def _quick(self, lost: frozenset[Worker]) -> IterationPlan:
         topology, times = self._topology, self.planned_times
         return plan(topology, lost, times=times, variant=self._variant, ordered=self._ordered, effort=EFFORT)
 

@@ -22,16 +22,13 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from shared_core.errors import SwiftError
 from shared_core.reroute.autograd_graph import (
-    Cut,
-    Layer,
+    BranchEdge,
+    SplitLayer,
     Survey,
     Tail,
-    is_parameter,
     is_python,
-    raw_tensors,
     saved_names,
     survey,
-    variable,
 )
 
 Gradients = tuple[Tensor | None, ...]
@@ -174,44 +171,6 @@ class StageBackward:
             self._whole = self._survey(self._outputs).whole if any(x.requires_grad for x in self._inputs) else ""
         return self._whole
 
-    @property
-    def layers_waiting(self) -> int:
-        """Layers whose weight gradient is still to be computed; 0 where W only accumulates, or does everything.
-
-        What hangs on the trunk as a whole (the lowest layer of a first stage with all below it) counts once.
-        """
-        return len(self._layers) + len(self._tails)
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes kept between I and W: what the graph holds, output gradients, gradients done early.
-
-        Not counted: parameters, and what a user's ``autograd.Function`` or a checkpoint keeps in places of its own.
-        """
-        tensors = [gradient for _, gradient in self._early]
-        parameters: list[Tensor] = []
-        nodes: list[Node] = []
-        for late in self._layers:
-            tensors += late.gradients
-            nodes.append(late.layer.node)
-            parameters += late.layer.parameters
-        for tail in self._tails:
-            tensors += tail.gradients
-            nodes += tail.tail.nodes
-            parameters += [variable(node) for node in tail.tail.nodes if is_parameter(node)]
-        if self._postponed is not None:
-            tensors += self._postponed[1]
-            nodes = list(_reachable(get_gradient_edge(y).node for y in self._postponed[0]))
-            parameters = [variable(node) for node in nodes if is_parameter(node)]
-        for node in nodes:
-            for raw in raw_tensors(node):
-                value = raw.data
-                value = value.value if isinstance(value, _Held) else value
-                tensors += [value] if isinstance(value, Tensor) else []
-        own = {p.untyped_storage().data_ptr() for p in parameters}
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        return sum(size for place, size in storages.items() if place not in own)
-
     def _begin(self, grads: Sequence[Tensor | None] | None) -> tuple[list[Tensor], list[Tensor]]:
         """Outputs that are differentiated, with their gradients; this object lets go of the others."""
         if self._state is not _State.RECORDED:
@@ -251,7 +210,7 @@ class StageBackward:
 class _LateLayer:
     """A layer between I and W: its node with the saved operand, and the gradient of its output."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: SplitLayer) -> None:
         self.layer = layer
         self._gradients: Gradients = ()
         self._hook = layer.node.register_prehook(self._capture)
@@ -287,7 +246,7 @@ class _LateTail:
     def __init__(self, tail: Tail) -> None:
         self.tail = tail
         self._received: list[tuple[GradientEdge, Tensor]] = []
-        cuts: dict[Node, list[Cut]] = {}
+        cuts: dict[Node, list[BranchEdge]] = {}
         for cut in tail.cuts:
             assert cut.trunk is not None
             cuts.setdefault(cut.trunk, []).append(cut)
@@ -309,7 +268,9 @@ class _LateTail:
             torch.autograd.backward([edge for edge, _ in self._received], self.gradients)
 
 
-def _receiver(cuts: list[Cut], received: list[tuple[GradientEdge, Tensor]]) -> Callable[[Gradients, Gradients], None]:
+def _receiver(
+    cuts: list[BranchEdge], received: list[tuple[GradientEdge, Tensor]]
+) -> Callable[[Gradients, Gradients], None]:
     """A hook that notes what a node sends along ``cuts``."""
 
     def hook(sent: Gradients, _: Gradients) -> None:
@@ -393,14 +354,3 @@ def _detached(value: Any, leaves: list[Tensor]) -> Any:
     if isinstance(value, dict):
         return {name: _detached(one, leaves) for name, one in value.items()}
     return value
-
-
-def _reachable(roots: Iterable[Node]) -> set[Node]:
-    seen = set(roots)
-    stack = list(seen)
-    while stack:
-        for child, _ in stack.pop().next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
-    return seen

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shared_core.reroute.messages import Key, Parts
+from shared_core.reroute.messages import MessageKey, Tensors
 from shared_core.reroute.split import StageBackward
-from shared_core.schedule.schedule import Topology
+from shared_core.schedule.schedule import Topology, Worker
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Where a worker is in a job.
+
+    Attributes:
+        topology: shape of the job.
+        me: this worker.
+        rank_of: rank of each place.
+    """
+
+    topology: Topology
+    me: Worker
+    rank_of: Callable[[Worker], int]
+
+    @property
+    def last(self) -> bool:
+        """Whether it is in the last stage."""
+        return self.me.stage == self.topology.stages - 1
+
+    def workers(self) -> dict[int, Worker]:
+        """All places by rank."""
+        return {self.rank_of(worker): worker for worker in self.topology.workers()}
 
 
 @dataclass(frozen=True)
@@ -41,10 +65,10 @@ class StageModel(Protocol):
     def tied(self) -> Sequence[Tied]:
         """Which of them other stages have, too, by ascending number."""
 
-    def items(self) -> list[tuple[Parts, Parts]]:
+    def items(self) -> list[tuple[Tensors, Tensors]]:
         """Inputs and labels of this pipeline's micro-batches of the next step; called at first and last stages."""
 
-    def forward(self, inputs: Parts, labels: Parts | None, pipeline: int, micro_batch: int) -> Parts:
+    def forward(self, inputs: Tensors, labels: Tensors | None, pipeline: int, micro_batch: int) -> Tensors:
         """Outputs of a micro-batch, or at the last stage what is differentiated, and its loss.
 
         Args:
@@ -93,15 +117,15 @@ class Step:
         updated: the update is made.
         tentative: it was made before the norms of all stages were known.
         verdict: what gradients have to be multiplied by, once all norms are known.
-        let_in: see :class:`Result`.
+        let_in: see :class:`StepResult`.
         result: the losses of all micro-batches, once they are there.
     """
 
     number: int
     at: int = 0
-    items: dict[tuple[int, int], tuple[Parts, Parts]] = field(default_factory=dict)
-    made: dict[Key, Parts] = field(default_factory=dict)
-    records: dict[tuple[int, int], tuple[StageBackward, Parts]] = field(default_factory=dict)
+    items: dict[tuple[int, int], tuple[Tensors, Tensors]] = field(default_factory=dict)
+    made: dict[MessageKey, Tensors] = field(default_factory=dict)
+    records: dict[tuple[int, int], tuple[StageBackward, Tensors]] = field(default_factory=dict)
     losses: dict[tuple[int, int], float] = field(default_factory=dict)
     sums: dict[int, list[Tensor | None]] = field(default_factory=dict)
     reduced: Tensor | None = None
@@ -112,11 +136,11 @@ class Step:
     tentative: bool = False
     verdict: float | None = None
     let_in: int = -1
-    result: Result | None = None
+    result: StepResult | None = None
 
 
 @dataclass(frozen=True)
-class Result:
+class StepResult:
     """How a step came out.
 
     Attributes:
@@ -131,7 +155,7 @@ class Result:
         return torch.tensor([float(self.let_in), *(loss for row in self.losses for loss in row)], dtype=torch.float64)
 
     @classmethod
-    def from_tensor(cls, values: Tensor, topology: Topology) -> Result:
+    def from_tensor(cls, values: Tensor, topology: Topology) -> StepResult:
         flag, *losses = values.tolist()
         count = topology.micro_batches
         rows = tuple(tuple(losses[d * count : (d + 1) * count]) for d in range(topology.pipelines))
@@ -172,11 +196,16 @@ class Accumulating:
             parameter.grad = None
 
 
-def differentiable(outputs: Parts, last: bool) -> Parts:
+def differentiable(outputs: Tensors, last: bool) -> Tensors:
     return outputs[:1] if last else tuple(t for t in outputs if t.requires_grad)
 
 
-def detached(parts: Iterable[Tensor]) -> Parts:
+def leaves_of(inputs: Iterable[Tensor], first: bool) -> Tensors:
+    """Leaves in place of the inputs of a stage; at the first stage, data, none of them is differentiated."""
+    return tuple(t.detach().requires_grad_(not first and t.is_floating_point()) for t in inputs)
+
+
+def detached(parts: Iterable[Tensor]) -> Tensors:
     return tuple(t.detach().requires_grad_(t.requires_grad) for t in parts)
 
 

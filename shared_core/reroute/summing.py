@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from shared_core.reroute.messages import Key, Mail, What
+from shared_core.errors import Unsupported
+from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
 from shared_core.schedule.schedule import Worker
 
 #: Sums that can be under way together: tags of messages have room for as many.
-GROUPS = len(What)
+GROUPS = len(MessageKind)
 
 
 def reduce_in_order(
-    mail: Mail,
+    channel: MessageChannel,
     step: int,
     group: int,
     me: Worker,
@@ -30,7 +31,7 @@ def reduce_in_order(
     home pipeline are added by ascending stage, and what comes out by ascending pipeline: the order of DeepSpeed.
 
     Args:
-        mail: the lane.
+        channel: the lane.
         step: number of the step.
         group: 0 for what belongs to one stage, else the number of what several have in common; less than
             :data:`GROUPS`.
@@ -50,14 +51,14 @@ def reduce_in_order(
     for peer in peers:
         if peer != me:
             for home, held in mine.items():
-                mail.send(_key(step, What.SHARE, home, group), [held[parts[peer]]], ranks[peer])
+                channel.send(_key(step, MessageKind.SHARE, home, group), [held[parts[peer]]], ranks[peer])
     own = parts[me]
     for home, holder in holders.items():
         if holder != me:
-            mail.post_like(_key(step, What.SHARE, home, group), [like[own]], ranks[holder])
+            channel.post_like(_key(step, MessageKind.SHARE, home, group), [like[own]], ranks[holder])
     for peer in peers:
         if peer != me:
-            mail.post_like(_key(step, What.SUM, peer, group), [like[parts[peer]]], ranks[peer])
+            channel.post_like(_key(step, MessageKind.SUM, peer, group), [like[parts[peer]]], ranks[peer])
     result = torch.empty_like(like)
     total = None
     for pipeline in sorted({home.pipeline for home in holders}):
@@ -66,7 +67,9 @@ def reduce_in_order(
             if home in mine:
                 part = mine[home][own]
             else:
-                (part,) = mail.fetch_like(_key(step, What.SHARE, home, group), [like[own]], ranks[holders[home]])
+                (part,) = channel.fetch_like(
+                    _key(step, MessageKind.SHARE, home, group), [like[own]], ranks[holders[home]]
+                )
             addend = part if addend is None else addend + part
         assert addend is not None
         total = addend.clone() if total is None else total.add_(addend)
@@ -76,16 +79,83 @@ def reduce_in_order(
     result[own] = total
     for peer in peers:
         if peer != me:
-            mail.send(_key(step, What.SUM, me, group), [total], ranks[peer])
+            channel.send(_key(step, MessageKind.SUM, me, group), [total], ranks[peer])
     for peer in peers:
         if peer != me:
-            key = _key(step, What.SUM, peer, group)
-            (result[parts[peer]],) = mail.fetch_like(key, [like[parts[peer]]], ranks[peer])
+            key = _key(step, MessageKind.SUM, peer, group)
+            (result[parts[peer]],) = channel.fetch_like(key, [like[parts[peer]]], ranks[peer])
     return result
 
 
-def _key(step: int, what: What, place: Worker, group: int) -> Key:
-    return Key(step, what, place.stage, place.pipeline, group)
+def _key(step: int, what: MessageKind, place: Worker, group: int) -> MessageKey:
+    return MessageKey(step, what, place.stage, place.pipeline, group)
+
+
+def hand_over(
+    channel: MessageChannel,
+    key: MessageKey,
+    me: int,
+    giver: int,
+    takers: Collection[int],
+    held: Tensor | None,
+    like: Tensor,
+) -> Tensor | None:
+    """After a loss, one rank that has a sum gives it to those that lack it: made again it need not have the same bits.
+
+    Args:
+        channel: the lane.
+        key: names the message.
+        me: this rank.
+        giver: who has it.
+        takers: who lack it.
+        held: the sum, at the giver.
+        like: a tensor of its shape and type, at the takers.
+
+    Returns:
+        What this rank has got; None at the others.
+
+    Raises:
+        LaneBroken: after another loss.
+    """
+    if me == giver:
+        assert held is not None
+        for rank in takers:
+            channel.send(key, [held], rank)
+        return None
+    return channel.fetch_like(key, [like], giver)[0] if me in takers else None
+
+
+def flat_gradients(parameters: Sequence[Tensor], empty: bool = False) -> Tensor:
+    """Gradients one after the other, zeros where there is none; then 1 for each that there is, 0 for the others.
+
+    Args:
+        parameters: what they are of.
+        empty: only the size and the type are wanted.
+
+    Raises:
+        Unsupported: for sparse gradients.
+    """
+    parts = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout != torch.strided:
+            raise Unsupported(
+                "a step that is shared among all workers needs dense gradients: pass sparse=False to the embedding"
+            )
+        parts.append(torch.zeros_like(parameter) if gradient is None or empty else gradient)
+    used = torch.tensor([float(p.grad is not None) for p in parameters], dtype=parts[0].dtype)
+    return torch.cat([*(part.detach().flatten() for part in parts), used])
+
+
+def set_mean_gradients(flat: Tensor, parameters: Sequence[Tensor], world: int) -> None:
+    """Set ``.grad`` from a sum of :func:`flat_gradients` over ``world`` ranks, which stays as it is: the mean, and none
+    where no rank had a gradient.
+    """
+    count = len(parameters)
+    gradients = unflatten(flat[: flat.numel() - count], parameters)
+    used = flat[flat.numel() - count :].tolist()
+    for parameter, gradient, ranks in zip(parameters, gradients, used, strict=True):
+        parameter.grad = (gradient / world).to(parameter.dtype) if ranks else None
 
 
 def flatten(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:

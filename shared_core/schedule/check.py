@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shared_core.errors import ConfigError, InvalidSchedule
 from shared_core.schedule.schedule import Action, Kind, Schedule, Topology, Worker
-from shared_core.schedule.timing import Slot, Times, simulate
+from shared_core.schedule.timing import Times, simulate
 
 #: Two times closer than this, relative to the larger, are the same.
 _SAME = 1e-9
@@ -21,20 +21,15 @@ class Memory:
     Attributes:
         micro_batches: at every worker; None is no limit.
         workers: of workers that differ.
-        stash: what a micro-batch takes between I and W, in parts of what it takes from F to I. torch keeps all
-            activations until W: 1.
     """
 
     micro_batches: float | None = None
     workers: Mapping[Worker, float] = field(default_factory=dict)
-    stash: float = 1.0
 
     def __post_init__(self) -> None:
         for limit in (self.micro_batches, *self.workers.values()):
             if limit is not None and not limit >= 1:
                 raise ConfigError(f"a worker must be able to hold at least 1 micro-batch, got {limit!r}")
-        if not 0 <= self.stash <= 1:
-            raise ConfigError(f"stash must be between 0 and 1, got {self.stash!r}")
 
     def at(self, worker: Worker) -> float:
         """The limit of a worker."""
@@ -85,7 +80,7 @@ def _check_row(
     hosts: dict[tuple[int, int, int], Worker],
 ) -> None:
     ran: set[tuple[Kind, int, int]] = {(one.kind, one.pipeline, one.micro_batch) for one in done}
-    held = held_after(done, memory.stash)
+    held = held_after(done)
     limit = memory.at(worker)
     for at, action in enumerate(row):
         name = f"{action.text(worker)} of {worker}"
@@ -114,26 +109,14 @@ def _check_row(
             other = {Kind.B: Kind.I, Kind.I: Kind.B, Kind.W: Kind.B}[kind]
             if (other, home, index) in ran:
                 raise InvalidSchedule(f"{name}: {action._replace(kind=other).text(worker)} did the same already")
-            held -= {Kind.B: 1.0, Kind.I: 1.0 - memory.stash, Kind.W: memory.stash}[kind]
+            held -= 0.0 if kind is Kind.I else 1.0
         ran.add((kind, home, index))
 
 
-def held_after(done: Collection[Action], stash: float = 1.0) -> float:
-    """How many micro-batches a worker holds that has executed these actions; see ``Memory.stash``."""
-    change = {Kind.F: 1.0, Kind.I: stash - 1.0, Kind.W: -stash, Kind.B: -1.0, Kind.OPT: 0.0}
+def held_after(done: Collection[Action]) -> float:
+    """How many micro-batches a worker holds that has executed these actions: activations stay until W."""
+    change = {Kind.F: 1.0, Kind.I: 0.0, Kind.W: -1.0, Kind.B: -1.0, Kind.OPT: 0.0}
     return sum(change[action.kind] for action in done)
-
-
-def peaks(schedule: Schedule, stash: float = 1.0) -> dict[Worker, float]:
-    """The most micro-batches that each worker holds at once: how many buffers it needs; see ``Memory.stash``."""
-    found = {}
-    for worker, row in schedule.rows.items():
-        held = most = 0.0
-        for action in row:
-            held += held_after((action,), stash)
-            most = max(most, held)
-        found[worker] = most
-    return found
 
 
 def _check_complete(
@@ -180,41 +163,3 @@ def check_order(schedule: Schedule) -> None:
             if action.micro_batch < index:
                 raise InvalidSchedule(f"{action} of {worker} comes after that of micro-batch {index}")
             last[key] = (worker, action.micro_batch)
-
-
-def check_times(rows: Mapping[Worker, Sequence[Slot]], communication: float = 0.0) -> None:
-    """Nothing runs before its inputs are there, and no worker does two things at once.
-
-    Raises:
-        InvalidSchedule: names the first action that is wrong.
-    """
-    ends: dict[tuple[Kind, int, int, int], float] = {}
-    stages = 1 + max((worker.stage for worker in rows), default=0)
-    for row in rows.values():
-        for action, _, end in row:
-            made = Kind.I if action.kind is Kind.B else action.kind
-            ends[made, action.pipeline, action.stage, action.micro_batch] = end
-    for worker, row in rows.items():
-        busy, holder = -math.inf, ""
-        for action, start, end in sorted(row, key=lambda slot: slot.start):
-            name = f"{action.text(worker)} of {worker}"
-            if start < busy - _SAME * max(1.0, abs(busy)):
-                raise InvalidSchedule(f"{name} starts at {start:g}, while {holder} runs until {busy:g}")
-            busy, holder = end, action.text(worker)
-            for kind, stage in _inputs(action, stages):
-                needed = action._replace(kind=kind, stage=stage)
-                arrival = ends.get((kind, action.pipeline, stage, action.micro_batch), math.inf)
-                arrival += communication if stage != action.stage else 0.0
-                if start < arrival - _SAME * max(1.0, abs(arrival)):
-                    raise InvalidSchedule(f"{name} starts at {start:g}, but {needed} is there at {arrival:g} only")
-
-
-def _inputs(action: Action, stages: int) -> list[tuple[Kind, int]]:
-    if action.kind is Kind.F:
-        return [(Kind.F, action.stage - 1)] if action.stage else []
-    if action.kind is Kind.W:
-        return [(Kind.I, action.stage)]
-    if action.kind is Kind.OPT:
-        return []
-    inputs = [(Kind.F, action.stage)]
-    return [*inputs, (Kind.I, action.stage + 1)] if action.stage + 1 < stages else inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shared_core.schedule.greedy import Found, objective
+from shared_core.schedule.greedy import FoundSchedule, objective
 from shared_core.schedule.schedule import Action, Kind, Schedule, Worker
 from shared_core.schedule.timing import simulate
 
@@ -14,7 +14,7 @@ EFFORT = 200_000
 Spot = tuple[Worker, Action]
 
 
-def fuse(found: Found, effort: int = EFFORT) -> Found:
+def fuse(found: FoundSchedule, effort: int = EFFORT) -> FoundSchedule:
     """The same schedule with as few split backwards as it takes for its cost.
 
     All are tried at once, then those of half of the workers, and so on down to single ones.

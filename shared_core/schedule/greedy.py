@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from shared_core.schedule.listing import Arrays, Rule
 from shared_core.schedule.problem import Problem, Variant, lower_bound
 from shared_core.schedule.schedule import Schedule
-from shared_core.schedule.timing import ROUNDS, Measured, Timeline
+from shared_core.schedule.timing import ROUNDS, SimulatedTimes, Timeline
 
 #: Actions that all passes together may place.
 EFFORT = 100_000
@@ -16,7 +16,7 @@ _SAME = 1e-9
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSchedule:
     """A schedule and what it costs.
 
     Attributes:
@@ -42,7 +42,7 @@ def objective(problem: Problem, timeline: Timeline) -> float:
     return timeline.period if problem.staggered else timeline.slots
 
 
-def greedy(problem: Problem, effort: int = EFFORT) -> Found:
+def greedy(problem: Problem, effort: int = EFFORT) -> FoundSchedule:
     """The best of the rules, then of random changes of the best ones, until nothing better can exist.
 
     Args:
@@ -63,7 +63,7 @@ def greedy(problem: Problem, effort: int = EFFORT) -> Found:
     choices = [Arrays(replace(problem, split_last=last)) for last in lasts]
     goal = lower_bound(problem)
     tried: list[tuple[float, int, Rule]] = []
-    best: tuple[float, int, list[list[int]], Measured] | None = None
+    best: tuple[float, int, list[list[int]], SimulatedTimes] | None = None
     attempts = _attempts(len(choices), problem, tried, hurry=passes < 50)
     rounds = 2 if passes == 1 else 8
     for _ in range(passes):
@@ -82,7 +82,7 @@ def greedy(problem: Problem, effort: int = EFFORT) -> Found:
     if passes > 1:
         measured = arrays.measure(rows, ROUNDS)
     schedule = arrays.schedule_of(rows)
-    return Found(arrays.problem, schedule, arrays.timeline(rows, schedule, measured), goal)
+    return FoundSchedule(arrays.problem, schedule, arrays.timeline(rows, schedule, measured), goal)
 
 
 def _attempts(

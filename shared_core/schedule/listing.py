@@ -10,7 +10,7 @@ from shared_core.errors import InvalidSchedule
 from shared_core.schedule.check import held_after
 from shared_core.schedule.problem import Problem
 from shared_core.schedule.schedule import Action, Kind, Schedule
-from shared_core.schedule.timing import Measured, Replay, Timeline, codes
+from shared_core.schedule.timing import SimulatedTimes, Simulation, Timeline, codes
 
 #: Codes of what an operation is; four times its number is added (see ``Arrays``).
 F, I, W, B = 0, 1, 2, 3  # noqa: E741
@@ -58,7 +58,7 @@ class Arrays:
             self.host[(d * self.stages + s) * self.count + j] = worker.pipeline * self.stages + worker.stage
         self.split = [problem.splits(d, s, j) for d, s in self.places for j in range(self.count)]
         self.limit = [problem.memory.at(place) + 1e-9 for place in self.places]  # parts add up to wholes with rounding
-        self.held = [held_after(problem.done.get(place, ()), problem.memory.stash) for place in self.places]
+        self.held = [held_after(problem.done.get(place, ())) for place in self.places]
         self.done = [code for actions in problem.done.values() for code in codes(actions, self.stages, self.count)]
         self.ran = bytearray(self.size)  # bits: F, I, W as they were executed before
         for code in self.done:
@@ -80,18 +80,20 @@ class Arrays:
         """
         return _Pass(self, rule).run()
 
-    def measure(self, rows: list[list[int]], rounds: int) -> Measured:
+    def measure(self, rows: list[list[int]], rounds: int) -> SimulatedTimes:
         """Times of a schedule."""
-        return self._replay(rows).measure(self.problem.staggered, rounds)
+        return self._simulation(rows).measure(self.problem.staggered, rounds)
 
-    def timeline(self, rows: list[list[int]], schedule: Schedule, measured: Measured) -> Timeline:
+    def timeline(self, rows: list[list[int]], schedule: Schedule, measured: SimulatedTimes) -> Timeline:
         """The same with a time for every action."""
-        return self._replay(rows).timeline(measured, schedule)
+        return self._simulation(rows).timeline(measured, schedule)
 
-    def _replay(self, rows: list[list[int]]) -> Replay:
+    def _simulation(self, rows: list[list[int]]) -> Simulation:
         alive = [w for w, place in enumerate(self.places) if place not in self.problem.lost]
         shape = (self.pipelines, self.stages, self.count)
-        return Replay([self.places[w] for w in alive], [rows[w] for w in alive], shape, self.problem.times, self.done)
+        return Simulation(
+            [self.places[w] for w in alive], [rows[w] for w in alive], shape, self.problem.times, self.done
+        )
 
     def schedule_of(self, rows: list[list[int]]) -> Schedule:
         """Codes as the rows of workers that are not lost."""
@@ -276,7 +278,6 @@ class _Pass:
                 self._at(now, self.wake + other)
         if a.split[q]:
             code, end = 4 * q + I, now + a.lengths[w][I]
-            self.held[w] -= 1.0 - a.problem.memory.stash
             self._at(end, 4 * q + W)
         else:
             code, end = 4 * q + B, now + a.lengths[w][B]
@@ -289,7 +290,7 @@ class _Pass:
 
     def _weight(self, w: int, now: float) -> int:
         q = heappop(self.weights[w])[1]
-        self.held[w] -= self.a.problem.memory.stash
+        self.held[w] -= 1.0
         if self.turns is not None:
             self._advance(q, 1, 4, now)
         return 4 * q + W

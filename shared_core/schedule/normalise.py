@@ -68,7 +68,7 @@ def normalise(
     Args:
         topology: shape of the job.
         lost: places without a worker.
-        times: durations; those of single workers are not looked at.
+        times: durations.
         variant: of the plan that will be run.
         moving: time to copy the state of each stage; a single entry holds for all.
         iterations: how many will be run until newcomers come. The total time is that of these iterations and of the

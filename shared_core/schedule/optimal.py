@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shared_core.errors import MissingExtra
-from shared_core.schedule.greedy import Found, objective
+from shared_core.schedule.greedy import FoundSchedule, objective
 from shared_core.schedule.problem import Problem, Variant
 from shared_core.schedule.schedule import Action, Kind, Schedule, Worker
 from shared_core.schedule.timing import StageTimes, simulate
@@ -40,7 +40,7 @@ def has_solver() -> bool:
         return False
 
 
-def improve(found: Found, time_limit: float, workers: int = 2) -> tuple[Found, bool]:
+def improve(found: FoundSchedule, time_limit: float, workers: int = 2) -> tuple[FoundSchedule, bool]:
     """A better plan if there is one, and whether it was proven that there is none better than that.
 
     Micro-batches of a pipeline that pass the same workers keep their order in F and in I at every stage, which costs
@@ -70,13 +70,13 @@ def improve(found: Found, time_limit: float, workers: int = 2) -> tuple[Found, b
     timeline = simulate(schedule, problem.times, staggered=problem.staggered)
     if objective(problem, timeline) >= found.cost * (1 - 1e-9):
         return found, proven
-    return Found(problem, schedule, timeline, found.bound), proven
+    return FoundSchedule(problem, schedule, timeline, found.bound), proven
 
 
 class _Model:
     """Start times as whole numbers; one interval an action, which may not overlap at a worker."""
 
-    def __init__(self, cp_model: Any, problem: Problem, found: Found) -> None:
+    def __init__(self, cp_model: Any, problem: Problem, found: FoundSchedule) -> None:
         self.model = cp_model.CpModel()
         self.problem = problem
         self.tick = _tick(problem)
@@ -162,23 +162,17 @@ class _Model:
 
     def _memory(self) -> None:
         memory, topology = self.problem.memory, self.problem.topology
-        whole, stash = 100, round(100 * memory.stash)
-        held: dict[Worker, list[tuple[Any, int]]] = {}
+        held: dict[Worker, list[Any]] = {}
         for d in range(topology.pipelines):
             for s in range(topology.stages):
                 for j in range(topology.micro_batches):
                     worker = self.problem.host(d, s, j)
                     if memory.at(worker) >= topology.pipelines * topology.micro_batches:
                         continue
-                    forward, backward, weight = Action(s, Kind.F, j, d), self.backward(d, s, j), self.weight(d, s, j)
-                    first, last = self.ends[backward], self.ends[weight]
-                    until = first if stash < whole and weight != backward else last
-                    held.setdefault(worker, []).append((self._span(self.starts[forward], until), whole))
-                    if until is not last and stash:
-                        held[worker].append((self._span(first, last), stash))
+                    span = self._span(self.starts[Action(s, Kind.F, j, d)], self.ends[self.weight(d, s, j)])
+                    held.setdefault(worker, []).append(span)
         for worker, spans in held.items():
-            limit = int(whole * memory.at(worker))
-            self.model.add_cumulative([span for span, _ in spans], [demand for _, demand in spans], limit)
+            self.model.add_cumulative(spans, [1] * len(spans), int(memory.at(worker)))
 
     def _span(self, start: Any, end: Any) -> Any:
         length = self.model.new_int_var(0, self.horizon, "")
@@ -202,7 +196,7 @@ class _Model:
                 self.model.add(self.cost >= ends[s])
         self.model.minimize(self.cost)
 
-    def _hint(self, found: Found) -> None:
+    def _hint(self, found: FoundSchedule) -> None:
         for row in found.timeline.rows.values():
             for action, start, _ in row:
                 if action in self.starts:
@@ -233,7 +227,7 @@ class _Model:
 
 def _durations(problem: Problem) -> list[float]:
     values = [problem.times.communication]
-    for stage in (*problem.times.stages, *problem.times.workers.values()):
+    for stage in problem.times.stages:
         values += [stage.of(kind) for kind in Kind]
     return values
 

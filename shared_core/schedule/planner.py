@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, InvalidSchedule
+from shared_core.plain_json import is_count, parse
 from shared_core.schedule.check import NO_LIMIT, Memory
 from shared_core.schedule.fusing import fuse
 from shared_core.schedule.greedy import EFFORT, greedy
@@ -17,9 +19,11 @@ from shared_core.schedule.routing import Route, deal
 from shared_core.schedule.schedule import Schedule, Topology, Worker, one_f_one_b
 from shared_core.schedule.timing import Times, simulate
 
+_WORKER = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
+
 
 @dataclass(frozen=True)
-class Plan:
+class IterationPlan:
     """What every surviving worker computes in an iteration.
 
     Attributes:
@@ -76,7 +80,7 @@ class Plan:
         return json.dumps(self.to_dict())
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+    def from_dict(cls, data: Mapping[str, Any]) -> IterationPlan:
         """Reverse of ``to_dict``.
 
         Raises:
@@ -84,36 +88,59 @@ class Plan:
             InvalidSchedule: an action cannot be read.
         """
         try:
+            topology = Topology(data["pipelines"], data["stages"], data["micro_batches"])
             lost = tuple(parse_worker(text) for text in data["lost"])
             route = {
                 (*parse_worker(text), j): Worker(pipeline, parse_worker(text).stage)
                 for text, pipelines in data["route"].items()
                 for j, pipeline in enumerate(pipelines)
             }
+            if len(route) != len(lost) * topology.micro_batches or not all(
+                (d, s) in lost and is_count(host.pipeline) for (d, s, _), host in route.items()
+            ):
+                raise ValueError("its route does not lead the micro-batches of lost workers to others")
+            schedule = Schedule.from_text(data["workers"])
+            named = {*lost, *route.values(), *schedule.rows}
+            named |= {Worker(each.pipeline, each.stage) for row in schedule.rows.values() for each in row}
+            if not all(d < topology.pipelines and s < topology.stages for d, s in named):
+                raise ValueError("it names workers that the job has not")
             return cls(
-                topology=Topology(data["pipelines"], data["stages"], data["micro_batches"]),
+                topology=topology,
                 variant=Variant(data["variant"]),
                 lost=lost,
-                ordered=data["ordered"],
-                schedule=Schedule.from_text(data["workers"]),
+                ordered=_is(bool, data["ordered"]),
+                schedule=schedule,
                 route=route,
-                slots=data["slots"],
-                period=data["period"],
-                bound=data["bound"],
-                solver=data["solver"],
-                optimal=data["optimal"],
+                slots=_is(float, data["slots"]),
+                period=_is(float, data["period"]),
+                bound=_is(float, data["bound"]),
+                solver=_is(str, data["solver"]),
+                optimal=_is(bool, data["optimal"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (InvalidSchedule, ConfigError):
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"this is not a plan: {error!r}; make it again with swiftctl plan --json") from error
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str) -> IterationPlan:
         """Reverse of ``to_json``; raises the same errors as ``from_dict``."""
         try:
-            data = json.loads(text)
+            data = parse(text)
         except ValueError as error:
             raise ConfigError(f"this is not a plan: {error}; make it again with swiftctl plan --json") from error
         return cls.from_dict(data)
+
+
+def _is(kind: type, value: Any) -> Any:
+    """The value, if it is of that kind; whole numbers are floats too.
+
+    Raises:
+        TypeError: it is of another kind.
+    """
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise TypeError(f"{value!r:.40} is no {kind.__name__}")
+    return value
 
 
 def parse_worker(text: str) -> Worker:
@@ -122,10 +149,10 @@ def parse_worker(text: str) -> Worker:
     Raises:
         ConfigError: it looks otherwise.
     """
-    pipeline, colon, stage = text.partition(":")
-    if not (colon and pipeline.isdecimal() and stage.isdecimal()):
+    match = _WORKER.fullmatch(text)
+    if match is None:
         raise ConfigError(f"a worker is given as PIPELINE:STAGE, for example 1:2, got {text!r}")
-    return Worker(int(pipeline), int(stage))
+    return Worker(int(match[1]), int(match[2]))
 
 
 def plan(
@@ -138,7 +165,7 @@ def plan(
     ordered: bool = False,
     time_limit: float = 0.0,
     effort: int = EFFORT,
-) -> Plan:
+) -> IterationPlan:
     """Plan an iteration without the lost workers. Without a loss it is plain 1F1B.
 
     Args:
@@ -169,7 +196,7 @@ def plan(
         solver = "greedy" if better is found else "cp-sat"
         found = better
     found = fuse(found)
-    return Plan(
+    return IterationPlan(
         topology=topology,
         variant=variant,
         lost=gone,
@@ -184,7 +211,7 @@ def plan(
     )
 
 
-def _healthy(problem: Problem) -> Plan | None:
+def _healthy(problem: Problem) -> IterationPlan | None:
     """1F1B; None if it does not fit into the memory."""
     topology, schedule = problem.topology, one_f_one_b(problem.topology)
     if any(
@@ -194,4 +221,6 @@ def _healthy(problem: Problem) -> Plan | None:
     timeline = simulate(schedule, problem.times, staggered=problem.staggered)
     slots, period = timeline.slots, timeline.period
     cost = period if problem.staggered else slots
-    return Plan(topology, problem.variant, (), problem.ordered, schedule, {}, slots, period, cost, "1f1b", True)
+    return IterationPlan(
+        topology, problem.variant, (), problem.ordered, schedule, {}, slots, period, cost, "1f1b", True
+    )

@@ -6,9 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from shared_core.errors import Unsupported
-from shared_core.schedule.check import NO_LIMIT, Memory
 from shared_core.schedule.greedy import greedy
-from shared_core.schedule.planner import Plan
+from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Problem
 from shared_core.schedule.routing import Route, survivors
 from shared_core.schedule.schedule import Action, Kind, Schedule, Worker
@@ -28,27 +27,21 @@ class Remainder:
         plan: rows of the survivors from here on; its times are counted from the loss.
         done: what was executed before and need not be done again: by survivors, and by lost workers of stages that have
             stepped.
-        silent: actions of the rows that are computed again for the gradient alone: whoever needs their result has
-            used the lost worker's, so it must not be sent.
-        resend: results of ``done`` that a new host needs: (who has it, what made it, who needs it).
         extra: predicted time that the iteration takes longer than it would have without the loss.
     """
 
-    plan: Plan
+    plan: IterationPlan
     done: Executed
-    silent: frozenset[Action]
-    resend: tuple[tuple[Worker, Action, Worker], ...]
     extra: float
 
 
 def replan(
-    plan: Plan,
+    plan: IterationPlan,
     progress: Mapping[Worker, int],
     lost: Collection[Worker],
     *,
     times: Times | None = None,
     measured: Times | None = None,
-    memory: Memory = NO_LIMIT,
     before: Executed | None = None,
     effort: int = EFFORT,
 ) -> Remainder:
@@ -63,13 +56,11 @@ def replan(
         lost: workers lost now.
         times: durations.
         measured: durations that ``extra`` is reckoned with; ``times`` where left out.
-        memory: limits.
         before: ``done`` of the earlier ``Remainder``, if there was one.
         effort: actions that the greedy may place.
 
     Raises:
         ConfigError: a stage has nobody left.
-        InvalidSchedule: the rest does not fit into the memory.
         Unsupported: the optimizer of a lost worker's stage has stepped, and a result of that worker is still needed.
     """
     times = Times() if times is None else times
@@ -85,7 +76,7 @@ def replan(
     again = _moved(plan, lost, stepped)
     route = dict(plan.route) | _deal_again(plan, again, done, gone, times)
     problem = Problem(
-        plan.topology, times, plan.variant, frozenset(gone), route, memory, plan.ordered, done={**done, **kept}
+        plan.topology, times, plan.variant, frozenset(gone), route, ordered=plan.ordered, done={**done, **kept}
     )
     found = greedy(problem, effort)
     rest = {worker: row[:-1] if _has_stepped(done[worker]) else row for worker, row in found.schedule.rows.items()}
@@ -109,11 +100,10 @@ def replan(
         solver="greedy",
         optimal=optimal,
     )
-    silent, resend = _messages(plan.topology.stages, schedule, again, done, route)
-    return Remainder(new, {**done, **kept}, silent, resend, slots - without.slots)
+    return Remainder(new, {**done, **kept}, slots - without.slots)
 
 
-def _moved(plan: Plan, lost: Collection[Worker], stepped: set[int]) -> list[tuple[int, int, int]]:
+def _moved(plan: IterationPlan, lost: Collection[Worker], stepped: set[int]) -> list[tuple[int, int, int]]:
     """(pipeline, stage, micro-batch) of everything that lost workers computed or were to compute."""
     topology = plan.topology
     return [
@@ -126,7 +116,7 @@ def _moved(plan: Plan, lost: Collection[Worker], stepped: set[int]) -> list[tupl
 
 
 def _deal_again(
-    plan: Plan, again: list[tuple[int, int, int]], done: Executed, gone: tuple[Worker, ...], times: Times
+    plan: IterationPlan, again: list[tuple[int, int, int]], done: Executed, gone: tuple[Worker, ...], times: Times
 ) -> Route:
     """Each to the peer that has least left to do; ``ordered``, all of a pipeline to one."""
     left: dict[Worker, float] = {}
@@ -164,28 +154,3 @@ def _refuse_stepped(schedule: Schedule, kept: Executed) -> None:
                         f"stage {worker.stage} has stepped, and {reader} still needs a result of the lost {worker} for "
                         f"{action}: undo that step first, then plan again without it"
                     )
-
-
-def _messages(
-    stages: int, schedule: Schedule, again: list[tuple[int, int, int]], done: Executed, route: Route
-) -> tuple[frozenset[Action], tuple[tuple[Worker, Action, Worker], ...]]:
-    """What must not be sent, and what must be sent again; see ``Remainder``."""
-    made: dict[tuple[bool, int, int, int], tuple[Worker, Action]] = {}  # (forward?, pipeline, stage, micro-batch)
-    for worker, actions in done.items():
-        for action in actions:
-            if action.kind in (Kind.F, Kind.I, Kind.B):
-                made[action.kind is Kind.F, action.pipeline, action.stage, action.micro_batch] = (worker, action)
-    moved, silent, resend = set(again), set(), []
-    for worker, row in schedule.rows.items():
-        for action in row:
-            place = (action.pipeline, action.stage, action.micro_batch)
-            if action.kind not in (Kind.F, Kind.I, Kind.B):
-                continue
-            step = 1 if action.kind is Kind.F else -1
-            forward = action.kind is Kind.F
-            if (forward, place[0], place[1] + step, place[2]) in made:
-                silent.add(action)
-            source = made.get((forward, place[0], place[1] - step, place[2]))
-            if source is not None and place in moved:
-                resend.append((*source, worker))
-    return frozenset(silent), tuple(resend)

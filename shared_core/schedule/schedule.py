@@ -8,18 +8,16 @@ All indices count from zero.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import NamedTuple
 
 from shared_core.errors import ConfigError, InvalidSchedule
 
-_ACTION = re.compile(r"(\d+)(?:(OPT)|([FIWB])(\d+)(?:@(\d+))?)")
-_WORKER = re.compile(r"W(\d+)_(\d+)")
+_ACTION = re.compile(r"([0-9]{1,9})(?:(OPT)|([FIWB])([0-9]{1,9})(?:@([0-9]{1,9}))?)")
+_WORKER = re.compile(r"W([0-9]{1,9})_([0-9]{1,9})")
 
 
 class Kind(StrEnum):
@@ -137,21 +135,6 @@ class Schedule:
             worker = Worker(int(match[1]), int(match[2]))
             found[worker] = tuple(parse_action(text, worker) for text in row if text.strip())
         return cls(found)
-
-    def dump_csv(self, path: Path) -> None:
-        """One line a worker: its name, then its actions. torch's own files have the actions alone."""
-        with path.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([name, *row] for name, row in self.to_text().items())
-
-    @classmethod
-    def load_csv(cls, path: Path) -> Schedule:
-        """Reverse of ``dump_csv``; empty cells are skipped.
-
-        Raises:
-            InvalidSchedule: a cell cannot be read.
-        """
-        with path.open(newline="", encoding="utf-8") as file:
-            return cls.from_text({cells[0]: cells[1:] for cells in csv.reader(file) if cells})
 
     def __str__(self) -> str:
         return "\n".join(f"{name}: {' '.join(row)}" for name, row in self.to_text().items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from shared_core.schedule.planner import Plan
+from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.schedule import Schedule, Topology, Worker
 
 
@@ -22,7 +22,7 @@ def canonical(topology: Topology, lost: Collection[Worker]) -> tuple[tuple[Worke
     return tuple(sorted(Worker(names[worker.pipeline], worker.stage) for worker in set(lost))), names
 
 
-def rename(plan: Plan, names: Mapping[int, int]) -> Plan:
+def rename(plan: IterationPlan, names: Mapping[int, int]) -> IterationPlan:
     """The plan with other names of pipelines; each old name must have a different new one."""
     if all(old == new for old, new in names.items()):
         return plan

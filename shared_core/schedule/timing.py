@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from shared_core.errors import ConfigError, InvalidSchedule
@@ -60,14 +60,12 @@ class Times:
     Attributes:
         stages: of each stage; a single entry holds for all.
         communication: from the end of an action until its result can be used at the neighbouring stage.
-        workers: of single workers that differ from their stage.
         data_apart: only the two ends of a pipeline have its data. Those of a lost first stage come from the last one,
             which sends them when it begins an iteration; staggered, that is later than a first stage could use them.
     """
 
     stages: tuple[StageTimes, ...] = (StageTimes(),)
     communication: float = 0.0
-    workers: Mapping[Worker, StageTimes] = field(default_factory=dict)
     data_apart: bool = False
 
     def __post_init__(self) -> None:
@@ -82,9 +80,6 @@ class Times:
         Raises:
             ConfigError: there are no times of its stage.
         """
-        found = self.workers.get(worker)
-        if found is not None:
-            return found
         if len(self.stages) == 1:
             return self.stages[0]
         if worker.stage >= len(self.stages):
@@ -145,12 +140,12 @@ def simulate(
     pipelines = 1 + max((action.pipeline for action in actions), default=0)
     workers = list(schedule.rows)
     rows = [codes(row, stages, count) for row in schedule.rows.values()]
-    replay = Replay(workers, rows, (pipelines, stages, max(1, count)), times, codes(done, stages, count))
+    replay = Simulation(workers, rows, (pipelines, stages, max(1, count)), times, codes(done, stages, count))
     return replay.timeline(replay.measure(staggered, rounds), schedule)
 
 
 def codes(actions: Collection[Action], stages: int, count: int) -> list[int]:
-    """Actions as numbers, without ``OPT``; see ``Replay``."""
+    """Actions as numbers, without ``OPT``; see ``Simulation``."""
     kinds = {Kind.F: 0, Kind.I: 1, Kind.W: 2, Kind.B: 3}
     return [
         4 * ((action.pipeline * stages + action.stage) * count + action.micro_batch) + kinds[action.kind]
@@ -159,7 +154,7 @@ def codes(actions: Collection[Action], stages: int, count: int) -> list[int]:
     ]
 
 
-class Measured(NamedTuple):
+class SimulatedTimes(NamedTuple):
     """What a simulation found.
 
     Attributes:
@@ -177,7 +172,7 @@ class Measured(NamedTuple):
     period: float
 
 
-class Replay:
+class Simulation:
     """A schedule as arrays, so that it can be run several times.
 
     An operation has the number (pipeline * stages + stage) * micro-batches + micro-batch; the code of an action is four
@@ -208,7 +203,7 @@ class Replay:
         for worker, one in zip(workers, at, strict=True):
             self.optimizer[worker.stage] = max(self.optimizer[worker.stage], one.optimizer)
 
-    def measure(self, staggered: bool, rounds: int = ROUNDS) -> Measured:
+    def measure(self, staggered: bool, rounds: int = ROUNDS) -> SimulatedTimes:
         """Run it, staggered until the period repeats or the rounds are over.
 
         Raises:
@@ -227,7 +222,7 @@ class Replay:
             period = min(period, max(growth))
             if max(growth) - min(growth) <= 1e-9 * max(1.0, period):
                 break
-        return Measured(starts, ready, after, slots, period)
+        return SimulatedTimes(starts, ready, after, slots, period)
 
     def run(self, ready: list[float], staggered: bool) -> tuple[list[list[float]], list[float], float]:
         """Start times of every row, when each stage can start the next iteration, and the slots of this one."""
@@ -312,7 +307,7 @@ class Replay:
             "runs before it; correct the order of the rows"
         )
 
-    def timeline(self, measured: Measured, schedule: Schedule) -> Timeline:
+    def timeline(self, measured: SimulatedTimes, schedule: Schedule) -> Timeline:
         """The rows with times, shifted so that the first action starts at 0."""
         origin = min((row[0] for row in measured.starts if row), default=0.0)
         rows: dict[Worker, tuple[Slot, ...]] = {}

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared_core.simulate.engine import Cost
+from shared_core.simulate.engine import LossCost
 from shared_core.simulate.layout import Layout, Pattern, wiped_out
-from shared_core.simulate.rerouting import Checkpoints
-from shared_core.simulate.trace import Event
+from shared_core.simulate.rerouting import CheckpointInterval
+from shared_core.simulate.trace import TraceEvent
 
 #: Share of workers that may be part of a doubled stage before all meet again (simulator of Oobleck's artifact).
 DOUBLED = 0.05
@@ -33,7 +33,7 @@ class Bamboo:
     layout: Layout
     rendezvous_s: float = 30.0
     shared_batch: bool = False
-    checkpoints: Checkpoints = Checkpoints()
+    checkpoints: CheckpointInterval = CheckpointInterval()
 
     @property
     def name(self) -> str:
@@ -55,16 +55,16 @@ class Bamboo:
         m, stages = self.layout.micro_batches, self.layout.stages
         return 4 * (m + stages - 1) / (4 * max(0, stages - 2) + 6 * m)
 
-    def loss(self, before: Pattern, after: Pattern, event: Event) -> Cost:
+    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
         """A meeting, if too many stages are doubled; and the step in flight, on average half of it."""
         if wiped_out(before, event.lost):
             return self.checkpoints.cost
-        return Cost((self.rendezvous_s if self._meets(after) else 0.0) + self.layout.step_s / 2)
+        return LossCost((self.rendezvous_s if self._meets(after) else 0.0) + self.layout.step_s / 2)
 
-    def join(self, before: Pattern, after: Pattern) -> Cost:
+    def join(self, before: Pattern, after: Pattern) -> LossCost:
         """A meeting once there is one pipeline more; else newcomers wait. They meet between steps."""
         more = after.live // self.layout.stages > before.live // self.layout.stages
-        return Cost(self.rendezvous_s if more and not self.shared_batch else 0.0)
+        return LossCost(self.rendezvous_s if more and not self.shared_batch else 0.0)
 
     def _meets(self, pattern: Pattern) -> bool:
         return not self.shared_batch and 2 * len(pattern.vacant) > DOUBLED * pattern.live

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shared_core.simulate.placing import Array, Clock, Job, TrueCurve
+from shared_core.simulate.placing import Array, Clock, SimulatedJob, TrueCurve
 
 
 @dataclass(frozen=True)
-class Lives:
+class SimulatedRuns:
     """Faults and ends of many lives.
 
     Attributes:
@@ -28,7 +28,7 @@ class Lives:
     faults: Array
 
     @classmethod
-    def draw(cls, job: Job, lives: int, seed: int) -> Lives:
+    def draw(cls, job: SimulatedJob, lives: int, seed: int) -> SimulatedRuns:
         """Draw them."""
         random = np.random.default_rng(seed)
         left, ends = random.exponential(size=lives), np.full(lives, math.inf)
@@ -44,7 +44,7 @@ class Lives:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcomes:
     """Of each life. Seconds are of all workers: those while only a part is at work count for that part.
 
     Attributes:
@@ -76,18 +76,18 @@ class Outcome:
         """Utility that is lacking, by the shares of graceful and abrupt ends, and the price of the checkpoints."""
         return (1 - self.abrupt) * self.short + self.abrupt * self.short_saved + self.price * self.made
 
-    def of(self, job: Job) -> Outcome:
+    def of(self, job: SimulatedJob) -> RunOutcomes:
         """The same lives of a job in which nothing but the share of abrupt ends and the price are others."""
         return replace(self, abrupt=job.ending.abrupt, price=job.price / _utility(job, Clock(job))[1])
 
-    def mean(self) -> Outcome:
+    def mean(self) -> RunOutcomes:
         """As that of one life."""
         arrays = (self.stall_s, self.rework_s, self.made, self.short, self.short_saved)
         stall, rework, made, short, short_saved = (np.array([each.mean()]) for each in arrays)
-        return Outcome(stall, rework, made, short, short_saved, self.abrupt, self.price)
+        return RunOutcomes(stall, rework, made, short, short_saved, self.abrupt, self.price)
 
 
-def live(job: Job, places: Sequence[float], lives: Lives) -> Outcome:
+def simulate_runs(job: SimulatedJob, places: Sequence[float], lives: SimulatedRuns) -> RunOutcomes:
     """All lives with checkpoints at these useful seconds."""
     clock, cost, lag = Clock(job), job.cost.seconds, job.cost.persist_s
     edges = np.array([0.0, *places, job.horizon_s])
@@ -150,7 +150,7 @@ def live(job: Job, places: Sequence[float], lives: Lives) -> Outcome:
     utility, whole = _utility(job, clock)
     best = utility(np.minimum(lives.ends_s, job.horizon_s))
     short, short_saved = best - utility(current), best - utility(saved)
-    return Outcome(stall, rework, made.astype(float), short, short_saved, job.ending.abrupt, job.price / whole)
+    return RunOutcomes(stall, rework, made.astype(float), short, short_saved, job.ending.abrupt, job.price / whole)
 
 
 def _durable(segment: np.ndarray, elapsed: Array, lag: float) -> np.ndarray:
@@ -158,7 +158,7 @@ def _durable(segment: np.ndarray, elapsed: Array, lag: float) -> np.ndarray:
     return np.where(elapsed < lag, np.maximum(segment - 1, 0), segment)
 
 
-def _utility(job: Job, clock: Clock) -> tuple[Callable[[Array], Array], float]:
+def _utility(job: SimulatedJob, clock: Clock) -> tuple[Callable[[Array], Array], float]:
     """What is reached after given useful seconds as a share of the whole job's gain; and that gain."""
     grid = np.unique(np.append(np.geomspace(job.step_s / 10, job.horizon_s, 3000), np.linspace(0, job.horizon_s, 3001)))
     curve = TrueCurve(clock)

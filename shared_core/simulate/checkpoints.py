@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shared_core.simulate.engine import Cost
+from shared_core.simulate.engine import LossCost
 from shared_core.simulate.layout import Layout, Pattern
-from shared_core.simulate.trace import Event
+from shared_core.simulate.trace import TraceEvent
 
 #: CheckFreq (Mohan et al., FAST 2021) checkpoints as often as costs at most this share of time.
 CHECKFREQ_OVERHEAD = 0.035
@@ -55,15 +55,15 @@ class CheckpointRestart:
         whole = pattern.live // self.layout.stages if self.elastic else self.layout.pipelines * (not pattern.vacant)
         return whole / self.layout.pipelines * self.interval_s / (self.interval_s + self.write_s) / self.overhead
 
-    def loss(self, before: Pattern, after: Pattern, event: Event) -> Cost:
+    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
         """A restart and the work since the newest saving that is complete."""
-        return Cost(self.restart_s, self.interval_s)
+        return LossCost(self.restart_s, self.interval_s)
 
-    def join(self, before: Pattern, after: Pattern) -> Cost:
+    def join(self, before: Pattern, after: Pattern) -> LossCost:
         """An elastic job starts again to let the worker in; another that has waited starts now."""
         if self.elastic:
-            return Cost(self.restart_s, None if self.joins_between else self.interval_s)
-        return Cost() if after.vacant else Cost(self.restart_s)
+            return LossCost(self.restart_s, None if self.joins_between else self.interval_s)
+        return LossCost() if after.vacant else LossCost(self.restart_s)
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class TorchFT:
         damaged = len({place // self.layout.stages for place in pattern.vacant})
         return (1 - damaged / self.layout.pipelines) / self.overhead
 
-    def loss(self, before: Pattern, after: Pattern, event: Event) -> Cost:
+    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
         """A new quorum; with all pipelines gone there is no state to go on from, and no checkpoint is modelled."""
-        return Cost(self.quorum_s)
+        return LossCost(self.quorum_s)
 
-    def join(self, before: Pattern, after: Pattern) -> Cost:
+    def join(self, before: Pattern, after: Pattern) -> LossCost:
         """A newcomer is healed beside the others, which take no notice."""
-        return Cost()
+        return LossCost()

@@ -13,12 +13,12 @@ from shared_core.simulate.checkpoints import CHECKFREQ_OVERHEAD, CheckpointResta
 from shared_core.simulate.engine import System
 from shared_core.simulate.layout import Layout
 from shared_core.simulate.oobleck import Oobleck
-from shared_core.simulate.rerouting import Checkpoints, FaultScaled, Measured, ReCycle, ThisSystem
+from shared_core.simulate.rerouting import CheckpointInterval, FaultScaled, MeasuredStalls, ReCycle, ThisSystem
 from shared_core.simulate.trace import HOUR_S, Trace, gcp_trace, read_trace
 
 
 @dataclass(frozen=True)
-class Times:
+class SystemTimes:
     """Seconds that systems need, besides what was measured of this one.
 
     The defaults of ``restart_s``, ``commit_restart_s`` and ``quorum_s`` were measured on 2 cores with a small model,
@@ -49,10 +49,12 @@ class Times:
     copy_s: float = 0.0
 
 
-def systems(layout: Layout, times: Times, measured: Measured, mtbf_s: float) -> dict[str, Callable[[], System]]:
+def systems(
+    layout: Layout, times: SystemTimes, measured: MeasuredStalls, mtbf_s: float
+) -> dict[str, Callable[[], System]]:
     """Every system by the name it is chosen by; ``mtbf_s`` is for the best time between checkpoints."""
     every_s = times.interval_s or young(times.write_s, mtbf_s)
-    saved = Checkpoints(every_s, times.restart_s)
+    saved = CheckpointInterval(every_s, times.restart_s)
     background_s = times.snapshot_s / CHECKFREQ_OVERHEAD
     return {
         "reroute": lambda: ThisSystem(layout, "reroute", measured, saved),

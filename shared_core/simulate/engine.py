@@ -13,11 +13,11 @@ from typing import Protocol
 
 from shared_core.errors import ConfigError
 from shared_core.simulate.layout import Layout, Pattern
-from shared_core.simulate.trace import Event, Trace
+from shared_core.simulate.trace import Trace, TraceEvent
 
 
 @dataclass(frozen=True)
-class Cost:
+class LossCost:
     """What a change costs.
 
     Attributes:
@@ -46,15 +46,15 @@ class System(Protocol):
     def throughput(self, pattern: Pattern) -> float:
         """As a share of training without failures and without the system's own overhead; 0 if it must wait."""
 
-    def loss(self, before: Pattern, after: Pattern, event: Event) -> Cost:
+    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
         """Of losing ``event.lost``; places in ``event.joined`` are filled in the same moment."""
 
-    def join(self, before: Pattern, after: Pattern) -> Cost:
+    def join(self, before: Pattern, after: Pattern) -> LossCost:
         """Of filling places when nobody is lost."""
 
 
 @dataclass(frozen=True)
-class Segment:
+class ProgressSegment:
     """A time of constant progress: from ``start_s`` to ``end_s`` with ``live`` workers at ``rate`` work a second."""
 
     start_s: float
@@ -64,7 +64,7 @@ class Segment:
 
 
 @dataclass
-class Result:
+class SimulationResult:
     """What became of a job.
 
     Attributes:
@@ -89,7 +89,7 @@ class Result:
     lost: float = 0.0
     losses: int = 0
     by_live: dict[int, tuple[float, float]] = field(default_factory=dict)
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[ProgressSegment] = field(default_factory=list)
 
     @property
     def useful(self) -> float:
@@ -102,7 +102,7 @@ class Result:
         return sum(work for _, work in there) / sum(seconds for seconds, _ in there) if there else math.nan
 
 
-def simulate(trace: Trace, system: System) -> Result:
+def simulate(trace: Trace, system: System) -> SimulationResult:
     """Run ``system`` through ``trace``.
 
     A stall that is interrupted by another change lasts at least as long as the new one asks for: a recovery that loses
@@ -123,9 +123,9 @@ def simulate(trace: Trace, system: System) -> Result:
     return run.result
 
 
-def merge(results: Sequence[Result]) -> Result:
+def merge(results: Sequence[SimulationResult]) -> SimulationResult:
     """Several runs of one system as one, without segments: their averages are those over all."""
-    total = Result(results[0].system, results[0].workers)
+    total = SimulationResult(results[0].system, results[0].workers)
     for one in results:
         for name in ("seconds", "work", "stalled_s", "waiting_s", "lost", "losses"):
             setattr(total, name, getattr(total, name) + getattr(one, name))
@@ -138,7 +138,7 @@ class _Run:
     def __init__(self, system: System, trace: Trace) -> None:
         self.system = system
         self.pattern = Pattern(system.layout)
-        self.result = Result(system.name, trace.workers)
+        self.result = SimulationResult(system.name, trace.workers)
         self.now = self.stalled_until = 0.0
 
     def advance(self, until: float) -> None:
@@ -151,7 +151,7 @@ class _Run:
         self._pass(until, rate)
         self.result.seconds = until
 
-    def change(self, event: Event) -> None:
+    def change(self, event: TraceEvent) -> None:
         before, after = self.pattern, self.pattern.after(event.lost, event.joined)
         cost = self.system.loss(before, after, event) if event.lost else self.system.join(before, after)
         self.pattern = after
@@ -173,7 +173,7 @@ class _Run:
         if seconds > 0:
             live = self.pattern.live
             self.result.work += seconds * rate
-            self.result.segments.append(Segment(self.now, until, live, rate))
+            self.result.segments.append(ProgressSegment(self.now, until, live, rate))
             _add(self.result.by_live, live, seconds, seconds * rate)
         self.now = until
 

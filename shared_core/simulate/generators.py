@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 from shared_core.errors import ConfigError
-from shared_core.simulate.trace import HOUR_S, Event, Trace
+from shared_core.simulate.trace import HOUR_S, Trace, TraceEvent
 
 #: Hours until the place of a lost worker is filled again, where a specification does not say it.
 REPAIR_H = 1.0
@@ -102,7 +102,9 @@ def _draw(
     return Trace(workers, hours * HOUR_S, events)
 
 
-def _events(hours: float, repair_h: float, gap_h: Callable[[], float], victims: Callable[[], range]) -> Iterator[Event]:
+def _events(
+    hours: float, repair_h: float, gap_h: Callable[[], float], victims: Callable[[], range]
+) -> Iterator[TraceEvent]:
     vacant: set[int] = set()
     repairs: list[tuple[float, int, tuple[int, ...]]] = []
     now, number = gap_h(), count()
@@ -110,12 +112,12 @@ def _events(hours: float, repair_h: float, gap_h: Callable[[], float], victims: 
         while repairs and repairs[0][0] <= min(now, hours):
             at, _, places = heapq.heappop(repairs)
             vacant.difference_update(places)
-            yield Event(at * HOUR_S, joined=places)
+            yield TraceEvent(at * HOUR_S, joined=places)
         if now >= hours:
             return
         lost = tuple(place for place in victims() if place not in vacant)
         if lost:
             vacant.update(lost)
             heapq.heappush(repairs, (now + repair_h, next(number), lost))
-            yield Event(now * HOUR_S, lost=lost)
+            yield TraceEvent(now * HOUR_S, lost=lost)
         now += gap_h()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 from shared_core.errors import ConfigError
@@ -68,11 +67,6 @@ class Pattern:
     def live(self) -> int:
         """Workers that are there."""
         return self.layout.workers - len(self.vacant)
-
-    @cached_property
-    def per_stage(self) -> tuple[int, ...]:
-        """Vacant places of each stage."""
-        return count_stages(self.layout, self.vacant)
 
     def after(self, lost: Iterable[int], joined: Iterable[int]) -> Pattern:
         """The pattern after a change."""

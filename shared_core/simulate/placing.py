@@ -93,7 +93,7 @@ def _descending(values: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """A job.
 
     Attributes:
@@ -142,7 +142,7 @@ class Clock:
         work_sum: the share's.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SimulatedJob) -> None:
         self.job = job
         since = np.array([since for since, _ in job.workers])
         self.shares = np.array([count for _, count in job.workers]) / job.most
@@ -232,13 +232,13 @@ class Knowledge:
     hazard_factor: float = 1.0
 
 
-def exponential_of(job: Job) -> Exponential | None:
+def exponential_of(job: SimulatedJob) -> Exponential | None:
     """COCI's fit of the whole true curve, over slots."""
     curve, slots = TrueCurve(Clock(job)), np.linspace(0, job.horizon_s / job.step_s, 400)
     return fit_exponential(slots, np.array([curve.loss(slot) for slot in slots]))
 
 
-def places(job: Job, policy: Policy, known: Knowledge) -> list[float]:
+def places(job: SimulatedJob, policy: Policy, known: Knowledge) -> list[float]:
     """Useful seconds at which the policy makes checkpoints, in a life without faults.
 
     A batch top comes every ``step_s``; with fewer workers it is thought to be a smaller part of a step.

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shared_core.checkpoint.policy import POLICIES, Fixed, Policy, Value, make_policy
-from shared_core.simulate.checkpointed_runs import Lives, Outcome, live, mean_and_error
-from shared_core.simulate.placing import Job, Knowledge, exponential_of, places
+from shared_core.simulate.checkpointed_runs import RunOutcomes, SimulatedRuns, mean_and_error, simulate_runs
+from shared_core.simulate.placing import Knowledge, SimulatedJob, exponential_of, places
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class PolicyResult:
         return None
 
 
-def chosen(name: str, job: Job) -> Policy:
+def chosen(name: str, job: SimulatedJob) -> Policy:
     """A policy by name, with what the job tells of it.
 
     Raises:
@@ -59,7 +59,9 @@ def chosen(name: str, job: Job) -> Policy:
     return make_policy(name, price=job.price) if name == Value.name else make_policy(name)
 
 
-def compare(job: Job, names: Iterable[str] = tuple(POLICIES), lives: int = 0, seed: int = 0) -> list[PolicyResult]:
+def compare(
+    job: SimulatedJob, names: Iterable[str] = tuple(POLICIES), lives: int = 0, seed: int = 0
+) -> list[PolicyResult]:
     """Each policy, told the truth about the job; simulated if ``lives`` is not 0.
 
     Raises:
@@ -67,18 +69,18 @@ def compare(job: Job, names: Iterable[str] = tuple(POLICIES), lives: int = 0, se
     """
     policies = {name: chosen(name, job) for name in names}
     known = Knowledge(job.ending, exponential=exponential_of(job))
-    drawn = Lives.draw(job, lives, seed) if lives else None
+    drawn = SimulatedRuns.draw(job, lives, seed) if lives else None
     found = []
     for name, policy in policies.items():
         made = places(job, policy, known)
         if drawn is None:
             found.append(PolicyResult(name, tuple(made), job.hours))
         else:
-            found.append(_simulated(name, made, job, live(job, made, drawn)))
+            found.append(_simulated(name, made, job, simulate_runs(job, made, drawn)))
     return found
 
 
-def _simulated(name: str, made: list[float], job: Job, outcome: Outcome) -> PolicyResult:
+def _simulated(name: str, made: list[float], job: SimulatedJob, outcome: RunOutcomes) -> PolicyResult:
     scaled = (outcome.stall_s / job.horizon_s, outcome.rework_s / job.horizon_s, outcome.lost)
     stall, rework, lost = (Share(*mean_and_error(values)) for values in scaled)
     return PolicyResult(name, tuple(made), job.hours, stall, rework, lost)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shared_core.simulate.engine import Cost
+from shared_core.simulate.engine import LossCost
 from shared_core.simulate.layout import Layout, Pattern, Variant, fault_scaled, rerouted, wiped_out
-from shared_core.simulate.trace import Event
+from shared_core.simulate.trace import TraceEvent
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class CheckpointInterval:
     """Where a job starts again when the state of a stage is gone.
 
     Attributes:
@@ -23,9 +23,9 @@ class Checkpoints:
     restart_s: float = 60.0
 
     @property
-    def cost(self) -> Cost:
+    def cost(self) -> LossCost:
         """Of going back to the newest one."""
-        return Cost(self.restart_s, self.every_s)
+        return LossCost(self.restart_s, self.every_s)
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class FaultScaled:
         """Live workers over all."""
         return fault_scaled(self.layout, pattern.live)
 
-    def loss(self, before: Pattern, after: Pattern, event: Event) -> Cost:
+    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
         """Nothing."""
-        return Cost()
+        return LossCost()
 
-    def join(self, before: Pattern, after: Pattern) -> Cost:
+    def join(self, before: Pattern, after: Pattern) -> LossCost:
         """Nothing."""
-        return Cost()
+        return LossCost()
 
 
 @dataclass(frozen=True)
@@ -57,24 +57,24 @@ class ReCycle:
 
     layout: Layout
     variant: Variant = "staggered"
-    checkpoints: Checkpoints = Checkpoints()
+    checkpoints: CheckpointInterval = CheckpointInterval()
     name: str = "ReCycle, ideal"
 
     def throughput(self, pattern: Pattern) -> float:
         """Of the re-routed schedule; 0 if there is no worker for some stage."""
         return rerouted(self.layout, pattern.live, self.variant)
 
-    def loss(self, before: Pattern, after: Pattern, event: Event) -> Cost:
+    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
         """Nothing, or a restart from the checkpoint when the last replica of a stage is gone."""
-        return self.checkpoints.cost if wiped_out(before, event.lost) else Cost()
+        return self.checkpoints.cost if wiped_out(before, event.lost) else LossCost()
 
-    def join(self, before: Pattern, after: Pattern) -> Cost:
+    def join(self, before: Pattern, after: Pattern) -> LossCost:
         """Nothing."""
-        return Cost()
+        return LossCost()
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStalls:
     """Times of this system. The defaults were measured on 2 cores with small models (README, docs/benchmarks.md) except
     where it says otherwise; at another scale give your own.
 
@@ -107,8 +107,8 @@ class ThisSystem:
 
     layout: Layout
     on_failure: Literal["reroute", "replace", "replay"] = "reroute"
-    measured: Measured = Measured()
-    checkpoints: Checkpoints = Checkpoints()
+    measured: MeasuredStalls = MeasuredStalls()
+    checkpoints: CheckpointInterval = CheckpointInterval()
 
     @property
     def name(self) -> str:
@@ -120,28 +120,28 @@ class ThisSystem:
         share = rerouted(self.layout, pattern.live) if self.on_failure == "reroute" else float(not pattern.vacant)
         return share / self.measured.overhead
 
-    def loss(self, before: Pattern, after: Pattern, event: Event) -> Cost:
+    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
         """See the class."""
         if wiped_out(before, event.lost) and self.on_failure != "replay":
             return self.checkpoints.cost
         if self.on_failure != "reroute":
-            return Cost() if after.vacant else self._replacement()
+            return LossCost() if after.vacant else self._replacement()
         peers = max(1, self.layout.pipelines - 1 - len(before.vacant) // self.layout.stages)
         again_s = self._share_s / 2 / peers
-        return Cost(self.measured.reroute_s + again_s + (self.measured.admit_s if event.joined else 0.0))
+        return LossCost(self.measured.reroute_s + again_s + (self.measured.admit_s if event.joined else 0.0))
 
-    def join(self, before: Pattern, after: Pattern) -> Cost:
+    def join(self, before: Pattern, after: Pattern) -> LossCost:
         """A newcomer is let in; where all wait for it, that is its replacement."""
         if self.on_failure == "reroute":
-            return Cost(self.measured.admit_s)
-        return Cost() if after.vacant else self._replacement()
+            return LossCost(self.measured.admit_s)
+        return LossCost() if after.vacant else self._replacement()
 
-    def _replacement(self) -> Cost:
+    def _replacement(self) -> LossCost:
         ready_s = self.measured.replace_s + self.measured.copy_s
         if self.on_failure == "replace":
-            return Cost(ready_s + self._share_s / 2)
+            return LossCost(ready_s + self._share_s / 2)
         alone = self.layout.micro_batches / (self.layout.micro_batches + self.layout.stages - 1)
-        return Cost(ready_s, self.checkpoints.every_s, alone)
+        return LossCost(ready_s, self.checkpoints.every_s, alone)
 
     @property
     def _share_s(self) -> float:

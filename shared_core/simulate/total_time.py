@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from shared_core.simulate.choices import Times, systems
+from shared_core.simulate.choices import SystemTimes, systems
 from shared_core.simulate.engine import merge, simulate
 from shared_core.simulate.generators import exponential
 from shared_core.simulate.layout import Layout
-from shared_core.simulate.rerouting import Measured
+from shared_core.simulate.rerouting import MeasuredStalls
 from shared_core.simulate.trace import HOUR_S
 
 #: Systems compared, by their names in ``choices``.
@@ -35,8 +35,8 @@ class Training:
     """
 
     layout: Layout = Layout(16, 1, 4, step_s=2.0)
-    times: Times = Times(write_s=10.0, restart_s=5.76 + 10.0, snapshot_s=1.0)
-    measured: Measured = field(default_factory=lambda: Measured(overhead=1.003))
+    times: SystemTimes = SystemTimes(write_s=10.0, restart_s=5.76 + 10.0, snapshot_s=1.0)
+    measured: MeasuredStalls = field(default_factory=lambda: MeasuredStalls(overhead=1.003))
     startup_s: float = 30.0
 
 

@@ -20,10 +20,11 @@ from shared_core.errors import ConfigError
 from shared_core.kinds import open_regular
 
 HOUR_S = 3600.0
+_MOST_WORKERS = 100_000
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     """A change at one moment.
 
     Attributes:
@@ -50,7 +51,7 @@ class Trace:
 
     workers: int
     duration_s: float
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
     resolution_s: float = 0.0
 
     @property
@@ -75,7 +76,7 @@ class Trace:
             filled = tuple(vacant.popleft() for _ in range(min(spares, len(vacant))))
             spares -= len(filled)
             if event.lost or filled:
-                events.append(Event(event.time_s, event.lost, filled))
+                events.append(TraceEvent(event.time_s, event.lost, filled))
         return replace(self, events=tuple(events))
 
 
@@ -97,11 +98,11 @@ def from_counts(
         if change < 0:
             lost = tuple(live.pop(generator.randrange(len(live))) for _ in range(-change))
             vacant.extend(lost)
-            events.append(Event(time_s, lost=lost))
+            events.append(TraceEvent(time_s, lost=lost))
         elif change > 0:
             joined = tuple(vacant.popleft() for _ in range(change))
             live.extend(joined)
-            events.append(Event(time_s, joined=joined))
+            events.append(TraceEvent(time_s, joined=joined))
     return Trace(workers, max(duration_s, events[-1].time_s if events else 0.0), tuple(events), resolution_s)
 
 
@@ -146,12 +147,14 @@ def _parse(text: str, is_json: bool, name: str, workers: int | None, seed: int) 
         resolution = float(said.get("resolution_s", 0.0))
         if not all(map(math.isfinite, [duration, resolution, *(time for time, _ in changes)])):
             raise ValueError("its times must be finite")
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError, csv.Error) as error:
         raise ConfigError(
             f"{name} is no trace of (seconds, change of workers): {error}; see docs/simulator.md"
         ) from error
     if size is None:
         raise ConfigError(f"{name} does not say how many workers there are: give --workers or a line '# workers: N'")
+    if not 0 <= size <= _MOST_WORKERS:
+        raise ConfigError(f"{name} is of {size} workers: at most {_MOST_WORKERS} can be simulated")
     return from_counts(changes, size, duration, seed, resolution)
 
 

@@ -21,10 +21,11 @@ _PIECE = struct.Struct("<IHB")
 
 def committed_steps(file: str) -> Iterator[int]:
     """Numbers of the rows in a file; none where it cannot be read."""
+    from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
 
     protocol: Any = wandb_internal_pb2
-    with suppress(OSError):
+    with suppress(OSError, DecodeError):  # what was torn off, or damaged, is written again
         for entry in entries(Path(file).read_bytes()):
             record = protocol.Record.FromString(entry)
             if record.HasField("history"):

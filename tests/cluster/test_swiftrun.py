@@ -601,6 +601,7 @@ def test_a_foreign_entry_in_the_ledger_ends_the_job_with_a_line(tmp_path: Path) 
         tmp_path,
         """
         import time
+        from shared_core.protocol import worker_env
         from shared_core.worker import link
         me = worker_env.env()
         if me.rank == 0:

@@ -582,6 +582,19 @@ def test_another_owner_and_another_format(tmp_path: Path, capfd: pytest.CaptureF
     assert newer.channels() == [] and "has format 1, this version reads 2" in capfd.readouterr().err
 
 
+def test_little_is_read_for_each_of_many_bad_records(tmp_path: Path) -> None:
+    """A file of another rank consists of them: it is read a few times, not once for each."""
+
+    def read_so_far() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    path = tmp_path / f"{0:08d}{segments.SUFFIX}"
+    path.write_bytes(b"\x93SwRecd\n" * 20_000)
+    before = read_so_far()
+    Archive.reopen(tmp_path).close()
+    assert read_so_far() - before < 100 * path.stat().st_size
+
+
 def test_contents_that_look_like_records(tmp_path: Path) -> None:
     """A record whose tensor is a copy of the log, and its own header damaged: nothing in it is taken for a record."""
     archive = Archive(tmp_path / "live")

@@ -34,15 +34,18 @@ class Loss:
 
     Attributes:
         rank: which.
-        point: name of the place of one of its threads, ``step 3`` for instance.
+        point: name of the place of one of its threads: ``step 3``, ``exchange 1`` (of generation 1).
         incarnation: of the worker.
-        how: ``killed``, ``divergent`` (killed for its state) or ``taken`` (its machine is taken for lost: it lives on).
+        how: ``killed``, ``divergent`` (killed for its state), ``taken`` (its machine is taken for lost: it lives on) or
+            ``changed`` (nobody is lost, but a change of the number of workers begins and is given up at once).
+        also: ranks that are lost with it.
     """
 
     rank: int
     point: str
     incarnation: int = 0
     how: str = "killed"
+    also: tuple[int, ...] = ()
 
 
 class Store:
@@ -100,6 +103,7 @@ class Worker:
     def step(self, event: Event) -> tuple[Action, ...]:
         before = self.phase
         self.phase, actions = transition(before, event)
+        self.job.rows.add((before, event))
         does = f" [{', '.join(action.name for action in actions)}]" if actions else ""
         if self.phase is not before or actions:
             self.job.say(f"{self}: {before.value} -- {event.value} --> {self.phase.value}{does}")
@@ -158,18 +162,18 @@ class Worker:
 
     def meet(self, generation: int) -> Iterator[Pause]:
         """Connect, move, and stand at the barrier until all do."""
-        yield "connect"
+        yield f"connect {generation}"
         if self.ended(generation):
             raise GenerationAbandoned("connected too late")
-        yield "exchange"
+        yield f"exchange {generation}"
         self.job.store.set(f"{generation_key(generation)}/barrier/{self.rank}", "1")
         yield from self.await_all("barrier", self.job.ranks, generation)
-        yield "installing"
+        yield f"installing {generation}"
 
     def form(self, generation: int) -> Iterator[Pause]:
         joins = self.joins
         self.post(generation)
-        yield "frontier"
+        yield f"frontier {generation}"
         self.job.store.set(f"{generation_key(generation)}/ready/{self.rank}", "1")
         yield from self.await_all("front", self.job.ranks, generation)
         fronts = self.fronts(generation)
@@ -373,14 +377,14 @@ class Worker:
     def let_in(self, generation: int) -> Iterator[Pause]:
         joins, key, store = self.joins, let_in_key(generation), self.job.store
         self.post(generation, tuple(self.board[-1:]))
-        yield "let in"
+        yield f"let in {generation}"
         yield from self.await_all("front", self.job.ranks, generation)
         fronts = self.fronts(generation)
         plan = let_in(fronts)
         try:
             yield from self.meet(generation)
             word = store.compare_set(key, "", "yes")
-            yield "agreed"
+            yield f"agreed {generation}"
         except GenerationAbandoned:
             if not store.check([key]):
                 raise
@@ -410,6 +414,7 @@ class Job:
         losses: at named places.
         chance: of a loss at every move.
         most: random losses.
+        replicas: of each pipeline stage; 0: all ranks train the same.
     """
 
     def __init__(
@@ -421,10 +426,11 @@ class Job:
         losses: list[Loss] | None = None,
         chance: float = 0.0,
         most: int = 0,
+        replicas: int = 0,
     ) -> None:
         self.rng, self.ranks, self.steps, self.on_failure = rng, range(world), steps, on_failure
         self.lanes = on_failure == "reroute"
-        self.pending, self.chance, self.most = list(losses or ()), chance, most
+        self.pending, self.chance, self.most, self.replicas = list(losses or ()), chance, most, replicas
         self.store, self.lines = Store(), list[str]()
         self.ledger = Ledger(self.store, "", world)
         self.boards: list[list[Top]] = [[] for _ in self.ranks]
@@ -433,6 +439,8 @@ class Job:
         self.meetings: dict[tuple[int, int, frozenset[int]], Meeting] = {}
         self.live = [Worker(self, rank, 0, 0) for rank in self.ranks]
         self.doomed: list[Worker] = []
+        #: What has happened in which phase.
+        self.rows: set[tuple[Phase, Event]] = set()
         self.count = 0
 
     # -- the launcher ------------------------------------------------------------------------------
@@ -525,7 +533,9 @@ class Job:
 
     def publish(self, worker: Worker) -> None:
         groups = {"world": worker.issued}
-        top = Top(worker.version + 1, worker.version, 0, "batch", groups, members={"world": list(self.ranks)})
+        alike = [r for r in self.ranks if self.replicas and r // self.replicas == worker.rank // self.replicas]
+        members = {"world": list(self.ranks)}
+        top = Top(worker.version + 1, worker.version, 0, "batch", groups, members=members, replicas=alike)
         worker.board = [*(each for each in worker.board if each.index < top.index), top][-2:]
         if worker.incarnation == self.ledger.incarnations[worker.rank]:
             self.boards[worker.rank] = worker.board
@@ -593,8 +603,12 @@ class Job:
         for loss in self.pending:
             if (loss.rank, loss.incarnation, loss.point) == (worker.rank, worker.incarnation, pause):
                 self.pending.remove(loss)
-                self.say(f"{worker}: lost at {loss.point!r} ({loss.how})")
-                self.lose([worker], loss.how)
+                self.say(f"{worker}: at {loss.point!r}: {loss.how}")
+                if loss.how == "changed":
+                    self.append(Entry(detected=1.0).while_changing(self.ranks, None))
+                    self.declined(self.ledger.generation, "the state cannot be written")
+                else:
+                    self.lose([worker, *(self.workers[rank] for rank in loss.also)], loss.how)
                 return
 
     def end_late(self) -> None:

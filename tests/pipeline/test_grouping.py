@@ -14,17 +14,26 @@ from hypothesis import strategies as st
 from benchmarks.logging_tradeoff import swift_cost
 from benchmarks.swift_published import VIT, VIT_COMPUTE_S, greedy
 from shared_core.errors import ConfigError
-from shared_core.pipeline.grouping import Budget, Machine, Plan, Profile, drifted, evaluate, plan_groups, trade_off
+from shared_core.pipeline.grouping import (
+    Budget,
+    ChainMachine,
+    ChainProfile,
+    GroupPlan,
+    drifted,
+    evaluate,
+    plan_groups,
+    trade_off,
+)
 
 
 @st.composite
-def profiles(draw: st.DrawFn) -> Profile:
+def profiles(draw: st.DrawFn) -> ChainProfile:
     """Small profiles whose costs are whole multiples of a power of two, so that sums in any order are the same."""
     count = draw(st.integers(1, 10))
-    machine = st.builds(Machine, st.integers(0, 9), st.integers(0, 4), st.integers(1, 3))
+    machine = st.builds(ChainMachine, st.integers(0, 9), st.integers(0, 4), st.integers(1, 3))
     machines = draw(st.lists(machine, min_size=count, max_size=count).filter(lambda all: any(m.weight for m in all)))
     nbytes = draw(st.sampled_from([st.just(3), st.integers(0, 5), st.integers(0, 10**6)]))
-    return Profile(
+    return ChainProfile(
         tuple(machines),
         tuple(draw(st.lists(nbytes, min_size=count - 1, max_size=count - 1))),
         draw(st.integers(1, 5)),
@@ -45,7 +54,7 @@ def groupings(count: int) -> Iterator[list[list[int]]]:
         yield groups
 
 
-def cost(profile: Profile, groups: list[list[int]]) -> tuple[int, float]:
+def cost(profile: ChainProfile, groups: list[list[int]]) -> tuple[int, float]:
     """Bytes of all logs and expected replay seconds, written down anew from the definition."""
     logged, expected = 0, 0.0
     for group in groups:
@@ -59,13 +68,13 @@ def cost(profile: Profile, groups: list[list[int]]) -> tuple[int, float]:
     return logged * profile.steps_between_checkpoints, expected / sum(m.weight for m in profile.machines)
 
 
-def costs(plan: Plan) -> tuple[int, float]:
+def costs(plan: GroupPlan) -> tuple[int, float]:
     return plan.storage_bytes, plan.replay_s
 
 
 @settings(max_examples=60, deadline=None)
 @given(profiles(), st.integers(0, 30))
-def test_exact_against_brute_force(profile: Profile, budget: int) -> None:
+def test_exact_against_brute_force(profile: ChainProfile, budget: int) -> None:
     every = sorted(cost(profile, groups) for groups in groupings(len(profile.machines)))
     best: list[tuple[int, float]] = []
     for one in every:
@@ -82,7 +91,7 @@ def test_exact_against_brute_force(profile: Profile, budget: int) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(profiles())
-def test_the_curve_is_monotone(profile: Profile) -> None:
+def test_the_curve_is_monotone(profile: ChainProfile) -> None:
     curve = trade_off(profile)
     for less, more in zip(curve, curve[1:], strict=False):
         assert less.storage_bytes < more.storage_bytes and less.replay_s > more.replay_s
@@ -121,7 +130,7 @@ def test_replay_of_a_step_of_vit_128(storage: float, published: float, right_siz
 @pytest.mark.parametrize(("micro_batches", "bound"), [(256, 263 / 383), (128, 135 / 255)])
 def test_equal_stages_give_swifts_bound(micro_batches: int, bound: float) -> None:
     """(M + S_group - 1) / (M + S - 1) of a normal step, for one machine with 8 stages of 16."""
-    profile = Profile((Machine(3.0, stages=8),) * 16, (10,) * 15, 100, micro_batches)
+    profile = ChainProfile((ChainMachine(3.0, stages=8),) * 16, (10,) * 15, 100, micro_batches)
     normal, alone = trade_off(profile)[0], trade_off(profile)[-1]
     assert normal.groups == (tuple(range(16)),) and len(alone.groups) == 16
     assert alone.replay_s / normal.replay_s == pytest.approx(bound)
@@ -130,9 +139,9 @@ def test_equal_stages_give_swifts_bound(micro_batches: int, bound: float) -> Non
 # -- one thing at a time ----------------------------------------------------------------------------------
 
 
-def chain(*compute_s: float, **options: Any) -> Profile:
+def chain(*compute_s: float, **options: Any) -> ChainProfile:
     values = {"boundary_bytes": (100,) * (len(compute_s) - 1), "steps_between_checkpoints": 10} | options
-    return Profile(tuple(map(Machine, compute_s)), **values)
+    return ChainProfile(tuple(map(ChainMachine, compute_s)), **values)
 
 
 def test_a_budget_is_kept_to_the_byte() -> None:
@@ -152,7 +161,7 @@ def test_a_budget_in_bytes_per_second() -> None:
 
 
 def test_machines_that_fail_often_are_left_alone() -> None:
-    profile = Profile((Machine(1, 5), Machine(1), Machine(1)), (100, 100), 10)
+    profile = ChainProfile((ChainMachine(1, 5), ChainMachine(1), ChainMachine(1)), (100, 100), 10)
     assert plan_groups(profile, Budget(1000)).groups == ((0,), (1, 2))
 
 
@@ -164,8 +173,8 @@ def test_a_slow_link_is_better_logged() -> None:
 
 def test_long_chains_with_boundaries_that_differ() -> None:
     generator = random.Random(5)
-    machines = tuple(Machine(generator.uniform(1, 2), stages=4) for _ in range(24))
-    profile = Profile(machines, tuple(generator.randrange(10**9) for _ in range(23)), 100, 32, 1e9)
+    machines = tuple(ChainMachine(generator.uniform(1, 2), stages=4) for _ in range(24))
+    profile = ChainProfile(machines, tuple(generator.randrange(10**9) for _ in range(23)), 100, 32, 1e9)
     plans = trade_off(profile)
     assert len(plans) > 50
     for plan in plans[:: len(plans) // 10]:
@@ -175,12 +184,17 @@ def test_long_chains_with_boundaries_that_differ() -> None:
 def test_what_may_drift() -> None:
     planned = chain(1.0, 2.0, 0.03, boundary_bytes=(100, 300), step_s=4.0, link_bytes_per_s=1e3)
     assert not drifted(planned, planned, 0.0)
-    small = replace(planned, machines=(Machine(1.1), Machine(1.9), Machine(0.1)), boundary_bytes=(80, 310), step_s=4.1)
+    small = replace(
+        planned,
+        machines=(ChainMachine(1.1), ChainMachine(1.9), ChainMachine(0.1)),
+        boundary_bytes=(80, 310),
+        step_s=4.1,
+    )
     assert not drifted(small, planned, 0.11) and drifted(small, planned, 0.09)
     for change in (
-        {"machines": (Machine(1.0), Machine(2.3), Machine(0.03))},
-        {"machines": (Machine(1.0), Machine(2.0, weight=2), Machine(0.03))},
-        {"machines": (Machine(1.0), Machine(2.0, stages=2), Machine(0.03))},
+        {"machines": (ChainMachine(1.0), ChainMachine(2.3), ChainMachine(0.03))},
+        {"machines": (ChainMachine(1.0), ChainMachine(2.0, weight=2), ChainMachine(0.03))},
+        {"machines": (ChainMachine(1.0), ChainMachine(2.0, stages=2), ChainMachine(0.03))},
         {"boundary_bytes": (100, 325)},
         {"step_s": 5.0},
         {"step_s": None},
@@ -204,8 +218,8 @@ GOOD: dict[str, Any] = {
 
 
 def test_a_profile_from_plain_data() -> None:
-    profile = Profile.from_dict(GOOD)
-    assert profile == Profile((Machine(1.0), Machine(2, 0.5, 2)), (800_000_000,), 100)
+    profile = ChainProfile.from_dict(GOOD)
+    assert profile == ChainProfile((ChainMachine(1.0), ChainMachine(2, 0.5, 2)), (800_000_000,), 100)
     assert isinstance(profile.boundary_bytes[0], int)
 
 
@@ -234,16 +248,16 @@ def test_a_profile_from_plain_data() -> None:
 )
 def test_bad_profiles_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Profile.from_dict(GOOD | change)
+        ChainProfile.from_dict(GOOD | change)
     assert message in str(caught.value)
 
 
 def test_other_bad_input_is_refused() -> None:
     for name in GOOD:
         with pytest.raises(ConfigError, match=f"needs '{name}'"):
-            Profile.from_dict({key: value for key, value in GOOD.items() if key != name})
+            ChainProfile.from_dict({key: value for key, value in GOOD.items() if key != name})
     with pytest.raises(ConfigError, match="a profile must be a mapping"):
-        Profile.from_dict([1])
+        ChainProfile.from_dict([1])
     with pytest.raises(ConfigError, match="storage_bytes must be a finite number of at least 0, got -1"):
         Budget(-1)
     for groups in ([[0], [2]], [[1], [0]], [[0, 1], [1, 2]], [[0, 1], [], [2]], []):

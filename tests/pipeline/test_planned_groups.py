@@ -9,7 +9,7 @@ from harness import Jobs
 from pipelines import logging, run, starts
 
 from shared_core.faults import Fault
-from shared_core.pipeline.grouping import Machine
+from shared_core.pipeline.grouping import ChainMachine
 from shared_core.pipeline.planned_groups import profile_of
 from shared_core.testing.runner import JobResult
 
@@ -20,7 +20,9 @@ def test_the_profile_of_measured_stages() -> None:
     assert [machine.compute_s for machine in each.machines] == [1.0, 3.0, 2.0, 1.0]
     assert each.boundary_bytes == (10, 20, 30) and each.micro_batches == 8
     pairs = profile_of(rows, 2, 100, 8)
-    assert pairs.machines == (Machine(3.0, stages=2), Machine(2.0, stages=2)) and pairs.boundary_bytes == (20,)
+    assert pairs.machines == (ChainMachine(3.0, stages=2), ChainMachine(2.0, stages=2)) and pairs.boundary_bytes == (
+        20,
+    )
 
 
 #: A boundary's messages take 4 steps x 4 micro-batches x 2 x 4 rows x 32 numbers x 4 bytes = 16 384 bytes, so one of

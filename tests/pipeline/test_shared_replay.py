@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from harness import Jobs, most
 
+from shared_core.config import variable_of
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.pipeline.cost import Replay, shares
+from shared_core.pipeline.cost import ReplayCost, shares
 from shared_core.testing.runner import JobResult, compare, unconfirmed
 
 STEPS = 12
@@ -19,7 +20,7 @@ def run(jobs: Jobs, tmp_path: Path, fault: list[Fault], *args: str, **options: s
     env = {"SWIFT_RECOVERY_REPLAY_RANDOMNESS": "seeded", "SWIFT_RECOVERY_REPLAY_PARALLEL": "always"}
     script = ["--stages", "4", "--steps", str(STEPS), *args]
     reference = jobs.reference("pipe.py", nproc=4, env=env, args=script, launcher="swiftrun")
-    env |= {f"SWIFT_RECOVERY_{name.upper()}": value for name, value in options.items()}
+    env |= {variable_of(name): value for name, value in options.items()}
     env |= {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "3"}
     result = jobs.run("pipe.py", nproc=4, faults=fault, env=env, args=script)
     assert not unconfirmed(result), result.tail()
@@ -72,16 +73,16 @@ def test_shares_are_even_and_the_newcomer_has_the_fewest() -> None:
 
 def test_cost_of_a_shared_step() -> None:
     """By hand: 8 micro-batches of 1 s, a stage of 10 bytes, messages of 1 byte, 10 bytes a second."""
-    ordered = Replay(8, 1.0, 10, 1, 10.0)
+    ordered = ReplayCost(8, 1.0, 10, 1, 10.0)
     assert ordered.seconds(1) == 8.0
     assert ordered.seconds(2) == pytest.approx(4 + (10 + 4 * 10 + 4 * 1) / 10)
-    slices = Replay(8, 1.0, 10, 1, 10.0, ordered=False)
+    slices = ReplayCost(8, 1.0, 10, 1, 10.0, ordered=False)
     assert slices.seconds(2) == pytest.approx(4 + (10 + 10 + 4 * 1) / 10)
     assert ordered.best(8) == 1 and slices.best(8) == 2
 
 
 def test_the_best_number_of_workers_is_the_least_of_all() -> None:
     for bytes_per_s in (1.0, 30.0, 1e3, 1e6):
-        replay = Replay(16, 0.3, 10, 2, bytes_per_s)
+        replay = ReplayCost(16, 0.3, 10, 2, bytes_per_s)
         assert replay.seconds(replay.best(12)) == min(replay.seconds(n) for n in range(1, 13))
-    assert Replay(16, 0.3, 10, 2, 1e9).best(4) == 4 and Replay(3, 0.3, 10, 2, 1e9).best(9) == 3
+    assert ReplayCost(16, 0.3, 10, 2, 1e9).best(4) == 4 and ReplayCost(3, 0.3, 10, 2, 1e9).best(9) == 3

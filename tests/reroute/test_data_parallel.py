@@ -137,6 +137,7 @@ class Worker:
         self.here: ThreadLane | None = None
         self.parameter = nn.Parameter(torch.ones(5))
         self.outcomes: list[Outcome] = []
+        self.step = 0
 
     def tick(self) -> Network:
         network = self.network
@@ -185,7 +186,7 @@ class Worker:
         network, generation = self.tick(), self.here.generation
         with network.changed:
             letting = network.letting[generation]
-            letting[self.rank] = (self.parameter.detach().clone(), list(self.outcomes), self.steps.step)
+            letting[self.rank] = (self.parameter.detach().clone(), list(self.outcomes), self.step)
             network.changed.notify_all()
             if network.generation == generation and len(letting) == len(self.here.ranks):
                 states = list(letting.values())
@@ -217,16 +218,17 @@ class Worker:
                 network.wait(lambda: self.rank not in network.absent or network.finished >= set(network.present))
                 if self.rank in network.absent:
                     return  # the others have ended without it
-                value, self.outcomes, self.steps.step = network.copies[self.rank]
+                value, self.outcomes, self.step = network.copies[self.rank]
                 self.outcomes = list(self.outcomes)
             self.parameter.data.copy_(value)
-        while self.steps.step < STEPS:
-            if self.steps.step in (2, 4):
-                self.steps.wait_for_all()
-            self.outcomes += self.steps.run()
+        while self.step < STEPS:
+            if self.step in (2, 4):
+                self.steps.wait_for_all(self.step)
+            self.outcomes += self.steps.run(self.step)
+            self.step += 1
             assert self.parameter.grad is not None
             self.parameter.data -= 0.1 * self.parameter.grad
-        self.steps.settle()
+        self.steps.settle(self.step)
         with network.changed:
             network.finished.add(self.rank)
             network.results[self.rank] = (self.parameter.detach().clone(), self.outcomes)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.reroute.history import History
+from shared_core.reroute.history import PlanHistory
 from shared_core.reroute.planning import Plans
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Action, Kind, Topology, Worker
@@ -18,11 +18,11 @@ from shared_core.schedule.schedule import Action, Kind, Topology, Worker
 TOPOLOGY = Topology(3, 2, 3)
 
 
-def history(folder: Path) -> History:
-    return History(Plans(TOPOLOGY, Variant.DECOUPLED, True, folder, 0))
+def history(folder: Path) -> PlanHistory:
+    return PlanHistory(Plans(TOPOLOGY, Variant.DECOUPLED, True, folder, 0))
 
 
-def change(past: History, generation: int, lost: Collection[Worker], at: Mapping[Worker, tuple[int, int]]) -> None:
+def change(past: PlanHistory, generation: int, lost: Collection[Worker], at: Mapping[Worker, tuple[int, int]]) -> None:
     places = {f"{worker.pipeline}:{worker.stage}": list(place) for worker, place in at.items()}
     gone = [list(worker) for worker in lost]
     past.change({"generation": generation, "lost": gone, "ready": False, "at": places})
@@ -45,7 +45,7 @@ def test_who_had_the_sum_is_lost_after_the_one_whose_gradients_are_in_it(tmp_pat
 class Walk:
     """Workers that run the rows of the plans in any order that is possible, through two steps."""
 
-    def __init__(self, past: History, topology: Topology) -> None:
+    def __init__(self, past: PlanHistory, topology: Topology) -> None:
         self.past, self.topology = past, topology
         self.at = dict.fromkeys(topology.workers(), (0, 0))
 
@@ -66,7 +66,8 @@ class Walk:
         """What was executed of a step and counts."""
         step = self.past.steps[number]
         workers = {*step.done, *self.at}
-        return {each: step.executed(each, self.place(each, number) if each in self.at else 0) for each in workers}
+        rows = {each: self.row(each, number)[: self.place(each, number)] for each in self.at}
+        return {each: frozenset((*step.done.get(each, ()), *rows.get(each, ()))) for each in workers}
 
     def able(self) -> list[Worker]:
         """Whose next action can run, as the executor has it."""
@@ -124,7 +125,7 @@ class Walk:
 def test_losses_one_after_the_other_anywhere(seed: int, variant: Variant, topology: Topology, tmp_path: Path) -> None:
     """In whatever order workers got to where they are, a rest of the steps is found that can be run to its end."""
     choice, last = random.Random(seed), topology.stages - 1
-    walk = Walk(History(Plans(topology, variant, choice.random() < 0.5, tmp_path, 0)), topology)
+    walk = Walk(PlanHistory(Plans(topology, variant, choice.random() < 0.5, tmp_path, 0)), topology)
     change(walk.past, 0, (), walk.at)
     for generation in range(1, 4):
         for _ in range(choice.randrange(60)):

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import planner
 from shared_core.cli import swiftctl
 from shared_core.schedule.check import check
-from shared_core.schedule.planner import Plan
+from shared_core.schedule.planner import IterationPlan
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ["plan", "--dp", "3", "--pp", "4", "--micro-batches", "6"]
@@ -33,7 +33,7 @@ def test_the_example_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
         assert (found["slots"], found["period"]) == (slots, period)
         workers = found["workers"]
         assert isinstance(workers, dict) and len(workers) == 11 and "W1_2" not in workers
-        plan = Plan.from_dict(found)
+        plan = IterationPlan.from_dict(found)
         check(plan.schedule, plan.topology)
     assert as_json(capsys)["slots"] == 27
 
@@ -42,7 +42,7 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert as_json(capsys, "--failed", "1:2", "--failed", "0:2")["period"] == 57
     spread = as_json(capsys, "--failed", "1:2", "--failed", "0:2", "--normalise")
     assert spread["period"] == 30 and len(spread["moves"]) == 1  # type: ignore[arg-type]
-    ordered = Plan.from_dict(as_json(capsys, "--failed", "1:2", "--ordered"))
+    ordered = IterationPlan.from_dict(as_json(capsys, "--failed", "1:2", "--ordered"))
     check(ordered.schedule, ordered.topology, ordered=True)
     assert len(set(ordered.route.values())) == 1
     timed = as_json(capsys, "--times", "2,2,2,6,0")

@@ -9,11 +9,12 @@ import golden
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timelines import check_times
 
 from shared_core.errors import ConfigError, InvalidSchedule
-from shared_core.schedule.check import Memory, check, check_times
+from shared_core.schedule.check import Memory, check
 from shared_core.schedule.greedy import greedy
-from shared_core.schedule.planner import Plan, parse_worker, plan
+from shared_core.schedule.planner import IterationPlan, parse_worker, plan
 from shared_core.schedule.problem import Problem, Variant
 from shared_core.schedule.routing import deal, loads
 from shared_core.schedule.schedule import Kind, Topology, Worker, one_f_one_b
@@ -34,7 +35,7 @@ def workers(*places: tuple[int, int]) -> tuple[Worker, ...]:
     return tuple(Worker(*place) for place in places)
 
 
-def verified(found: Plan, times: Times | None = None, memory: Memory | None = None) -> float:
+def verified(found: IterationPlan, times: Times | None = None, memory: Memory | None = None) -> float:
     """What the plan minimises, after checking that it can be executed and takes what it says."""
     times = Times() if times is None else times
     check(found.schedule, found.topology, memory=memory or Memory(), ordered=found.ordered)
@@ -141,11 +142,10 @@ def test_memory_costs_slots() -> None:
     variant=st.sampled_from(Variant),
     ordered=st.booleans(),
     limit=st.sampled_from([None, 1.0, 2.0, 5.0]),
-    stash=st.sampled_from([1.0, 0.5, 0.0]),
 )
 @settings(max_examples=60, deadline=None)
 def test_every_plan_can_be_executed(
-    shape: tuple[int, int, int], seed: int, variant: Variant, ordered: bool, limit: float | None, stash: float
+    shape: tuple[int, int, int], seed: int, variant: Variant, ordered: bool, limit: float | None
 ) -> None:
     topology, rng = Topology(*shape), random.Random(seed)
     places = topology.workers()
@@ -159,19 +159,19 @@ def test_every_plan_can_be_executed(
         )
         for _ in range(topology.stages)
     )
-    times, memory = Times(stages, rng.choice([0.0, 0.3])), Memory(limit, stash=stash)
+    times, memory = Times(stages, rng.choice([0.0, 0.3])), Memory(limit)
     found = plan(topology, lost, times=times, variant=variant, memory=memory, ordered=ordered, effort=3000)
     verified(found, times, memory)
-    assert Plan.from_json(found.to_json()) == found
+    assert IterationPlan.from_json(found.to_json()) == found
 
 
 def test_exact_plans_with_other_times() -> None:
-    """Times that are no whole numbers, memory with a smaller stash, in order: never worse than the greedy's."""
+    """Times that are no whole numbers, a limit of memory, in order: never worse than the greedy's."""
     times = Times((StageTimes(1.13, 1.02, 0.7, 2.2), StageTimes(0.9, 1.21, 0.88, 2.0)), 0.07)
     cases = (
         (COUPLED, False, Memory()),
-        (DECOUPLED, True, Memory(2, stash=0.4)),
-        (STAGGERED, False, Memory(2, stash=0.4)),
+        (DECOUPLED, True, Memory(2)),
+        (STAGGERED, False, Memory(2)),
     )
     for variant, ordered, memory in cases:
         first = plan(Topology(2, 2, 3), workers((1, 1)), times=times, variant=variant, ordered=ordered, memory=memory)
@@ -202,7 +202,7 @@ def test_a_plan_that_cannot_be_read() -> None:
         ("{}", "this is not a plan: KeyError"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Plan.from_json(text)
+            IterationPlan.from_json(text)
 
 
 @pytest.mark.nightly

@@ -18,28 +18,28 @@ from shared_core.checkpoint.policy import Fixed, Policy, Value, Young
 from shared_core.checkpoint.policy.intervals import waste, young
 from shared_core.checkpoint.run_ends import Ending
 from shared_core.cli.swiftctl import main
-from shared_core.simulate.checkpointed_runs import Lives, Outcome, live
-from shared_core.simulate.placing import Clock, Job, Knowledge, Recorded, places
+from shared_core.simulate.checkpointed_runs import RunOutcomes, SimulatedRuns, simulate_runs
+from shared_core.simulate.placing import Clock, Knowledge, Recorded, SimulatedJob, places
 
 CURVE = Curve(0.0, 600.0**0.7, 0.7, 599.0)
 
 
-def job(abrupt: float = 0.0, **changes: object) -> Job:
+def job(abrupt: float = 0.0, **changes: object) -> SimulatedJob:
     """Case 1 of research 3.5: MTBF 240 min, ends after 120 min on average, a checkpoint takes 0.3 min."""
     values = {"ending": Ending.constant(1 / 7200, abrupt), "mtbf_h": 4.0, "cost": Cost(18.0), "hours": 6.0} | changes
-    return Job(CURVE, **values)  # type: ignore[arg-type]
+    return SimulatedJob(CURVE, **values)  # type: ignore[arg-type]
 
 
-def played(made: Job, policy: Policy, lives: int = 3000, **known: object) -> Outcome:
+def played(made: SimulatedJob, policy: Policy, lives: int = 3000, **known: object) -> RunOutcomes:
     where = places(made, policy, Knowledge(made.ending, **known))  # type: ignore[arg-type]
-    return live(made, where, Lives.draw(made, lives, 3))
+    return simulate_runs(made, where, SimulatedRuns.draw(made, lives, 3))
 
 
 def test_time_agrees_with_the_closed_form() -> None:
     """Daly's expected time of equal segments, the last one without a checkpoint; restart is not counted as overhead."""
     made = job(ending=Ending.constant(0.0, 0.0), restart_s=0.0, mtbf_h=1.0)
     interval = 600.0
-    outcome = live(made, [interval * i for i in range(1, 36)], Lives.draw(made, 20_000, 1))
+    outcome = simulate_runs(made, [interval * i for i in range(1, 36)], SimulatedRuns.draw(made, 20_000, 1))
     one = interval * (1 + waste(interval, 18.0, 1 / 3600))
     last = interval * (1 + waste(interval, 1e-9, 1 / 3600))
     error = outcome.overhead_s.std() / math.sqrt(20_000)
@@ -51,19 +51,19 @@ def test_a_write_that_takes_long_costs_its_time_at_each_fault() -> None:
     """A checkpoint that is durable only after 300 s: every fault and every abrupt end costs so much more."""
     fast, slow = (job(1.0, cost=Cost(18.0, persist_s=lag)) for lag in (0.0, 300.0))
     where = [900.0 * i for i in range(1, 24)]
-    lives = Lives.draw(fast, 4000, 5)
-    rework = [live(made, where, lives).rework_s.mean() for made in (fast, slow)]
+    lives = SimulatedRuns.draw(fast, 4000, 5)
+    rework = [simulate_runs(made, where, lives).rework_s.mean() for made in (fast, slow)]
     faults = rework[0] / 450
     assert rework[1] - rework[0] == pytest.approx(300 * faults, rel=0.15)
-    assert live(slow, where, lives).lost.mean() > live(fast, where, lives).lost.mean()
+    assert simulate_runs(slow, where, lives).lost.mean() > simulate_runs(fast, where, lives).lost.mean()
 
 
 def test_all_policies_meet_the_same_faults_and_ends() -> None:
     made = job()
-    lives = Lives.draw(made, 2000, 9)
-    assert np.array_equal(lives.ends_s, Lives.draw(made, 2000, 9).ends_s)
+    lives = SimulatedRuns.draw(made, 2000, 9)
+    assert np.array_equal(lives.ends_s, SimulatedRuns.draw(made, 2000, 9).ends_s)
     assert lives.ends_s.mean() == pytest.approx(7200, rel=0.1)
-    at = Lives.draw(job(ending=Ending((0.0, 1000.0, 2000.0), (0.0, 5e-4, 0.0), 1.0)), 4000, 2).ends_s
+    at = SimulatedRuns.draw(job(ending=Ending((0.0, 1000.0, 2000.0), (0.0, 5e-4, 0.0), 1.0)), 4000, 2).ends_s
     assert np.isinf(at).mean() == pytest.approx(math.exp(-0.5), abs=0.03)
     assert at.min() >= 1000 and at[np.isfinite(at)].max() < 2000
 
@@ -89,7 +89,7 @@ def test_where_all_ends_are_graceful_young_is_best() -> None:
     assert best.mean() * gain == pytest.approx(67, abs=8)
     assert np.array_equal(played(made, Value()).lost, best), "value is Young's rule"
     believes = Knowledge(Ending.constant(1 / 7200, 1.0))
-    rule = live(made, places(made, Value(), believes), Lives.draw(made, 3000, 3)).lost
+    rule = simulate_runs(made, places(made, Value(), believes), SimulatedRuns.draw(made, 3000, 3)).lost
     assert rule.mean() * gain == pytest.approx(116, abs=10) and rule.mean() > best.mean()
     for worse in (Fixed(2400), Fixed(200)):
         assert played(made, worse).lost.mean() > best.mean()
@@ -110,7 +110,7 @@ def test_a_price_is_paid_for_each_checkpoint() -> None:
     dear = job(0.5, price=1e-3)
     told, untold = played(dear, Value(1e-3)), played(dear, Value())
     assert told.lost.mean() < untold.lost.mean() and told.made.mean() < 0.8 * untold.made.mean()
-    free = live(job(0.5), places(dear, Value(), Knowledge(dear.ending)), Lives.draw(dear, 3000, 3))
+    free = simulate_runs(job(0.5), places(dear, Value(), Knowledge(dear.ending)), SimulatedRuns.draw(dear, 3000, 3))
     gain = CURVE.loss(0) - CURVE.loss(dear.horizon_s)
     assert (untold.lost - free.lost).mean() == pytest.approx(1e-3 / gain * free.made.mean())
     assert np.allclose(free.of(dear).lost, untold.lost)
@@ -129,16 +129,16 @@ def test_a_recorded_curve_is_made_monotone() -> None:
 def test_estimates_are_worth_nearly_as_much_as_the_truth() -> None:
     """40 earlier runs and noisy losses; half of the early ends are kills."""
     made = job(0.5, mtbf_h=8.0, cost=Cost(5.0))
-    lives = Lives.draw(made, 1500, 3)
+    lives = SimulatedRuns.draw(made, 1500, 3)
     told = checkpoint_policy.told_by(made, 1, checkpoint_policy.noisy(made), 40)
-    ours, youngs = (live(made, places(made, policy, told), lives).lost.mean() for policy in (Value(), Young()))
-    truth = live(made, places(made, Value(), Knowledge(made.ending)), lives).lost.mean()
+    ours, youngs = (simulate_runs(made, places(made, policy, told), lives).lost.mean() for policy in (Value(), Young()))
+    truth = simulate_runs(made, places(made, Value(), Knowledge(made.ending)), lives).lost.mean()
     assert ours < 1.35 * truth and ours < 0.85 * youngs
 
 
 def test_the_benchmark_judges_value_against_the_best_other() -> None:
     cell = next(cell for cell in checkpoint_policy.research_cells() if cell.ends == "abrupt")
-    found = checkpoint_policy.outcomes(cell.job, Lives.draw(cell.job, 300, 5), checkpoint_policy.Remembered())
+    found = checkpoint_policy.outcomes(cell.job, SimulatedRuns.draw(cell.job, 300, 5), checkpoint_policy.Remembered())
     rows = checkpoint_policy.judge(cell, found, True)
     assert rows[0].holds and "value / best other" in rows[0].metric and len(rows) == 1 + 2 * len(found)
     exchanged = found | {"value": found["young"], "young": found["value"]}

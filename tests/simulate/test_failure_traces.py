@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared_core.errors import ConfigError
-from shared_core.simulate import Event, Trace, from_counts, gcp_trace, read_trace
+from shared_core.simulate import Trace, TraceEvent, from_counts, gcp_trace, read_trace
 from shared_core.simulate.choices import trace_of
 from shared_core.simulate.generators import exponential, parse, periodic, racks, weibull
 
@@ -116,13 +116,18 @@ def test_racks_are_lost_together() -> None:
 
 
 def test_spares_take_over_at_once_while_they_last() -> None:
-    events = (Event(1.0, lost=(3,)), Event(2.0, lost=(5,)), Event(3.0, joined=(3,)), Event(4.0, joined=(5,)))
-    trace = Trace(8, 10.0, (*events, Event(5.0, lost=(3,))))
+    events = (
+        TraceEvent(1.0, lost=(3,)),
+        TraceEvent(2.0, lost=(5,)),
+        TraceEvent(3.0, joined=(3,)),
+        TraceEvent(4.0, joined=(5,)),
+    )
+    trace = Trace(8, 10.0, (*events, TraceEvent(5.0, lost=(3,))))
     filled = trace.with_spares(1).events
-    assert filled[0] == Event(1.0, (3,), (3,)), "by the spare"
-    assert filled[1] == Event(2.0, (5,), ()), "none is left"
-    assert filled[2] == Event(3.0, (), (5,)), "the repaired worker goes where one is missing"
-    assert filled[3] == Event(5.0, (3,), (3,)), "by the one repaired at 4.0"
+    assert filled[0] == TraceEvent(1.0, (3,), (3,)), "by the spare"
+    assert filled[1] == TraceEvent(2.0, (5,), ()), "none is left"
+    assert filled[2] == TraceEvent(3.0, (), (5,)), "the repaired worker goes where one is missing"
+    assert filled[3] == TraceEvent(5.0, (3,), (3,)), "by the one repaired at 4.0"
     assert trace.with_spares(0).losses == 3
 
 

@@ -11,13 +11,12 @@ import pytest
 from shared_core.errors import ConfigError
 from shared_core.simulate import (
     Bamboo,
+    CheckpointInterval,
     CheckpointRestart,
-    Checkpoints,
-    Cost,
-    Event,
     FaultScaled,
     Layout,
-    Measured,
+    LossCost,
+    MeasuredStalls,
     Oobleck,
     Pattern,
     ReCycle,
@@ -25,6 +24,7 @@ from shared_core.simulate import (
     ThisSystem,
     TorchFT,
     Trace,
+    TraceEvent,
     daly,
     gcp_trace,
     merge,
@@ -84,28 +84,28 @@ class Fixed:
     """A system whose every loss costs the same and whose throughput never changes."""
 
     layout: Layout
-    cost: Cost
+    cost: LossCost
     name: str = "fixed"
 
     def throughput(self, pattern: Pattern) -> float:
         return 1.0
 
-    def loss(self, before: Pattern, after: Pattern, event: Event) -> Cost:
+    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
         return self.cost
 
-    def join(self, before: Pattern, after: Pattern) -> Cost:
-        return Cost()
+    def join(self, before: Pattern, after: Pattern) -> LossCost:
+        return LossCost()
 
 
 def test_regular_losses_of_fixed_cost() -> None:
     """100 h, a loss every 2 h but at the very end: 49 stalls."""
     trace = periodic(8, 100.0, 2.0)
-    result = simulate(trace, Fixed(Layout(8), Cost(90.0)))
+    result = simulate(trace, Fixed(Layout(8), LossCost(90.0)))
     assert result.losses == 49 and result.stalled_s == pytest.approx(49 * 90)
     assert result.work == pytest.approx(360_000 - 49 * 90) and result.useful == result.work / 360_000
-    lost = simulate(trace, Fixed(Layout(8), Cost(0.0, back_to=1000.0)))
+    lost = simulate(trace, Fixed(Layout(8), LossCost(0.0, back_to=1000.0)))
     assert lost.work == 49 * 7000 + 7200 and lost.lost == 49 * 200, "of 7200 s the last 200 are not saved"
-    again = simulate(trace, Fixed(Layout(8), Cost(10.0, back_to=7000.0, replay=0.5)))
+    again = simulate(trace, Fixed(Layout(8), LossCost(10.0, back_to=7000.0, replay=0.5)))
     since: list[float] = []
     work = 0.0
     for _ in range(49):
@@ -115,8 +115,8 @@ def test_regular_losses_of_fixed_cost() -> None:
 
 
 def test_a_loss_during_a_stall_starts_it_again() -> None:
-    trace = Trace(8, 100.0, (Event(10.0, lost=(1,)), Event(14.0, lost=(2,))))
-    result = simulate(trace, Fixed(Layout(8), Cost(6.0)))
+    trace = Trace(8, 100.0, (TraceEvent(10.0, lost=(1,)), TraceEvent(14.0, lost=(2,))))
+    result = simulate(trace, Fixed(Layout(8), LossCost(6.0)))
     assert (result.stalled_s, result.work) == (10.0, 90.0)
     assert [(one.start_s, one.end_s, one.live) for one in result.segments] == [
         (0.0, 10.0, 8),
@@ -127,8 +127,8 @@ def test_a_loss_during_a_stall_starts_it_again() -> None:
 
 
 def test_a_join_that_costs_nothing_ends_no_stall() -> None:
-    trace = Trace(8, 100.0, (Event(10.0, lost=(1,)), Event(12.0, joined=(1,))))
-    assert simulate(trace, Fixed(Layout(8), Cost(6.0))).stalled_s == 6.0
+    trace = Trace(8, 100.0, (TraceEvent(10.0, lost=(1,)), TraceEvent(12.0, joined=(1,))))
+    assert simulate(trace, Fixed(Layout(8), LossCost(6.0))).stalled_s == 6.0
 
 
 def test_accounts_add_up() -> None:
@@ -185,21 +185,21 @@ def test_who_waits_and_who_goes_on() -> None:
 
 def test_cost_of_a_replacement_and_of_a_rerouted_loss() -> None:
     """Half of a worker's 36 slots of the step again; re-routed, shared by the five peers."""
-    measured = Measured(overhead=1.0, replace_s=0.2, reroute_s=0.3, admit_s=0.4, copy_s=5.0)
-    filled, vacant = Event(0.0, (7,), (7,)), Event(0.0, (7,))
+    measured = MeasuredStalls(overhead=1.0, replace_s=0.2, reroute_s=0.3, admit_s=0.4, copy_s=5.0)
+    filled, vacant = TraceEvent(0.0, (7,), (7,)), TraceEvent(0.0, (7,))
     whole, one = Pattern(GCP), Pattern(GCP, frozenset({7}))
     replace_ = ThisSystem(GCP, "replace", measured)
     assert replace_.loss(whole, whole, filled).stall_s == pytest.approx(5.2 + 18 * GCP.slot_s)
-    assert replace_.loss(whole, one, vacant) == Cost() and replace_.join(one, whole).stall_s > 5.2
+    assert replace_.loss(whole, one, vacant) == LossCost() and replace_.join(one, whole).stall_s > 5.2
     reroute = ThisSystem(GCP, "reroute", measured)
     assert reroute.loss(whole, one, vacant).stall_s == pytest.approx(0.3 + 18 * GCP.slot_s / 5)
-    assert reroute.join(one, whole) == Cost(0.4)
+    assert reroute.join(one, whole) == LossCost(0.4)
 
 
 def test_replay_takes_its_share_of_the_time_since_the_checkpoint() -> None:
     layout = Layout(1, 4, 4)
-    system = ThisSystem(layout, "replay", Measured(overhead=1.0), Checkpoints(1000.0))
-    trace = Trace(4, 2000.0, (Event(1500.0, (2,), (2,)),))
+    system = ThisSystem(layout, "replay", MeasuredStalls(overhead=1.0), CheckpointInterval(1000.0))
+    trace = Trace(4, 2000.0, (TraceEvent(1500.0, (2,), (2,)),))
     result = simulate(trace, system)
     assert result.lost == 0 and result.stalled_s == pytest.approx(0.18 + 500 * 4 / 7)
 
@@ -207,8 +207,8 @@ def test_replay_takes_its_share_of_the_time_since_the_checkpoint() -> None:
 @pytest.mark.parametrize("system", [ReCycle, Oobleck, Bamboo])
 def test_a_stage_without_a_peer_goes_back_to_the_checkpoint(system: type[ReCycle]) -> None:
     layout = Layout(2, 2, 4)
-    made = system(layout, checkpoints=Checkpoints(600.0, 45.0))
-    trace = Trace(4, 1000.0, (Event(700.0, (0, 2), (0, 2)),))
+    made = system(layout, checkpoints=CheckpointInterval(600.0, 45.0))
+    trace = Trace(4, 1000.0, (TraceEvent(700.0, (0, 2), (0, 2)),))
     result = simulate(trace, made)
     assert (result.stalled_s, result.lost) == (45.0, 100.0) and result.work == pytest.approx(855.0)
 
@@ -268,7 +268,7 @@ def test_bamboo_keeps_whole_pipelines() -> None:
     rates = [system.throughput(missing(GCP, number)) for number in (0, 1, 4, 5, 8)]
     assert rates == [1.0, 5 / 6, 5 / 6, 4 / 6, 4 / 6]
     assert (
-        system.join(missing(GCP, 2), missing(GCP, 1)) == Cost()
+        system.join(missing(GCP, 2), missing(GCP, 1)) == LossCost()
         and system.join(missing(GCP, 1), Pattern(GCP)).stall_s == 30
     )
     large = Layout(100, 4, 12)

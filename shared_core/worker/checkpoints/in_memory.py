@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_core.errors import CorruptFile
+from shared_core.plain_json import is_count, parse
 from shared_core.system.snapshot_wire import GET, LIST, PART, SIZE, Key, ask, receive_bytes
 from shared_core.system.wire import connect
 
@@ -77,10 +78,24 @@ def _held_by(machine: str, secret: bytes | None) -> list[_Source]:
         with connect(machine, secret) as link:
             link.settimeout(_LIST_S)
             ask(link, LIST, {})
-            answer = json.loads(link.receive().data)
-            return [_Source(machine, secret, **(one | {"key": tuple(one["key"])})) for one in answer]
+            return [_source(machine, secret, one) for one in parse(link.receive().data)]
     except (OSError, KeyError, TypeError, ValueError):
         return []
+
+
+def _source(machine: str, secret: bytes | None, one: dict[str, Any]) -> _Source:
+    """One entry of a machine's list.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is none.
+    """
+    found = _Source(machine, secret, **(one | {"key": tuple(one["key"])}))
+    whole = (*found.key, found.rank, found.world_size)
+    if not (len(found.key) == 2 and all(map(is_count, whole)) and isinstance(found.meta, dict)):
+        raise ValueError("no snapshot of ours")
+    if not isinstance(found.files, list) or not all(isinstance(name, str) for name in found.files):
+        raise ValueError("no files of a snapshot")
+    return found
 
 
 def _reader(sources: list[_Source]) -> Callable[[str], bytes]:

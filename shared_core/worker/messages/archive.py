@@ -227,7 +227,7 @@ class Archive:
         with self._changed:
             waiting, place = self._index.waiting.get((channel, index)), self._index.place(channel, index)
         if waiting is not None:
-            key, tensors = segments.decode(waiting.header)
+            key, tensors = segments.decode(waiting.header, waiting.size - len(waiting.header))
             for mine, theirs in zip(tensors, waiting.tensors, strict=True):
                 if mine.numel():
                     segments.view_bytes(mine)[:] = segments.view_bytes(theirs)

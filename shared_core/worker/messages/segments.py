@@ -14,6 +14,7 @@ it was written: not a copy elsewhere, not another rank's, not bytes of a payload
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import zlib
@@ -28,6 +29,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from shared_core.errors import CorruptFile
+from shared_core.plain_json import is_count, parse
 
 FORMAT = 1
 SUFFIX = ".log"
@@ -44,6 +46,7 @@ START = _SEGMENT.size + _CRC.size
 #: Bytes of a record before its header.
 _FIXED = _FRAME.size + _CRC.size
 _CHUNK = 1 << 20
+_LEAST = 512  # of a file of many bad records little is read for each
 _BUFFERS = 1024  # the system takes so many in one call
 
 
@@ -160,21 +163,45 @@ def encode(key: Key, tensors: Sequence[torch.Tensor]) -> bytes:
     return text
 
 
-def decode(header: bytes) -> tuple[Key, list[torch.Tensor]]:
+def decode(header: bytes, payload: int) -> tuple[Key, list[torch.Tensor]]:
     """Inverse of :func:`encode`; the tensors' contents are undefined.
 
+    Args:
+        header: of a record.
+        payload: bytes of its tensors.
+
     Raises:
-        ValueError: this is no such header.
+        ValueError: this is no such header, or that of other tensors.
     """
+    key, kinds = _parsed(header)
     try:
-        channel, index, top, note, kinds = json.loads(header)
         dtypes = [getattr(torch, name) for name, _ in kinds]
         if not all(map(_has_bytes, dtypes)):
             raise ValueError(f"not the dtypes of a log: {dtypes}")
-        tensors = [torch.empty(shape, dtype=dtype) for dtype, (_, shape) in zip(dtypes, kinds, strict=True)]
-        return Key(channel, index, top, note), tensors
+        shapes = [shape for _, shape in kinds]
+        if not all(is_count(size) for shape in shapes for size in shape):
+            raise ValueError(f"not the shapes of tensors: {shapes}")
+        if sum(math.prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True)) != payload:
+            raise ValueError(f"its tensors do not have {payload} bytes")
+        return key, [torch.empty(shape, dtype=dtype) for dtype, shape in zip(dtypes, shapes, strict=True)]
     except (TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"not a record's header: {error}") from error
+
+
+def _parsed(header: bytes) -> tuple[Key, list[Any]]:
+    """What a header says: the key, and dtype and shape of each tensor, which are not looked at."""
+    try:
+        channel, index, top, note, kinds = parse(header)
+        good = _is_place(channel, index, top) and isinstance(note, dict) and isinstance(kinds, list)
+    except TypeError as error:
+        raise ValueError(f"not a record's header: {error}") from error
+    if not good:
+        raise ValueError("not a record's header: its parts are of other types")
+    return Key(channel, index, top, note), kinds
+
+
+def _is_place(channel: Any, index: Any, top: Any) -> bool:
+    return isinstance(channel, str) and type(index) is int and type(top) is int
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -233,9 +260,9 @@ def read_record(seed: int, place: Place, channel: str, index: int) -> tuple[Key,
             found = _frame_at(file, seed, segment.number, place.offset, _RECORD, HEADER_LIMIT)
             if found is None:
                 raise damaged("the checksum of its header does not match")
-            key, tensors = decode(found.header)
+            key, tensors = decode(found.header, found.payload)
             parts = [view_bytes(tensor) for tensor in tensors]
-            if (key.channel, key.index) != (channel, index) or sum(part.nbytes for part in parts) != found.payload:
+            if (key.channel, key.index) != (channel, index):
                 raise damaged("another record is there")
             at = place.offset + _FIXED + len(found.header)
             _vectored(parts, lambda buffers, done: os.preadv(file.fileno(), buffers, at + done))
@@ -290,9 +317,23 @@ def _load_index(file: BinaryIO, seed: int, segment: Segment) -> bool:
     found = _frame_at(file, seed, segment.number, offset, _INDEX, segment.size)
     if found is None or offset + _FIXED + len(found.header) + _INDEX_TAIL.size != segment.size:
         return False
-    for channel, index, top, at, header, payload in json.loads(found.header):
+    entries = _index_entries(found.header, offset)
+    for channel, index, top, at, header, payload in entries or ():
         segment.add(Key(channel, index, top), at, header, payload)
-    return True
+    return entries is not None
+
+
+def _index_entries(text: bytes, end: int) -> list[Any] | None:
+    """What the index at ``end`` says of the records before it; None if it is none."""
+    try:
+        entries = parse(text)
+        good = all(
+            _is_place(*entry[:3]) and len(entry) == 6 and all(map(is_count, entry[3:])) and sum(entry[3:]) <= end
+            for entry in entries
+        )
+    except (ValueError, TypeError):
+        return None
+    return entries if isinstance(entries, list) and good else None
 
 
 def _scan(file: BinaryIO, seed: int, segment: Segment) -> list[Key]:
@@ -303,7 +344,7 @@ def _scan(file: BinaryIO, seed: int, segment: Segment) -> list[Key]:
         if found is None:
             at = _next_magic(file, at + 1)
             continue
-        key = _key(found.header)
+        key, _ = _parsed(found.header)
         start = at + _FIXED + len(found.header)
         if start + found.payload > segment.size:
             break
@@ -336,11 +377,6 @@ def _header_crc(seed: int, number: int, at: int, fixed: bytes, header: bytes) ->
     return zlib.crc32(header, zlib.crc32(fixed, zlib.crc32(_PLACE.pack(number, at), seed)))
 
 
-def _key(header: bytes) -> Key:
-    channel, index, top, note, _ = json.loads(header)
-    return Key(channel, index, top, note)
-
-
 def _read(file: BinaryIO, at: int, length: int) -> bytes:
     """At most ``length`` bytes from an offset on; fewer only at the end of the file."""
     parts = []
@@ -359,11 +395,13 @@ def _payload_crc(file: BinaryIO, at: int, length: int) -> int:
 
 def _next_magic(file: BinaryIO, at: int) -> int:
     """Offset of the next bytes that look like the beginning of a record, -1 without any."""
-    while len(chunk := _read(file, at, _CHUNK)) >= len(_RECORD):
+    size = _LEAST
+    while len(chunk := _read(file, at, size)) >= len(_RECORD):
         found = chunk.find(_RECORD)
         if found >= 0:
             return at + found
         at += len(chunk) - len(_RECORD) + 1
+        size = min(2 * size, _CHUNK)
     return -1
 
 

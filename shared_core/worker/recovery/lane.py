@@ -8,7 +8,6 @@ the others let it in when all of them stand at a batch top, as a copy of one of 
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -43,6 +42,7 @@ from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.comm.suspicion import SUSPECT_S
 from shared_core.worker.recovery.exchange import Received
 from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.state.replicated import pack, unpack
 
 #: Longest that a tensor is kept until it is sent.
 _PATIENCE = timedelta(days=10)
@@ -153,7 +153,7 @@ class Lane:
         Raises:
             LaneBroken: if a worker was lost meanwhile; others may have got the answer.
         """
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        mine = pack(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
         self._run(lambda pg: pg.allgather([sizes], [torch.tensor([mine.numel()])]))
         most = max(int(size) for size in sizes)
@@ -161,10 +161,7 @@ class Lane:
         padded[: mine.numel()] = mine
         parts = [torch.empty_like(padded) for _ in self.ranks]
         self._run(lambda pg: pg.allgather([parts], [padded]))
-        return {
-            rank: json.loads(part[: int(size)].numpy().tobytes())
-            for rank, part, size in zip(self.ranks, parts, sizes, strict=True)
-        }
+        return {rank: unpack(part[: int(size)]) for rank, part, size in zip(self.ranks, parts, sizes, strict=True)}
 
     def barrier(self) -> None:
         """Return when all ranks have called it.

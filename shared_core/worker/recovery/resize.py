@@ -21,7 +21,8 @@ from shared_core.protocol.mirroring import REPLICATED
 from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.worker.checkpoints.resharding import RANDOM, random_state, sources
 from shared_core.worker.checkpoints.restored import Restored, ends_before
-from shared_core.worker.state.publications import TALLY, Board, read_file
+from shared_core.worker.state.publication_file import read_file
+from shared_core.worker.state.publications import TALLY, Board
 
 
 @dataclass(frozen=True)

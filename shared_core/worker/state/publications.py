@@ -29,12 +29,14 @@ import torch
 from shared_core.encoding.plain import Piece, dumps, loads, pieces
 from shared_core.errors import CorruptFile
 from shared_core.loaders.reshard import loader_states, pack_indices, unpack_indices
+from shared_core.plain_json import is_count, parse
 from shared_core.protocol.frontier import Top
 from shared_core.resources import map_file
 from shared_core.worker.mirror import Mirror
 from shared_core.worker.state.overflow import Overflow
+from shared_core.worker.state.publication_file import append_whole, read_file, write_bare, write_file
 
-_HEADER = struct.Struct("<IQI")  # length of the header, length of the payload, checksum of both
+_RECORD = struct.Struct("<II")  # length, checksum
 _CHECK = struct.Struct("<IIQ")  # group, checksum, sequence number + 1
 _CHECKS = 8192
 #: (entry call, what it is, name, batch top) and the results.
@@ -49,97 +51,26 @@ _TALLY = struct.Struct("<Q")
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
-def write_file(
-    path: Path,
-    head: bytes,
-    payload: Sequence[Piece],
-    mirror: Mirror | None = None,
-    spare: Path | None = None,
-    name: str = "",
-) -> int:
-    """Write a file whole, with a checksum. Returns the size of the payload in bytes.
-
-    Args:
-        path: of the file.
-        head: read without the payload.
-        payload: in pieces.
-        mirror: where a copy goes.
-        spare: a file that is overwritten and renamed, if it exists: writing to memory that a file already has costs
-            less than a third.
-        name: what the copy is called; as the file by default.
+def top_of(head: bytes) -> Top:
+    """The batch top that the head of a file describes.
 
     Raises:
-        OSError: it cannot be written; nothing of it is left.
+        CorruptFile: if it describes none.
     """
-    temporary = path.with_name(path.name + ".tmp")
-    if spare is not None:
-        with suppress(FileNotFoundError):
-            os.rename(spare, temporary)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600)
-    size, crc = sum(map(len, payload)), zlib.crc32(head)
-    for piece in payload:
-        crc = zlib.crc32(piece, crc)
-    data = [_HEADER.pack(len(head), size, crc) + head, *payload]
     try:
-        for each in data:
-            left = memoryview(each)
-            while left:  # the kernel takes at most 2 GiB at once
-                left = left[os.write(fd, left) :]
-        os.ftruncate(fd, sum(map(len, data)))
-        os.rename(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    finally:
-        os.close(fd)
-    if mirror is not None:
-        mirror.write(name or path.name, data)
-        mirror.sync()
-    return size
+        top = Top(**parse(head))
+        if is_count(top.index) and is_count(top.version) and isinstance(top.kind, str) and isinstance(top.groups, dict):
+            return top
+        raise ValueError("a number or name is missing")
+    except (ValueError, TypeError) as error:
+        raise CorruptFile(f"the head of a publication describes no batch top: {error}") from error
 
 
-def append_whole(fd: int, data: bytes) -> None:
-    """Append all of ``data``, or nothing: what follows half a record cannot be read.
-
-    Raises:
-        OSError: it does not fit.
-    """
-    before = os.fstat(fd).st_size
-    try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(fd, left) :]
-    except OSError:
-        os.ftruncate(fd, before)
-        raise
-
-
-def write_bare(path: Path, pieces: Sequence[bytes]) -> None:
-    """Write a file whole, with nothing added. Nothing is left where that fails."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_bytes(b"".join(pieces))
-        os.rename(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def read_file(path: Path, *, payload: bool = True) -> tuple[bytes, Piece]:
-    """What :func:`write_file` was given.
-
-    Raises:
-        CorruptFile: if its checksum does not match.
-    """
-    data = memoryview(path.read_bytes())
-    head_len, payload_len, crc = _HEADER.unpack_from(data)
-    head = bytes(data[_HEADER.size : _HEADER.size + head_len])
-    body = data[_HEADER.size + head_len :]
-    if len(body) != payload_len or zlib.crc32(body, zlib.crc32(head)) != crc:
-        raise CorruptFile(f"{path} is damaged: its checksum does not match")
-    return head, body if payload else b""
+def _end_of_record(data: bytes, at: int) -> int:
+    """Where the record at an offset ends; behind the end of the file if it is torn, or there is none."""
+    if at + _RECORD.size > len(data):
+        return len(data) + 1
+    return at + _RECORD.size + int(_RECORD.unpack_from(data, at)[0])
 
 
 class Tally:
@@ -191,6 +122,7 @@ class Board:
         self._count = 0
         room = _CHECKS * _CHECK.size
         self._checks = self._disk.write(folder / "checks", room, lambda path: map_file(path, room))
+        self._cut = False
         self._records = os.open(folder / "records", _APPEND, 0o600)
 
     def follow(self, machines: Sequence[str | None]) -> None:
@@ -305,7 +237,9 @@ class Board:
     def record(self, key: tuple[int, str, str, int], results: Any) -> None:
         """Append the result of a start-up operation, what DDP agreed on, or what a job keeps for its newcomers."""
         payload = dumps((key, results))
-        data = struct.pack("<II", len(payload), zlib.crc32(payload)) + payload
+        data = _RECORD.pack(len(payload), zlib.crc32(payload)) + payload
+        if not self._cut:
+            self._cut_records()
         try:
             append_whole(self._records, data)
         except OSError:
@@ -320,6 +254,18 @@ class Board:
         self._disk.write(path, sum(map(len, payload)), lambda there: write_bare(there, payload))
         os.close(self._records)
         self._records = os.open(path, _APPEND, 0o600)
+
+    def _cut_records(self) -> None:
+        """Take off what a predecessor has not finished: records behind it could not be found."""
+        self._cut = True
+        data = (self.folder / "records").read_bytes()
+        at = 0
+        while (end := _end_of_record(data, at)) <= len(data):
+            at = end
+        if at < len(data):
+            os.ftruncate(self._records, at)
+            if self._mirror is not None:
+                self._mirror.write("records", [data[:at]])
 
     def complete(self, records: Records, ends: Mapping[int, tuple[Any, dict[str, Any]]]) -> None:
         """Publish what a checkpoint has of a predecessor and this board has not: it was on a machine that is lost, and
@@ -341,8 +287,15 @@ class Board:
         return name
 
     def read_order(self, name: str) -> list[Any]:
-        """The indices published under ``name``."""
-        return unpack_indices(self.packed_order(name))
+        """The indices published under ``name``.
+
+        Raises:
+            CorruptFile: if they are damaged.
+        """
+        try:
+            return unpack_indices(self.packed_order(name))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptFile(f"{self.folder}/{name} holds no order of a pass: {error!r}") from error
 
     def packed_order(self, name: str) -> Any:
         """The indices published under ``name``, packed; quick in the process that published them."""
@@ -373,8 +326,8 @@ class Board:
             if path.suffix == ".tmp":
                 continue
             try:
-                found.append(Top(**json.loads(read_file(path, payload=False)[0])))
-            except (CorruptFile, struct.error):
+                found.append(top_of(read_file(path, payload=False)[0]))
+            except CorruptFile:
                 continue
         return sorted(found, key=lambda top: top.index)
 
@@ -385,11 +338,15 @@ class Board:
             CorruptFile: if it is damaged.
         """
         parts: dict[str, Any] = loads(read_file(self.folder / f"top.{index}")[1])
-        refers: Mapping[int, int] = parts.get(LOOSE, {})
-        self._refers[index] = frozenset(refers.values())
-        files = {number: loads(read_file(self.folder / f"{_LOOSE_FILE}{number}")[1]) for number in self._refers[index]}
-        if refers:
-            parts[LOOSE] = {place: files[number][place] for place, number in refers.items()}
+        try:
+            refers: Mapping[int, int] = parts.get(LOOSE, {})
+            numbers = frozenset(refers.values())
+            files = {number: loads(read_file(self.folder / f"{_LOOSE_FILE}{number}")[1]) for number in numbers}
+            if refers:
+                parts[LOOSE] = {place: files[number][place] for place, number in refers.items()}
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptFile(f"batch top {index} in {self.folder} holds no state of a rank: {error}") from error
+        self._refers[index] = numbers
         return parts
 
     def read_mid(self, top: int, number: int) -> dict[str, Any] | None:
@@ -402,20 +359,25 @@ class Board:
     def read_end(self, entry: int) -> tuple[Any, dict[str, Any]]:
         """(result, parts) of a finished entry call."""
         stored = loads(read_file(self.folder / f"end.{entry}")[1])
+        if not isinstance(stored, dict) or not stored.keys() >= {"result", "parts"}:
+            raise CorruptFile(f"{self.folder}/end.{entry} holds no end of an entry call")
         return stored["result"], stored["parts"]
 
     def records(self) -> Records:
-        """Recorded results in order; a torn last one is left out."""
+        """Recorded results in order; a torn last one is left out.
+
+        Raises:
+            CorruptFile: if one is damaged.
+        """
         data = (self.folder / "records").read_bytes()
         found: Records = []
         at = 0
-        while at + 8 <= len(data):
-            length, crc = struct.unpack_from("<II", data, at)
-            payload = data[at + 8 : at + 8 + length]
-            if len(payload) < length or zlib.crc32(payload) != crc:
-                break
+        while (end := _end_of_record(data, at)) <= len(data):
+            payload = data[at + _RECORD.size : end]
+            if zlib.crc32(payload) != _RECORD.unpack_from(data, at)[1]:
+                raise CorruptFile(f"{self.folder}/records is damaged: the checksum at offset {at} does not match")
             found.append(loads(payload))
-            at += 8 + length
+            at = end
         return found
 
     def checksums(self) -> dict[tuple[int, int], int]:

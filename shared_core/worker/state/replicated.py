@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shared_core.errors import ReplicaMismatch, Unsupported, UnsupportedOptimizer
+from shared_core.errors import CorruptFile, ReplicaMismatch, Unsupported, UnsupportedOptimizer
+from shared_core.plain_json import parse
 
 
 class Replicated:
@@ -161,14 +162,21 @@ def checksum(tensor: torch.Tensor) -> int:
     return (zlib.crc32(data) << 32) | zlib.adler32(data)
 
 
-def pack(description: dict[str, Any]) -> torch.Tensor:
-    """A description as a tensor of bytes, for a send."""
+def pack(description: Any) -> torch.Tensor:
+    """A description, plain data that JSON can hold, as a tensor of bytes, for a send."""
     return torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
 
 
 def unpack(data: torch.Tensor) -> Any:
-    """Inverse of :func:`pack`."""
-    return json.loads(data.numpy().tobytes())
+    """Inverse of :func:`pack`.
+
+    Raises:
+        CorruptFile: if it is none.
+    """
+    try:
+        return parse(data.numpy().tobytes())
+    except ValueError as error:
+        raise CorruptFile(f"a description that came from another worker is damaged: {error}") from error
 
 
 def random_state() -> dict[str, Any]:

@@ -15,7 +15,7 @@ Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlacementProblem:
     """A job on a grid of useful times; arrays are of the grid's length, in seconds or whatever unit it has.
 
     Attributes:
@@ -50,17 +50,17 @@ def price_of_delay(t: Array, g: Array, du: Array, survival: float) -> Array:
     return np.asarray(np.append(np.cumsum(cells[::-1])[::-1], 0.0) + survival * du[-1])
 
 
-def density(problem: Problem) -> Array:
+def density(problem: PlacementProblem) -> Array:
     """Checkpoints a unit of useful time, best to first order: ``sqrt((lambda w + q g u') / (2 (c w + kappa G)))``."""
     rate = problem.hazard * problem.w + problem.abrupt * problem.g * problem.du
     return np.asarray(np.sqrt(rate / (2 * _of_one(problem))))
 
 
-def _of_one(problem: Problem) -> Array:
+def _of_one(problem: PlacementProblem) -> Array:
     return problem.cost * problem.w + problem.price * problem.survival
 
 
-def segment_costs(problem: Problem) -> Array:
+def segment_costs(problem: PlacementProblem) -> Array:
     """``K[i, j]``: expected utility lost between checkpoints at places i and j, and by the one at j (there is none at
     the end): the integral of ``lambda w (s - ti) + q g (u(s) - u(ti))``, plus ``c w(tj) + kappa G(tj)``.
     """

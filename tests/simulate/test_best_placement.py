@@ -11,8 +11,11 @@ import numpy.typing as npt
 import pytest
 
 from shared_core.checkpoint.cost import Cost
-from shared_core.checkpoint.placement import (
-    Problem,
+from shared_core.checkpoint.policy import Guards, Policy, Situation, Value, Young, grown
+from shared_core.checkpoint.policy.intervals import exact
+from shared_core.checkpoint.run_ends import Ending
+from shared_core.simulate.best_placement import (
+    PlacementProblem,
     before_a_kill,
     cheapest,
     cost_of,
@@ -21,9 +24,6 @@ from shared_core.checkpoint.placement import (
     price_of_delay,
     segment_costs,
 )
-from shared_core.checkpoint.policy import Guards, Policy, Situation, Value, Young, grown
-from shared_core.checkpoint.policy.intervals import exact
-from shared_core.checkpoint.run_ends import Ending
 
 Array = npt.NDArray[np.float64]
 LENGTH = 240.0
@@ -72,13 +72,13 @@ class Case:
         age = np.maximum(t * self.faults, 1e-3)
         return np.asarray(self.weibull * self.faults * age ** (self.weibull - 1))
 
-    def on(self, size: int) -> Problem:
+    def on(self, size: int) -> PlacementProblem:
         t = np.linspace(0, LENGTH, size)
         u = 1 - (1 + t / self.shift) ** -self.power
         du = self.power / self.shift * (1 + t / self.shift) ** (-self.power - 1)
         g = self.ends * np.exp(-self.ends * t)
         w = price_of_delay(t, g, du, math.exp(-self.ends * LENGTH))
-        return Problem(t, self.hazard(t), w, u, du, g, g / self.ends, self.abrupt, self.cost, self.price)
+        return PlacementProblem(t, self.hazard(t), w, u, du, g, g / self.ends, self.abrupt, self.cost, self.price)
 
     def asked(self, policy: Policy, size: int) -> list[int]:
         """Places on the grid at which the policy makes checkpoints."""

@@ -1,0 +1,24 @@
+"""How every part of a re-routed step goes on after a loss: by another attempt, on the next lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from shared_core.errors import LaneBroken
+
+T = TypeVar("T")
+
+
+def through_losses(attempt: Callable[[], T], leave_lane: Callable[[], None]) -> T:
+    """Call ``attempt`` until no loss interrupts it.
+
+    Args:
+        attempt: forms a lane where there is none, and goes on where the attempt before was interrupted.
+        leave_lane: the lane in use is broken.
+    """
+    while True:
+        try:
+            return attempt()
+        except LaneBroken:
+            leave_lane()

@@ -1,0 +1,159 @@
+"""A rank's publications: batch tops and what goes with them."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from shared_core.encoding.plain import dumps
+from shared_core.protocol.frontier import Top
+from shared_core.worker.state.publication_file import write_file
+from shared_core.worker.state.publications import LOOSE, Board
+
+from ..harness import Target, exact, exact_parts, only_errors
+from ..plain_values import values
+
+tops = st.builds(
+    lambda version, seq, saved: Top(1, version, 0, "batch", {"default": seq}, replicas=[0, 1], saved=saved),
+    st.integers(0, 99),
+    st.integers(0, 99),
+    st.booleans(),
+)
+parts = st.dictionaries(st.sampled_from(["loop", "random", "loader"]), values, max_size=2)
+records = st.lists(
+    st.tuples(
+        st.tuples(st.integers(0, 1), st.sampled_from(["w", "default"]), st.just("broadcast"), st.integers(0, 9)),
+        st.lists(st.builds(lambda n: torch.full((n,), float(n)), st.integers(0, 3)), max_size=2),
+    ),
+    max_size=5,
+)
+orders = st.lists(st.integers(0, 999), max_size=20) | st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=5)
+
+
+@lru_cache(1)
+def _board(folder: Path) -> Board:
+    return Board(folder / "rank0")
+
+
+def _write_top(value: Any, folder: Path) -> bytes:
+    top, local = value
+    _board(folder).publish_top(top, local)
+    return (_board(folder).folder / "top.1").read_bytes()
+
+
+def _read_top(data: bytes, folder: Path) -> Any:
+    board = _board(folder)
+    (board.folder / "top.1").write_bytes(data)
+    return board.tops(), board.read_top(1)
+
+
+def _of_head(head: bytes) -> bytes:
+    """A file with this head and no mistake in its checksum."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        write_file(Path(folder, "x"), head, [dumps({"a": 1})])
+        return Path(folder, "x").read_bytes()
+
+
+def _of_payload(payload: bytes) -> bytes:
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        write_file(Path(folder, "x"), b"", [payload])
+        return Path(folder, "x").read_bytes()
+
+
+def _head(value: Any, folder: Path) -> bytes:
+    import json
+    from dataclasses import asdict
+
+    return json.dumps(asdict(value)).encode()
+
+
+def _refers(value: Any, folder: Path) -> bytes:
+    """A top that refers to a file of loose parameters."""
+    board = _board(folder)
+    board.write_loose(1, {3: torch.ones(2)})
+    return dumps({"a": value, LOOSE: {3: 1}})
+
+
+def _read_end(data: bytes, folder: Path) -> Any:
+    board = _board(folder)
+    (board.folder / "end.0").write_bytes(data)
+    return board.read_end(0)
+
+
+def _write_end(value: Any, folder: Path) -> bytes:
+    _board(folder).publish_end(0, value, {"x": 1})
+    return (_board(folder).folder / "end.0").read_bytes()
+
+
+def _write_mid(value: Any, folder: Path) -> bytes:
+    _board(folder).publish_mid(1, 0, value)
+    return (_board(folder).folder / "mid.1.0").read_bytes()
+
+
+def _read_mid(data: bytes, folder: Path) -> Any:
+    (_board(folder).folder / "mid.1.0").write_bytes(data)
+    return _board(folder).read_mid(1, 0)
+
+
+def _write_order(value: Any, folder: Path) -> bytes:
+    board = _board(folder)
+    name = board.write_order(value)
+    data = (board.folder / name).read_bytes()
+    board.drop_order(name)
+    return data
+
+
+def _read_order(data: bytes, folder: Path) -> Any:
+    board = _board(folder)
+    (board.folder / "order.x").write_bytes(data)
+    try:
+        return board.read_order("order.x")
+    finally:
+        board.drop_order("order.x")
+
+
+def _inner_order(value: Any, folder: Path) -> bytes:
+    from shared_core.loaders.reshard import pack_indices
+
+    return dumps(pack_indices(value))
+
+
+def _write_records(value: Any, folder: Path) -> bytes:
+    board = _board(folder)
+    path = board.folder / "records"
+    path.write_bytes(b"")
+    for key, results in value:
+        board.record(key, results)
+    return path.read_bytes()
+
+
+def _read_records(data: bytes, folder: Path) -> Any:
+    (_board(folder).folder / "records").write_bytes(data)
+    return _board(folder).records()
+
+
+def _of_record(payload: bytes) -> bytes:
+    return struct.pack("<II", len(payload), zlib.crc32(payload)) + payload
+
+
+TARGETS = [
+    Target("board.top", st.tuples(tops, parts), _write_top, _read_top, exact),
+    Target("board.top_head_sealed", tops, _head, _read_top, only_errors, seal=_of_head),
+    Target("board.top_parts_sealed", values, _refers, _read_top, only_errors, seal=_of_payload),
+    Target("board.end", values, _write_end, _read_end, exact),
+    Target("board.end_sealed", values, lambda value, _: dumps(value), _read_end, only_errors, seal=_of_payload),
+    Target("board.mid", parts, _write_mid, _read_mid, exact, count=10),
+    Target("board.order", orders, _write_order, _read_order, exact),
+    Target("board.order_sealed", orders, _inner_order, _read_order, only_errors, seal=_of_payload),
+    Target("board.records", records, _write_records, _read_records, exact_parts),
+]
