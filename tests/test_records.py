@@ -53,7 +53,7 @@ ENTRY = Entry(
     reason="lost",
 )
 LAST = Entry(generation=1, incarnations=(0, 1), kind=Kind.RESIZE, rank=0, workers=3, line=Resized(0, 2, (0, 1), 7))
-MEMBER = {"name": "10.0.0.1:1#a.1", "nproc": 2, "nnodes": "2:2", "host": True}
+MEMBER = {"name": "10.0.0.1:1#a.1", "nproc": 2, "nnodes": "2:2", "secret": "m", "host": True}
 
 
 def as_fronts(raw: bytes) -> Any:
@@ -111,7 +111,8 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
     "sums": (asdict(Sums(3, [2**64 - 1, 7])), lambda raw: Sums.read(raw, "sums/1/3/1", 2), set()),
     "line/has": (["7/memory/s"], has, set()),
     "document": (
-        {"phase": "running", "round": 0, "attempt": 0, "run": "r", "members": [MEMBER], "store": ["h", 1], "beat": 3},
+        {"phase": "running", "round": 0, "attempt": 0, "run": "r", "members": [MEMBER], "store": ["h", 1], "beat": 3}
+        | {"secret": "m"},
         lambda raw: read_document(raw, "of the job"),
         {"beat", "host"},
     ),
