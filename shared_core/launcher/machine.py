@@ -61,10 +61,49 @@ class Crew:
         self._listener: socket.socket | None = None
         self._server: MirrorServer | None = None
         self._sender: Sender | None = None
-        meeting.mark = "" if secret.named else mark(self._key)
-        meeting.listen = self._listen
-        meeting.pause, meeting.changed, meeting.attempt = pause, wake, number
-        meeting.fence = self._on_fence
+        self._pause, self._number = pause, number
+        self._mark = "" if secret.named else mark(self._key)
+        meeting.attend(self)
+
+    # -- what the meeting asks of this machine ------------------------------------------------------------------------
+
+    @property
+    def mark(self) -> str:
+        """See :class:`Listener`."""
+        return self._mark
+
+    @property
+    def number(self) -> int:
+        """See :class:`Listener`."""
+        return self._number()
+
+    def listen(self, address: str) -> int:
+        """See :class:`Listener`. Takes all of this machine's ports. Who connects waits until the machines have agreed
+        on a key.
+        """
+        if self._listener is None:
+            ports = self._meeting.ports
+            if ports.store:
+                ports.take(address, ports.store).close()  # if this machine is to host the store
+            self._listener = ports.take(address, ports.copies)
+        return int(self._listener.getsockname()[1])
+
+    def pause(self, seconds: float) -> None:
+        """See :class:`Listener`."""
+        self._pause(seconds)
+
+    def changed(self) -> None:
+        """See :class:`Listener`."""
+        self._wake()
+
+    def fence(self, reason: str) -> None:
+        """See :class:`Listener`."""
+        self._stop_workers()
+        if self._meeting.port:
+            sever(self._meeting.port)  # the agent's main thread may wait there
+        self._wake()
+
+    # -- what the agent asks of the others ----------------------------------------------------------------------------
 
     @property
     def run_id(self) -> str:
@@ -90,15 +129,6 @@ class Crew:
             return team
         return Team(team.slot, before.ledger.machines, number, team.host, team.port)
 
-    def _listen(self, address: str) -> int:
-        """Take this machine's ports. Who connects waits until the machines have agreed on a key."""
-        if self._listener is None:
-            ports = self._meeting.ports
-            if ports.store:
-                ports.take(address, ports.store).close()  # if this machine is to host the store
-            self._listener = ports.take(address, ports.copies)
-        return int(self._listener.getsockname()[1])
-
     def _open(self, *, first: bool) -> None:
         """Exchange copies from now on."""
         self._key, said = agreed_key(self._key, self._secret, self._meeting.agreed, first=first)
@@ -123,12 +153,6 @@ class Crew:
             raise Fenced(lease.fenced)
         if ledger.machines[team.slot] != self._meeting.name:
             raise Fenced("its lease ran out, and its place was given away")
-
-    def _on_fence(self, _reason: str) -> None:
-        self._stop_workers()
-        if self._meeting.port:
-            sever(self._meeting.port)  # the agent's main thread may wait there
-        self._wake()
 
     def why(self, error: Exception) -> str:
         """Why this machine had to stop its workers, where ``error`` ended its part."""

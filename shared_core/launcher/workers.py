@@ -56,6 +56,16 @@ class LiveWorker:
     cause: str = ""
     kind: CauseKind = CauseKind.DIED
 
+    def kill(self, cause: str, kind: CauseKind = CauseKind.DIED) -> None:
+        """SIGKILL to its process group."""
+        self.cause, self.kind = cause, kind
+        process.kill_group(self.pid)
+
+    def look(self) -> int:
+        """See whether it is stopped. Returns how many looks in a row have found that."""
+        self.stopped_looks = self.stopped_looks + 1 if process.state_of(self.pid) == "T" else 0
+        return self.stopped_looks
+
 
 class Fleet:
     """Starts workers and reaps every child of the agent.

@@ -152,6 +152,17 @@ class LossBook:
         self.budget -= 1
         return Verdict("replace", delay_s=BACK_OFF_S[min(len(streak), len(BACK_OFF_S)) - 1])
 
+    def take(self) -> bool:
+        """Take a replacement for a restart of all; False if there is none left."""
+        if self.budget <= 0:
+            return False
+        self.budget -= 1
+        return True
+
+    def count_once(self, lost: int) -> None:
+        """So many ranks were judged, and a restart of all, which counts once, answers them."""
+        self.budget += lost - 1
+
     def forget_ranks(self) -> None:
         """The ranks are numbered anew: no row of deaths goes on."""
         self._streaks.clear()

@@ -88,6 +88,16 @@ class Resizing:
         """There is no change under way any more."""
         self.stay = ()
 
+    def begin_anew(self, line: Resized | None) -> None:
+        """Attempts on this machine begin anew, from ``line`` if others have changed their number meanwhile."""
+        self.end()
+        self.line = line
+
+    def decline(self, now: float, workers: int) -> None:
+        """The number cannot change now."""
+        self.declined = True
+        self.schedule(now, workers)
+
     def done(self, now: float, workers: int, line: Resized | None) -> None:
         """The workers that follow are being started."""
         self.end()
@@ -101,6 +111,13 @@ class Resizing:
         wait = self.config.resize.grow_after_s
         self.grow_at = now + wait if workers < self.full and wait > 0 else None
 
+    def grows(self, now: float) -> bool:
+        """Whether it is time to fill empty places. They are looked at again when they are scheduled again."""
+        if self.grow_at is None or now < self.grow_at:
+            return False
+        self.grow_at = None
+        return True
+
     def shrinks(self, goodbyes: bool) -> bool:
         """Whether a loss is answered by going on with fewer.
 
@@ -113,6 +130,11 @@ class Resizing:
         """Newcomers of these ranks are started."""
         if self.config.on_failure == "replace" and self.config.resize.replace_timeout_s:
             self.due.update(dict.fromkeys(ranks, now + self.config.resize.replace_timeout_s))
+
+    def joined(self, ranks: Iterable[int]) -> None:
+        """Newcomers of these ranks have joined."""
+        for rank in ranks:
+            self.due.pop(rank, None)
 
     def late(self, now: float) -> list[int]:
         """Ranks whose newcomers have not joined in time."""

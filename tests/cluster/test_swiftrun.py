@@ -12,7 +12,8 @@ import psutil
 import pytest
 from util import ROOT, Job, run, start, start_command, tagged
 
-from shared_core.cli.swiftrun import _one_thread_each, build_config, parse_args
+from shared_core.cli.job_options import build_config
+from shared_core.cli.swiftrun import _one_thread_each, parse_args
 
 #: Ranks meet at keys of the store, so that a script knows when the others have come to a place.
 PRELUDE = """
@@ -31,7 +32,8 @@ def await_(name, rank):
     return int(store.get(f"test/{name}/{rank}"))
 def generation(g):
     store.wait([me.prefix + f"gen/{g}"], timedelta(seconds=40))
-    return Entry.from_json(store.get(me.prefix + f"gen/{g}"), g, me.world_size).event_fields()
+    entry = Entry.from_json(store.get(me.prefix + f"gen/{g}"), g, me.world_size)
+    return {"generation": entry.generation, **entry.event_fields()}
 def show(**fields):
     os.write(1, (json.dumps(fields) + "\\n").encode())  # whole: others write to the same pipe
 """
