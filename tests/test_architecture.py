@@ -64,7 +64,6 @@ LARGE_FILES = {
     "shared_core.cli.swiftrun",
     "shared_core.checkpoint.writer",
     "shared_core.launcher.agent",
-    "shared_core.job",
     "shared_core.loaders.resumable",
 }
 LARGE_CLASSES = {
@@ -72,7 +71,6 @@ LARGE_CLASSES = {
     "shared_core.checkpointer.Alone",
     "shared_core.launcher.agent.SwiftAgent",
     "shared_core.launcher.rendezvous.Meeting",
-    "shared_core.job.Job",
     "shared_core.loaders.resumable.ResumableLoader",
     "shared_core.loop.TrainingLoop",
     "shared_core.worker.state.publications.Board",
