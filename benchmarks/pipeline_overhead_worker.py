@@ -32,7 +32,7 @@ def slow_disk(bytes_per_s: float) -> None:
 
 def logged(job: Any) -> dict[str, float]:
     """What this rank has logged to disk so far: bytes put, of which some may still wait, and seconds waited for it."""
-    archive = job._runtime.disk.archive if job is not None else None
+    archive = job.runtime.disk.archive if job is not None else None
     if archive is None:
         return {"bytes": 0, "blocked_s": 0.0}
     stats = archive.stats

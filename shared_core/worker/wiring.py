@@ -6,7 +6,7 @@ Each part gets what it needs in its constructor. What is made later, and still n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from shared_core.protocol import progress_file
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
-from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.op import Op
 from shared_core.worker.endings import Endings
@@ -27,6 +26,14 @@ from shared_core.worker.job_store import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.mirror import Mirror
+from shared_core.worker.program.batch_tops import BatchTops
+from shared_core.worker.program.checkpointing import Checkpointing
+from shared_core.worker.program.entries import Entries
+from shared_core.worker.program.joining import Joining
+from shared_core.worker.program.notes import Notes
+from shared_core.worker.program.options import Options
+from shared_core.worker.program.publishing import Publishing
+from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.commits import Commits
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Replaying
@@ -37,31 +44,18 @@ from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.reporting import News
-from shared_core.worker.recovery.starting_place import Beginning
+from shared_core.worker.recovery.start import Start
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import Passes
 from shared_core.worker.state.local_state import Parts, Position
 from shared_core.worker.state.overflow import overflow
-from shared_core.worker.state.publications import Board, Orders
+from shared_core.worker.state.publications import Board
 from shared_core.worker.state.updates import Updates
 
 
 @dataclass(frozen=True)
-class Start:
-    """Where checkpoints are made, and what this worker begins with."""
-
-    checkpoints: Checkpoints
-    beginning: Beginning
-    orders: Orders | None
-
-
-@dataclass
 class Worker:
-    """The parts of one worker.
-
-    Attributes:
-        start: what depends on the options of checkpoints, which a script may still give; see :meth:`begin`.
-    """
+    """The parts of one worker."""
 
     env: WorkerEnv
     position: Position
@@ -82,28 +76,15 @@ class Worker:
     buckets: Buckets
     passes: Passes
     news: News
-    commits: Commits
     replays: Replays
-    start: Start = field(init=False)
-
-    def begin(self, env: WorkerEnv) -> None:
-        """Say where checkpoints are made, and find the one from which this worker starts.
-
-        Args:
-            env: what the launcher told this worker, with the options of checkpoints that hold.
-        """
-        config, fixed = env.config, ""
-        if config.on_failure == "reroute":
-            fixed = "with on_failure='reroute' each worker is to compute the share of any other"
-        checkpoints = Checkpoints(env, self.runtime, self.store, self.endings, self.events, self.updates, fixed)
-        if (pricing := checkpoints.pricing) is not None:
-            self.parts.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
-        beginning = Beginning(env, self.recovery, self.lanes, checkpoints, self.updates)
-        keeps = config.checkpoint.dir is not None and config.on_failure != "reroute"
-        orders = None
-        if config.resizes or keeps:
-            orders = Orders(self.board, config.resize.data == "drop", config.resizes)
-        self.start = Start(checkpoints, beginning, orders)
+    start: Start
+    options: Options
+    checkpoints: Checkpointing
+    notes: Notes
+    trained: Trained
+    joining: Joining
+    tops: BatchTops
+    entries: Entries
 
 
 class _Relay:
@@ -239,6 +220,20 @@ def wire(env: WorkerEnv) -> Worker:
     store = JobStore(env)
     endings = Endings(runtime, store)
     recovery = Recovery(env, runtime, store, board, events, donor, endings, recovery_relay)
+    progress = progress_file.ProgressFile(env.rank_dir / "progress")
+    lanes, replicas = Lanes(recovery, position), Replicas(env, recovery, updates)
+    buckets = Buckets(runtime, board, position)
+    passes = Passes(runtime, board, updates, parts, state_relay.joining, position)
+    news = News(env, events, runtime, updates, state_relay.rolled_back, store.report)
+    replays = Replays(runtime, log, Commits(runtime, log, state_relay.newest_top))
+    start = Start(runtime, store, endings, events, updates, parts, board, recovery, lanes)
+    checkpoints = Checkpointing(start, position, board)
+    trained = Trained(config, runtime, updates, parts, buckets, passes)
+    publishing = Publishing(
+        position, parts, trained, buckets, passes, updates, runtime, board, donor, lanes, replicas, checkpoints
+    )
+    joining = Joining(start, position, parts, trained, buckets, updates, progress, replays, news, publishing)
+    tops = BatchTops(position, trained, buckets, updates, progress, news, publishing, joining, config.resizes)
     worker = Worker(
         env=env,
         position=position,
@@ -246,25 +241,32 @@ def wire(env: WorkerEnv) -> Worker:
         store=store,
         endings=endings,
         board=board,
-        progress=progress_file.ProgressFile(env.rank_dir / "progress"),
+        progress=progress,
         updates=updates,
         log=log,
         runtime=runtime,
         donor=donor,
         recovery=recovery,
-        lanes=Lanes(recovery),
-        replicas=Replicas(env, recovery, updates),
+        lanes=lanes,
+        replicas=replicas,
         patience=Patience(env, recovery, events),
         parts=parts,
-        buckets=Buckets(runtime, board, position),
-        passes=Passes(runtime, board, updates, parts, state_relay.joining, position),
-        news=News(env, events, runtime, updates, state_relay.rolled_back, store.report),
-        commits=Commits(runtime, log, state_relay.newest_top),
-        replays=Replays(runtime, log),
+        buckets=buckets,
+        passes=passes,
+        news=news,
+        replays=replays,
+        start=start,
+        options=Options(env, runtime, store, start),
+        checkpoints=checkpoints,
+        notes=Notes(board, position, start),
+        trained=trained,
+        joining=joining,
+        tops=tops,
+        entries=Entries(start, position, runtime, board, parts, news, tops, publishing, joining),
     )
     for relay in relays:
         relay.complete(worker)
-    worker.begin(env)
+    start.begin(env)
     return worker
 
 

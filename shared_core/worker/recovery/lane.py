@@ -36,12 +36,14 @@ from shared_core.protocol.codec import decode
 from shared_core.protocol.generation import lane_key
 from shared_core.system import threads
 from shared_core.waiting import Keys, ranks_text, wait_for
+from shared_core.worker import link
 from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup, finish
 from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.comm.suspicion import SUSPECT_S
 from shared_core.worker.recovery.exchange import Received
 from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.state.local_state import Position
 from shared_core.worker.state.replicated import pack, unpack
 
 #: Longest that a tensor is kept until it is sent.
@@ -248,10 +250,12 @@ class Lanes:
 
     Args:
         recovery: forms generations.
+        position: how far the program is.
     """
 
-    def __init__(self, recovery: Recovery) -> None:
+    def __init__(self, recovery: Recovery, position: Position) -> None:
         self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
+        self._position = position
         self._lane: Lane | None = None
         self._passed_over: list[str] = []
         self._lets_in: Callable[[], None] | None = None
@@ -261,9 +265,16 @@ class Lanes:
         """Whether there has been a lane: then every worker uses lanes, and no loss is answered by a replay."""
         return self._lane is not None
 
+    @property
+    def absent(self) -> frozenset[int]:
+        """Ranks that were lost and have not been let in again, as of the newest announcement."""
+        return self._runtime.absent
+
     def lane(self) -> Lane:
-        """The lane of the ranks that are present; blocks until all of them have called this. If one does not come in
-        the time-out of the process group, the job ends.
+        """Connect the ranks that are present; returns when all of them have called this. See :class:`Lane`.
+
+        A worker that uses lanes does all communication of its training steps over them. Ask again when one breaks. If a
+        rank does not come in the time-out of the process group, the job ends.
 
         Raises:
             ConfigError: if ``on_failure`` is not ``reroute``.
@@ -365,8 +376,16 @@ class Lanes:
                 self._runtime.note_waiting(-1)
 
     def before_collectives(self, call: Callable[[], None]) -> None:
-        """Have ``call`` let the absent ranks in before a collective of all."""
+        """Have ``call`` run before a collective of all ranks while some are absent; also for one that waits already
+        when they are lost, on another thread then. It lets them in. The newest ``call`` counts.
+        """
         self._lets_in = call
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run when the program has ended without an error, before this worker is done: others may need
+        it until then.
+        """
+        link.at_end(call)
 
     def await_absent(self) -> bool:
         """A collective of all ranks is called while some are absent. Whether they are in now; not if nobody lets them
@@ -379,14 +398,15 @@ class Lanes:
 
     # -- letting in --------------------------------------------------------------------------------
 
-    def knocking(self, entry: int, *, wait: bool = False) -> tuple[int, ...]:
-        """All absent ranks, if the newcomers of all of them wait to be let in; else none.
+    def knocking(self, *, wait: bool = False) -> tuple[int, ...]:
+        """All absent ranks, if the newcomers of all of them wait to be let in; else none. Who waits in another entry
+        call cannot be let in here: where that is waited for, all go back to the checkpoint.
+
+        Ask on one rank, right after :meth:`Job.batch_top`, and tell the others: they may see it later.
 
         Args:
-            entry: number of the entry call in which this worker is. Who waits in another cannot be let in here: where
-                that is waited for, all go back to the checkpoint.
-            wait: block until they do, or another rank is lost. If they do not come in ``rejoin_after_s`` and
-                ``wait_timeout_s``, the job ends.
+            wait: block until they do, or another rank is lost; otherwise this returns at once. If they do not come in
+                ``rejoin_after_s`` and ``wait_timeout_s``, the job ends.
         """
         with self._runtime.lock:
             generation, newest = self._runtime.latest, self._recovery.lifecycle.entry
@@ -414,7 +434,7 @@ class Lanes:
                 self._passed_over = keys
                 console(f"{error}. {ranks_text(absent)} cannot be let in")
             return ()
-        if entries == {entry}:
+        if entries == {self._position.entry}:
             return tuple(absent)
         if wait:
             self._recovery.endings.fall_back(
@@ -423,10 +443,16 @@ class Lanes:
         return ()
 
     def let_in(self, ranks: Sequence[int]) -> bool:
-        """Let newcomers in; whether they are in now. Called by all members of the newest lane at the same batch top.
+        """Let newcomers in, each as a copy of one of its replicas as it has published itself at the last batch top,
+        random generators included. All members of the newest lane call this after the same batch top: right after it,
+        or after the step that followed and before anything else that communicates. Newcomers then run the batch from
+        its top; updates that their state contains already do nothing.
 
         Args:
             ranks: what :meth:`knocking` gave, on one of them.
+
+        Returns:
+            Whether they are in. If not, another rank was lost meanwhile. In both cases ask for the next lane.
         """
         assert self._lane is not None
         runtime, recovery, generation = self._runtime, self._recovery, self._lane.generation

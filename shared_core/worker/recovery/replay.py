@@ -10,6 +10,7 @@ from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.compute_turn import Turn
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.messages.disk_log import DiskLog
+from shared_core.worker.recovery.commits import Commits
 from shared_core.worker.recovery.exchange import Replaying
 
 
@@ -19,13 +20,15 @@ class Replays:
     Args:
         runtime: the groups.
         log: what is logged to disk.
+        commits: cuts that back.
 
     Attributes:
+        commits: by which the ranks agree how much is kept of what is logged.
         own: set in a newcomer that runs on from a checkpoint, or from the beginning; whoever acts on it sets it back.
     """
 
-    def __init__(self, runtime: Runtime, log: DiskLog) -> None:
-        self._runtime, self._log = runtime, log
+    def __init__(self, runtime: Runtime, log: DiskLog, commits: Commits) -> None:
+        self._runtime, self._log, self.commits = runtime, log, commits
         self._helper: Callable[[Replaying], None] | None = None
         self.own: Replaying | None = None
 

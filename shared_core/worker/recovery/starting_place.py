@@ -92,6 +92,10 @@ class Beginning:
         """This newcomer is in, and its predecessor had passed no batch top: it begins as the first workers did."""
         self.joining = self._restored is not None
 
+    def joined(self) -> None:
+        """The place is reached."""
+        self.joining = False
+
     def finished(self, entry: int) -> tuple[Any, dict[str, Any]] | None:
         """Result and state at the end of an entry call that the predecessor had finished; None if it had not."""
         if not self.joining:

@@ -19,7 +19,7 @@ def main() -> None:
     ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     job.attach([ddp], [optimizer])
-    runtime = job._runtime
+    runtime = job.runtime
     gradient = sum(p.numel() * p.element_size() for p in net.parameters())
     held, free = [], []
     for step in range(14):

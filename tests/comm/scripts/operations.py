@@ -292,7 +292,7 @@ def main() -> None:
     runtime = {}
     if job is not None:
         dist.barrier()
-        inner = job._runtime
+        inner = job.runtime
         runtime = {"spilled": inner.results.spilled_bytes, "served": inner.served_operations, "log": inner.log_bytes()}
     report.finish({name: digest(values) for name, values in results.items()}, **runtime)
     dist.barrier()

@@ -38,7 +38,13 @@ def main() -> None:
     flipped = False
     while loop["step"] < steps:
         due = job._worker.recovery.forming.verify_version
-        if job.rank == victim and job.incarnation == 0 and due is not None and job.version >= due and not flipped:
+        if (
+            job.rank == victim
+            and job.env.incarnation == 0
+            and due is not None
+            and job.updates.state_version >= due
+            and not flipped
+        ):
             flipped = True
             flip(net)
         job.batch_top()
