@@ -82,7 +82,10 @@ def run(
     (out / "faults.json").write_text(dumps(faults))
     argv = ["--nproc-per-node=2", f"--faults={out / 'faults.json'}", f"--events={at['events']}/events.jsonl"]
     argv += [f"--log-dir={at['logs']}", "--redirects=1", str(SCRIPTS / SCRIPT), f"--ballast={ballast}"]
-    taken = [f"{what}:{at.get(place, place)}" for what, place in (each.split(":") for each in take)]
+    pairs = [each.split(":") for each in take]
+    taken = [
+        f"{'hidden' if (what, place) == ('full', 'spill') else what}:{at.get(place, place)}" for what, place in pairs
+    ]
     argv += ["--take", *taken] if taken else []
     request = {"argv": argv, "env": env, "cwd": str(out), "setup": "\n".join(setup)}
     jobs.warm.start_all([request | {"stdout": str(out / "stdout.txt"), "stderr": str(out / "stderr.txt")}])

@@ -20,10 +20,12 @@ from shared_core.testing.report import Report
 
 
 def take_away(what: str, where: str) -> None:
-    """``full``: fill the file system of a folder; ``read-only``: hide it behind one that is; ``gone``: remove it;
-    ``NOFILE``, ``AS``: no more descriptors, or no more memory, for this worker."""
+    """``full``: fill the file system of a folder; ``hidden``: hide it behind a full one, where room is given back as
+    well as taken; ``read-only``: hide it behind one that is; ``gone``: remove it; ``NOFILE``, ``AS``: no more
+    descriptors, or no more memory, for this worker.
+    """
     if what == "full":
-        with open(Path(where) / "filler", "ab", buffering=0) as file:
+        with open(Path(where) / "filler", "wb", buffering=0) as file:
             for size in (1 << 16, 1 << 12, 1):
                 try:
                     while True:
@@ -33,6 +35,9 @@ def take_away(what: str, where: str) -> None:
         for path in (*Path(where).rglob("*.jsonl"), *Path(where).rglob("*.log")):  # the rest of their last pages
             with open(path, "ab") as file:
                 file.write(b"\n" * (-path.stat().st_size % 4096))
+    elif what == "hidden":
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k,mode=1777", "tmpfs", where], check=True)
+        take_away("full", where)
     elif what == "read-only":
         subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", where], check=True)
     elif what == "gone":
@@ -70,12 +75,11 @@ def train() -> dist.ProcessGroup:
         sampler.set_epoch(epoch)
         for _, (x,) in job.steps(loader):
             seen.batches += 1
-            if seen.batches >= args.at and rank == 0 and first:
+            if seen.batches == args.at and rank == 0 and first:
                 for each in args.take:
                     what, _, where = each.partition(":")
-                    if seen.batches == args.at or what == "full":  # room is freed as well as taken
-                        take_away(what, os.environ["SWIFT_RECOVERY_JOB_DIR"] if where == "job" else where)
-                if args.gate and seen.batches == args.at:
+                    take_away(what, os.environ["SWIFT_RECOVERY_JOB_DIR"] if where == "job" else where)
+                if args.gate:
                     Path(args.gate).read_bytes()
             seen.ballast = seen.ballast + rank
             loss = model(x + 0.1 * torch.randn(8)).square().mean()

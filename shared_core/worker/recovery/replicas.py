@@ -112,8 +112,8 @@ class Replicas:
                 "parameters or optimizer state outside an optimizer's step and depending on something that "
                 "shared_core.attach() or register() was not given (attach averages and target networks, register "
                 "what the change depends on; state.preimages='always' helps where such changes begin late in "
-                "training); it is not deterministic (an unseeded generator, a branch on the rank); or memory is faulty. "
-                "Restart from a checkpoint."
+                "training); it is not deterministic (an unseeded generator, a branch on the rank); or memory is "
+                "faulty. Restart from a checkpoint."
             )
         )
 
