@@ -37,7 +37,7 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
                 "with dispatch_batches=True rank 0 holds batches for all, which cannot be dealt out when the number of "
                 "workers changes: set dispatch_batches=False, or leave out on_failure='shrink' and replace_timeout_s"
             )
-        watch.loop.job.keep_number("with dispatch_batches=True rank 0 held batches for all")
+        watch.loop.job.checkpoints.keep_number("with dispatch_batches=True rank 0 held batches for all")
         made: SwiftDispatcher = cls.__new__(cls)
         made.__dict__.update(vars(prepared))
         made._watch = watch

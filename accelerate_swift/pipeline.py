@@ -241,7 +241,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         engine.drives = self.swift.watch.replays
         self.swift.watch.engine = engine
         self.swift.watch.note_model(engine.module)
-        job.keep_number("the stages of a pipeline under Accelerate are cut anew by no restart yet")
+        job.checkpoints.keep_number("the stages of a pipeline under Accelerate are cut anew by no restart yet")
         if not self.swift.watch.replays:
             job.register("accelerate.pipeline", lambda: engine.shapes, lambda shapes: setattr(engine, "shapes", shapes))
 

@@ -66,8 +66,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         # Here, because transformers makes the process group before there is an Accelerator.
         job = install() if given and launched_by_swiftrun() and enabled() else None
         if job is not None:
-            job.check_told(given)
-            job.use_checkpoints(given)
+            job.options.check_told(given)
+            job.options.use_checkpoints(given)
         self._num_processes = num_processes
         self._standbys = standbys
         self._init = init_process_group

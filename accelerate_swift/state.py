@@ -41,7 +41,7 @@ class RunState:
         one that its predecessor had begun.
         """
         project = self._accelerator.project_configuration
-        if not (self._job.incarnation or self._job.attempt) or not project.automatic_checkpoint_naming:
+        if not (self._job.env.incarnation or self._job.env.restart) or not project.automatic_checkpoint_naming:
             return save(folder)
         path = os.path.join(self._accelerator.project_dir, "checkpoints", f"checkpoint_{project.iteration}")
         if not os.path.exists(path):

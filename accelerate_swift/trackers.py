@@ -27,7 +27,7 @@ class Trackers:
         self._accelerator, self._job = accelerator, job
         self._rows: dict[int, Rows] = {}
         self._noted: dict[str, str] = {}
-        self._configured = job.tally("accelerate.trackers")
+        self._configured = job.notes.tally("accelerate.trackers")
 
     def start(self, config: Any, start: Callable[[Any], None]) -> None:
         """``init_trackers``: newcomers take up their predecessor's runs and leave its configuration alone.

@@ -119,7 +119,7 @@ def main() -> None:
 
         job = shared_core.install()
         assert job is not None, "not started by swiftrun"
-        job.entry("fit")
+        job.entries.begin()
     if options.system != "torchft":
         dist.init_process_group("gloo")
     connection = socket.socket(socket.AF_UNIX)
@@ -155,7 +155,7 @@ def main() -> None:
     if options.system == "torchft":
         os._exit(0)  # its threads do not end by themselves
     if options.system == "swift":
-        job.entry_done(None)
+        job.entries.done(None)
     dist.barrier()  # gloo may hang when its last operation was DDP's own, and the group goes with the model
     dist.destroy_process_group()
 

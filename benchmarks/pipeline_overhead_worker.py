@@ -14,25 +14,25 @@ from typing import Any
 from benchmarks import pipeline_model as model
 from benchmarks.common import Line
 from benchmarks.overhead_worker import memory
-from shared_core.worker.messages.archive import Archive
+from shared_core.worker.messages import segments
 
 
 def slow_disk(bytes_per_s: float) -> None:
     """Let a log on disk take its time for every byte, in the thread that writes it."""
-    write = Archive._write
+    write = segments.write_all
 
-    def slowly(self: Archive, fd: int, parts: Any) -> None:
+    def slowly(fd: int, parts: Any) -> None:
         begin = time.monotonic()
-        write(self, fd, parts)
+        write(fd, parts)
         size = sum(len(part) if isinstance(part, bytes) else part.nbytes for part in parts)
         time.sleep(max(0.0, size / bytes_per_s - (time.monotonic() - begin)))
 
-    Archive._write = slowly  # type: ignore[method-assign]
+    segments.write_all = slowly
 
 
 def logged(job: Any) -> dict[str, float]:
     """What this rank has logged to disk so far: bytes put, of which some may still wait, and seconds waited for it."""
-    archive = job._runtime.archive if job is not None else None
+    archive = job.runtime.disk.archive if job is not None else None
     if archive is None:
         return {"bytes": 0, "blocked_s": 0.0}
     stats = archive.stats

@@ -160,7 +160,7 @@ def main() -> None:
             background = CheckFreq(checkpoint, net, optimizer)
             background.next = counter["step"] + 1
         if job is not None:
-            job.entry("fit")
+            job.entries.begin()
             job.attach([model], [optimizer])
             job.register("counter", lambda: counter, counter.update)
     trace.note("loop", user_s=time.time() - main_begin, import_s=main_begin - BEGIN)
@@ -202,7 +202,7 @@ def main() -> None:
         manager.shutdown(wait=False)
         os._exit(0)  # its threads do not end by themselves
     if job is not None:
-        job.entry_done(None)
+        job.entries.done(None)
     dist.barrier()  # gloo may hang when its last operation was DDP's own, and the group goes with the model
     dist.destroy_process_group()
 

@@ -111,7 +111,7 @@ class RunState:
         holders, leaves, batches = self._loops()
         wall, monotonic = data["clock"]
         self._shift = (time.monotonic() - time.time()) - (monotonic - wall)
-        lengths = self.data.lengths() if self._job.resized else None
+        lengths = self.data.lengths() if self._job.position.resized else None
         for holder, values in zip(holders, data["attributes"], strict=True):
             holder.restore(values)
         if lengths is not None:
@@ -174,7 +174,7 @@ class RunState:
         self._holders("module").restore(loads(before))
 
     def _restore_data(self, data: Mapping[str, Any]) -> None:
-        self.data.restore(data, resized=self._job.resized, copied=self._job.added and self._job.reroutes)
+        self.data.restore(data, resized=self._job.position.resized, copied=self._job.added and self._job.reroutes)
 
     def _capture_schedulers(self) -> Any:
         return [encode_state(config.scheduler.state_dict()) for config in self.trainer.strategy.lr_scheduler_configs]

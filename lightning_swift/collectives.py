@@ -43,14 +43,14 @@ class CollectiveStrategy(DDPStrategy):
             return super().broadcast(obj, src)
         if self.quiet:
             return obj
-        with self.job.unchecked():
+        with self.job.runtime.unchecked():
             return _broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """As in ``DDPStrategy``; a newcomer may contribute something else (whether a file exists by now)."""
         if self.job is None:
             return super().reduce_boolean_decision(decision, all)
-        with self.job.unchecked():
+        with self.job.runtime.unchecked():
             return super().reduce_boolean_decision(decision, all)
 
 

@@ -50,7 +50,7 @@ class SwiftLauncher(compat.Launcher):
         strategy.begin_entry(trainer)
         adopt_loops(trainer)
         self._entering = (trainer, args)
-        decision = job.entry(fn.value)
+        decision = job.entries.begin()
         self._entering = None
         if decision.skip:
             self._after_skip(trainer)
@@ -59,7 +59,7 @@ class SwiftLauncher(compat.Launcher):
             result = function(*args, **kwargs)
             strategy.run_state.forget()
             self._leaving = True
-            job.entry_done(_plain(result, fn))
+            job.entries.done(_plain(result, fn))
             return result
         finally:
             self._leaving = False
@@ -124,7 +124,7 @@ class SwiftLauncher(compat.Launcher):
         strategy.setup_environment()
         strategy.after_skip(trainer, self._ended)
         write_random(random)
-        strategy.job.end_top()
+        strategy.job.entries.skipped()
         trainer.training = False
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
 

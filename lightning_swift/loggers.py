@@ -273,14 +273,14 @@ class Missed:
 
     def _note(self, number: int, metrics: Mapping[str, Any], step: int | None = None) -> None:
         plain = {name: v.item() if hasattr(v, "item") else v for name, v in metrics.items()}
-        self._rows.append((self._job.tops, number, plain, step))
+        self._rows.append((self._job.position.tops, number, plain, step))
 
     def _capture(self) -> Any:
-        if 0 not in self._job.absent:
+        if 0 not in self._job.lanes.absent:
             # A loss of rank 0 may not be known yet, and its newest batch top is that of an accumulation window.
-            oldest = self._job.tops - 2 * self._trainer.accumulate_grad_batches - 2
+            oldest = self._job.position.tops - 2 * self._trainer.accumulate_grad_batches - 2
             self._rows = [row for row in self._rows if row[0] >= oldest]
-        return {"top": self._job.tops, "rows": list(self._rows)}
+        return {"top": self._job.position.tops, "rows": list(self._rows)}
 
     def _restore(self, data: Mapping[str, Any]) -> None:
         """Of a peer: in a newcomer of rank 0, go on where its predecessor had published its logs."""

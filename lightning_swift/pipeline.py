@@ -194,7 +194,7 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
             self._start_engine(stage, trainer, self.optimizers[0] if fitting else None)
         if self.job is not None:
             self._check(trainer)  # again: the module may have added callbacks
-            self.job.keep_number("the stages of a pipeline under Lightning are cut anew by no restart yet")
+            self.job.checkpoints.keep_number("the stages of a pipeline under Lightning are cut anew by no restart yet")
             self.job.register("lightning.pipeline", lambda: self._shapes, self._set_shapes)
 
     def _build(self, module: pl.LightningModule) -> nn.Module:

@@ -81,8 +81,8 @@ class RecoveringStrategy(CollectiveStrategy):
         assert self.job is not None and self.lightning_module is not None
         number = 0 if self.sharing is None else self.sharing.number
         if self.sharing is None:
-            self.job.at_end(self._settle)
-        self.job.alike = True
+            self.job.lanes.at_end(self._settle)
+        self.job.trained.alike()
         self.sharing = Sharing(
             self.job, self.lightning_module.trainer, self.run_state.untouched, self.config.seed, number
         )
@@ -106,7 +106,7 @@ class RecoveringStrategy(CollectiveStrategy):
         self._run_state.loggers.prepare(self.job, self.job.peek("lightning.loggers"))
         if not self._listening:
             self._listening = True
-            self.job.on_recovered(self._log_recovery)
+            self.job.news.listen(self._log_recovery)
 
     def attach(self, modules: list[nn.Module], optimizers: list[Optimizer]) -> None:
         """Tell the job what is trained."""
@@ -170,7 +170,7 @@ class RecoveringStrategy(CollectiveStrategy):
     def batch_top(self, accumulating: bool) -> None:
         """The top of a training batch; a newcomer takes its predecessor's place in here."""
         if self.job is not None:
-            if isinstance(self.checkpoint_io, SwiftCheckpointIO) and self.job.checkpoint_near:
+            if isinstance(self.checkpoint_io, SwiftCheckpointIO) and self.job.checkpoints.near:
                 self.checkpoint_io.wait()  # ModelCheckpoint counts its file as written
             if self.job.batch_top(accumulating=accumulating):
                 self._log_recovery({})
@@ -178,7 +178,7 @@ class RecoveringStrategy(CollectiveStrategy):
     def eval_top(self) -> None:
         """The start of a stand-alone evaluation."""
         if self.job is not None:
-            self.job.eval_top()
+            self.job.entries.evaluation_top()
 
     def _log_recovery(self, fields: dict[str, Any]) -> None:
         """One row of scalars for each recovery, in the user's loggers, where that is asked for."""

@@ -148,7 +148,7 @@ class SwiftDDPStrategy(RecoveringStrategy):
         self._begin(install() if launched_by_swiftrun() else None)
         if self.job is not None:
             prepare()
-            self.job.check_told(options)
+            self.job.options.check_told(options)
 
     # -- launch -------------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class SwiftDDPStrategy(RecoveringStrategy):
                 self._saves = True
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(self._options))
         if self.job is not None:
-            self.job.use_checkpoints(self._options)
+            self.job.options.use_checkpoints(self._options)
 
     @property
     def hands_over(self) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         warn_plain_torchrun_once,
         warn_srun_once,
     )
-    from shared_core.job import EntryDecision, Job, current_job, install
+    from shared_core.job import Job, current_job, install
     from shared_core.loaders import TrackedLoader
     from shared_core.loop import TrainingLoop, attach
     from shared_core.sharing import SharedStep
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CHECKPOINT_OPTIONS",
     "Checkpointer",
-    "EntryDecision",
     "Job",
     "SharedStep",
     "SwiftConfig",
@@ -55,7 +54,7 @@ __getattr__ = lazily(
             "warn_plain_torchrun_once",
             "warn_srun_once",
         ),
-        "shared_core.job": ("EntryDecision", "Job", "current_job", "install"),
+        "shared_core.job": ("Job", "current_job", "install"),
         "shared_core.loaders": ("TrackedLoader",),
         "shared_core.loop": ("TrainingLoop", "attach"),
         "shared_core.sharing": ("SharedStep",),

@@ -214,6 +214,11 @@ class Alone:
         """Have state follow."""
         self._parts.register(name, capture, restore)
 
+    @property
+    def checkpoints(self) -> Alone:
+        """Its own."""
+        return self
+
     def keep_tops(self) -> None:
         """See :meth:`Job.keep_tops`."""
         self._outside = True

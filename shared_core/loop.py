@@ -261,7 +261,7 @@ class TrainingLoop:
         """A training loader is about to be iterated. False in a newcomer whose predecessor had finished with it."""
         assert self.job is not None
         self._round += 1
-        self.job.reachable = self.epoch is not None or self._round == 1
+        self.job.checkpoints.reachable = self.epoch is not None or self._round == 1
         target = self._target()
         if target is None:
             return True
@@ -394,7 +394,7 @@ def attach(*objects: Any) -> TrainingLoop:
     if job is None:
         warn_plain_torchrun_once()
         warn_srun_once()
-    elif dist.is_initialized() and not job.in_charge:
+    elif dist.is_initialized() and job.runtime.world is None:
         raise ConfigError(
             "the process group was created before shared_core.install() was called, so it cannot survive a failure: "
             "call shared_core.install() first"

@@ -110,10 +110,10 @@ class StepSharing:
         #: Number of the step whose gradients are computed next.
         self._next = 0
         if job is not None:
-            job.alike = True
+            job.trained.alike()
         if rerouted is not None:
             self._steps = steps = steps_of(rerouted, self._parameters, self._compute)
-            rerouted.at_end(lambda: steps.settle(self._next))
+            rerouted.lanes.at_end(lambda: steps.settle(self._next))
         start_alike(modules)
 
     @property

@@ -15,6 +15,7 @@ from harness import SCRIPTS, Jobs
 
 from shared_core.checkpoint import lineage
 from shared_core.checkpoint.spool import FOLDER, Spool
+from shared_core.config import variable_of
 from shared_core.events import read_events
 from shared_core.protocol import progress_file
 from shared_core.system import jobdir
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def options(folder: Path, every: int = 0, **more: Any) -> dict[str, str]:
     """Environment of a job with checkpoints in ``folder``; ``more`` are options by name."""
     named = {"checkpoint.dir": folder, **more} | ({"checkpoint.every_steps": every} if every else {})
-    return {f"SWIFT_RECOVERY_{name.upper()}": str(value) for name, value in named.items()}
+    return {variable_of(name): str(value) for name, value in named.items()}
 
 
 class Running:

@@ -55,51 +55,22 @@ LAYERS = (
     ("errors",),
     ("lazy",),
 )
-#: Imports that still run upwards or sideways. Nothing may be added.
-UPWARDS: set[tuple[str, str]] = {
-    ("shared_core.worker.recovery.exchange", "shared_core.launcher.ledger"),
-    ("shared_core.worker.recovery.lane", "shared_core.launcher.ledger"),
-}
-#: Circles of the core that are still there, by their modules. Nothing may be added.
-CIRCLES = [
-    {"shared_core.worker.comm.p2p", "shared_core.worker.comm.runtime"},
-    {
-        "shared_core.worker.checkpoints.checkpoints",
-        "shared_core.worker.recovery.donor",
-        "shared_core.worker.recovery.exchange",
-        "shared_core.worker.recovery.resize",
-    },
-]
 #: What ``protocol/`` is free of.
 IMPURE = ("torch", "threading", "socket", "selectors", "subprocess", "multiprocessing")
 
 MOST_LINES, MOST_CLASS_LINES, MOST_METHODS = 500, 300, 20
 #: What is larger. It is to become smaller: nothing may be added, and what fits by now must be taken out.
 LARGE_FILES = {
-    "shared_core.cli.swiftrun",
-    "shared_core.worker.checkpoints.checkpoints",
     "shared_core.checkpoint.writer",
-    "shared_core.launcher.agent",
-    "shared_core.worker.messages.archive",
-    "shared_core.worker.comm.runtime",
-    "shared_core.job",
     "shared_core.loaders.resumable",
-    "shared_core.worker.recovery.exchange",
 }
 LARGE_CLASSES = {
     "shared_core.checkpoint.writer.Writer",
     "shared_core.checkpointer.Alone",
-    "shared_core.launcher.agent.SwiftAgent",
-    "shared_core.launcher.rendezvous.Meeting",
-    "shared_core.worker.messages.archive.Archive",
-    "shared_core.worker.comm.group.SwiftProcessGroup",  # its methods are torch's
-    "shared_core.worker.comm.runtime.Runtime",
-    "shared_core.job.Job",
     "shared_core.loaders.resumable.ResumableLoader",
     "shared_core.loop.TrainingLoop",
     "shared_core.worker.state.publications.Board",
     "shared_core.worker.checkpoints.checkpoints.Checkpoints",
-    "shared_core.worker.recovery.exchange.Recovery",
     "shared_core.worker.state.updates.Updates",
 }
 
@@ -187,13 +158,13 @@ def layer_of(module: str) -> tuple[int, str]:
 
 def test_imports_go_down(graph: Graph) -> None:
     """Neither up nor to the side: ``worker`` and ``launcher`` know nothing of each other."""
-    wrong = set()
+    wrong = []
     for each in imports(graph, lambda m: inside(m, CORE) and not inside(m, TESTING)):
         if inside(each.imported, CORE):
             (mine, here), (other, there) = layer_of(each.importer), layer_of(each.imported)
             if here != there and other <= mine:
-                wrong.add((each.importer, each.imported))
-    assert wrong == UPWARDS
+                wrong.append(str(each))
+    assert not wrong
 
 
 def test_the_protocol_is_pure(graph: Graph) -> None:
@@ -207,15 +178,10 @@ def test_a_framework_is_imported_in_its_place_only(graph: Graph, package: str) -
     assert not [str(i) for i in users if not inside(i.importer, *ONLY_IN[package])]
 
 
-@pytest.mark.parametrize("package", [LIGHTNING, ACCELERATE])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_no_circle_of_imports(graph: Graph, package: str) -> None:
     """Those for the type checker and those inside functions included: a circle is one module in several files."""
     assert not circles(graph, lambda module: inside(module, package))
-
-
-def test_no_other_circle_in_the_core(graph: Graph) -> None:
-    found = circles(graph, lambda module: inside(module, CORE))
-    assert sorted(map(sorted, found)) == sorted(map(sorted, CIRCLES))
 
 
 def test_no_file_is_too_long(graph: Graph) -> None:

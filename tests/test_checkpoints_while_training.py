@@ -87,7 +87,7 @@ def test_every_checkpoint_is_the_state_of_its_batch_top(
 
 def test_waiting_for_each_one_makes_every_one(jobs: Jobs, tmp_path: Path) -> None:
     args = ["--steps", "6", "--width", "64"]
-    env = options(tmp_path, every=1, checkpoint_keep=ALL, checkpoint_async=False)
+    env = options(tmp_path, every=1, checkpoint_keep=ALL, checkpoint_background=False)
     result = jobs.run(SCRIPT, args=args, env=env)
     compare(result, jobs.reference(SCRIPT, args=args))
     assert check(result, tmp_path) == settled(6)

@@ -58,7 +58,7 @@ def test_a_newcomer_makes_checkpoints_of_the_run_that_the_others_went_on_with(
     jobs: Jobs, tmp_path: Path, rank: int
 ) -> None:
     """It has not read the checkpoint from which they began."""
-    env = options(tmp_path, every=5, resume="always")
+    env = options(tmp_path, every=5, checkpoint_resume="always")
     with running(jobs, SCRIPT, ARGS, env=env) as job:
         job.until(lambda: bool(committed(tmp_path)))
         job.kill()

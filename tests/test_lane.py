@@ -114,7 +114,7 @@ def test_a_loss(name: str, jobs: Jobs) -> None:
 
 def test_what_happens_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
     """The others make steps, and write no checkpoint; the newcomer is a copy of a replica."""
-    env = options(tmp_path, every=2, checkpoint_async=False)
+    env = options(tmp_path, every=2, checkpoint_background=False)
     result = run(jobs, [Fault(2, 4, "lane.wait", "SIGKILL", nth=3)], "--let-in-at", "7", **env)
     compare(result, jobs.reference("lane.py", nproc=4))
     ranks = [event.fields["ranks"] for event in result.kinds("lane")]

@@ -53,7 +53,7 @@ def test_losses_change_no_bit(name: str, jobs: Jobs) -> None:
 
 def test_restarts_from_checkpoints_change_no_bit(jobs: Jobs, tmp_path: Path) -> None:
     args = ["--epochs", "2", *"tqdm own_generator zip turns rounds".split()]
-    env = options(tmp_path / "checkpoints", every=3, on_failure="restart", checkpoint_async="false")
+    env = options(tmp_path / "checkpoints", every=3, on_failure="restart", checkpoint_background="false")
     faults = [Fault(1, 9, "bucket", "SIGKILL"), Fault(0, 28, "bucket", "SIGKILL"), Fault(1, 61, "forward", "SIGKILL")]
     result = jobs.run("loops.py", args=args, faults=faults, env=env)
     compare(result, jobs.reference("loops.py", args=args))
@@ -83,6 +83,6 @@ def test_every_form_at_every_top(form: str, top: int, jobs: Jobs) -> None:
 @pytest.mark.parametrize("top", range(2, 16, 3))
 @pytest.mark.parametrize("form", EACH)
 def test_every_form_restarted(form: str, top: int, jobs: Jobs, tmp_path: Path) -> None:
-    env = options(tmp_path / "checkpoints", every=2, on_failure="restart", checkpoint_async="false")
+    env = options(tmp_path / "checkpoints", every=2, on_failure="restart", checkpoint_background="false")
     faults = [Fault(top % 2, top, "batch_top", "SIGKILL")]
     compare(jobs.run("loops.py", faults=faults, args=[form], env=env), jobs.reference("loops.py", args=[form]))

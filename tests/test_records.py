@@ -21,10 +21,11 @@ from shared_core.faults import Fault
 from shared_core.launcher.attempt import first_of
 from shared_core.launcher.key_watcher import KeyWatcher
 from shared_core.launcher.lease import Lease
-from shared_core.launcher.ledger import Ledger, let_in_key
+from shared_core.launcher.ledger import Ledger
 from shared_core.protocol import worker_messages as said
 from shared_core.protocol.cut import Offer
 from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
+from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, let_in_key
 from shared_core.protocol.meeting_document import read_document
 from shared_core.protocol.standstill import Standing
 from shared_core.protocol.worker_env import Resized, WorkerEnv
@@ -38,7 +39,21 @@ from shared_core.worker.recovery.replicas import Sums
 TOP = Top(1, 0, -1, "batch", {"w": 3}, {"w": {"0,1,0": 2}}, {"w": {"0,1,-1": 2}}, {"w": [0, 1]}, [0, 1], saved=True)
 GROUP = GroupFrontier((0, 1), 7, [5, 6], [4, 5], [4], {"0,1,0": 2}, {"0,1,0": 2}, {"0,1,0": 1})
 FRONT = Frontier(1, 0, False, 3, (TOP,), {"w": GROUP}, [1], 2, [1], outside=True)
-MEMBER = {"name": "10.0.0.1:1#a.1", "nproc": 2, "nnodes": "2:2", "host": True}
+LOSS = Cause(CauseKind.DIED, "killed", 1)
+ENTRY = Entry(
+    generation=1,
+    incarnations=(0, 1),
+    absent=frozenset({1}),
+    kind=Kind.GO_ON,
+    causes=(LOSS,),
+    detected=1.5,
+    machines=("a", "b"),
+    stay=(0,),
+    after=("a",),
+    reason="lost",
+)
+LAST = Entry(generation=1, incarnations=(0, 1), kind=Kind.RESIZE, rank=0, workers=3, line=Resized(0, 2, (0, 1), 7))
+MEMBER = {"name": "10.0.0.1:1#a.1", "nproc": 2, "nnodes": "2:2", "host": True, "secret": "a5"}
 
 
 def as_fronts(raw: bytes) -> Any:
@@ -81,17 +96,8 @@ def read_checkpoints(raw: bytes) -> Any:
 OPTIONAL = {"groups", "together", "top", "kept", "outside", "received", "sent", "held", "members", "replicas", "saved"}
 #: By key: what is right there, who reads it, and what need not be there.
 READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
-    "gen/1": (
-        {"generation": 1, "incarnations": [0, 1], "lost": [1], "stay": [0], "absent": [1], "detected": 1.5}
-        | {"machines": ["a", "b"], "after": ["a"], "cause": {"1": "killed"}, "reason": "lost"},
-        ledger,
-        {"lost", "absent", "detected", "machines", "after", "cause", "reason"},
-    ),
-    "gen/1 (the last)": (
-        {"generation": 1, "incarnations": [0, 1], "over": "resize", "workers": 3, "line": "", "rank": 0, "message": ""},
-        ledger,
-        {"over", "rank", "message"},
-    ),
+    "gen/1": (json.loads(ENTRY.to_json()), ledger, set()),
+    "gen/1 (the last)": (json.loads(LAST.to_json()), ledger, set()),
     "first": ({"machines": ["a", "b"], "line": ""}, first, set()),
     "line": (asdict(Resized(0, 2, (0, 1), 7)), Resized.from_json, set()),
     "front": (asdict(FRONT), as_fronts, OPTIONAL),
@@ -105,7 +111,8 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
     "sums": (asdict(Sums(3, [2**64 - 1, 7])), lambda raw: Sums.read(raw, "sums/1/3/1", 2), set()),
     "line/has": (["7/memory/s"], has, set()),
     "document": (
-        {"phase": "running", "round": 0, "attempt": 0, "run": "r", "members": [MEMBER], "store": ["h", 1], "beat": 3},
+        {"phase": "running", "round": 0, "attempt": 0, "run": "r", "members": [MEMBER]}
+        | {"store": ["h", 1], "beat": 3, "secret": "a5"},
         lambda raw: read_document(raw, "of the job"),
         {"beat", "host"},
     ),
@@ -132,6 +139,7 @@ WRONG: dict[type, list[Any]] = {
     bool: [1, "true", [], None],
     list: [5, "text", {"0": 1}, None],
     dict: [5, "text", [], None],
+    type(None): [5, "text", True],
 }
 NOT_JSON = {"empty": b"", "torn": b'{"a": [1', "binary": b"\x80\x81\xff", "deep": b"[" * 200_000, "words": b"hello"}
 
@@ -169,8 +177,10 @@ def test_a_damaged_record_is_refused(key: str) -> None:
         for step in path:
             at = at[step]
         for wrong in WRONG[type(at)]:
-            if wrong is None and path and path[-1] in {"pid", "top", "version", 0, 1}:
+            if wrong is None and path and path[-1] in {"pid", "top", "version", "absent", "line", 0, 1}:
                 continue  # some of these may be null
+            if wrong == "3" and path == ("checkpoint.keep",):
+                continue  # options are also given as text
             with pytest.raises(DamagedRecord) as error:
                 pytest.fail(f"{path} = {wrong!r:.80}: {read(changed(right, path, wrong))}")
             assert len(str(error.value)) < 700 and "\n" not in str(error.value)
@@ -204,7 +214,7 @@ def test_a_frontier_that_would_take_for_ever_is_refused(damage: dict[str, Any]) 
 def test_whether_newcomers_were_let_in_is_yes_or_no(raw: bytes) -> None:
     store = HashStore()
     one = Ledger(store, "p/", 2)
-    store.set("p/gen/1", json.dumps({"generation": 1, "incarnations": [0, 1], "absent": [1]}))
+    store.set("p/gen/1", ENTRY.to_json())
     one.follow()
     store.set("p/" + let_in_key(1), raw)
     with pytest.raises(DamagedRecord, match="gen/1/let_in"):
@@ -277,8 +287,9 @@ def test_what_is_no_machines_name_is_not_connected_to(name: str) -> None:
 def test_a_damaged_knock_lets_nobody_in(capsys: pytest.CaptureFixture[str]) -> None:
     store = HashStore()
     runtime = SimpleNamespace(lock=threading.RLock(), latest=1, absent={1})
-    env, record = SimpleNamespace(rank=0, config=SwiftConfig()), {"incarnations": [0, 1]}
-    recovery: Any = SimpleNamespace(runtime=runtime, env=env, record=record, new_store=lambda prefix: store)
+    env = SimpleNamespace(rank=0, config=SwiftConfig())
+    job_store, lifecycle = SimpleNamespace(below=lambda: store), SimpleNamespace(entry=ENTRY)
+    recovery: Any = SimpleNamespace(runtime=runtime, env=env, lifecycle=lifecycle, store=job_store)
     lanes = Lanes(recovery)
     store.set("knock/1.1", "x")
     assert lanes.knocking(-1) == lanes.knocking(-1) == ()

@@ -232,9 +232,10 @@ class Writer:
     def say_last(self) -> None:
         """The end: tell the writers of other machines which snapshot of this one was the last."""
         for spool in self._spool.all_attempts():
-            if (step := spool.newest_complete()) is None:
+            step = spool.newest_complete()
+            parts = spool.parts(step) if step is not None else {}
+            if step is None or not parts:  # or its folder has just gone, with the job
                 continue
-            parts = spool.parts(step)
             one = next(iter(parts.values()))
             if one.target is not None and len(parts) < one.world_size:
                 with contextlib.suppress(OSError, SwiftError):
@@ -510,7 +511,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FileNotFoundError:
         return 0  # the job's folder has been removed meanwhile: nobody would ever remove another
     ends = threading.Event()
-    threading.Thread(target=_watch, args=(options.grace, ends, spool), name="swift-lifeline", daemon=True).start()
+    threading.Thread(target=_watch, args=(options.grace, ends, bell), name="swift-lifeline", daemon=True).start()
     writer = Writer(spool, EventLog(options.events, os.environ.get(RUN, ""), spool.folder.parent))
     with selectors.DefaultSelector() as selector:
         selector.register(bell, selectors.EVENT_READ)
@@ -533,13 +534,14 @@ def _open_bell(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_NONBLOCK)  # for writing too: it never ends
 
 
-def _watch(grace_s: float, ends: threading.Event, spool: Spool) -> None:
+def _watch(grace_s: float, ends: threading.Event, bell: int) -> None:
     """Wait for the end of standard input, and see to it that the process ends in time, whatever it is doing."""
     said = b""
     while more := os.read(sys.stdin.fileno(), 4096):
         said += more
     ends.set()
-    spool.ring()
+    with contextlib.suppress(BlockingIOError):
+        os.write(bell, b".")  # not by its path: the job's folder may have gone
     with contextlib.suppress(ValueError, IndexError):
         grace_s = float(said.split()[-1])
     time.sleep(min(grace_s, threading.TIMEOUT_MAX))

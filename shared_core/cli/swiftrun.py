@@ -8,14 +8,13 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shared_core.checkpoint.storage import absolute, check_place, open_storage
 from shared_core.cli import arguments
+from shared_core.cli.job_options import build_config, check_folders
 from shared_core.cli.section import find_section
-from shared_core.config import SwiftConfig
 from shared_core.config.page import help_of
 from shared_core.errors import ConfigError, OutOfResources, SwiftError
 from shared_core.events import console
@@ -220,18 +219,6 @@ def _check_program(args: argparse.Namespace) -> None:
         raise ConfigError(f"--log-dir {args.log_dir}: {found} is not a folder")
 
 
-def _check_folders(args: argparse.Namespace, config: SwiftConfig) -> None:
-    """Can the folders of the options be there?"""
-    for option in ("checkpoint.dir", "checkpoint.resume_from"):
-        if (where := config.get(option)) is not None:
-            check_place(option, where)
-    if args.several or config.checkpoint.resume_from is None or config.checkpoint.dir is None:
-        return
-    # The next start goes on with its own checkpoints; what it began with may be gone by then.
-    if not open_storage(config.checkpoint.resume_from).exists() and not open_storage(config.checkpoint.dir).exists():
-        raise ConfigError(f"checkpoint.resume_from={config.checkpoint.resume_from!r}: there is no such folder")
-
-
 def _check_meeting(args: argparse.Namespace) -> None:
     """Several machines: is it said where they meet?"""
     from shared_core.launcher.rendezvous_store import BACKENDS, C10D, parse_endpoints
@@ -250,35 +237,6 @@ def _check_meeting(args: argparse.Namespace) -> None:
     if not args.rdzv_endpoint:
         raise ConfigError("several machines need --rdzv-endpoint HOST:PORT, where they meet")
     parse_endpoints(args.rdzv_endpoint, args.rdzv_backend)
-
-
-def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = None) -> SwiftConfig:
-    """Options of the command line over the environment over ``--swift-config`` over the section of a DeepSpeed
-    configuration.
-
-    Raises:
-        ConfigError: for an unknown or bad option.
-    """
-    base = SwiftConfig.from_dict(section or {})
-    if args.swift_config is not None:
-        if not args.swift_config:
-            raise ConfigError("--swift-config must name a YAML or JSON file of options")
-        given_there = SwiftConfig.from_file(args.swift_config)
-        base = given_there if section is None else SwiftConfig.from_dict(section).merged(given_there.changed)
-    config = SwiftConfig.from_env(base=base)
-    flags = {
-        "on_failure": args.on_failure,
-        "checkpoint.dir": args.checkpoint_dir,
-        "checkpoint.resume": "always" if args.resume else None,
-        "checkpoint.resume_from": args.resume_from,
-    }
-    given = {name: value for name, value in flags.items() if value is not None}
-    if args.machines[0] < args.machines[1] and config.on_failure == "replace" and not config.resize.replace_timeout_s:
-        given.setdefault("on_failure", "shrink")  # what --nnodes MIN:MAX means
-    for name in ("checkpoint.dir", "checkpoint.resume_from"):
-        if given.get(name):
-            given[name] = absolute(given[name])
-    return config.merged(given)
 
 
 def _events_path(args: argparse.Namespace) -> str | None:
@@ -306,7 +264,8 @@ def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
         from shared_core.launcher.local_rendezvous import Alone
 
         return Alone(torchrun.run_id)
-    from shared_core.launcher.rendezvous import Meeting, MeetingOptions
+    from shared_core.launcher.gathering import MeetingOptions
+    from shared_core.launcher.rendezvous import Meeting
     from shared_core.launcher.rendezvous_store import Register, parse_endpoints
 
     conf = torchrun.rdzv_configs
@@ -348,7 +307,6 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         SwiftError: for options that cannot be honoured.
     """
     import torch
-    from torch.distributed.elastic import events
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.metrics import initialize_metrics
     from torch.distributed.elastic.metrics.api import MetricsConfig
@@ -356,8 +314,9 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import config_from_args, determine_local_world_size
 
-    from shared_core.launcher.agent import AgentOptions, Program, SwiftAgent
+    from shared_core.launcher.agent import Agent
     from shared_core.launcher.logs import WorkerLogs
+    from shared_core.launcher.options import AgentOptions, Program
     from shared_core.system.secret import Secret, find
 
     threads = torch.get_num_threads()
@@ -377,7 +336,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     script = preload.find_script(args.training_script, module=args.module) if mode != "exec" else None
     section = find_section(script, args.training_script_args) if mode != "exec" else None
     config = build_config(args, section)
-    _check_folders(args, config)
+    check_folders(args, config)
     program = Program(
         mode,
         args.training_script,
@@ -425,18 +384,18 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         )
 
     initialize_metrics(MetricsConfig(torchrun.metrics_cfg))
-    agent = SwiftAgent(spec, program, options, make_logs, early)
+    agent = Agent(spec, program, options, make_logs, early)
     failed = True
     try:
         result = agent.run()
-        events.record(agent.get_event_succeeded(), torchrun.event_log_handler)
+        agent.records.succeeded()
         if result.is_failed():
             raise ChildFailedError(os.path.basename(args.training_script), result.failures)
         failed = False
     except ChildFailedError:
         raise
     except Exception:
-        events.record(agent.get_event_failed(), torchrun.event_log_handler)
+        agent.records.failed()
         raise
     finally:
         spec.rdzv_handler.shutdown()
@@ -456,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    from shared_core.launcher.rendezvous import JobOver
+    from shared_core.launcher.gathering import JobOver
 
     try:
         args = parse_args(argv)

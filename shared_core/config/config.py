@@ -116,6 +116,11 @@ class SwiftConfig(Section):
         return self.on_failure == "shrink" or (self.on_failure == "replace" and self.resize.replace_timeout_s > 0)
 
     @property
+    def reroutes(self) -> bool:
+        """Whether the others go on at once when a rank is lost."""
+        return self.on_failure == "reroute"
+
+    @property
     def continues(self) -> bool:
         """Whether a job begins with what an earlier start of the same command has left, or with what it was told to."""
         chosen = self.checkpoint

@@ -14,9 +14,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shared_core.errors import ConfigError
 from shared_core.launcher.key_watcher import KeyWatcher
-from shared_core.launcher.ledger import RELEASE, Ledger
+from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.ports import serve_store
 from shared_core.protocol.codec import decode
+from shared_core.protocol.generation import Cause, Entry, Kind
 from shared_core.protocol.keys import WORDS
 from shared_core.protocol.loss_policy import Death
 
@@ -149,7 +150,7 @@ class Attempt:
         return self.ledger.generation
 
     @property
-    def incarnations(self) -> list[int]:
+    def incarnations(self) -> Sequence[int]:
         """For each rank, how many workers held it before the present one."""
         return self.ledger.incarnations
 
@@ -159,7 +160,7 @@ class Attempt:
 
     def next_generation(
         self, deaths: Sequence[Death], detected: float, stay: Sequence[int] = (), *, ends: bool = False
-    ) -> dict[str, Any] | None:
+    ) -> Entry | None:
         """Write the generation that follows these losses, and return what was written; None if all is over.
 
         Args:
@@ -169,14 +170,10 @@ class Attempt:
                 goes on with those that are left.
             ends: it is given up.
         """
-        lost = [death.rank for death in deaths]
-        cause = {str(death.rank): death.cause for death in deaths}
+        entry = Entry(causes=tuple(Cause(death.kind, death.cause, death.rank) for death in deaths), detected=detected)
 
-        def make() -> dict[str, Any]:
-            change = {} if ends else dict(self.ledger.change)
-            if stay or change:
-                change["stay"] = [rank for rank in stay or change["stay"] if rank not in lost]
-            return {"lost": lost, "cause": cause, "detected": detected} | change
+        def make() -> Entry:
+            return entry.while_changing(stay, None if ends else self.ledger.change)
 
         return self.append(make)
 
@@ -192,13 +189,13 @@ class Attempt:
         """Which of these have finished."""
         return [rank for rank in ranks if self._client.check([self._done_keys[rank]])]
 
-    def append(self, make: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+    def append(self, make: Callable[[], Entry | None]) -> Entry | None:
         """As :meth:`Ledger.append`; those that are lost come back and say goodbye again, and other agents are woken."""
 
-        def checked() -> dict[str, Any] | None:
+        def checked() -> Entry | None:
             entry = make()
             # Before the entry, so that whoever finds all goodbyes after it has found new ones.
-            for rank in (entry or {}).get("lost", ()):
+            for rank in entry.lost if entry is not None else ():
                 self._client.delete_key(self.key(f"done/{rank}"))
             return entry
 
@@ -218,9 +215,9 @@ class Attempt:
 
         # The goodbyes are read with the view that is then appended to: a loss in between comes before us, and its
         # rank's goodbye is gone.
-        def everyone() -> dict[str, Any] | None:
+        def everyone() -> Entry | None:
             keys = [self._done_keys[rank] for rank in self.ledger.present()]
-            return {"over": RELEASE} if keys and self._client.check(keys) else None
+            return Entry(kind=Kind.RELEASE) if keys and self._client.check(keys) else None
 
         if self.append(everyone) is None:
             return False

@@ -6,17 +6,17 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from shared_core.checkpoint.command import Command
 from shared_core.events import RUN
 from shared_core.launcher.attempt import Attempt
+from shared_core.launcher.places import Places
 from shared_core.launcher.standby import clean_env
 from shared_core.protocol import worker_env
 
 
 def environment_of(
-    group: Any,
+    places: Places,
     local_rank: int,
     attempt: Attempt,
     job_dir: Path,
@@ -30,8 +30,8 @@ def environment_of(
     """Everything a worker finds in its environment, except the error file.
 
     Args:
-        group: torchelastic's ``WorkerGroup`` after the rendezvous.
-        local_rank: which of its workers.
+        places: of this machine's workers.
+        local_rank: which of them.
         attempt: generation, incarnations and store.
         job_dir: private folder of the job.
         events: path of ``events.jsonl``, if there is one.
@@ -41,17 +41,17 @@ def environment_of(
         command: the program and its arguments.
         run: id of this start of the job.
     """
-    spec, member = group.spec, group.workers[local_rank]
+    spec, member = places.spec, places.workers[local_rank]
     env = worker_env.left_environment(job_dir, member.global_rank) | clean_env(os.environ)
     env |= {
         "RANK": str(member.global_rank),
         "LOCAL_RANK": str(local_rank),
-        "GROUP_RANK": str(group.group_rank),
+        "GROUP_RANK": str(places.machine),
         "ROLE_RANK": str(member.role_rank),
         "ROLE_NAME": spec.role,
-        "LOCAL_WORLD_SIZE": str(len(group.workers)),
+        "LOCAL_WORLD_SIZE": str(len(places.workers)),
         "WORLD_SIZE": str(member.world_size),
-        "GROUP_WORLD_SIZE": str(group.group_world_size),
+        "GROUP_WORLD_SIZE": str(places.machines),
         "ROLE_WORLD_SIZE": str(member.role_world_size),
         "MASTER_ADDR": attempt.host,
         "MASTER_PORT": str(attempt.port),

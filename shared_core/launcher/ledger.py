@@ -1,90 +1,17 @@
 """The one order of what happens in an attempt: an append-only list of entries in the store, shared by all agents.
 
-Entry g is the key ``gen/{g}``. It is written with ``compare_set`` against nothing, so that of two agents that append
-at the same moment one comes first and the other second, knowing the first. An entry with ``over`` is the last one.
-Workers follow the same keys.
+An entry is written with ``compare_set`` against nothing, so that of two agents that append at the same moment one comes
+first and the other second, knowing the first. One that says that the attempt is over is the last one.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict
+from dataclasses import replace
+from typing import Any
 
-from shared_core.protocol.codec import Count, damaged, decode, word
-
-#: What ends an attempt: all workers said goodbye, all start again, another number goes on, the job failed.
-RELEASE, RESTART, RESIZE, FAIL = "release", "restart", "resize", "fail"
-#: What is said of newcomers that ask to be let in.
-LET_IN = ("yes", "no")
-
-
-class _Numbered(TypedDict):
-    generation: Count
-    incarnations: list[Count]
-
-
-class _Entry(_Numbered, total=False):
-    """Shape of an entry."""
-
-    lost: list[Count]
-    absent: list[Count]
-    stay: list[Count]
-    cause: dict[str, str]
-    detected: float
-    machines: list[str | None]
-    after: list[str]
-    reason: str
-    over: Literal["release", "restart", "resize", "fail"]
-    rank: Count
-    message: str
-    workers: Count
-    line: str
-
-
-def lane_key(rank: int, incarnation: int) -> str:
-    """Set by a worker that has begun to use lanes (``on_failure="reroute"``)."""
-    return f"lane/{rank}.{incarnation}"
-
-
-def let_in_key(generation: int) -> str:
-    """Whether the absent ranks of a generation were let in: ``yes`` or ``no``, whatever was said first."""
-    return f"gen/{generation}/let_in"
-
-
-def read_entry(raw: bytes, key: str, generation: int, world_size: int) -> dict[str, Any]:
-    """An entry as :meth:`Ledger.append` has written it.
-
-    Args:
-        raw: what the store holds.
-        key: its key, for the message.
-        generation: the entry's number.
-        world_size: number of logical ranks.
-
-    Raises:
-        DamagedRecord: it is another's, or damaged. To follow it could start workers in an endless loop.
-    """
-    entry: dict[str, Any] = decode(raw, _Entry, key)
-    if wrong := _wrong_in(entry, generation, world_size):
-        raise damaged(key, wrong)
-    return entry
-
-
-def _wrong_in(entry: dict[str, Any], generation: int, world_size: int) -> str:
-    """What is wrong in an entry of the right shape; empty if nothing is."""
-    if entry["generation"] != generation:
-        return f"generation is {entry['generation']}, not {generation}"
-    if len(entry["incarnations"]) != world_size:
-        return f"it has {len(entry['incarnations'])} incarnations, not {world_size}"
-    for name in ("lost", "absent", "stay"):
-        if any(rank >= world_size for rank in entry.get(name, ())):
-            return f"{name} is {entry[name]!r:.80}, not ranks below {world_size}"
-    needed = ("stay",) if "after" in entry else _ENDS.get(entry.get("over", ""), ())
-    return next((f"it is without {name!r}" for name in needed if name not in entry), "")
-
-
-#: What the last entry of an attempt has to say.
-_ENDS = {RESTART: ("reason",), RESIZE: ("workers", "line"), FAIL: ("message",)}
+from shared_core.protocol.codec import word
+from shared_core.protocol.generation import LET_IN, Entry, Kind, generation_key, lane_key, let_in_key
 
 
 class Ledger:
@@ -97,7 +24,7 @@ class Ledger:
         over: the last entry once the attempt is over.
         gone: machines that have lost their place; each has another name if it comes back.
         detected: when the loss was noticed that the newest generation answers; 0 before there is one.
-        change: ``stay`` and ``after`` of the newest generation, while the number of workers changes.
+        change: the newest generation, while the number of workers changes; else None.
         absent: ranks that were lost and without which the others went on, as of the newest generation; None where every
             loss is answered by forming a generation with its newcomer.
 
@@ -111,16 +38,16 @@ class Ledger:
     def __init__(self, store: Any, prefix: str, world_size: int, machines: Sequence[str | None] = ()) -> None:
         self._store, self._prefix = store, prefix
         self.generation = 0
-        self.incarnations = [0] * world_size
-        self.machines = list(machines)
-        self.over: dict[str, Any] | None = None
+        self.incarnations: tuple[int, ...] = (0,) * world_size
+        self.machines = tuple(machines)
+        self.over: Entry | None = None
         self.gone: set[str] = set()
         self.detected = 0.0
-        self.change: dict[str, Any] = {}
+        self.change: Entry | None = None
         self.absent: frozenset[int] | None = None
-        self._news: list[dict[str, Any]] = []
+        self._news: list[Entry] = []
 
-    def follow(self) -> list[dict[str, Any]]:
+    def follow(self) -> list[Entry]:
         """Entries of others since the last call, in order.
 
         Raises:
@@ -131,12 +58,12 @@ class Ledger:
         news, self._news = self._news, []
         return news
 
-    def append(self, make: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+    def append(self, make: Callable[[], Entry | None]) -> Entry | None:
         """Append what ``make`` returns, and return it with what the ledger added.
 
         Args:
-            make: called with this view up to date, again after each entry that came before ours; returns ``lost``
-                (ranks), ``machines`` (the whole map, if it changes), ``over`` and anything else, or None to give up.
+            make: called with this view up to date, again after each entry that came before ours; returns an entry, or
+                None to give up.
 
         Returns:
             The entry; None if the attempt is over or ``make`` gave up.
@@ -145,15 +72,8 @@ class Ledger:
             entry = make()
             if entry is None:
                 return None
-            incarnations, lost = list(self.incarnations), entry.get("lost", ())
-            for rank in lost:
-                incarnations[rank] += 1
-            entry = {"generation": self.generation + 1, "incarnations": incarnations} | entry
-            if not entry.get("over") and (absent := self._absent_after(lost)) is not None:
-                entry = {"absent": sorted(absent)} | entry
-            if self.machines or "machines" in entry:
-                entry = {"machines": list(self.machines)} | entry
-            written = json.dumps(entry)
+            entry = self._completed(entry)
+            written = entry.to_json()
             stored = bytes(self._store.compare_set(self._next, "", written))
             ours = stored == written.encode()
             self._take(stored, ours=ours)
@@ -169,6 +89,23 @@ class Ledger:
             let_in = self._store.check([key]) and word(self._store.get(key), LET_IN, key) == "yes"
             away = frozenset() if let_in else self.absent
         return [rank for rank in range(len(self.incarnations)) if rank not in away]
+
+    def _completed(self, entry: Entry) -> Entry:
+        """The entry with what the ledger knows."""
+        incarnations, kind, absent = list(self.incarnations), entry.kind, None
+        for rank in entry.lost:
+            incarnations[rank] += 1
+        if not kind.over:
+            absent = self._absent_after(entry.lost)
+            kind = kind if kind is Kind.HAND_ON else Kind.GO_ON if absent else Kind.FORM
+        return replace(
+            entry,
+            generation=self.generation + 1,
+            incarnations=tuple(incarnations),
+            absent=absent,
+            kind=kind,
+            machines=entry.machines or self.machines,
+        )
 
     def _absent_after(self, lost: Sequence[int]) -> frozenset[int] | None:
         """``absent`` of the generation that follows these losses.
@@ -187,18 +124,17 @@ class Ledger:
 
     @property
     def _next(self) -> str:
-        return f"{self._prefix}gen/{self.generation + 1}"
+        return self._prefix + generation_key(self.generation + 1)
 
     def _take(self, raw: bytes, *, ours: bool) -> None:
-        entry = read_entry(raw, self._next, self.generation + 1, len(self.incarnations))
-        before, self.machines = self.machines, entry.get("machines", self.machines)
+        entry = Entry.from_json(raw, self.generation + 1, len(self.incarnations))
+        before, self.machines = self.machines, entry.machines or self.machines
         self.gone |= {name for name in before if name is not None and name not in self.machines}
-        if entry.get("over"):
+        if entry.kind.over:
             self.over = entry
         else:
-            self.absent = frozenset(entry["absent"]) if "absent" in entry else None
-            self.change = {name: entry[name] for name in ("stay", "after") if name in entry}
-            self.generation, self.incarnations = entry["generation"], entry["incarnations"]
-            self.detected = float(entry.get("detected", 0.0))
+            self.absent = entry.absent
+            self.change = entry if entry.kind is Kind.HAND_ON else None
+            self.generation, self.incarnations, self.detected = entry.generation, entry.incarnations, entry.detected
         if not ours:
             self._news.append(entry)

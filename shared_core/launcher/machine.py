@@ -7,19 +7,20 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from shared_core.events import console
 from shared_core.launcher import mirror
 from shared_core.launcher.attempt import Attempt, Team
 from shared_core.launcher.console import host_of, listed
 from shared_core.launcher.fencing import Fenced, sever
-from shared_core.launcher.ledger import RESTART, Ledger
+from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.mirror import MirrorServer
 from shared_core.launcher.neighbour import Copies, Sender
 from shared_core.launcher.rendezvous import Meeting
 from shared_core.protocol import mirroring
+from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.takeover import Reassignment, reassign
 from shared_core.protocol.worker_env import Resized
@@ -60,10 +61,49 @@ class Crew:
         self._listener: socket.socket | None = None
         self._server: MirrorServer | None = None
         self._sender: Sender | None = None
-        meeting.mark = "" if secret.named else mark(self._key)
-        meeting.listen = self._listen
-        meeting.pause, meeting.changed, meeting.attempt = pause, wake, number
-        meeting.fence = self._on_fence
+        self._pause, self._number = pause, number
+        self._mark = "" if secret.named else mark(self._key)
+        meeting.attend(self)
+
+    # -- what the meeting asks of this machine ------------------------------------------------------------------------
+
+    @property
+    def mark(self) -> str:
+        """See :class:`Listener`."""
+        return self._mark
+
+    @property
+    def number(self) -> int:
+        """See :class:`Listener`."""
+        return self._number()
+
+    def listen(self, address: str) -> int:
+        """See :class:`Listener`. Takes all of this machine's ports. Who connects waits until the machines have agreed
+        on a key.
+        """
+        if self._listener is None:
+            ports = self._meeting.ports
+            if ports.store:
+                ports.take(address, ports.store).close()  # if this machine is to host the store
+            self._listener = ports.take(address, ports.copies)
+        return int(self._listener.getsockname()[1])
+
+    def pause(self, seconds: float) -> None:
+        """See :class:`Listener`."""
+        self._pause(seconds)
+
+    def changed(self) -> None:
+        """See :class:`Listener`."""
+        self._wake()
+
+    def fence(self, reason: str) -> None:
+        """See :class:`Listener`."""
+        self._stop_workers()
+        if self._meeting.port:
+            sever(self._meeting.port)  # the agent's main thread may wait there
+        self._wake()
+
+    # -- what the agent asks of the others ----------------------------------------------------------------------------
 
     @property
     def run_id(self) -> str:
@@ -87,16 +127,7 @@ class Crew:
             self._open(first=team.slot == 0)
         if team is None or before is None:
             return team
-        return Team(team.slot, tuple(before.ledger.machines), number, team.host, team.port)
-
-    def _listen(self, address: str) -> int:
-        """Take this machine's ports. Who connects waits until the machines have agreed on a key."""
-        if self._listener is None:
-            ports = self._meeting.ports
-            if ports.store:
-                ports.take(address, ports.store).close()  # if this machine is to host the store
-            self._listener = ports.take(address, ports.copies)
-        return int(self._listener.getsockname()[1])
+        return Team(team.slot, before.ledger.machines, number, team.host, team.port)
 
     def _open(self, *, first: bool) -> None:
         """Exchange copies from now on."""
@@ -115,7 +146,7 @@ class Crew:
         """
         lease, team = self._meeting.lease, self._meeting.team
         if self._sender is not None:
-            self._sender.machines = tuple(ledger.machines)
+            self._sender.machines = ledger.machines
         if lease is None or team is None:
             return
         if lease.fenced:
@@ -123,19 +154,11 @@ class Crew:
         if ledger.machines[team.slot] != self._meeting.name:
             raise Fenced("its lease ran out, and its place was given away")
 
-    def _on_fence(self, _reason: str) -> None:
-        self._stop_workers()
-        if self._meeting.port:
-            sever(self._meeting.port)  # the agent's main thread may wait there
-        self._wake()
-
     def why(self, error: Exception) -> str:
         """Why this machine had to stop its workers, where ``error`` ended its part."""
         return (self._meeting.lease.fenced if self._meeting.lease is not None else "") or str(error)
 
-    def replace_machines(
-        self, attempt: Attempt, nproc: int, resizing: Resizing, *, restart: bool
-    ) -> dict[str, Any] | None:
+    def replace_machines(self, attempt: Attempt, nproc: int, resizing: Resizing, *, restart: bool) -> Entry | None:
         """Give the places of lost machines to spare ones, or go on with another number of machines.
 
         Args:
@@ -153,31 +176,31 @@ class Crew:
         lease.expect(ledger.machines)
         detected = time.time()
 
-        def make() -> dict[str, Any] | None:
+        def make() -> Entry | None:
             self._gone |= ledger.gone  # this agent may still believe in a lease that another has seen to end
             alive = [name for name in lease.alive if name not in self._gone]
             change = reassign(ledger.machines, lease.lost, alive)
             machines = ledger.machines if change is None else change.machines
-            entry: dict[str, Any] = {"lost": [], "cause": {}, "detected": detected, "machines": machines}
-            why = ""
+            entry, why = Entry(detected=detected, machines=machines), ""
             if change is not None:
                 why = _reason(change)
                 if restart:
-                    return {"over": RESTART, "reason": why, "machines": change.machines}
-                entry["lost"] = change.ranks(nproc)
-                entry["cause"] = dict.fromkeys(map(str, entry["lost"]), why)
+                    return Entry(kind=Kind.RESTART, reason=why, machines=machines)
+                causes = tuple(Cause(CauseKind.MACHINE, why, rank) for rank in change.ranks(nproc))
+                entry = replace(entry, causes=causes)
             after = resizing.machines(machines, alive, changed=change is not None, now=time.monotonic())
             if after is not None:
                 held = [place for place, name in enumerate(machines) if name is not None]
                 stay = [place * nproc + local_rank for place in held for local_rank in range(nproc)]
-                entry |= {"stay": [rank for rank in stay if rank not in entry["lost"]], "after": after}
+                stay = [rank for rank in stay if rank not in entry.lost]
+                entry = replace(entry, kind=Kind.HAND_ON, stay=tuple(stay), after=after)
                 why = f"{why}; " if why else ""
                 why += "1 machine goes on" if len(after) == 1 else f"{len(after)} machines go on"
-            return entry | {"reason": why} if why else None
+            return replace(entry, reason=why) if why else None
 
         entry = attempt.append(make)
         if entry is not None:
-            console(str(entry["reason"]))
+            console(entry.reason)
         return entry
 
     def regroup(self, machines: Sequence[str | None], number: int) -> int:

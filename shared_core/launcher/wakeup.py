@@ -16,9 +16,11 @@ class Wakeup:
     Attributes:
         selector: register further descriptors here.
         received: numbers of the handled signals, in order.
+        told: there is something to read in the job's store.
     """
 
     def __init__(self) -> None:
+        self.told = False
         self.selector = selectors.DefaultSelector()
         self.received: list[int] = []
         self._read, self._write = socket.socketpair()
@@ -44,6 +46,16 @@ class Wakeup:
         """End the wait; from any thread."""
         with suppress(OSError):
             self._write.send(b"p")
+
+    def tell(self) -> None:
+        """End the wait: there is something to read in the job's store. From any thread."""
+        self.told = True
+        self.poke()
+
+    def take(self) -> bool:
+        """What there is to read is read now; whether there is anything."""
+        told, self.told = self.told, False
+        return told
 
     def wait(self, timeout_s: float) -> None:
         """Wait until anything happens, at most so long."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from shared_core.errors import OutOfResources, WaitTimeout
 from shared_core.launcher.standby import Preload, Standby, start_fresh
+from shared_core.protocol.generation import CauseKind
 from shared_core.protocol.request import StartRequest
 from shared_core.resources import Retries, what_to_do
 from shared_core.system import process
@@ -40,6 +41,7 @@ class LiveWorker:
         pidfd: readable when it dies, if the kernel has that.
         stopped_looks: looks in a row that found it in state T.
         cause: why the agent killed it, if it did.
+        kind: of the cause.
     """
 
     local_rank: int
@@ -52,6 +54,17 @@ class LiveWorker:
     pidfd: int | None = None
     stopped_looks: int = 0
     cause: str = ""
+    kind: CauseKind = CauseKind.DIED
+
+    def kill(self, cause: str, kind: CauseKind = CauseKind.DIED) -> None:
+        """SIGKILL to its process group."""
+        self.cause, self.kind = cause, kind
+        process.kill_group(self.pid)
+
+    def look(self) -> int:
+        """See whether it is stopped. Returns how many looks in a row have found that."""
+        self.stopped_looks = self.stopped_looks + 1 if process.state_of(self.pid) == "T" else 0
+        return self.stopped_looks
 
 
 class Fleet:

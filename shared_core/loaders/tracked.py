@@ -29,7 +29,10 @@ class LoaderOwner(Protocol):
     """What loaders need to know of the worker they belong to."""
 
     rank: int
-    added: bool
+
+    @property
+    def added(self) -> bool:
+        """Whether what is being restored is a copy of another rank's."""
 
     @property
     def orders(self) -> Orders | None:

@@ -49,7 +49,7 @@ class Calls:
         if self._target is None:
             published = self._job.peek(STATE)
             self._target = published["calls"] if published else 0
-            self._recorded = {kind: self._job.remembered(kind) for kind in (_RESULTS, _DRAWS, _ENDS)}
+            self._recorded = {kind: self._job.notes.kept(kind) for kind in (_RESULTS, _DRAWS, _ENDS)}
         return self.count < self._target
 
     def let_in(self, count: int, draws: int) -> bool:
@@ -62,9 +62,9 @@ class Calls:
         Returns:
             Whether the present call is one of those.
         """
-        self._job.rejoined = False
+        self._job.position.rejoined = False
         self._target, self.count, self.draws = self.count, count, draws
-        self._recorded = {kind: self._job.remembered(kind) for kind in (_RESULTS, _DRAWS, _ENDS)}
+        self._recorded = {kind: self._job.notes.kept(kind) for kind in (_RESULTS, _DRAWS, _ENDS)}
         self._begins = count < self._target
         return self._begins
 
@@ -91,7 +91,7 @@ class Calls:
         write_random(self._recorded[_ENDS].get(str(self.count), {}))
         result = self._recorded[_RESULTS][str(self.count)]
         self.count += 1
-        self._job.between_calls()
+        self._job.entries.between()
         return result
 
     def restore(self, count: int, draws: int) -> None:
@@ -106,7 +106,7 @@ class Calls:
         if self._end is not None and self.count:
             drawn = changed(self._end, RawRandom())
             if drawn:
-                self._job.remember(_ENDS, str(self.count - 1), self._end.pack(drawn))
+                self._job.notes.keep(_ENDS, str(self.count - 1), self._end.pack(drawn))
         self._end = None
 
     def draw(self, take: Callable[[], Any]) -> Any:
@@ -115,14 +115,14 @@ class Calls:
         item = take()
         self._log.note(self.draws, before, RawRandom())
         for note in self._log.notes.values():
-            self._job.remember(_DRAWS, str(self.draws), note)
+            self._job.notes.keep(_DRAWS, str(self.draws), note)
         self._log.notes.clear()
         self.draws += 1
         return item
 
     def done(self, result: Any) -> None:
         """The call has returned ``result``."""
-        self._job.remember(_RESULTS, str(self.count), result)
+        self._job.notes.keep(_RESULTS, str(self.count), result)
         self.count += 1
         self._end = RawRandom()
-        self._job.between_calls()
+        self._job.entries.between()

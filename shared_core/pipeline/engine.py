@@ -58,7 +58,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
         self._shard: Shard | None = None
         if self._job is None:
             return
-        if not self._job.in_charge:
+        if self._job.runtime.world is None:
             raise ConfigError(
                 "the default process group is not one that survives failures: call shared_core.install() before "
                 "torch.distributed.init_process_group() or deepspeed.init_distributed()"
@@ -68,11 +68,13 @@ class SwiftPipelineEngine(InstrumentedEngine):
             self._shard = Shard(self.optimizer)
             self._job.attach([self.module], [], replicas=self.grid.dp_group, sharded=True)
             self._job.register(SHARD, self._shard.capture, self._shard.restore)
-            self._job.keep_number("DeepSpeed's bf16 and ZeRO optimizers keep the parameters of a stage in one piece")
+            self._job.checkpoints.keep_number(
+                "DeepSpeed's bf16 and ZeRO optimizers keep the parameters of a stage in one piece"
+            )
         else:
             optimizers = [] if evaluates(self.optimizer) else [self.optimizer]
             self._job.attach([self.module], optimizers, replicas=self.grid.dp_group)
-            self._job.unregister(SHARD)  # of an engine before
+            self._job.parts.unregister(SHARD)  # of an engine before
         self._job.register(STATE, self._capture, self._restore)
         self._calls = Calls(self._job)
         if self._job.reroutes and not evaluates(self.optimizer):
@@ -153,7 +155,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
         }
 
     def _restore(self, values: dict[str, Any]) -> None:
-        recut = self._job is not None and self._job.resized  # then stages say each other anew what they send
+        recut = self._job is not None and self._job.position.resized  # then stages say each other anew what they send
         for name, number in values["numbers"].items():
             if not (recut and name in _FIRST):
                 setattr(self, name, number)
@@ -201,7 +203,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
             count, taken, mine = self._calls.count, self._calls.draws, self._hyperparameters()
             self._calls.begin()
             self._job.batch_top()
-            if self._job.rejoined and self._calls.let_in(count, taken):
+            if self._job.position.rejoined and self._calls.let_in(count, taken):
                 # A scheduler of the script's steps through the calls that are skipped now.
                 self._others = self._hyperparameters()
                 self._set_hyperparameters(mine)
@@ -221,7 +223,8 @@ class SwiftPipelineEngine(InstrumentedEngine):
             group.update(value)
 
     def _after_top(self, job: Job, trains: bool) -> None:
-        job.mark()
+        if not job.reroutes:  # steps make no log
+            job.replays.commits.mark()
         if self._groups is not None:
             self._groups.at_top()
         if self._rerouting is not None:
@@ -230,7 +233,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         if self._rerouting is None:  # else it has been called, because gradients are clipped by now
             self.before_step()
-        with self._job.update() if self._job is not None and self._shard is not None else nullcontext():
+        with self._job.updates.update() if self._job is not None and self._shard is not None else nullcontext():
             super()._take_model_step(*args, **kwargs)
 
     def _next_batch(self) -> Any:

@@ -92,7 +92,7 @@ class InstrumentedEngine(PipelineEngine):  # type: ignore[misc]
         """
         module = self.module
         if module.seed_layers and not isinstance(module.seed_fn, _LayerSeeds):  # of an engine before
-            raise ConfigError("PipelineModule(seed_layers=True) and randomness='seeded' exclude each other")
+            raise ConfigError("PipelineModule(seed_layers=True) and replay.randomness='seeded' exclude each other")
         module.seed_layers, module.base_seed = True, _LAYERS
         module.seed_fn = _LayerSeeds(self._options.seed)
 

@@ -53,7 +53,7 @@ class PlannedGroups:
         self._planned: list[list[float]] | None = None
         self._together: list[int] | None = None
         self._before = (0.0, 0)
-        job.keep_number("with log.groups='plan' ranks were in groups that belong to their stages")
+        job.checkpoints.keep_number("with log.groups='plan' ranks were in groups that belong to their stages")
         job.register("swift.groups", self._capture, self._restore)
 
     def _capture(self) -> Any:
@@ -66,9 +66,9 @@ class PlannedGroups:
 
     def at_top(self) -> None:
         """Call after each batch top, on all ranks."""
-        if not self._job.checkpoint_due:
+        if not self._job.checkpoints.due:
             return
-        every, self._last_top = self._job.tops - self._last_top, self._job.tops
+        every, self._last_top = self._job.position.tops - self._last_top, self._job.position.tops
         engine, (compute_s, timed) = self._engine, self._before
         self._before = (engine.compute_s, engine.timed)
         made = (engine.timed - timed) / engine.micro_batches
@@ -76,7 +76,7 @@ class PlannedGroups:
         row = [(engine.compute_s - compute_s) / made if made else 0.0, float(engine.bytes_to_next())]
         mine = torch.tensor(row, dtype=torch.float64)
         all_rows = [torch.zeros_like(mine) for _ in range(self._job.world_size)]
-        with self._job.unchecked():  # a newcomer measures something else, and is served what was said
+        with self._job.runtime.unchecked():  # a newcomer measures something else, and is served what was said
             dist.all_gather(all_rows, mine)
         self._plan([each.tolist() for each in all_rows], every)
 
@@ -100,4 +100,4 @@ class PlannedGroups:
         self._job.replays.regroup(self._together)
         if self._job.rank == 0:
             groups = [list(group) for group in plan.groups]
-            self._job.event("groups", groups=groups, storage_bytes=plan.storage_bytes, replay_s=plan.replay_s)
+            self._job.news.emit("groups", groups=groups, storage_bytes=plan.storage_bytes, replay_s=plan.replay_s)

@@ -49,27 +49,28 @@ class Rerouting:
         self._topology = Topology(grid.data_parallel_size, grid.pipe_parallel_size, int(engine.micro_batches))
         self._me = Worker(grid.get_data_parallel_rank(), grid.get_stage_id())
         variant, ordered = Variant(options.reroute.plan), options.reroute.reduction == "ordered"
-        self._plans = Plans(self._topology, variant, ordered, job.folder / f"plans{job.attempt}", options.reroute.ahead)
+        folder = job.env.job_dir / f"plans{job.env.restart}"
+        self._plans = Plans(self._topology, variant, ordered, folder, options.reroute.ahead)
         self._prepared: tuple[frozenset[Worker], bool] = (frozenset(), False)
         self._layers = _Layers(engine, job)
         self._executor = Executor(
             WorkerPlace(self._topology, self._me, self._rank),
             self._layers,
-            job.lane,
-            lambda: bool(job.knocking()),
+            job.lanes.lane,
+            lambda: bool(job.lanes.knocking()),
             self._plans,
             Options(
                 ordered=ordered,
                 synchronous=variant is not Variant.STAGGERED,
                 average=bool(engine.gradient_average),
             ),
-            lambda kind, fields: job.event(kind, **fields),
+            lambda kind, fields: job.news.emit(kind, **fields),
         )
         self.result: StepResult | None = None
         self._newest: StepResult | None = None
         self._closed = False
-        job.before_collectives(self.wait_for_all)
-        job.at_end(self.close)  # others may need this worker until all have finished
+        job.lanes.before_collectives(self.wait_for_all)
+        job.lanes.at_end(self.close)  # others may need this worker until all have finished
 
     def _rank(self, worker: Worker) -> int:
         return int(self._engine.grid.stage_to_global(worker.stage, data=worker.pipeline))
@@ -83,7 +84,7 @@ class Rerouting:
         self._prepared = now
         facts = self._plans.prepare(lost)
         if executor.connected and self._job.rank == executor.lane.ranks[0]:
-            self._job.event("planned", **facts)
+            self._job.news.emit("planned", **facts)
 
     def at_top(self, trains: bool) -> None:
         """At each batch top: let newcomers in, if the last step has said so, or if all workers are needed.
@@ -100,7 +101,7 @@ class Rerouting:
         if not trains:
             self.wait_for_all()
         elif executor.connected and executor.lane.generation == knock:
-            job.let_in(sorted(job.absent))  # else somebody was lost since, whose newcomer is not waited for
+            job.lanes.let_in(sorted(job.lanes.absent))  # else somebody was lost since, whose newcomer is not waited for
             executor.leave()
 
     def wait_for_all(self) -> None:
@@ -108,19 +109,19 @@ class Rerouting:
         step that followed: newcomers begin at that top, and pass by that step.
         """
         executor, job = self._executor, self._job
-        while job.absent and not job.joining:
+        while job.lanes.absent and not job.joining:
             self._settle()
             lane = executor.lane
             try:
-                mine = job.knocking(wait=True) if job.rank == lane.ranks[0] else ()
+                mine = job.lanes.knocking(wait=True) if job.rank == lane.ranks[0] else ()
                 ranks = list(lane.exchange(list(mine))[lane.ranks[0]])
             except LaneBroken:
                 continue
             if ranks:
                 if (gradients := executor.gradients) is not None and self._newest is not None:
                     norm = compat.gradient_norm(self._engine)
-                    job.remember(_RESULT, "", [job.tops, self._newest.to_tensor(), gradients, norm])
-                job.let_in(ranks)
+                    job.notes.keep(_RESULT, "", [job.position.tops, self._newest.to_tensor(), gradients, norm])
+                job.lanes.let_in(ranks)
             executor.leave()
 
     def close(self) -> None:
@@ -138,7 +139,8 @@ class Rerouting:
 
     def run(self) -> None:
         """Train on the next global batch."""
-        if self._job.ahead:
+        updates = self._job.updates
+        if updates.state_version > updates.version:  # this one does nothing: the state contains it already
             self._pass_by()
             return
         try:
@@ -152,9 +154,9 @@ class Rerouting:
         engine = self._engine
         if engine.is_first_stage() or engine.is_last_stage():
             self._layers.items()
-        top, result, gradients, norm = self._job.remembered(_RESULT)[""]
+        top, result, gradients, norm = self._job.notes.kept(_RESULT)[""]
         compat.set_gradient_norm(engine, norm)
-        assert top == self._job.tops
+        assert top == self._job.position.tops
         for parameter, gradient in zip(
             self._layers.parameters, unflatten(gradients, self._layers.parameters), strict=True
         ):
@@ -276,9 +278,9 @@ class _Layers:
         assert self._undo is not None
         optimizer = self._engine.optimizer
         now = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-        self._job.event("update_taken_back", step=int(self._engine.global_steps) - 1, factor=factor)
+        self._job.news.emit("update_taken_back", step=int(self._engine.global_steps) - 1, factor=factor)
         self._undo.undo()
-        self._job.take_back()
+        self._job.updates.take_back()
         self._scale(factor)
         optimizer.step()
         self._undo.commit()

@@ -145,7 +145,7 @@ class SharedReplay:
         if helpers is not None:
             alone, planned = self._expected
             fields = {"step_s": self._took / max(self._steps, 1), "planned_s": planned, "alone_s": alone}
-            job.event("help", steps=self._steps, helpers=helpers.use, ordered=helpers.ordered, **fields)
+            job.news.emit("help", steps=self._steps, helpers=helpers.use, ordered=helpers.ordered, **fields)
             helpers.end()
         elif not self._decided:
             self._dismiss(replaying)

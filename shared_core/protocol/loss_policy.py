@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shared_core import errors
+from shared_core.protocol.generation import CauseKind
 from shared_core.resources import advice_on
 
 #: A rank that dies so often in a row, in the same way and without progress, ends the job.
@@ -72,6 +73,7 @@ class Death:
         error: its uncaught exception, if it had one.
         error_file: where that was read from; empty if there was none.
         detected: ``time.time()`` when the agent noticed.
+        kind: of the cause.
     """
 
     rank: int
@@ -82,6 +84,7 @@ class Death:
     error: RaisedError | None
     error_file: str
     detected: float
+    kind: CauseKind = CauseKind.DIED
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,17 @@ class LossBook:
             )
         self.budget -= 1
         return Verdict("replace", delay_s=BACK_OFF_S[min(len(streak), len(BACK_OFF_S)) - 1])
+
+    def take(self) -> bool:
+        """Take a replacement for a restart of all; False if there is none left."""
+        if self.budget <= 0:
+            return False
+        self.budget -= 1
+        return True
+
+    def count_once(self, lost: int) -> None:
+        """So many ranks were judged, and a restart of all, which counts once, answers them."""
+        self.budget += lost - 1
 
     def forget_ranks(self) -> None:
         """The ranks are numbered anew: no row of deaths goes on."""

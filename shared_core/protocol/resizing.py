@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from shared_core.config import SwiftConfig
+from shared_core.protocol.generation import Entry, Kind
 from shared_core.protocol.takeover import grown
 from shared_core.protocol.worker_env import Resized
 
@@ -49,12 +49,12 @@ class Resizing:
         self.grow_at = None
         self.due.clear()
 
-    def follow(self, entry: Mapping[str, Any], nproc: int) -> None:
+    def follow(self, entry: Entry, nproc: int) -> None:
         """An agent has written a generation: a change begins with it, or the one under way is given up."""
-        if "after" in entry:
-            self.after = tuple(entry["after"])
-            self.begin(entry["stay"], len(self.after) * nproc)
-        elif "stay" not in entry:
+        if entry.after:
+            self.after = entry.after
+            self.begin(entry.stay, len(self.after) * nproc)
+        elif entry.kind is not Kind.HAND_ON:
             self.end()
 
     def machines(
@@ -88,6 +88,16 @@ class Resizing:
         """There is no change under way any more."""
         self.stay = ()
 
+    def begin_anew(self, line: Resized | None) -> None:
+        """Attempts on this machine begin anew, from ``line`` if others have changed their number meanwhile."""
+        self.end()
+        self.line = line
+
+    def decline(self, now: float, workers: int) -> None:
+        """The number cannot change now."""
+        self.declined = True
+        self.schedule(now, workers)
+
     def done(self, now: float, workers: int, line: Resized | None) -> None:
         """The workers that follow are being started."""
         self.end()
@@ -101,6 +111,13 @@ class Resizing:
         wait = self.config.resize.grow_after_s
         self.grow_at = now + wait if workers < self.full and wait > 0 else None
 
+    def grows(self, now: float) -> bool:
+        """Whether it is time to fill empty places. They are looked at again when they are scheduled again."""
+        if self.grow_at is None or now < self.grow_at:
+            return False
+        self.grow_at = None
+        return True
+
     def shrinks(self, goodbyes: bool) -> bool:
         """Whether a loss is answered by going on with fewer.
 
@@ -113,6 +130,11 @@ class Resizing:
         """Newcomers of these ranks are started."""
         if self.config.on_failure == "replace" and self.config.resize.replace_timeout_s:
             self.due.update(dict.fromkeys(ranks, now + self.config.resize.replace_timeout_s))
+
+    def joined(self, ranks: Iterable[int]) -> None:
+        """Newcomers of these ranks have joined."""
+        for rank in ranks:
+            self.due.pop(rank, None)
 
     def late(self, now: float) -> list[int]:
         """Ranks whose newcomers have not joined in time."""

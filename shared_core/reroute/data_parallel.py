@@ -303,11 +303,11 @@ def steps_of(
         job.world_size,
         parameters,
         compute,
-        job.lane,
-        lambda wait: job.knocking(wait=wait),
-        job.let_in,
+        job.lanes.lane,
+        lambda wait: job.lanes.knocking(wait=wait),
+        job.lanes.let_in,
         ordered=job.config.reroute.reduction == "ordered",
-        noted=lambda lost, step: job.event("rerouted", lost=lost, step=step),
+        noted=lambda lost, step: job.news.emit("rerouted", lost=lost, step=step),
     )
 
 

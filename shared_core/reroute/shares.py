@@ -74,7 +74,12 @@ class Shares:
             )
 
     def _issued(self) -> int:
-        return self._job.issued() if self._job is not None else 0
+        """Collectives that this worker has issued, of all groups."""
+        if self._job is None:
+            return 0
+        runtime = self._job.runtime
+        with runtime.lock:
+            return sum(group.next for group in runtime.groups.values())
 
 
 def start_alike(modules: Sequence[nn.Module]) -> None:

@@ -38,13 +38,15 @@ def _tell(fd: int, error: OSError) -> None:
 def forgive() -> None:
     """Have this process' standard streams drop what their devices do not take. Streams that somebody has replaced are
     left alone."""
-    sys.stdout = sys.__stdout__ = _forgiving(sys.stdout, sys.__stdout__, 1)  # type: ignore[misc, assignment]
-    sys.stderr = sys.__stderr__ = _forgiving(sys.stderr, sys.__stderr__, 2)  # type: ignore[misc, assignment]
+    if (out := _forgiving(sys.stdout, sys.__stdout__, 1)) is not None:
+        sys.stdout = sys.__stdout__ = out  # type: ignore[misc, assignment]
+    if (err := _forgiving(sys.stderr, sys.__stderr__, 2)) is not None:
+        sys.stderr = sys.__stderr__ = err  # type: ignore[misc, assignment]
 
 
-def _forgiving(stream: TextIO, original: TextIO | None, fd: int) -> TextIO:
+def _forgiving(stream: TextIO, original: TextIO | None, fd: int) -> TextIO | None:
     if stream is not original or not isinstance(stream, io.TextIOWrapper):
-        return stream
+        return None
     stream.flush()
     raw = _Dropping(fd, "wb", closefd=False)
     unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u

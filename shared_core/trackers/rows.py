@@ -56,7 +56,7 @@ class Service:
 
 def has_predecessor(job: Job) -> bool:
     """Whether another worker may have written what this one comes to."""
-    return bool(job.joining or job.incarnation or job.attempt)
+    return bool(job.joining or job.env.incarnation or job.env.restart)
 
 
 class Rows:
@@ -74,7 +74,7 @@ class Rows:
         self._count = 0
         #: Rows up to this one are there, as far as this worker is concerned.
         self._done = 0
-        self._written = job.tally(f"rows.{name}")
+        self._written = job.notes.tally(f"rows.{name}")
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=_KEPT)
         #: A predecessor may have written what comes next.
         self._behind = has_predecessor(job)

@@ -42,7 +42,7 @@ def note_runs(job: Job, **more: str) -> dict[str, str]:
     active = mlflow.active_run() if mlflow is not None else None
     if active is not None:
         names["MLFLOW_RUN_ID"] = active.info.run_id
-    leave_environment(job.folder, job.rank, names)
+    leave_environment(job.env.job_dir, job.rank, names)
     return names
 
 
@@ -59,10 +59,10 @@ def take_up(names: Mapping[str, str] | None) -> None:
 def note_file(job: Job, run: Any) -> None:
     """Note the file that Weights & Biases writes of a run."""
     file = str(run.settings.sync_file)
-    if file not in job.remembered(_KIND):
-        job.remember(_KIND, file, run.id)
+    if file not in job.notes.kept(_KIND):
+        job.notes.keep(_KIND, file, run.id)
 
 
 def files_of(job: Job, run: str) -> list[str]:
     """Files that Weights & Biases has written of a run, oldest first."""
-    return [file for file, known in job.remembered(_KIND).items() if known == run]
+    return [file for file, known in job.notes.kept(_KIND).items() if known == run]

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from shared_core.checkpoint import Spool
 from shared_core.checkpoint import writer as writer_module
 from shared_core.checkpoint.spool import BELL
 from shared_core.errors import CorruptFile
-from shared_core.events import read_events
+from shared_core.events import EventLog, read_events
 from shared_core.faults import ANY_STEP, Fault
 
 
@@ -51,6 +52,34 @@ def test_it_makes_no_folder_for_a_job_that_is_gone(tmp_path: Path) -> None:
     """Its agent was killed, and the next one has swept the folder: one made now would stay for ever."""
     assert run_writer(Spool(tmp_path / "gone" / "checkpoints")) == (0, [])
     assert not (tmp_path / "gone").exists()
+
+
+class Vanishing(Spool):
+    """The folder of a job that is removed between two looks at it."""
+
+    def all_attempts(self) -> Iterator[Spool]:
+        return iter([self])
+
+    def newest_complete(self, ranks: Sequence[int] | None = None) -> int | None:
+        step = super().newest_complete(ranks)
+        shutil.rmtree(self.folder)
+        return step
+
+
+def test_its_end_where_the_folder_vanishes_meanwhile(spool: Spool, where: Path) -> None:
+    snapshot(spool, 10, where, ranks=[0])
+    writer = writer_module.Writer(Vanishing(spool.folder), EventLog(None))
+    writer.say_last()
+    assert not spool.folder.exists() and not where.exists()
+
+
+def test_it_ends_at_once_where_its_folder_has_gone(spool: Spool, where: Path) -> None:
+    with writing(spool) as writer:
+        wait_until((spool.folder / BELL).exists, "the writer")
+        snapshot(spool, 10, where)
+        assert spool.wait_committed(10, 20.0)
+        shutil.rmtree(spool.folder)
+        assert finish(writer, grace_s=20.0) == (0, [])
 
 
 def test_it_works_when_the_bell_rings(spool: Spool, where: Path) -> None:

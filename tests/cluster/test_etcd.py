@@ -23,10 +23,10 @@ from etcd_server import Etcd, needs_etcd
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from util import start_command
 
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, DamagedRecord
 from shared_core.launcher.etcd import PREFIX, EtcdBackend
+from shared_core.launcher.gathering import HOLD_S
 from shared_core.launcher.lease import FENCE
-from shared_core.launcher.rendezvous import HOLD_S
 from shared_core.launcher.rendezvous_store import Register, parse_endpoints
 
 
@@ -60,7 +60,7 @@ def test_who_knows_the_newest_value_replaces_it(tmp_path: Path) -> None:
             register = Register("etcd", parse_endpoints(one.endpoints, "etcd"), "other", {}, 5.0)
             register.open()
             for _ in range(20):
-                register.change(lambda old: {"phase": "", "sum": (old or {"sum": 0})["sum"] + 1})
+                register.change(lambda old: {"phase": "ended", "beat": (old or {"beat": 0})["beat"] + 1})
 
         threads = [threading.Thread(target=count) for _ in range(4)]
         for thread in threads:
@@ -69,11 +69,11 @@ def test_who_knows_the_newest_value_replaces_it(tmp_path: Path) -> None:
             thread.join()
         other = EtcdBackend(parse_endpoints(one.endpoints, "etcd"), "other", {}, 5.0)
         state = other.get_state()
-        assert state is not None and json.loads(state[0])["sum"] == 80
+        assert state is not None and json.loads(state[0])["beat"] == 80
         other.set_state(b"no document", state[1])
         register = Register("etcd", parse_endpoints(one.endpoints, "etcd"), "other", {}, 5.0)
         register.open()
-        with pytest.raises(ConfigError, match="choose another --rdzv-id"):
+        with pytest.raises(DamagedRecord, match="choose another --rdzv-id"):
             register.change(lambda old: old)
 
 

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ from torch.distributed import HashStore, TCPStore
 
 from shared_core.errors import ConfigError, DamagedRecord
 from shared_core.launcher.lease import FENCE, FIRST_S, Lease, Observations
-from shared_core.launcher.ledger import FAIL, Ledger, lane_key, let_in_key
+from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.mirror import MirrorServer, fetch
 from shared_core.launcher.rendezvous_store import is_here, parse_endpoints
+from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, lane_key, let_in_key
 from shared_core.protocol.mirroring import keeper
 from shared_core.protocol.takeover import reassign
+from shared_core.protocol.worker_env import Resized
 from shared_core.system.wire import place_of
 from shared_core.worker.mirror import Mirror
 
@@ -67,6 +70,10 @@ def test_places_of_lost_machines_go_to_spare_ones(
         assert (change.machines, change.ranks(2)) == (after, ranks)
 
 
+def losing(*ranks: int) -> Entry:
+    return Entry(causes=tuple(Cause(CauseKind.DIED, "killed by SIGKILL", rank) for rank in ranks))
+
+
 def test_two_writers_form_one_order() -> None:
     """Eight agents append at once; all see the same list, in which every loss is counted once."""
     store = HashStore()
@@ -75,7 +82,7 @@ def test_two_writers_form_one_order() -> None:
 
     def lose(rank: int) -> None:
         begin.wait()
-        assert ledgers[rank].append(lambda: {"lost": [rank]}) is not None
+        assert ledgers[rank].append(lambda: losing(rank)) is not None
 
     threads = [threading.Thread(target=lose, args=(rank,)) for rank in range(8)]
     for thread in threads:
@@ -84,15 +91,15 @@ def test_two_writers_form_one_order() -> None:
         thread.join()
     for ledger in ledgers:
         ledger.follow()
-        assert (ledger.generation, ledger.incarnations, ledger.machines) == (8, [1] * 8, ["m"])
+        assert (ledger.generation, ledger.incarnations, ledger.machines) == (8, (1,) * 8, ("m",))
 
 
 def test_nothing_follows_the_last_entry() -> None:
     store = HashStore()
     one, other = Ledger(store, "p/", 2), Ledger(store, "p/", 2)
-    assert one.append(lambda: {"over": FAIL, "message": "x"}) is not None
-    assert other.append(lambda: {"lost": [1]}) is None
-    assert [entry["over"] for entry in other.follow()] == [FAIL]
+    assert one.append(lambda: Entry(kind=Kind.FAIL, reason="x")) is not None
+    assert other.append(lambda: losing(1)) is None
+    assert [entry.kind for entry in other.follow()] == [Kind.FAIL]
     assert other.generation == 0 and other.follow() == []
 
 
@@ -108,37 +115,58 @@ def test_nothing_follows_the_last_entry() -> None:
         {"incarnations": [0, "1"]},
         {"incarnations": [0, -1]},
         {"incarnations": 5},
+        {"version": 2},
         {"absent": [2]},
         {"absent": "1"},
-        {"lost": [0.5]},
+        {"absent": [1]},
+        {"causes": [["died", "text", 0.5]]},
+        {"causes": [["old age", "text", 1]]},
+        {"causes": [["died", "text", 2]]},
+        {"causes": ["died"]},
         {"stay": {"0": 1}},
         {"machines": [1]},
         {"machines": "m"},
         {"after": [["a"]]},
         {"detected": "now"},
         {"detected": float("nan")},
-        {"over": "perhaps"},
-        {"over": 1},
+        {"kind": "perhaps"},
+        {"kind": 1},
+        {"kind": "go on"},
+        {"workers": -1},
+        {"rank": 2},
+        {"line": "{}"},
+        {"line": 1},
     ],
 )
 def test_a_damaged_entry_is_refused(damage: dict[str, object]) -> None:
     """Followed blindly, the first would be read again and again."""
     store = HashStore()
-    entry = {"generation": 1, "incarnations": [0, 1], "lost": [1], "detected": 1.5}
-    store.set("p/gen/1", json.dumps(entry))
+    entry = replace(losing(1), generation=1, incarnations=(0, 1), detected=1.5)
+    store.set("p/gen/1", entry.to_json())
     assert Ledger(store, "p/", 2).follow() == [entry]
-    store.set("p/gen/1", json.dumps(entry | damage))
-    with pytest.raises(DamagedRecord, match="the entry p/gen/1 in the job's store is damaged"):
+    store.set("p/gen/1", json.dumps(json.loads(entry.to_json()) | damage))
+    with pytest.raises(DamagedRecord, match="the entry gen/1 in the job's store is damaged"):
         Ledger(store, "p/", 2).follow()
     with pytest.raises(DamagedRecord):
-        Ledger(store, "p/", 2).append(lambda: {"lost": [0]})
+        Ledger(store, "p/", 2).append(lambda: losing(0))
+
+
+def test_an_entry_comes_back_as_it_was() -> None:
+    causes = (Cause(CauseKind.DIVERGENT, "it differs", 1), Cause(CauseKind.MACHINE, "machine b is lost", 2))
+    line = Resized(0, 3, (0, 1), 7)
+    full = Entry(
+        generation=4, incarnations=(0, 1, 2), absent=frozenset({2}), kind=Kind.HAND_ON, causes=causes, detected=1.5,
+        machines=("a", None), stay=(0, 1), after=("a",), reason="why", rank=1, workers=2, line=line,
+    )  # fmt: skip
+    assert Entry.from_json(full.to_json().encode(), 4, 3) == full
+    assert full.divergent(1) and not full.divergent(2) and full.lost == (1, 2)
 
 
 @pytest.mark.parametrize("raw", ["", "[1]", "{", "null", "[" * 100_000, "\xff"])
 def test_what_is_no_entry_is_refused(raw: str) -> None:
     store = HashStore()
     store.set("p/gen/1", raw)
-    with pytest.raises(DamagedRecord, match="p/gen/1"):
+    with pytest.raises(DamagedRecord, match="gen/1"):
         Ledger(store, "p/", 2).follow()
 
 
@@ -164,20 +192,20 @@ def test_who_is_absent() -> None:
     """Nobody is until all workers use lanes; then whoever is lost, until it is said first that newcomers are in."""
     store = HashStore()
     one, other = Ledger(store, "p/", 3), Ledger(store, "p/", 3)
-    lose = lambda ledger, *lost: ledger.append(lambda: {"lost": lost})  # noqa: E731
+    lose = lambda ledger, *lost: ledger.append(lambda: losing(*lost))  # noqa: E731
     for rank in range(3):
         store.set("p/" + lane_key(rank, 0), "1")
     store.delete_key("p/" + lane_key(2, 0))
-    assert "absent" not in lose(one, 1)
+    assert lose(one, 1).absent is None
     store.set("p/" + lane_key(2, 0), "1")
-    assert "absent" not in lose(other, 2), "the newcomer of rank 1 does not use lanes yet"
+    assert lose(other, 2).absent is None, "the newcomer of rank 1 does not use lanes yet"
     for rank in (1, 2):
         store.set("p/" + lane_key(rank, 1), "1")
-    assert lose(one, 1)["absent"] == [1] and one.present() == [0, 2]
-    assert lose(other, 2)["absent"] == [1, 2] and other.present() == [0]
+    assert lose(one, 1).absent == {1} and one.present() == [0, 2]
+    assert lose(other, 2).absent == {1, 2} and other.present() == [0]
     assert store.compare_set("p/" + let_in_key(3), "", "yes") == b"no", "too late for newcomers to be let in"
     assert store.compare_set("p/" + let_in_key(4), "", "yes") == b"yes" and other.present() == [0, 1, 2]
-    assert lose(one, 0)["absent"] == [0]
+    assert lose(one, 0).absent == {0}
 
 
 @pytest.fixture
@@ -214,7 +242,7 @@ def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> 
 def test_names_lead_nowhere_else(
     tmp_path: Path, server: MirrorServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared_core.launcher.mirror._TROUBLE_S", 0.0)
+    monkeypatch.setattr("shared_core.worker.mirror._TROUBLE_S", 0.0)
     (tmp_path / "own").mkdir()
     mirror = Mirror(0, 0, 0, tmp_path / "own")
     mirror.follow((None, f"127.0.0.1:{server.port}#1"))

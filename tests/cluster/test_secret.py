@@ -63,7 +63,7 @@ def test_strangers_are_refused(site: Site) -> None:
 @pytest.mark.parametrize("has", [b"s", b"o"])
 def test_a_server_must_know_it_too(has: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets no byte of state."""
-    monkeypatch.setattr("shared_core.launcher.mirror._TROUBLE_S", 0.0)
+    monkeypatch.setattr("shared_core.worker.mirror._TROUBLE_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         mirror = Mirror(0, 0, 0, Path("/nowhere"), KEY)
         mirror.follow((None, f"127.0.0.1:{listener.getsockname()[1]}#x"))

@@ -12,7 +12,8 @@ import psutil
 import pytest
 from util import ROOT, Job, run, start, start_command, tagged
 
-from shared_core.cli.swiftrun import _one_thread_each, build_config, parse_args
+from shared_core.cli.job_options import build_config
+from shared_core.cli.swiftrun import _one_thread_each, parse_args
 
 #: Ranks meet at keys of the store, so that a script knows when the others have come to a place.
 PRELUDE = """
@@ -21,6 +22,7 @@ from datetime import timedelta
 from shared_core.worker import link
 from shared_core.protocol import progress_file
 from shared_core.protocol import worker_env
+from shared_core.protocol.generation import Entry
 me = worker_env.env()
 store = link.connect_store()
 def reach(name, rank=None):
@@ -30,7 +32,8 @@ def await_(name, rank):
     return int(store.get(f"test/{name}/{rank}"))
 def generation(g):
     store.wait([me.prefix + f"gen/{g}"], timedelta(seconds=40))
-    return json.loads(store.get(me.prefix + f"gen/{g}"))
+    entry = Entry.from_json(store.get(me.prefix + f"gen/{g}"), g, me.world_size)
+    return {"generation": entry.generation, **entry.event_fields()}
 def show(**fields):
     os.write(1, (json.dumps(fields) + "\\n").encode())  # whole: others write to the same pipe
 """
@@ -86,7 +89,7 @@ job = shared_core.install()
 said = {"data": "seeded", "seed": 3, "detection.connect_timeout_s": 7, "on_failure": "replace"}
 job.check_told(said)
 config = SwiftConfig.from_env(base=SwiftConfig.from_dict(said))
-assert (config.data, config.seed, config.connect_timeout_s) == ("seeded", 3, 6.0), config
+assert (config.data, config.seed, config.detection.connect_timeout_s) == ("seeded", 3, 6.0), config
 job.check_told({"detection.wait_timeout_s": 7})
 """
     job = run(tmp_path, script, nproc=1, options=[f"--swift-config={tmp_path / 'swift.json'}", "--crash-loop=1"])
@@ -598,6 +601,7 @@ def test_a_foreign_entry_in_the_ledger_ends_the_job_with_a_line(tmp_path: Path) 
         tmp_path,
         """
         import time
+        from shared_core.protocol import worker_env
         from shared_core.worker import link
         me = worker_env.env()
         if me.rank == 0:

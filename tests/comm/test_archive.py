@@ -55,6 +55,12 @@ def same(archive: Archive, channel: str, index: int, top: int = 0, size: int = 4
     return [bits(t) for t in tensors] == [bits(t) for t in content(channel, index, size)]
 
 
+def _place(archive: Archive, channel: str, index: int) -> segments.Place:
+    place = archive._index.place(channel, index)
+    assert place is not None
+    return place
+
+
 def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.log"))
 
@@ -65,12 +71,12 @@ class Gated(Archive):
     def __init__(self, folder: Path, **options: Any) -> None:
         self.permits = threading.Semaphore(0)
         self.asked = threading.Semaphore(0)
-        super().__init__(folder, **options)
+        super().__init__(folder, write=self._append, **options)
 
-    def _write(self, fd: int, parts: Sequence[bytes | memoryview[Any]]) -> None:
+    def _append(self, fd: int, parts: Sequence[bytes | memoryview[Any]]) -> None:
         self.asked.release()
         assert self.permits.acquire(timeout=WAIT_S)
-        super()._write(fd, parts)
+        segments.write_all(fd, parts)
 
     def open_gate(self) -> None:
         self.permits.release(1000)
@@ -370,7 +376,7 @@ def test_closed_segments_are_taken_by_their_index(tmp_path: Path, capfd: pytest.
     for index in range(12):
         put(archive, A, index)
     archive.close()
-    place = archive._places[A][4]
+    place = _place(archive, A, 4)
     flip(place.segment.path, place.offset + 150)  # in its contents
     again = Archive.reopen(tmp_path)
     assert again.first(A) == 0, "contents of closed segments are not read"
@@ -383,7 +389,8 @@ def test_closed_segments_are_taken_by_their_index(tmp_path: Path, capfd: pytest.
     again.close()
     again = Archive.reopen(tmp_path)
     assert again.first(A) == 0 and same(again, A, 4) and again.verify() == [], "the one put last counts"
-    flip(again._places[A][11].segment.path, again._places[A][11].offset + 150)
+    place = _place(again, A, 11)
+    flip(place.segment.path, place.offset + 150)
     assert again.verify() == [(A, 11)]
     assert again.first(A) is None and again.indices(A) == list(range(11)) and again.verify() == []
     again.close()
@@ -472,7 +479,7 @@ def test_undamaged(killed: Path) -> None:
 
 def test_truncation_at_every_byte_of_the_last_record(killed: Path) -> None:
     last = Archive.reopen(killed)
-    place = last._places[C][8]
+    place = _place(last, C, 8)
     last.close()
     path = place.segment.path
     data = path.read_bytes()
@@ -520,8 +527,8 @@ def test_bit_flips(killed: Path, flips: int) -> None:
 def test_every_bit_of_a_frame_counts(killed: Path) -> None:
     """Magic, lengths and checksums of a record in a segment without an index, and its first bytes."""
     archive = Archive.reopen(killed)
-    channel, index, *_ = archive._segments[-1].entries[-1]
-    place = archive._places[channel][index]
+    channel, index, *_ = archive._index.segments[-1].entries[-1]
+    place = _place(archive, channel, index)
     archive.close()
     path = place.segment.path
     data = path.read_bytes()
@@ -598,7 +605,7 @@ def test_contents_that_look_like_records(tmp_path: Path) -> None:
     put(archive, A, 1)
     archive.flush(WAIT_S)
     shutil.copytree(tmp_path / "live", tmp_path / "copy")
-    inner = archive._places[C][0].offset
+    inner = _place(archive, C, 0).offset
     archive.remove()
     path = tmp_path / "copy" / "00000000.log"
     flip(path, segments.START + 60)  # record 0 of A
@@ -616,16 +623,16 @@ class Failing(Archive):
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.bad: int | None = None
-        super().__init__(folder, **options)
+        super().__init__(folder, write=self._append, **options)
 
-    def _write(self, fd: int, parts: Sequence[bytes | memoryview[Any]]) -> None:
+    def _append(self, fd: int, parts: Sequence[bytes | memoryview[Any]]) -> None:
         if self.bad == errno.ENOSPC:
             with open("/dev/full", "wb", buffering=0) as full:
                 fd = full.fileno()
-                return super()._write(fd, parts)
+                return segments.write_all(fd, parts)
         if self.bad is not None:
             raise OSError(self.bad, os.strerror(self.bad))
-        super()._write(fd, parts)
+        segments.write_all(fd, parts)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])

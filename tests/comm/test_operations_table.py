@@ -8,6 +8,7 @@ from pathlib import Path
 from shared_core.testing.runner import ROOT
 from shared_core.worker.comm import group as group_module
 from shared_core.worker.comm.group import SwiftProcessGroup
+from shared_core.worker.comm.group_identity import GroupIdentity
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 #: Helpers by which the operations are written, no part of the interface.
@@ -31,7 +32,8 @@ def test_the_tables_list_exactly_the_methods_of_the_group() -> None:
     assert len(listed) == len(set(listed)), "each once"
     refused = {name for name in methods("Refused") if name not in listed}
     assert refused == {"recv_anysource"}
-    defined = {name for name in vars(SwiftProcessGroup) if not name.startswith("__")} - HELPERS
+    own = {**vars(GroupIdentity), **vars(SwiftProcessGroup)}
+    defined = {name for name in own if not name.startswith("__")} - HELPERS
     assert set(listed) | refused == defined
 
 
@@ -50,7 +52,7 @@ def test_the_messages_are_those_of_the_code() -> None:
     quoted = [row[2].strip("`").removesuffix(" ...") for row in rows("Refused")]
     code = "".join(
         re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
-        for path in (ROOT / "shared_core" / "comm").glob("*.py")
+        for path in (ROOT / "shared_core" / "worker" / "comm").glob("*.py")
     )
     for message in quoted:
         # Parts that are filled in differ; what lies between does not.

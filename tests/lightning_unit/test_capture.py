@@ -29,6 +29,7 @@ from lightning_swift import SwiftDDPStrategy
 from shared_core.encoding.plain import dumps, loads
 from shared_core.encoding.values import same
 from shared_core.loaders import read_random, write_random
+from shared_core.worker.state.local_state import Position
 
 
 class LocalJob:
@@ -39,13 +40,17 @@ class LocalJob:
         self.parts: dict[str, Any] = {}
         self.publish_at, self.published = publish_at, published
         self.joining = published is not None
-        self.tops = 0
+        self.position = Position()
+        self.runtime = SimpleNamespace(unchecked=nullcontext)
+        #: None are asked for.
+        self.options = SimpleNamespace(use_checkpoints=lambda options: None)
+        self.entries = SimpleNamespace(
+            begin=lambda: SimpleNamespace(skip=False), done=self._end, evaluation_top=lambda: False
+        )
+        self.news = SimpleNamespace(listen=lambda listener: None)
 
-    resized = added = reroutes = False
+    added = reroutes = False
     orders = None
-
-    def use_checkpoints(self, options: Any) -> None:
-        """None are asked for."""
 
     def register(
         self, name: str, capture: Any, restore: Any, *, forward_mutated: bool = False, main: bool = False
@@ -54,9 +59,6 @@ class LocalJob:
 
     def attach(self, modules: Any, optimizers: Any) -> None:
         self.module, self.optimizers = modules[0], optimizers
-
-    def unchecked(self) -> Any:
-        return nullcontext()
 
     def batch_top(self, *, accumulating: bool = False) -> bool:
         if self.joining:
@@ -70,7 +72,7 @@ class LocalJob:
                 restore(state["parts"][name])
             write_random(state["random"])
             return True
-        if self.tops == self.publish_at:
+        if self.position.tops == self.publish_at:
             assert not accumulating, "choose another top"
             self.published = dumps(
                 {
@@ -81,22 +83,14 @@ class LocalJob:
                 }
             )
             shutil.copytree(self.folder, self.folder.with_suffix(".then"))
-        self.tops += 1
+        self.position.tops += 1
         return False
 
-    def entry(self, name: str) -> Any:
-        return SimpleNamespace(skip=False)
-
-    def entry_done(self, result: Any) -> None:
+    def _end(self, result: Any) -> None:
         self.final = {name: loads(dumps(capture())) for name, (capture, _) in self.parts.items()}
-
-    def eval_top(self) -> bool:
-        return False
 
     def peek(self, name: str) -> Any:
         return None
-
-    def on_recovered(self, listener: Any) -> None: ...
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from harness import Jobs
 
+from shared_core.config import variable_of
 from shared_core.faults import Fault
 from shared_core.testing.runner import JobResult, check_survivors, compare, unconfirmed
 
@@ -21,7 +22,7 @@ def logging(folder: Path, every: int = 3, **more: Any) -> dict[str, str]:
     """Environment of a job with a checkpoint at every ``every``-th batch top; ``more`` are options by name."""
     named = {"checkpoint.dir": folder / "checkpoints", "checkpoint.every_steps": every, "log.dir": folder}
     options = named | {"checkpoint.background": False, **more}  # so that it is certain which ones there are
-    return {f"SWIFT_RECOVERY_{name.upper()}": str(value) for name, value in options.items()}
+    return {variable_of(name): str(value) for name, value in options.items()}
 
 
 def run(

@@ -38,7 +38,7 @@ def pipeline(
         "checkpoint.every_steps": EVERY,
         "log.dir": str(folder),
     }
-    named["checkpoint_async"] = False  # so that it is certain which ones there are
+    named["checkpoint.background"] = False  # so that it is certain which ones there are
     config.write_text(json.dumps(named | options))
     with machines(count) as made:
         out = jobs.folder("machines")

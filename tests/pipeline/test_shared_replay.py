@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from harness import Jobs, most
 
+from shared_core.config import variable_of
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.pipeline.cost import ReplayCost, shares
 from shared_core.testing.runner import JobResult, compare, unconfirmed
@@ -19,7 +20,7 @@ def run(jobs: Jobs, tmp_path: Path, fault: list[Fault], *args: str, **options: s
     env = {"SWIFT_RECOVERY_REPLAY_RANDOMNESS": "seeded", "SWIFT_RECOVERY_REPLAY_PARALLEL": "always"}
     script = ["--stages", "4", "--steps", str(STEPS), *args]
     reference = jobs.reference("pipe.py", nproc=4, env=env, args=script, launcher="swiftrun")
-    env |= {f"SWIFT_RECOVERY_{name.upper()}": value for name, value in options.items()}
+    env |= {variable_of(name): value for name, value in options.items()}
     env |= {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "3"}
     result = jobs.run("pipe.py", nproc=4, faults=fault, env=env, args=script)
     assert not unconfirmed(result), result.tail()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from shared_core.errors import ConfigError
-from shared_core.worker.messages.disk_log import Logs, together
+from shared_core.worker.messages.archive import Archive
+from shared_core.worker.messages.disk_log import DiskLog, together
 
 
 def test_ranks_alone_by_machine_and_named() -> None:
@@ -29,15 +30,14 @@ def test_what_cannot_be_read_is_refused(wrong: str) -> None:
 
 def test_groups_are_remembered_until_their_checkpoint_goes() -> None:
     """What was sent to a rank while it was in the group is not logged, whoever is in the group now."""
-    runtime: Any = SimpleNamespace(top=0, archive=None)
     env: Any = None
-    logs = Logs(env, runtime, lambda: 0, lambda reason: None)
-    assert logs.together == ()
-    for runtime.top, ranks in ((0, (1,)), (3, (0, 1)), (6, (1, 2))):
-        logs.regroup(ranks)
-    assert logs.together == (0, 1, 2)
-    logs._committed(6)
-    assert logs.together == (0, 1, 2), "a newcomer may start from the checkpoint before"
-    runtime.archive = SimpleNamespace(drop_before=lambda top: None, stats=SimpleNamespace(failed=None))
-    logs._committed(9)
-    assert logs.together == (1, 2)
+    log = DiskLog(env)
+    assert log.together == ()
+    for top, ranks in ((0, (1,)), (3, (0, 1)), (6, (1, 2))):
+        log.regroup(ranks, top)
+    assert log.together == (0, 1, 2)
+    log.committed(6)
+    assert log.together == (0, 1, 2), "a newcomer may start from the checkpoint before"
+    log.archive = cast("Archive", SimpleNamespace(drop_before=lambda top: None, stats=SimpleNamespace(failed=None)))
+    log.committed(9)
+    assert log.together == (1, 2)

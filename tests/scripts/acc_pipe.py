@@ -147,7 +147,7 @@ def main() -> None:
 
     swift = None
     if args.checkpoints:
-        swift = SwiftPlugin(checkpoint_dir=args.checkpoints, checkpoint_every_steps=4, resume="always")
+        swift = SwiftPlugin(checkpoint={"dir": args.checkpoints, "every_steps": 4, "resume": "always"})
     plugin = SwiftDeepSpeedPipelinePlugin(
         args.stages, MICRO_BATCHES, swift=swift, gradient_clipping=args.clip, zero_stage=int(args.zero)
     )

@@ -24,13 +24,13 @@ def do(kind: str) -> None:
     assert job is not None
     name, _, top = kind.rpartition(" ")
     if top.isdecimal():
-        assert job.config.checkpoint_dir is not None
-        for spool in Spool(job.folder / FOLDER).all_attempts():
+        assert job.config.checkpoint.dir is not None
+        for spool in Spool(job.env.job_dir / FOLDER).all_attempts():
             spool.drop(int(top))  # that in memory would do as well
-        (folder,) = Path(job.config.checkpoint_dir).glob(f"*/step-{int(top):010d}")
+        (folder,) = Path(job.config.checkpoint.dir).glob(f"*/step-{int(top):010d}")
         _CHECKPOINTS[name](folder)
         return
-    archive = job._runtime.archive
+    archive = job.runtime.disk.archive
     if archive is None:
         raise AssertionError("there is no log on disk to damage")
     archive.flush(20.0)

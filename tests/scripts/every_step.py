@@ -100,7 +100,7 @@ def main() -> None:
     while loop["step"] < args.steps:
         if job is not None:
             # The whole state, copied while nothing else runs: what the checkpoint of this batch top must hold.
-            replicated = job._updates.replicated
+            replicated = job.updates.replicated
             assert replicated is not None
             noted = {
                 "state": digest([tensor.clone() for tensor in replicated.export()[1]]),
@@ -110,7 +110,7 @@ def main() -> None:
             }
             job.batch_top()
             with Path(os.environ["SWIFT_TEST_OUT"], f"tops{rank}.jsonl").open("a") as file:
-                print(json.dumps({"top": job.tops, **noted}), file=file)
+                print(json.dumps({"top": job.position.tops, **noted}), file=file)
         report.count(f"batch {loop['step']}")
         x = torch.randn(8, 16) + 0.1 * random.random() + 0.1 * float(np.random.rand())
         loss = (ddp(x) - x[:, :4].sin()).pow(2).mean()
@@ -120,8 +120,8 @@ def main() -> None:
         for optimizer in optimizers if not args.inside else ():
             optimizer.step()
         loop["step"] += 1
-        if job is not None and args.late and job.checkpoint_due:
-            assert job._checkpoints._spool.wait_committed(job.tops, 20.0)
+        if job is not None and args.late and job.checkpoints.due:
+            assert job._worker.start.checkpoints._spool.wait_committed(job.position.tops, 20.0)
     report.finish(training_digest(net, optimizers, [], {}) | {"generators": generators_digest()})
     group = dist.group.WORLD
     dist.barrier()

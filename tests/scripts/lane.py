@@ -69,8 +69,8 @@ class Trainer:
 
     def settle(self, job: Job, lane: Lane) -> bool:
         """Whether all have done the same updates and nobody knocks; if not, what there is to do is done."""
-        asks = job.rank == lane.ranks[0] and bool(job.absent) and self.loop["step"] >= self.let_in_at
-        seen = lane.exchange({"step": self.loop["step"], "knocking": job.knocking(wait=True) if asks else []})
+        asks = job.rank == lane.ranks[0] and bool(job.lanes.absent) and self.loop["step"] >= self.let_in_at
+        seen = lane.exchange({"step": self.loop["step"], "knocking": job.lanes.knocking(wait=True) if asks else []})
         steps = {rank: each["step"] for rank, each in seen.items()}
         newest = max(steps.values())
         behind = [rank for rank in lane.ranks if steps[rank] < newest]
@@ -85,7 +85,7 @@ class Trainer:
                 self.update([total])
             return False
         if knocking := seen[lane.ranks[0]]["knocking"]:
-            job.let_in(knocking)
+            job.lanes.let_in(knocking)
             return False
         return True
 
@@ -94,7 +94,7 @@ class Trainer:
         step = self.loop["step"]
         while self.loop["step"] == step:
             try:
-                lane = job.lane()
+                lane = job.lanes.lane()
                 if self.settle(job, lane):
                     self.shared_step(job, lane)
             except LaneBroken:
@@ -127,7 +127,7 @@ class Trainer:
         """Return when all have done all updates."""
         while True:
             try:
-                lane = job.lane()
+                lane = job.lanes.lane()
                 if lane.finished or self.settle(job, lane):
                     return
             except LaneBroken:
@@ -155,12 +155,12 @@ def main() -> None:
         job.register("loop", lambda: dict(trainer.loop), trainer.loop.update)
         dist.barrier()  # a newcomer's is answered
         if not job.joining:
-            job.remember("plan", "who", job.rank)
+            job.notes.keep("plan", "who", job.rank)
     while trainer.loop["step"] < args.steps:
         if job is None:
             trainer.plain_step()
             continue
-        if job.batch_top() and args.damage and job.incarnation == 1:
+        if job.batch_top() and args.damage and job.env.incarnation == 1:
             next(trainer.net.parameters()).data[0] += 1
         if trainer.loop["step"] == args.collective_at:
             dist.barrier()
@@ -168,7 +168,7 @@ def main() -> None:
     extra = {}
     if job is not None:
         trainer.end(job)
-        extra = {"rejoined": job.rejoined, "plan": job.remembered("plan"), "absent": sorted(job.absent)}
+        extra = {"rejoined": job.position.rejoined, "plan": job.notes.kept("plan"), "absent": sorted(job.lanes.absent)}
     digests = training_digest(trainer.net, [trainer.optimizer], [], {"loss": trainer.loop["loss_sum"]})
     report.finish(digests, **extra)
     group = dist.group.WORLD

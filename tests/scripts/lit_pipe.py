@@ -104,8 +104,8 @@ class Losses(pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         stand_still(trainer.global_step)
         job = shared_core.current_job()
-        if self.waits and trainer.is_last_batch and job is not None and job.absent:
-            job.knocking(wait=True)
+        if self.waits and trainer.is_last_batch and job is not None and job.lanes.absent:
+            job.lanes.knocking(wait=True)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not outputs["loss"].isnan():

@@ -77,9 +77,7 @@ def train() -> dist.ProcessGroup:
     random.seed(rank)
 
     if args.checkpointer:
-        job: shared_core.TrainingLoop = shared_core.Checkpointer(
-            args.checkpointer, model, optimizer, checkpoint_every_steps=3
-        )
+        job: shared_core.TrainingLoop = shared_core.Checkpointer(args.checkpointer, model, optimizer, every_steps=3)
     else:
         job = shared_core.attach(model, optimizer)
     seen = job.register(loss=0.0, batches=0)

@@ -23,7 +23,7 @@ def take_away(what: str, where: str) -> None:
     """``full``: fill the file system of a folder; ``read-only``: hide it behind one that is; ``gone``: remove it;
     ``NOFILE``, ``AS``: no more descriptors, or no more memory, for this worker."""
     if what == "full":
-        with open(Path(where) / "filler", "wb", buffering=0) as file:
+        with open(Path(where) / "filler", "ab", buffering=0) as file:
             for size in (1 << 16, 1 << 12, 1):
                 try:
                     while True:
@@ -70,11 +70,12 @@ def train() -> dist.ProcessGroup:
         sampler.set_epoch(epoch)
         for _, (x,) in job.steps(loader):
             seen.batches += 1
-            if seen.batches == args.at and rank == 0 and first:
+            if seen.batches >= args.at and rank == 0 and first:
                 for each in args.take:
                     what, _, where = each.partition(":")
-                    take_away(what, os.environ["SWIFT_RECOVERY_JOB_DIR"] if where == "job" else where)
-                if args.gate:
+                    if seen.batches == args.at or what == "full":  # room is freed as well as taken
+                        take_away(what, os.environ["SWIFT_RECOVERY_JOB_DIR"] if where == "job" else where)
+                if args.gate and seen.batches == args.at:
                     Path(args.gate).read_bytes()
             seen.ballast = seen.ballast + rank
             loss = model(x + 0.1 * torch.randn(8)).square().mean()

@@ -76,7 +76,7 @@ def main() -> None:
     for step in job.shared_steps(loader, args.epochs, accumulate=args.accumulate):
         report.count(f"step {step.number}")
         steps += 1
-        if args.damage and steps == 1 and job.job is not None and job.job.incarnation == 1:
+        if args.damage and steps == 1 and job.job is not None and job.job.env.incarnation == 1:
             next(net.parameters()).data[0] += 1
         if args.evaluate and step.first:
             step.wait_for_all()

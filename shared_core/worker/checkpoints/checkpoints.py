@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import check_place
 from shared_core.encoding.plain import dumps
 from shared_core.errors import ConfigError, CorruptFile, DamagedRecord, RecoveryFailed, SwiftError, WaitTimeout
-from shared_core.events import console
+from shared_core.events import EventLog, console
 from shared_core.faults import inject
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.protocol import progress_file
@@ -38,52 +38,20 @@ from shared_core.worker.checkpoints import recovery_line, resharding
 from shared_core.worker.checkpoints.due import Decisions, FileEntries, StoreEntries
 from shared_core.worker.checkpoints.origins import Origins
 from shared_core.worker.checkpoints.pricing import Pricing
-from shared_core.worker.checkpoints.recovery_line import Collect, Line, Loaded
+from shared_core.worker.checkpoints.recovery_line import Line
+from shared_core.worker.checkpoints.restored import Restored, ends_before, restored
+from shared_core.worker.comm.runtime import Runtime
+from shared_core.worker.endings import Endings
+from shared_core.worker.job_store import JobStore
 from shared_core.worker.signals import leave_signals_to_the_agent
 from shared_core.worker.state.publications import Board
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.updates import Updates
 
-if TYPE_CHECKING:
-    from shared_core.worker.recovery.exchange import Recovery
-
 #: Key in the store: the run of this attempt and what it had adopted, for newcomers that do not read its checkpoint.
 _RUN = "run"
 #: Longest wait for a checkpoint where each is waited for, in seconds.
 _AWAIT_S = 60.0
-
-
-@dataclass
-class Restored:
-    """What one rank goes on from: a checkpoint, or what the workers handed on when their number changed.
-
-    Attributes:
-        top: the batch top.
-        parts: rank-local state there.
-        ends: results and state of finished entry calls.
-        records: results of start-up operations, and of DDP's agreement on buckets.
-        description: of the replicated state; None for the one that this worker begins with.
-        tensors: of the replicated state.
-        resized: it was another number of workers.
-        added: this rank had no predecessor; ``parts`` are another's.
-        main: what rank 0 had published last, where another takes its place.
-        tier: where a checkpoint lay.
-        workers: of the job that made it.
-        collect: see :class:`~shared_core.worker.checkpoints.recovery_line.Loaded`.
-    """
-
-    top: Top
-    parts: dict[str, Any]
-    ends: dict[int, tuple[Any, dict[str, Any]]]
-    records: list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
-    description: dict[str, Any] | None
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    resized: bool = False
-    added: bool = False
-    main: dict[str, Any] = field(default_factory=dict)
-    tier: str = ""
-    workers: int = 0
-    collect: Collect | None = None
 
 
 class Checkpoints:
@@ -97,13 +65,23 @@ class Checkpoints:
         pricing: what rank 0 has measured and decides by; None elsewhere, and where nothing is decided.
     """
 
-    def __init__(self, env: WorkerEnv, recovery: Recovery, updates: Updates) -> None:
-        self._env, self._recovery, self._updates = env, recovery, updates
+    def __init__(
+        self,
+        env: WorkerEnv,
+        runtime: Runtime,
+        store: JobStore,
+        endings: Endings,
+        events: EventLog,
+        updates: Updates,
+        fixed: str = "",
+    ) -> None:
+        self._env, self._runtime, self._job_store, self._endings = env, runtime, store, endings
+        self._events, self._updates = events, updates
         config = env.config
         self._dir = config.checkpoint.dir
         self._every = config.checkpoint.every_steps if config.checkpoint.chosen_policy == "fixed" else 0
         self.newest_top = self.due_top = 0
-        self.fixed = ""
+        self.fixed = fixed
         self._spool = Spool(env.job_dir / FOLDER, env.restart)
         self._snapshots: Snapshots | None = None
         self._decisions: Decisions | None = None
@@ -126,14 +104,13 @@ class Checkpoints:
             path = env.job_dir / f"attempt{env.restart}" / "due"
             self._decisions = Decisions(StoreEntries(self._store) if several else FileEntries(path))
             self._snapshots = self._make_snapshots(self._dir)
-            updates.fence = self._snapshots.fence
             if env.rank == 0 and config.checkpoint.chosen_policy != "fixed":
                 self.pricing = Pricing(config, env.world_size, env.command.key)
         if env.rank == 0:
             link.at_end(self._mark_ended)
 
     def _store(self) -> Any:
-        return self._recovery.new_store("")
+        return self._job_store.below()
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -160,6 +137,11 @@ class Checkpoints:
         if last:
             self._part_with(top)
 
+    def fence(self) -> None:
+        """Return when what is being copied for a checkpoint may be changed."""
+        if self._snapshots is not None:
+            self._snapshots.fence()
+
     def near(self, index: int) -> bool:
         """In rank 0: whether a checkpoint may be made at this batch top, which is the next one, or soon after it."""
         if self._decisions is None:
@@ -178,7 +160,7 @@ class Checkpoints:
             try:
                 self._run, self._adopted = decode(self._store().get(_RUN), tuple[Name, str], _RUN)
             except DamagedRecord as error:
-                self._recovery.give_up(error)
+                self._endings.give_up(error)
         if self._decisions is not None:
             self._decisions.joined(top.version)
 
@@ -240,9 +222,9 @@ class Checkpoints:
                 top.index, {recovery_line.local_part(rank): dumps(local)}, images, self._meta(top)
             )
         except (SwiftError, OSError) as error:
-            generation = self._recovery.runtime.generation
+            generation = self._runtime.generation
             console(f"rank {rank}: no checkpoint at batch top {top.index}: {error}")
-            self._recovery.events.emit("warning", rank=rank, generation=generation, message=str(error))
+            self._events.emit("warning", rank=rank, generation=generation, message=str(error))
         if self.pricing is not None:
             self.pricing.begun(top.index, time.perf_counter() - started, taken)
         return taken
@@ -289,7 +271,7 @@ class Checkpoints:
             try:
                 self._session = text(self._store().compare_set("session", "", mine), "session", Name) or mine
             except DamagedRecord as error:
-                self._recovery.give_up(error)
+                self._endings.give_up(error)
         return self._session
 
     # -- what the writer says ----------------------------------------------------------------------
@@ -313,7 +295,7 @@ class Checkpoints:
         if not taken or self._snapshots is None:
             return False
         self._snapshots.fence()
-        runtime = self._recovery.runtime
+        runtime = self._runtime
         generation, limit_s, done = runtime.generation, min(self._env.config.detection.wait_timeout_s, _AWAIT_S), False
         what, ends = f"the checkpoint at batch top {top.index} to be committed", "it goes on without it"
         speaks = lambda: self._env.rank == 0  # noqa: E731 (all ranks wait for the same)
@@ -333,7 +315,7 @@ class Checkpoints:
             done = self.newest_top >= top.index
             if done and self.pricing is not None:
                 self.pricing.ended("stopped")
-            self._recovery.tell(SAVED, {"top": top.index, "done": done})
+            self._job_store.tell(SAVED, {"top": top.index, "done": done})
         if len(self._env.machines) < 2:
             while True:
                 threading.Event().wait()
@@ -363,13 +345,13 @@ class Checkpoints:
         """
         if self._origins is None:
             return None
-        runtime = self._recovery.runtime
+        runtime = self._runtime
         # At the start nobody was lost: a script comes here when it does, as without this product.
         limit_s = runtime.longest_s(runtime.world) if runtime.world is not None else None
         try:
             loaded = self._origins.choose(limit_s)
         except (WaitTimeout, DamagedRecord) as error:
-            self._recovery.give_up(error)
+            self._endings.give_up(error)
         if loaded is None:
             self.begins_anew()
             return None
@@ -381,7 +363,7 @@ class Checkpoints:
         self._store().set(_RUN, json.dumps([self._run, self._adopted]))
         if self.pricing is not None:
             self.pricing.went_back = True
-        return _restored(loaded)
+        return restored(loaded)
 
     def begins_anew(self) -> None:
         """This attempt begins at the beginning: find out what it leaves behind, to say so when training begins."""
@@ -414,7 +396,7 @@ class Checkpoints:
         """
         for line in self._mine():
             if line.step == index:
-                return _restored(recovery_line.load(line, self._env.rank))
+                return restored(recovery_line.load(line, self._env.rank))
         raise CorruptFile(f"rank {self._env.rank}: the checkpoint at batch top {index} is gone from {self._dir}")
 
     def _mine(self) -> list[Line]:
@@ -460,23 +442,6 @@ def named(
     }
 
 
-def _restored(loaded: Loaded) -> Restored:
-    local = loaded.local
-    return Restored(
-        loaded.top,
-        local["parts"],
-        local["ends"],
-        local["records"],
-        loaded.description,
-        loaded.tensors,
-        resized=loaded.resized,
-        added=loaded.added,
-        tier=loaded.line.tier,
-        workers=loaded.line.world_size,
-        collect=loaded.collect,
-    )
-
-
 def _note_orders(parts: dict[str, Any], board: Board) -> None:
     """Add to the states of loaders what of the board they need, which will be gone."""
     for _, state in loader_states(parts):
@@ -489,14 +454,3 @@ def _note_orders(parts: dict[str, Any], board: Board) -> None:
             state[REST] = rest_of(pack_indices(state["indices"]), used(state))
         elif last["order"] and used(state):
             state[REST] = rest_of(board.packed_order(order_name(state)), used(state))
-
-
-def ends_before(board: Board, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:
-    """Results and state of the entry calls that were finished before ``entry``."""
-    ends: dict[int, tuple[Any, dict[str, Any]]] = {}
-    for number in range(entry):
-        try:
-            ends[number] = board.read_end(number)
-        except (FileNotFoundError, CorruptFile):
-            continue
-    return ends

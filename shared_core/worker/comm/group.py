@@ -16,15 +16,13 @@ import torch.distributed
 
 from shared_core.errors import Unsupported
 from shared_core.worker.comm.compat import agreeing_on_buckets, called_by_reducer
+from shared_core.worker.comm.group_identity import GroupIdentity
 from shared_core.worker.comm.op import Op, SwiftWork, input_checksum, signature
-from shared_core.worker.comm.p2p import Channels
-from shared_core.worker.comm.runtime import GroupState, Runtime
 
 Tensors = list[torch.Tensor]
 
 #: Untyped, because torch's stubs leave out options and declare overloads that C++ resolves.
 dist: Any = torch.distributed
-_Base: Any = dist.ProcessGroup
 
 
 def _root_detail(opts: Any) -> int:
@@ -35,108 +33,8 @@ def _reduce_detail(opts: Any) -> int:
     return int(getattr(opts.reduceOp, "op", opts.reduceOp).value) if hasattr(opts, "reduceOp") else 0
 
 
-class SwiftProcessGroup(_Base):  # type: ignore[misc]
+class SwiftProcessGroup(GroupIdentity):
     """A process group whose communicator is replaced when a rank is lost, while every user keeps this object."""
-
-    def __init__(
-        self, runtime: Runtime, name: str, rank: int, size: int, ranks: Sequence[int], timeout: timedelta
-    ) -> None:
-        super().__init__(rank, size)
-        self._runtime = runtime
-        self._state = GroupState(name, rank, size, tuple(ranks), timeout, runtime.pool)
-        self._name = name
-        self._desc = ""
-        self._channels = Channels(runtime, self._state)
-        self._state.channels = self._channels
-
-    # -- identity ----------------------------------------------------------------------------------
-
-    def getBackendName(self) -> str:  # noqa: N802 (name given by torch)
-        return "swift"
-
-    def name(self) -> str:
-        return "swift"
-
-    def _get_backend_name(self) -> str:
-        return "swift"
-
-    def getSize(self) -> int:  # noqa: N802
-        return self._state.size
-
-    def getRank(self) -> int:  # noqa: N802
-        return self._state.rank
-
-    def size(self) -> int:
-        return self._state.size
-
-    def rank(self) -> int:
-        return self._state.rank
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        self._desc = desc
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._desc
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
-
-    @property
-    def bound_device_id(self) -> torch.device | None:
-        return None
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        """The inner gloo backend, for questions about its capabilities."""
-        if device.type != "cpu":
-            raise Unsupported(
-                f"backend swift has no communicator for {device.type}: only CPU tensors are supported in this version"
-            )
-        return self._runtime.inner_backend(self._state)
-
-    def _set_default_backend(self, backend: Any) -> None:
-        pass
-
-    def _register_backend(self, *args: Any) -> None:
-        pass
-
-    def _set_sequence_number_for_group(self) -> None:
-        pass
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._state.next
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._state.timeout = timeout
-
-    def get_group_store(self) -> Any:
-        return self._runtime.new_store(f"user/{self._name}")
-
-    def abort(self) -> None:
-        """Nothing to do: the runtime owns the communicators, and peers may still need this rank's log."""
-
-    def shutdown(self) -> None:
-        """Nothing to do, as :meth:`abort`."""
 
     # -- helpers -----------------------------------------------------------------------------------
 
@@ -157,7 +55,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         _dense("all_reduce", tensors)
         # Reduce into pooled buffers: the caller's tensors stay as the input of a retry, the buffers become the log.
-        buffers = [self._runtime.pool_take(t) for t in tensors]
+        buffers = [self._runtime.results.buffer(t) for t in tensors]
 
         def start(inner: Any) -> Any:
             for buffer, tensor in zip(buffers, tensors, strict=True):
@@ -181,7 +79,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
             checksum=self._inputs_checksum(tensors) if not bucket or self._runtime.bucket_checksums else 0,
         )
         if bucket:
-            self._runtime.before_bucket()
+            self._runtime.listener.before_bucket()
         return self._run(op, tensors)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SwiftWork:
@@ -191,7 +89,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
             plain.timeout = opts.timeout
         tensors = list(tensors)
         _dense("all_reduce_coalesced", tensors)
-        buffers = [self._runtime.pool_take(t) for t in tensors]
+        buffers = [self._runtime.results.buffer(t) for t in tensors]
         coalesced = dist.AllreduceCoalescedOptions()
         coalesced.reduceOp = plain.reduceOp
 
@@ -231,7 +129,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
         if ddp is not None:
             # DDP agrees on the order of its buckets once, after the first backward; a newcomer needs this whenever it
             # joins.
-            self._runtime.bucket_order(ddp, op)
+            self._runtime.listener.bucket_order(ddp, op)
         return self._run(op, tensors if root else ())
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
@@ -396,10 +294,10 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
     # -- point to point ----------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        return self._channels.send(_single(tensors), dst, tag)
+        return self._state.channels.send(_single(tensors), dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        return self._channels.recv(_single(tensors), src, tag)
+        return self._state.channels.recv(_single(tensors), src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         raise Unsupported(

@@ -104,9 +104,10 @@ class Op:
             self.install(self.results)
 
     def serve(self, results: Sequence[torch.Tensor]) -> None:
-        """Complete with a logged result instead of running."""
-        for own, logged in zip(self.results, results, strict=True):
-            own.data.copy_(logged.view(own.shape))
+        """Complete with these results instead of running: every operation that gloo does not run ends here."""
+        for own, result in zip(self.results, results, strict=True):
+            if own is not result:
+                own.data.copy_(result.view(own.shape))
         self.put()
         self.future.set_result(self.value)
 
@@ -162,6 +163,13 @@ class SwiftWork(dist.Work):
 def signature(name: str, tensors: Sequence[torch.Tensor], detail: int = 0) -> Signature:
     """What a replayed call of ``name`` on ``tensors`` must match."""
     return name, tuple(tuple(t.shape) for t in tensors), tuple(str(t.dtype) for t in tensors), detail
+
+
+def describe(logged: Signature) -> str:
+    """A call in words."""
+    name, shapes, dtypes, _ = logged
+    tensors = (dtype.removeprefix("torch.") + str(list(shape)) for shape, dtype in zip(shapes, dtypes, strict=True))
+    return f"{name}({', '.join(tensors)})"
 
 
 #: Inputs up to so many elements are summed whole, larger ones by as many evenly spaced elements.

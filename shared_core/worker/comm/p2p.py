@@ -7,8 +7,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,9 @@ from shared_core.errors import SwiftError
 from shared_core.faults import inject
 from shared_core.protocol.frontier import Channel, Done, channel_key
 from shared_core.system import threads
-from shared_core.worker.messages.archive import Key
-
-if TYPE_CHECKING:
-    from shared_core.worker.comm.runtime import GroupState, Runtime
+from shared_core.worker.comm.membership import Membership
+from shared_core.worker.comm.state import SharedState
+from shared_core.worker.messages.disk_log import DiskLog
 
 
 class P2PWork(dist.Work):
@@ -60,10 +60,19 @@ class P2PWork(dist.Work):
 
 
 class Channels:
-    """All channels of one group at one rank."""
+    """All channels of one group at one rank.
 
-    def __init__(self, runtime: Runtime, group: GroupState) -> None:
-        self._runtime, self._group = runtime, group
+    Args:
+        group: this rank's place in it.
+        state: what the groups share.
+        disk: the log on disk.
+        suspect: told of errors that a loss may explain.
+    """
+
+    def __init__(
+        self, group: Membership, state: SharedState, disk: DiskLog, suspect: Callable[[Exception], None]
+    ) -> None:
+        self._group, self._state, self._disk, self._suspect = group, state, disk, suspect
         self._sent: dict[Channel, int] = {}
         self._posted: dict[Channel, int] = {}
         self._received: dict[Channel, Done] = {}
@@ -81,26 +90,25 @@ class Channels:
         """Send ``tensor``; a copy stays here for a receiver that has to start over."""
         channel = (self._group.rank, dst, tag)
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-        with self._runtime.lock:
-            if self._runtime.starting:
+        with self._state.lock:
+            if self._state.starting:
                 return self._finished(P2PWork(self, channel, -1, copy))
             self._check_present("send")
             index = self._sent.get(channel, 0)
             self._sent[channel] = index + 1
-            self._log.setdefault(channel, deque()).append((index, self._runtime.top, copy))
+            self._log.setdefault(channel, deque()).append((index, self._state.top, copy))
             self.nbytes += copy.numel() * copy.element_size()
             # The copy is ours, so the caller need not wait: a send is done when it is posted.
             work = self._finished(P2PWork(self, channel, index, copy))
             live = self._group.inner is not None and channel not in self._streams
             if live and index >= self._has.get(channel_key(channel), 0):
                 self._post_send(copy, channel)
-        self._archive(channel, index, self._runtime.top, copy)
+        self._archive(channel, index, self._state.top, copy)
         return work
 
     def _archive(self, channel: Channel, index: int, top: int, copy: torch.Tensor) -> None:
-        archive = self._runtime.archive
-        if archive is not None and self._runtime.archived(self._group.ranks[channel[1]]):
-            archive.put(Key(self._name(channel), index, top, self._runtime.note), [copy])
+        if self._disk.archive is not None:
+            self._disk.put_message(self._group.ranks[channel[1]], self._name(channel), index, top, copy)
 
     def _name(self, channel: Channel) -> str:
         return f"{self._group.name}|{channel_key(channel)}"
@@ -114,9 +122,9 @@ class Channels:
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> P2PWork:
         """Receive into ``tensor``."""
         channel = (src, self._group.rank, tag)
-        with self._runtime.lock:
+        with self._state.lock:
             work = P2PWork(self, channel, self._posted.get(channel, 0), tensor)
-            if self._runtime.starting:
+            if self._state.starting:
                 return self._finished(work)
             self._check_present("recv")
             self._posted[channel] = work.index + 1
@@ -125,8 +133,8 @@ class Channels:
         return work
 
     def _check_present(self, name: str) -> None:
-        if self._runtime.absent:
-            self._runtime.cannot_complete(f"{name} in group {self._group.name!r}")
+        if self._state.absent:
+            self._state.listener.cannot_complete(f"{name} in group {self._group.name!r}")
 
     def awaited(self) -> bool:
         """Whether a message is being waited for."""
@@ -139,31 +147,31 @@ class Channels:
     def wait(self, work: P2PWork) -> None:
         """Wait for ``work``, across failures."""
         work.awaited = threading.current_thread() is threading.main_thread()
-        with self._runtime.turn.passed_on():
+        with self._state.turn.passed_on():
             self._wait(work)
 
     def _wait(self, work: P2PWork) -> None:
-        runtime, group = self._runtime, self._group
+        state, group = self._state, self._group
         while True:
-            with runtime.lock:
+            with state.lock:
                 while not work.done and work.inner_work is None and work.error is None:
-                    runtime.raise_if_ended()
-                    runtime.changed.wait(1.0)
+                    state.raise_if_ended()
+                    state.changed.wait(1.0)
                 if work.done:
                     return
                 if work.error is not None:
                     raise work.error
                 inner = work.inner_work
                 group.inflight += 1
-                runtime.note_waiting(+1)
+                state.note_waiting(+1)
             error: RuntimeError | None = None
             try:
                 # Explicitly, because gloo otherwise keeps to the time-out it was connected with.
                 inner.wait(group.timeout)
             except RuntimeError as caught:
                 error = caught
-            with runtime.lock:
-                runtime.note_waiting(-1)
+            with state.lock:
+                state.note_waiting(-1)
                 if work.inner_work is not inner:
                     # A recovery had given it up and told the others that the message is not here: it comes again.
                     continue
@@ -172,10 +180,10 @@ class Channels:
                     self._complete(work)
                 else:
                     work.inner_work = None
-                runtime.changed.notify_all()
+                state.changed.notify_all()
             if error is None:
                 return
-            runtime.suspect(error)
+            self._suspect(error)
 
     # -- failures ----------------------------------------------------------------------------------
 
@@ -191,7 +199,7 @@ class Channels:
     def _first(self, channel: Channel) -> int:
         log = self._log.get(channel)
         first = log[0][0] if log else self._sent[channel]
-        archive = self._runtime.archive
+        archive = self._disk.archive
         # What is on disk counts if it reaches up to what is in memory: the disk may have failed, and the receiver may
         # have come into this rank's group since.
         on_disk = archive.first(self._name(channel), before=first) if archive is not None else None
@@ -230,15 +238,15 @@ class Channels:
                     self._post(by_index[index])
                 else:  # finished out of order: the sender repeats it, nobody needs it
                     like = next(iter(works)).tensor
-                    self._again.append(self._inner().recv([torch.empty_like(like)], channel[0], channel[2]))
+                    self._again.append(self._group.pg.recv([torch.empty_like(like)], channel[0], channel[2]))
 
     def _stream(self, channel: Channel, index: int) -> None:
         """Thread: send a receiver that starts far back what is on disk, while it computes, until it is level."""
-        inner, archive = self._group.inner, self._runtime.archive
+        inner, archive = self._group.inner, self._disk.archive
         assert inner is not None and archive is not None
         try:
             while True:
-                with self._runtime.lock:
+                with self._state.lock:
                     if self._group.inner is not inner:
                         return  # the next generation begins anew
                     if index >= self._sent[channel]:
@@ -252,9 +260,9 @@ class Channels:
                 index += 1
                 inject.point("recovery.streamed")
         except SwiftError as error:
-            self._runtime.unreadable(error)
+            self._state.listener.unreadable(error)
         except RuntimeError as error:
-            self._runtime.suspect(error)
+            self._suspect(error)
 
     def cut(self) -> None:
         """The inner group is gone. Callers hold the lock."""
@@ -278,24 +286,20 @@ class Channels:
 
     # -- inner -------------------------------------------------------------------------------------
 
-    def _inner(self) -> Any:
-        assert self._group.inner is not None
-        return self._group.inner.pg
-
     def _post(self, work: P2PWork) -> None:
         if self._group.inner is None:
             return  # posted when the next generation is there
         source, _, tag = work.channel
         try:
-            work.inner_work = self._inner().recv([work.tensor], source, tag)
+            work.inner_work = self._group.pg.recv([work.tensor], source, tag)
             work.begun = time.monotonic()
         except RuntimeError as error:
             self._refused(error)
-        self._runtime.changed.notify_all()
+        self._state.changed.notify_all()
 
     def _post_send(self, tensor: torch.Tensor, channel: Channel) -> None:
         try:
-            self._sending.append(self._inner().send([tensor], channel[1], channel[2]))
+            self._sending.append(self._group.pg.send([tensor], channel[1], channel[2]))
         except RuntimeError as error:
             self._refused(error)
 
@@ -307,7 +311,7 @@ class Channels:
         """
         if "gloo/transport" not in str(error):
             raise error
-        self._runtime.suspect(error)
+        self._suspect(error)
 
     def _complete(self, work: P2PWork) -> None:
         if work.done:

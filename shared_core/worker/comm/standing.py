@@ -7,8 +7,9 @@ from typing import Any
 
 from shared_core.protocol.frontier import channel_key
 from shared_core.protocol.standstill import Standing
-from shared_core.worker.comm.op import Op
-from shared_core.worker.comm.runtime import GroupState, Runtime, describe
+from shared_core.worker.comm.groups import GroupState
+from shared_core.worker.comm.op import Op, describe
+from shared_core.worker.comm.runtime import Runtime
 
 
 def standing(runtime: Runtime, look: int) -> Standing | None:

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shared_core.config import ranges_of
-from shared_core.errors import ConfigError, RecoveryFailed, SwiftError
+from shared_core.errors import ConfigError
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system.jobdir import log_folder, own
-from shared_core.worker.comm import Runtime
-from shared_core.worker.messages.archive import Archive
-
-#: Who waits for a peer waits for its replay too, which may take longer than a program expects of an operation.
-_PATIENCE = timedelta(days=1)
+from shared_core.worker.messages.archive import Archive, Key
+from shared_core.worker.messages.group_log import Entry, Logged, read_signature
 
 
 def together(groups: str, rank: int, world_size: int, local_world_size: int) -> tuple[int, ...]:
@@ -57,31 +52,34 @@ def together(groups: str, rank: int, world_size: int, local_world_size: int) -> 
     return (rank,)
 
 
-class Logs:
-    """Opens the log on disk and cuts it back.
+class DiskLog:
+    """The log on disk of this rank. Nothing is logged before :meth:`open`.
 
     Args:
         env: what the launcher told this worker.
-        runtime: the groups.
-        newest_top: batch top of the newest checkpoint that this rank knows to be committed; 0 for none.
-        fall_back: goes back to a checkpoint with all ranks.
+
+    Attributes:
+        archive: the files; None before :meth:`open`.
     """
 
-    def __init__(
-        self, env: WorkerEnv, runtime: Runtime, newest_top: Callable[[], int], fall_back: Callable[[str], Any]
-    ) -> None:
-        self._env, self._runtime, self._newest_top, self._fall_back = env, runtime, newest_top, fall_back
-        self._mark: tuple[Any, torch.Tensor] | None = None
+    def __init__(self, env: WorkerEnv) -> None:
+        self._env = env
+        self.archive: Archive | None = None
+        self._note: dict[str, Any] = {}
         self._commits = [0, 0]
         self._groups: list[tuple[int, frozenset[int]]] = []  # from a batch top on: who starts again together
 
-    def open(self) -> None:
-        """Log to disk from now on. A newcomer goes on with what its predecessor has left on this machine."""
-        if self._runtime.archive is not None:
-            return
+    def open(self, top: int) -> bool:
+        """Log to disk from batch top ``top`` on. A newcomer goes on with what its predecessor has left on this machine.
+
+        Returns:
+            False if the log was open already.
+        """
+        if self.archive is not None:
+            return False
         env = self._env
         nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.regroup(together(env.config.log.groups, env.rank, env.world_size, nproc))
+        self.regroup(together(env.config.log.groups, env.rank, env.world_size, nproc), top)
         mine = log_folder(env.config.log.dir, env.job_dir) / f"rank{env.rank}"
         with suppress(OSError):  # a folder that cannot be made: the archive says so
             own(mine.parent)
@@ -92,15 +90,14 @@ class Logs:
         owner = f"{env.job} rank {env.rank} attempt {env.restart}"
         again = folder.is_dir()
         make = Archive.reopen if again else Archive
-        self._runtime.unreadable = self._unreadable
-        self._runtime.archived = lambda destination: destination not in self._groups[-1][1]
-        for group in self._runtime.groups.values():
-            group.timeout = max(group.timeout, _PATIENCE)
         config = env.config
         archive = make(folder, ring_bytes=config.log.ring_bytes, segment_bytes=config.log.segment_bytes, owner=owner)
         if again:
             archive.verify()  # what is damaged is written again by the replay, what is whole is not
-        self._runtime.open_archive(archive)
+        self.archive = archive
+        return True
+
+    # -- who starts again together -----------------------------------------------------------------
 
     @property
     def together(self) -> tuple[int, ...]:
@@ -109,39 +106,58 @@ class Logs:
         """
         return tuple(sorted(frozenset[int]().union(*(ranks for _, ranks in self._groups))))
 
-    def regroup(self, ranks: Iterable[int]) -> None:
-        """From now on these ranks, this one among them, start again together: messages between them are not logged."""
-        self._groups.append((self._runtime.top, frozenset(ranks)))
-
-    def mark(self) -> None:
-        """Tell all ranks that this one has published a batch top, and which checkpoint it knows to be committed; call
-        right after the top. Nobody waits for it before the next one.
-
-        What the ranks have all left behind is dropped from the logs.
+    def regroup(self, ranks: Iterable[int], top: int) -> None:
+        """From batch top ``top`` on these ranks, this one among them, start again together: messages between them are
+        not logged.
         """
-        if self._mark is not None:
-            work, newest = self._mark
-            work.wait()
-            self._committed(int(newest))
-        newest = torch.tensor(self._newest_top())
-        checksums, self._runtime.checksums = self._runtime.checksums, False  # a newcomer may know of a newer one
-        try:
-            self._mark = dist.all_reduce(newest, op=dist.ReduceOp.MAX, async_op=True), newest
-        finally:
-            self._runtime.checksums = checksums
+        self._groups.append((top, frozenset(ranks)))
 
-    def _committed(self, top: int) -> None:
+    # -- writing and reading -----------------------------------------------------------------------
+
+    def describe(self, note: dict[str, Any]) -> None:
+        """What the log says of the messages sent from now on; plain data."""
+        self._note = note
+
+    def put_message(self, destination: int, channel: str, index: int, top: int, tensor: torch.Tensor) -> None:
+        """Log a message, unless its receiver starts again together with this rank.
+
+        Args:
+            destination: global rank of the receiver.
+            channel: as it is named in the log.
+            index: number in the channel.
+            top: the batch top before it.
+            tensor: which must not change any more.
+        """
+        if self.archive is not None and destination not in self._groups[-1][1]:
+            self.archive.put(Key(channel, index, top, self._note), [tensor])
+
+    def put_result(self, group: str, seq: int, entry: Entry, results: Sequence[torch.Tensor]) -> None:
+        """Log what a collective gave."""
+        if self.archive is not None:
+            note = {"signature": entry.signature}
+            self.archive.put(Key(group, seq, entry.top, note), [t.detach().clone() for t in results])
+
+    def result(self, group: str, seq: int) -> Logged:
+        """What was called as operation ``seq`` of a group and what it gave.
+
+        Raises:
+            CorruptFile: if it is damaged.
+        """
+        assert self.archive is not None
+        key, results = self.archive.read(group, seq)
+        return read_signature(key.note["signature"]), results
+
+    def committed(self, top: int) -> None:
+        """All ranks know that the checkpoint at this batch top is committed: drop what lies before the one before it,
+        and log again if logging had stopped.
+        """
         if top <= self._commits[1]:
             return
         self._commits = [self._commits[1], top]
-        archive = self._runtime.archive
-        if archive is None:
+        if self.archive is None:
             return
-        archive.drop_before(self._commits[0])
+        self.archive.drop_before(self._commits[0])
         while len(self._groups) > 1 and self._groups[1][0] <= self._commits[0]:
             del self._groups[0]
-        if archive.stats.failed is not None:
-            archive.restart()
-
-    def _unreadable(self, error: SwiftError) -> None:
-        self._fall_back(str(RecoveryFailed(f"rank {self._env.rank}: the log on disk cannot be read: {error}")))
+        if self.archive.stats.failed is not None:
+            self.archive.restart()

@@ -16,6 +16,8 @@ from shared_core.faults import inject
 
 #: (operation, shapes, dtypes, root or reduce operation): what a replayed call must match.
 Signature = tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...], int]
+#: What was called, and what it gave.
+Logged = tuple[Signature, list[torch.Tensor]]
 
 
 def read_signature(raw: Sequence[Any]) -> Signature:

@@ -40,7 +40,7 @@ class Spilling:
                 self._told = True
                 console_once(
                     "spill",
-                    f"rank {self._rank}: logged messages stay in memory, beyond log_spill_bytes={keep_bytes}: "
+                    f"rank {self._rank}: logged messages stay in memory, beyond log.spill_bytes={keep_bytes}: "
                     f"the folder for temporary files {log.folder} cannot be written {what_to_do(error)}, or set "
                     "TMPDIR to another folder. The job goes on",
                 )

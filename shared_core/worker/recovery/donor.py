@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from shared_core.encoding.plain import pieces
 from shared_core.protocol.cut import Cut, Offer
+from shared_core.protocol.mirroring import REPLICATED
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.worker.recovery.resize import hand_on
 from shared_core.worker.state.publications import Board
 from shared_core.worker.state.updates import Updates
 
@@ -77,4 +78,4 @@ class Donor:
             RecoveryFailed: if it cannot be had.
         """
         with self._updates.at_version(cut.version, cut.top) as (description, tensors):
-            hand_on(self._board, description, tensors)
+            self._board.put(REPLICATED, b"", pieces((description, list(tensors))))

@@ -1,67 +1,31 @@
-"""The forming of a generation, seen from a worker (DESIGN section 6, steps 2 to 7).
-
-A watcher thread waits for the agent's announcement of a loss. Survivors cut their connections, post their frontier,
-and wait for the newcomer; all compute the
-same plan, connect, move what the plan says, and install it only after a barrier. If anybody is lost meanwhile, the
-generation is abandoned and the next one
-formed: nothing is ever half-installed.
-"""
+"""How ranks that form a generation meet: they connect, and move logged results and state for newcomers."""
 
 from __future__ import annotations
 
-import os
-import threading
-import time
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
-from shared_core.errors import (
-    CorruptFile,
-    DamagedRecord,
-    GenerationAbandoned,
-    NotConnected,
-    RecoveryFailed,
-    SwiftError,
-    WaitTimeout,
-)
-from shared_core.events import EventLog, console
+from shared_core.errors import CorruptFile, GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError
 from shared_core.faults import inject
-from shared_core.launcher.ledger import LET_IN, let_in_key, read_entry
-from shared_core.protocol.admission import let_in
-from shared_core.protocol.codec import word as record_word
-from shared_core.protocol.cut import Offer, choose_cut
-from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
-from shared_core.protocol.plan import Plan, decide
-from shared_core.protocol.worker_env import Resized, WorkerEnv
-from shared_core.system import threads
-from shared_core.waiting import FOREVER_S, Wait, ranks_text, wait_for
+from shared_core.protocol.frontier import Top
+from shared_core.protocol.plan import Plan
+from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.waiting import Wait, ranks_text
+from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import InnerGroup, finish
-from shared_core.worker.comm.runtime import MAX_ATTEMPTS, GroupState, Runtime
-from shared_core.worker.link import connect_store, report, tell
-from shared_core.worker.messages.archive import Archive
+from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.messages.group_log import Signature, read_signature
 from shared_core.worker.recovery.donor import Donor
+from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.rank_copy import pack
-from shared_core.worker.recovery.resize import local_state
 from shared_core.worker.recovery.transfer import receive, send
 from shared_core.worker.state.publications import Board
 
-#: Exit code of a newcomer that prepared for a batch top which a further loss made useless; the agent starts another.
-EXIT_STALE = 75
-#: The agent's words for the cause of a loss when it replaces a worker whose state is in the minority.
-DIVERGENT = "state differs from its replicas'"
 #: Results to serve: per group and sequence number, what was called and what it gave.
 Replay = dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]]
-_FOREVER = timedelta(days=365)
-#: How long the launcher may take to end a worker that has ended the job, in seconds.
-_END_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +47,19 @@ class Replaying:
 
 @dataclass
 class Received:
-    """What a newcomer got, staged until the generation is agreed."""
+    """What a rank got, staged until the generation is agreed.
+
+    Attributes:
+        top: where a newcomer starts.
+        description: of the replicated state; None for the one that the newcomer begins with.
+        tensors: of the replicated state.
+        generation: in which this was moved.
+        nbytes: that this rank has sent and received.
+        replayed: logged operations that it was given.
+        replay: their results.
+        replaying: newcomers that run on from a checkpoint.
+        local: the donor's rank-local state, of which this newcomer becomes a copy.
+    """
 
     top: Top | None = None
     description: dict[str, Any] | None = None
@@ -91,505 +67,38 @@ class Received:
     generation: int = 0
     nbytes: int = 0
     replayed: int = 0
+    replay: Replay = field(default_factory=dict)
     replaying: Replaying | None = None
     local: torch.Tensor | None = None
 
 
-class Recovery:
-    """Forms generations for one worker.
+class Exchange:
+    """Connects all ranks and moves what a plan says, on all of them or on none.
 
     Args:
         env: what the launcher told this worker.
-        runtime: the groups.
-        board: this rank's publications.
-        events: the job's event log.
-        state: the job's replicated state.
+        runtime: the groups, with their logs.
+        lifecycle: says when a generation is given up.
+        board: what this rank has published.
+        donor: its replicated state.
+
+    Attributes:
+        received: what the newest attempt has moved.
     """
 
-    def __init__(self, env: WorkerEnv, runtime: Runtime, board: Board, events: EventLog, state: Donor) -> None:
-        self.env, self.runtime, self.board, self.events, self.state = env, runtime, board, events, state
-        self.newcomer = env.incarnation > 0
-        self.target: Top | None = None
-        self.prepared = False
-        #: A newcomer that the others do not wait for: it asks to be let in.
-        self.knocks = False
-        self.on_recovered: Callable[[dict[str, Any]], None] = lambda fields: None
-        self.on_reroute: Callable[[float], None] = lambda detected: None
-        self.on_replay: Callable[[Replaying], None] = lambda replaying: None
-        self.saved_tops: Callable[[], list[Top]] = list
-        self.together: Callable[[], tuple[int, ...]] = tuple
-        self._records: dict[int, dict[str, Any]] = {}
-        self._watcher: threading.Thread | None = None
-        self._tops: tuple[Top, ...] = ()
-        self.verify_version: int | None = None
-        self._prepared_for = -1
-        self._recovering = threading.Lock()
-        self._client: Any = None
-        self._client_lock = threading.Lock()
-        self._forming: InnerGroup | None = None
-        self._for_later: Replay = {}
-        self._moved = Received()
-        runtime.cannot_complete = self._cannot_complete
+    def __init__(self, env: WorkerEnv, runtime: Runtime, lifecycle: Lifecycle, board: Board, donor: Donor) -> None:
+        self._rank, self._world_size = env.rank, env.world_size
+        self._runtime, self._lifecycle, self._board, self._donor = runtime, lifecycle, board, donor
+        self._inner: InnerGroup | None = None
+        self.received = Received()
 
-    # -- store -------------------------------------------------------------------------------------
+    def sever(self) -> None:
+        """A further loss is known: cut what is being connected. Call it under the runtime's lock."""
+        if self._inner is not None:
+            self._inner.sever()
 
-    def new_store(self, prefix: str) -> Store:
-        """The agent's store below this attempt's prefix, over the one connection that all threads of the process share.
-
-        One connection, because torch looks up the peer's name whenever it makes one, which can take seconds; nobody
-        blocks in it.
-        """
-        with self._client_lock:
-            if self._client is None:
-                self._client = connect_store(self.runtime.wait_timeout_s, self.env)
-        return PrefixStore((self.env.prefix + prefix).rstrip("/"), self._client)
-
-    def tell(self, name: str, value: Any) -> None:
-        """Set a key that the agent acts on."""
-        self.new_store("")
-        tell(self._client, name, value, prefix=self.env.prefix)
-
-    def report(self, value: dict[str, Any]) -> None:
-        """Tell the agent something that it shows to the user."""
-        self.new_store("")
-        report(self._client, value, prefix=self.env.prefix)
-
-    # -- life --------------------------------------------------------------------------------------
-
-    def prepare(self) -> None:
-        """Newcomer: decide where to start, before the user's code has done anything that depends on it. First
-        workers: nothing.
-        """
-        if self.prepared:
-            return
-        self.prepared = True
-        self.runtime.latest = self.env.generation
-        self.board.follow(self.env.machines)
-        if not self.newcomer:
-            self._watcher = threads.start(self._watch, name="swift-watcher")
-            return
-        self._tops = (*self.saved_tops(), *self.board.tops())
-        self._watcher = threads.start(self._watch, name="swift-watcher")
-        store = self.new_store("")
-        try:
-            record = self._records[self.env.generation] = self._entry(store, self.env.generation)
-        except DamagedRecord as error:
-            self.give_up(error)
-        if self.env.rank in record.get("stay", ()):  # started while the number of workers changes
-            threads.start(self._leave, (record,), name="swift-leave")
-        if record.get("absent"):
-            with self.runtime.lock:
-                self.knocks = self.runtime.starting = True
-                self.runtime.records = dict(self.board.records())
-            return
-        while True:
-            generation = self.runtime.latest
-            try:
-                self._post_front(store, generation, self._newcomer_front())
-                plan = decide(self._fronts(store, generation))
-                break
-            except GenerationAbandoned:
-                continue
-            except RecoveryFailed as error:
-                self.fall_back(str(error))
-            except (WaitTimeout, DamagedRecord) as error:
-                self.give_up(error)
-        self.target = plan.tops.get(self.env.rank)
-        with self.runtime.lock:
-            self._prepared_for = generation
-            if self.target is not None:
-                self.runtime.starting = True
-                self.runtime.records = dict(self.board.records())
-        if self.runtime.latest > generation:
-            self._post_front(store, self.runtime.latest, self._newcomer_front())
-
-    def first_group(self) -> None:
-        """The default group exists: form the first generation, or, in a newcomer with a batch top to reach, wait
-        until it is there.
-        """
-        self.prepare()
-        if self.runtime.starting:
-            return
-        self.join()
-
-    def join(self) -> Received:
-        """Form a generation on this thread and take over (newcomer) or begin (first workers). Returns what was
-        received.
-        """
-        store = self.new_store("")
-        while True:
-            with self.runtime.lock:
-                # While the number of workers changes nothing is formed.
-                self._wait(
-                    "the others to hand their state on, because the number of workers changes",
-                    lambda: "stay" not in self._records.get(self.runtime.latest, {}),
-                )
-                generation = self.runtime.latest
-            try:
-                with (
-                    self._recovering
-                ):  # a recovery of the next generation begins when this one is installed, or given up
-                    return self._form(store, generation)
-            except GenerationAbandoned:
-                with self.runtime.lock:
-                    self.runtime.changed.wait_for(lambda seen=generation: self.runtime.latest > seen, timeout=0.5)  # type: ignore[misc]
-            except RecoveryFailed as error:
-                self.fall_back(str(error))
-            except (WaitTimeout, DamagedRecord) as error:
-                self.give_up(error)
-
-    def _watch(self) -> None:
-        """Thread: follow the announcements; a survivor recovers here."""
-        try:
-            # It blocks in its store, so it has a connection of its own.
-            store = PrefixStore(self.env.prefix.rstrip("/"), connect_store(FOREVER_S, self.env))
-            while True:
-                key = f"gen/{self.runtime.latest + 1}"
-                store.wait([key], _FOREVER)
-                record = self._entry(store, self.runtime.latest + 1)
-                if record.get("over"):
-                    return  # the agent does what follows
-                if record["incarnations"][self.env.rank] > self.env.incarnation:
-                    os._exit(EXIT_STALE)  # another worker has this rank: this machine was taken for lost
-                self.board.follow(record.get("machines", ()))
-                with self.runtime.lock:
-                    self._records[record["generation"]] = record
-                    self.runtime.latest = record["generation"]
-                    self.runtime.absent = frozenset(record.get("absent", ()))
-                    self.runtime.changed.notify_all()
-                    live = self.runtime.generation >= 0
-                    if self._forming is not None:
-                        self._forming.sever()
-                if "stay" in record:
-                    if self.env.rank in record["stay"]:
-                        threads.start(self._leave, (record,), name="swift-leave")
-                elif record.get("absent"):
-                    if live:
-                        threads.start(self._go_on, (record,), name="swift-recovery")
-                elif live:
-                    threads.start(self._recover, (record,), name="swift-recovery")
-                else:
-                    threads.start(self._stay, name="swift-stay")
-                    if self.newcomer and self._prepared_for >= 0:
-                        self._post_front(self.new_store(""), record["generation"], self._newcomer_front())
-        except RuntimeError:
-            os._exit(1)  # the store is gone: so is the agent
-        except DamagedRecord as error:
-            self.give_up(error)
-        except Exception as error:  # noqa: BLE001 (a dead watcher would hang the job: end it with the reason)
-            self._fatal(error)
-
-    def _entry(self, store: Store, generation: int) -> dict[str, Any]:
-        key = f"gen/{generation}"
-        return read_entry(store.get(key), key, generation, self.env.world_size)
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """What the agent said of the newest generation; empty for the first."""
-        return self._records.get(self.runtime.latest, {})
-
-    def _go_on(self, record: dict[str, Any]) -> None:
-        """Thread of a survivor that goes on without the lost ranks: nothing is formed until they are let in."""
-        self.on_reroute(record["detected"])
-        with self._recovering:
-            self.runtime.break_off()
-            inject.point("recovery.severed")
-            waits = None
-            if not self._abandoned(record["generation"]) and (what := self.runtime.under_way()):
-                waits = self.runtime.withdraw()
-                if waits is None:
-                    self._cannot_complete(what)
-        self.events.emit(
-            "survivor_ready",
-            rank=self.env.rank,
-            generation=record["generation"],
-            detected=record["detected"],
-            ready_s=time.time() - record["detected"],
-        )
-        if waits is not None:  # the program's thread does not run: what it would do in here is done for it
-            try:
-                if not self.runtime.await_absent():
-                    self._cannot_complete(what)
-                self.runtime.call_again(*waits)
-            except Exception as error:  # noqa: BLE001 (it would wait for ever)
-                self._fatal(error)
-
-    def _cannot_complete(self, what: str) -> None:
-        absent = ", ".join(map(str, sorted(self.runtime.absent)))
-        self.fall_back(
-            f"rank {self.env.rank} is in {what}, which waits for all ranks, and rank {absent} is absent. With "
-            "on_failure='reroute' only training steps go on without a lost rank"
-        )
-
-    def let_in(self, generation: int) -> Received:
-        """Form a generation with newcomers that have knocked, on the program's thread of all ranks, survivors standing
-        at the same batch top; see :func:`shared_core.protocol.admission`.
-
-        Raises:
-            GenerationAbandoned: if somebody was lost meanwhile, and the newcomers are not in.
-        """
-        store, key = self.new_store(""), let_in_key(generation)
-        joining = self.runtime.generation < 0
-        with self._recovering:
-            try:
-                front = self._newcomer_front() if joining else self._survivor_front()
-                self._post_front(store, generation, replace(front, tops=tuple(self.board.tops()[-1:])))
-                fronts = self._fronts(store, generation)
-                plan = let_in(fronts)
-                self.verify_version = max(each.version for each in fronts.values()) + 1
-                inner = self._let_in(plan, store, generation, key)
-                self._install(plan, inner, generation, {}, joining, settled=True)
-                inject.point("recovery.installed")
-            except RecoveryFailed as error:
-                self.fall_back(str(error))
-            except DamagedRecord as error:
-                self.give_up(error)
-        return self._moved
-
-    def _let_in(self, plan: Plan, store: Store, generation: int, key: str) -> InnerGroup | None:
-        """Connect and move. A group, or None if another loss has ended the generation with the newcomers in.
-
-        Raises:
-            GenerationAbandoned: if it has ended without them.
-        """
-        inner = None
-        try:
-            inner, _, _ = self._connect(plan, generation)
-            # Whoever is first says whether the newcomers are in: one of us, or an agent that has seen another loss.
-            word = store.compare_set(key, "", "yes")
-            inject.point("lane.agreed")
-        except GenerationAbandoned:
-            # Somebody may have come further than we did. Then all have got to the barrier, with all that they need.
-            if not store.check([key]):
-                raise
-            word = store.get(key)
-        if record_word(word, LET_IN, key) == "yes":
-            return inner
-        if inner is not None:
-            inner.discard()
-        raise GenerationAbandoned("another loss came first")
-
-    def _leave(self, record: dict[str, Any]) -> None:
-        """Thread: the number of workers changes."""
-        with self._recovering:
-            try:
-                self._leave_once(record["generation"], record["stay"])
-            except GenerationAbandoned:
-                return  # somebody else was lost, or nobody leaves
-            except Exception as error:  # noqa: BLE001 (a full disk, too: whatever it is, another way must be found)
-                if not isinstance(error, DamagedRecord):
-                    traceback.print_exc()
-                self.tell("declined", {"generation": record["generation"], "reason": f"rank {self.env.rank}: {error}"})
-
-    def _leave_once(self, generation: int, stay: list[int]) -> None:
-        if self.runtime.generation >= 0:
-            self.runtime.break_off()
-        if self._abandoned(generation):
-            return
-        inject.point("resize.severed")
-        store, key = self.new_store(""), f"gen/{generation}"
-
-        def wait(keys: dict[int, str], what: str) -> None:
-            self._wait_for(store, keys, generation, f"{what} (the number of workers changes)")
-
-        store.set(f"{key}/offer/{self.env.rank}", self.state.offer().to_json())
-        keys = {rank: f"{key}/offer/{rank}" for rank in stay}
-        wait(keys, "to say what state they have")
-        raws = zip(keys.items(), store.multi_get(list(keys.values())), strict=True)
-        offers = [Offer.from_json(raw, name, rank) for (rank, name), raw in raws]
-        cut = choose_cut({offer.rank: offer for offer in offers})
-        inject.point("resize.cut")
-        if self.env.rank in cut.donors.values():
-            self.state.hand_on(cut)
-            store.set(f"{key}/handed/{self.env.rank}", "1")
-        if self.env.rank == min(stay):
-            resized = Resized(self.env.restart, self.env.world_size, tuple(stay), cut.top)
-            if cut.top and not self.env.machines:
-                local_state(self.env, resized)  # only to know that it can be done
-            wait({rank: f"{key}/handed/{rank}" for rank in cut.donors.values()}, "to hand their state on")
-            self.tell("handed", {"generation": generation, "top": cut.top})
-
-    def _stay(self) -> None:
-        """Thread of a worker that has not joined yet: if the number of workers was to change, it does not."""
-        with self._recovering:
-            if "stay" not in self._records.get(self.runtime.latest, {}):
-                self.state.withdraw()
-
-    def _recover(self, record: dict[str, Any]) -> None:
-        generation = record["generation"]
-        with self._recovering:
-            try:
-                self._recover_once(generation, record)
-            except GenerationAbandoned:
-                return  # the thread of the next generation takes over
-            except RecoveryFailed as error:
-                self.fall_back(str(error))
-            except (WaitTimeout, DamagedRecord) as error:
-                self.give_up(error)
-            except Exception:
-                # This worker cannot go on, but another may take its place; the agent bounds how often.
-                traceback.print_exc()
-                os._exit(1)
-
-    def _recover_once(self, generation: int, record: dict[str, Any]) -> None:
-        if self.runtime.latest > generation:
-            # Cut anyway: whoever waits for the lost rank must not wait for us.
-            self.runtime.break_off()
-            return
-        self.state.withdraw()
-        self.runtime.break_off()
-        inject.point("recovery.severed")
-        store = self.new_store("")
-        self._post_front(store, generation, self._survivor_front())
-        self.events.emit(
-            "survivor_ready",
-            rank=self.env.rank,
-            generation=generation,
-            detected=record["detected"],
-            ready_s=time.time() - record["detected"],
-        )
-        inject.point("recovery.frontier")
-        received = self._form(store, generation, posted=True)
-        fields = {
-            "lost": record["lost"],
-            "detected": record["detected"],
-            "bytes_moved": received.nbytes,
-            "resolution": "replay" if received.replaying else "replica",
-        }
-        self.on_recovered({"generation": generation, **fields})
-        if received.replaying is not None:
-            self.on_replay(received.replaying)
-
-    # -- forming -----------------------------------------------------------------------------------
-
-    def _abandoned(self, generation: int) -> bool:
-        return self.runtime.latest > generation
-
-    def _wait_for(self, store: Store, keys: dict[int, str], generation: int, what: str) -> None:
-        """Wait for keys that ranks set in a generation.
-
-        Raises:
-            GenerationAbandoned: if it ends meanwhile.
-            WaitTimeout: if one does not come.
-        """
-        limit_s, bound, world = self.runtime.wait_timeout_s, "wait_timeout_s", self.runtime.world
-        if generation == 0 and world is not None and self.runtime.longest_s(world) > limit_s:
-            # Nobody was lost: the scripts come here when they do, as without this product.
-            limit_s, bound = self.runtime.longest_s(world), "time-out of the process group"
-        wait_for(store, keys, lambda: self._abandoned(generation), limit_s, self.env.rank, what, bound=bound)
-
-    def _wait(self, whom: str, done: Callable[[], bool], *, speaks: bool = True) -> None:
-        """Wait for what a change of the runtime says. Callers hold its lock.
-
-        Raises:
-            WaitTimeout: if it does not come.
-        """
-        who, limit_s = f"rank {self.env.rank}", self.runtime.wait_timeout_s
-        advice = "See above why that does not happen; raise wait_timeout_s if it is only slow."
-        wait = Wait(who, whom, limit_s, speaks=lambda: speaks, advice=advice)
-        wait.until(self.runtime.changed, done)
-
-    def _why(self, do: str, generation: int) -> str:
-        """Why ranks are waited for that are to do something, for the line that says so."""
-        record = self._records.get(generation, {})
-        lost = record.get("lost")
-        if None in record.get("machines", ()):
-            return f"to {do} (their machine was lost, and no other one has taken its place yet)"
-        if not lost:
-            return f"to {do}"
-        its = "its newcomer runs" if len(lost) == 1 else "their newcomers run"
-        verb = "was" if len(lost) == 1 else "were"
-        return f"to {do} ({ranks_text(lost)} {verb} lost, {its} the script up to there)"
-
-    def _post_front(self, store: Store, generation: int, front: Frontier) -> None:
-        store.set(f"gen/{generation}/front/{self.env.rank}", front.to_json())
-
-    def _fronts(self, store: Store, generation: int) -> dict[int, Frontier]:
-        keys = {rank: f"gen/{generation}/front/{rank}" for rank in range(self.env.world_size)}
-        self._wait_for(store, keys, generation, self._why("create the process group", generation))
-        return read_fronts(dict(zip(keys, store.multi_get(list(keys.values())), strict=True)), keys)
-
-    def _newcomer_front(self) -> Frontier:
-        return Frontier(
-            rank=self.env.rank,
-            incarnation=self.env.incarnation,
-            newcomer=True,
-            version=0,
-            tops=self._tops,
-        )
-
-    def _survivor_front(self) -> Frontier:
-        with self.runtime.lock:
-            groups = {name: _group_front(group, self.runtime.archive) for name, group in self.runtime.groups.items()}
-        return Frontier(
-            rank=self.env.rank,
-            incarnation=self.env.incarnation,
-            newcomer=False,
-            version=self.state.version,
-            tops=(),
-            groups=groups,
-            together=list(self.together()),
-            **self.state.keeps,
-        )
-
-    def _form(self, store: Store, generation: int, *, posted: bool = False) -> Received:
-        """One attempt at a generation.
-
-        Raises:
-            GenerationAbandoned: if somebody was lost meanwhile; nothing is installed then.
-            RecoveryFailed: if nobody can serve a newcomer.
-        """
-        joining = self.newcomer and self.runtime.generation < 0
-        if not posted:
-            self._post_front(store, generation, self._newcomer_front() if joining else self._survivor_front())
-        store.set(f"gen/{generation}/ready/{self.env.rank}", "1")
-        fronts = self._fronts(store, generation)
-        plan = decide(fronts)
-        if plan.leave:
-            self._start_together(plan, generation)
-        # Replicas are compared at the first batch top after everyone has made a step beyond what anybody has now.
-        self.verify_version = max(front.version for front in fronts.values()) + 1 if plan.tops else None
-        mine = plan.tops.get(self.env.rank)
-        if joining and mine != self.target:
-            self.events.emit(
-                "warning",
-                rank=self.env.rank,
-                generation=generation,
-                message="batch top no longer reachable, starting over",
-            )
-            os._exit(EXIT_STALE)
-        ready = {rank: f"gen/{generation}/ready/{rank}" for rank in range(self.env.world_size)}
-        self._wait_for(store, ready, generation, self._why("reach the training loop", generation))
-        inner, replay, received = self._connect(plan, generation)
-        survivors = tuple(sorted(fronts.keys() - plan.tops.keys()))
-        logs = any(fronts[rank].together for rank in survivors)
-        replayed = tuple(r for r, top in sorted(plan.tops.items()) if logs and (top is None or top.saved))
-        if replayed:
-            complete = min(fronts[rank].version for rank in survivors)
-            received.replaying = Replaying(generation, replayed, survivors, complete)
-        self._install(plan, inner, generation, replay, joining)
-        inject.point("recovery.installed")
-        return received
-
-    def _start_together(self, plan: Plan, generation: int) -> NoReturn:
-        """A newcomer needs messages that are not on disk: their senders begin again with it (selective logging).
-
-        Raises:
-            GenerationAbandoned: in all others, when that is known.
-        """
-        if self.env.rank in plan.leave:
-            lost = ", ".join(map(str, plan.newcomers))
-            self.events.emit("together", rank=self.env.rank, generation=generation, newcomers=list(plan.newcomers))
-            console(f"rank {self.env.rank} starts again together with rank {lost}: they share a group of log.groups")
-            os._exit(EXIT_STALE)
-        with self.runtime.lock:
-            whom = f"{ranks_text(plan.leave)} to end, which start again together with {ranks_text(plan.newcomers)}"
-            first = min(set(range(self.env.world_size)) - set(plan.leave), default=0)
-            self._wait(whom, lambda: self._abandoned(generation), speaks=self.env.rank == first)
-        raise GenerationAbandoned("others start again")
-
-    def _connect(self, plan: Plan, generation: int) -> tuple[InnerGroup, Replay, Received]:
-        """As :meth:`_meet`, in as many attempts as it takes.
+    def connect(self, plan: Plan, generation: int) -> InnerGroup:
+        """Connect the job's default group and move what the plan says, in as many attempts as it takes.
 
         Raises:
             GenerationAbandoned: if somebody was lost meanwhile.
@@ -602,217 +111,110 @@ class Recovery:
             except NotConnected as error:
                 attempt += 1
                 if attempt == MAX_ATTEMPTS:
-                    raise RecoveryFailed(f"rank {self.env.rank}: nobody was lost, and yet: {error}") from error
+                    raise RecoveryFailed(f"rank {self._rank}: nobody was lost, and yet: {error}") from error
             except CorruptFile as error:
                 raise RecoveryFailed(f"the log on disk cannot be read: {error}") from error
 
-    def _meet(self, plan: Plan, generation: int, attempt: int) -> tuple[InnerGroup, Replay, Received]:
-        """Connect the job's default group and move what the plan says, on all ranks or on none.
+    def _meet(self, plan: Plan, generation: int, attempt: int) -> InnerGroup:
+        """One attempt.
 
         Raises:
             GenerationAbandoned: if somebody was lost meanwhile.
             NotConnected: if it broke off although nobody was lost.
         """
-        world = self.runtime.world
-        assert world is not None
-        inner = self.runtime.new_inner(world, generation, attempt)
-        received = self._moved = Received(top=plan.tops.get(self.env.rank), generation=generation)
+        runtime = self._runtime
+
+        def given_up() -> bool:
+            return self._lifecycle.ended(generation)
+
+        assert runtime.world is not None
+        inner = runtime.new_inner(runtime.world, generation, attempt)
+        self.received = Received(top=plan.tops.get(self._rank), generation=generation)
         try:
-            with self.runtime.lock:
-                if self._abandoned(generation):
+            with runtime.lock:
+                if given_up():
                     raise GenerationAbandoned("connected too late")
-                self._forming = inner
+                self._inner = inner
             inject.point("recovery.connected")
-            replay = self._move(inner, plan, received)
+            self._move(inner, plan, self.received)
             inject.point("recovery.exchanged")
             last = inner.pg.barrier(dist.BarrierOptions())
-            finish(last, lambda: self._abandoned(generation), "the last barrier", self._exchanged(plan))
+            finish(last, given_up, "the last barrier", self._exchanged(plan))
         except RuntimeError as error:
             inner.discard()
             if isinstance(error, (SwiftError, inject.FaultInjected)):
                 raise
-            with self.runtime.lock:
+            with runtime.lock:
                 # A broken connection mostly means a loss, which is announced in a moment.
-                if self.runtime.changed.wait_for(lambda: self._abandoned(generation), timeout=2.0):
+                if self._lifecycle.wait(given_up, 2.0):
                     raise GenerationAbandoned(str(error)) from error
             raise NotConnected(str(error)) from error
         finally:
-            with self.runtime.lock:
-                self._forming = None
-        return inner, replay, received
+            with runtime.lock:
+                self._inner = None
+        return inner
 
     def _exchanged(self, plan: Plan) -> Wait:
         """For the barrier after the exchange."""
+        everyone = set(range(self._world_size))
         busy = {*plan.donors, *plan.donors.values()}
         busy |= {rank for each in plan.transfers for rank in (each.source, each.destination)}
-        whom = ranks_text(busy - {self.env.rank} or set(range(self.env.world_size)) - {self.env.rank})
+        whom = ranks_text(busy - {self._rank} or everyone - {self._rank})
         return Wait(
-            f"rank {self.env.rank}",
+            f"rank {self._rank}",
             f"{whom} to move state and logged messages in the recovery",
-            self.runtime.wait_timeout_s,
-            speaks=lambda: self.env.rank == min(set(range(self.env.world_size)) - busy, default=min(busy, default=0)),
+            self._runtime.wait_timeout_s,
+            speaks=lambda: self._rank == min(everyone - busy, default=min(busy, default=0)),
             advice="One of them may hang, or the network is too slow: raise wait_timeout_s.",
         )
 
-    def _install(
-        self,
-        plan: Plan,
-        inner: InnerGroup | None,
-        generation: int,
-        replay: Replay,
-        joining: bool,
-        *,
-        settled: bool = False,
-    ) -> None:
-        """Take over what was moved, and go live.
-
-        Args:
-            plan: what was agreed.
-            inner: the default group's.
-            generation: which one.
-            replay: results to serve.
-            joining: this worker is a newcomer.
-            settled: newcomers are in, even if another loss has ended the generation, which does not go live then.
-
-        Raises:
-            GenerationAbandoned: if somebody was lost meanwhile.
-        """
-        runtime = self.runtime
-        wrong = joining and self._predecessor_was_wrong()
-        with runtime.lock:
-            # From here on this worker counts as a survivor; the watcher asks under the same lock.
-            if self._abandoned(generation):
-                if inner is not None:
-                    inner.discard()
-                if not settled:
-                    raise GenerationAbandoned("a loss was announced at the last moment")
-                inner = None
-                runtime.broken = True
-            else:
-                runtime.absent = frozenset()
-            runtime.generation = generation
-            if joining:
-                runtime.starting = False
-                top = plan.tops[self.env.rank]
-                if top is not None:
-                    runtime.top = runtime.stable = top.index
-                    runtime.in_startup = False
-                    runtime.entry = top.entry
-                    for name, group in runtime.groups.items():
-                        group.next = top.groups.get(name, 0)
-                        group.done.upto = group.next
-                        group.channels.start_from(top.received.get(name, {}), top.sent.get(name, {}))
-                runtime.expected = {} if wrong or plan.copies else self.board.checksums()
-            for name, entries in replay.items():
-                if name in runtime.groups:
-                    runtime.groups[name].replay.update(entries)
-                else:
-                    self._for_later.setdefault(name, {}).update(entries)
-        if inner is not None:
-            runtime.go_live(generation, inner, plan.redo, plan.received)
-
-    def _predecessor_was_wrong(self) -> bool:
-        """Whether the predecessor was replaced because its state was damaged: then what it computed is no measure."""
-        record = self._records[self.env.generation]
-        return DIVERGENT in str(record.get("cause", {}).get(str(self.env.rank), ""))
-
-    def adopt(self, group: GroupState) -> None:
-        """A group that a newcomer makes again while it replays: give it what was logged for it."""
-        group.replay.update(self._for_later.pop(group.name, {}))
-
-    # -- moving ------------------------------------------------------------------------------------
-
-    def _move(self, inner: InnerGroup, plan: Plan, received: Received) -> Replay:
+    def _move(self, inner: InnerGroup, plan: Plan, received: Received) -> None:
         """Logs and state, in an order all ranks share."""
-        rank = self.env.rank
-        replay: Replay = {}
-        for transfer in plan.transfers:
-            if rank == transfer.source:
-                rows, tensors = self._logged(transfer.entries)
-                send(inner, transfer.destination, {"rows": rows}, tensors)
-                received.nbytes += _nbytes(tensors)
-            elif rank == transfer.destination:
-                head, tensors = receive(inner, transfer.source)
-                received.nbytes += _nbytes(tensors)
-                at = 0
-                for name, seq, sig, count in head["rows"]:
-                    replay.setdefault(name, {})[seq] = (read_signature(sig), tensors[at : at + count])
-                    at += count
-                received.replayed += len(head["rows"])
+        self._move_logs(inner, plan, received)
         for newcomer, donor in sorted(plan.donors.items()):
             top = plan.tops[newcomer]
             if top is None:
                 continue  # starts from the beginning: computes its state itself
-            if rank == donor:
-                with self.state.frozen(top.version, top.index) as (description, tensors):
-                    send(inner, newcomer, description, tensors)
-                    received.nbytes += _nbytes(tensors)
-                if plan.copies:
-                    packed = pack(self.board, top.index, self.runtime.groups)
-                    local = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-                    send(inner, newcomer, {}, [local])
-            elif rank == newcomer:
+            if self._rank == donor:
+                self._give(inner, newcomer, top, received, copies=plan.copies)
+            elif self._rank == newcomer:
                 received.description, received.tensors = receive(inner, donor)
                 received.nbytes += _nbytes(received.tensors)
                 if plan.copies:
                     _, (received.local,) = receive(inner, donor)
-        return replay
+
+    def _move_logs(self, inner: InnerGroup, plan: Plan, received: Received) -> None:
+        for transfer in plan.transfers:
+            if self._rank == transfer.source:
+                rows, tensors = self._logged(transfer.entries)
+                send(inner, transfer.destination, {"rows": rows}, tensors)
+                received.nbytes += _nbytes(tensors)
+            elif self._rank == transfer.destination:
+                head, tensors = receive(inner, transfer.source)
+                received.nbytes += _nbytes(tensors)
+                at = 0
+                for name, seq, sig, count in head["rows"]:
+                    received.replay.setdefault(name, {})[seq] = (read_signature(sig), tensors[at : at + count])
+                    at += count
+                received.replayed += len(head["rows"])
+
+    def _give(self, inner: InnerGroup, newcomer: int, top: Top, received: Received, *, copies: bool) -> None:
+        with self._donor.frozen(top.version, top.index) as (description, tensors):
+            send(inner, newcomer, description, tensors)
+            received.nbytes += _nbytes(tensors)
+        if copies:
+            packed = pack(self._board, top.index, self._runtime.groups)
+            send(inner, newcomer, {}, [torch.frombuffer(bytearray(packed), dtype=torch.uint8)])
 
     def _logged(self, entries: dict[str, list[int]]) -> tuple[list[list[Any]], list[torch.Tensor]]:
         rows: list[list[Any]] = []
         tensors: list[torch.Tensor] = []
         for name, seqs in entries.items():
             for seq in seqs:
-                sig, results = self.runtime.logged(self.runtime.groups[name], seq)
+                sig, results = self._runtime.logged(self._runtime.groups[name], seq)
                 rows.append([name, seq, sig, len(results)])
                 tensors += results
         return rows, tensors
-
-    # -- ends --------------------------------------------------------------------------------------
-
-    def fall_back(self, reason: str) -> NoReturn:
-        """Nobody can serve a newcomer: the whole job goes back to its checkpoint. Does not return."""
-        self.tell("restart", reason)
-        with self.runtime.lock:
-            try:
-                self._wait("the launcher to restart all workers", lambda: False)
-            except WaitTimeout as error:
-                console(str(error))
-        os._exit(1)
-
-    def fail(self, error: BaseException) -> None:
-        """End the job with this error."""
-        self.tell("fail", {"rank": self.env.rank, "message": f"{type(error).__name__}: {error}"})
-
-    def give_up(self, error: SwiftError) -> NoReturn:
-        """A wait has run out of time, or a record is damaged: end the job with that error, which the launcher prints.
-        Does not return.
-        """
-        self.fail(error)
-        threading.Event().wait(_END_S)
-        os._exit(1)
-
-    def _fatal(self, error: BaseException) -> None:
-        traceback.print_exception(error)
-        self.fail(error)
-        threading.Event().wait(_END_S)
-        os._exit(1)
-
-
-def _group_front(group: GroupState, archive: Archive | None) -> GroupFrontier:
-    received, sent = group.channels.watermarks()
-    entries = group.log.entries
-    on_disk = archive.indices(group.name) if archive is not None else ()
-    return GroupFrontier(
-        ranks=group.ranks,
-        next=group.next,
-        done=group.done.to_json(),
-        log=sorted({*(seq for seq, entry in entries.items() if entry.redo is None), *group.replay, *on_disk}),
-        exclusive=[seq for seq, entry in entries.items() if entry.redo is not None],
-        received=received,
-        sent=sent,
-        held=group.channels.held(),
-    )
 
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -32,13 +32,18 @@ from shared_core.errors import (
 )
 from shared_core.events import console
 from shared_core.faults import inject
-from shared_core.launcher.ledger import lane_key
 from shared_core.protocol.codec import decode
+from shared_core.protocol.generation import lane_key
 from shared_core.system import threads
 from shared_core.waiting import Keys, ranks_text, wait_for
+from shared_core.worker import link
+from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup, finish
-from shared_core.worker.comm.runtime import MAX_ATTEMPTS, SUSPECT_S, Runtime
-from shared_core.worker.recovery.exchange import Received, Recovery
+from shared_core.worker.comm.runtime import Runtime
+from shared_core.worker.comm.suspicion import SUSPECT_S
+from shared_core.worker.recovery.exchange import Received
+from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.state.local_state import Position
 from shared_core.worker.state.replicated import pack, unpack
 
 #: Longest that a tensor is kept until it is sent.
@@ -168,24 +173,14 @@ class Lane:
         """
         self._run(lambda pg: pg.barrier(dist.BarrierOptions()))
 
-    @contextmanager
-    def waiting(self, ranks: Sequence[int], what: str) -> Iterator[None]:
+    def waiting(self, ranks: Sequence[int], what: str) -> AbstractContextManager[None]:
         """In here this worker waits for others: the progress time-out does not run, and helpers may compute.
 
         Args:
             ranks: who is waited for.
             what: what they are to do, for the line that a long wait prints.
         """
-        with self._runtime.turn.passed_on():
-            with self._runtime.lock:
-                self._runtime.note_waiting(+1)
-                self._runtime.beside = time.monotonic(), tuple(ranks), what
-            try:
-                yield
-            finally:
-                with self._runtime.lock:
-                    self._runtime.note_waiting(-1)
-                    self._runtime.beside = None
+        return self._runtime.waiting_beside(ranks, what)
 
     def explain(self, error: RuntimeError) -> None:
         """An operation failed. Raises LaneBroken once a loss is announced that explains it, else ``error``."""
@@ -255,21 +250,31 @@ class Lanes:
 
     Args:
         recovery: forms generations.
+        position: how far the program is.
     """
 
-    def __init__(self, recovery: Recovery) -> None:
+    def __init__(self, recovery: Recovery, position: Position) -> None:
         self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
+        self._position = position
         self._lane: Lane | None = None
         self._passed_over: list[str] = []
+        self._lets_in: Callable[[], None] | None = None
 
     @property
     def formed(self) -> bool:
         """Whether there has been a lane: then every worker uses lanes, and no loss is answered by a replay."""
         return self._lane is not None
 
+    @property
+    def absent(self) -> frozenset[int]:
+        """Ranks that were lost and have not been let in again, as of the newest announcement."""
+        return self._runtime.absent
+
     def lane(self) -> Lane:
-        """The lane of the ranks that are present; blocks until all of them have called this. If one does not come in
-        the time-out of the process group, the job ends.
+        """Connect the ranks that are present; returns when all of them have called this. See :class:`Lane`.
+
+        A worker that uses lanes does all communication of its training steps over them. Ask again when one breaks. If a
+        rank does not come in the time-out of the process group, the job ends.
 
         Raises:
             ConfigError: if ``on_failure`` is not ``reroute``.
@@ -278,7 +283,7 @@ class Lanes:
         if self._env.config.on_failure != "reroute":
             raise ConfigError("lanes are for on_failure='reroute': in all other cases a lost rank is waited for")
         if self._lane is None:
-            self._recovery.new_store("").set(lane_key(self._env.rank, self._env.incarnation), "1")
+            self._recovery.store.below().set(lane_key(self._env.rank, self._env.incarnation), "1")
         while True:
             with runtime.lock:
                 # A loss before all use lanes, or without a newcomer, is answered by forming the generation.
@@ -313,7 +318,7 @@ class Lanes:
         inject.point("lane.connect")
         # A generation has two lanes if newcomers are let in in it.
         name = f"lane{len(present)}"
-        store, meeting = self._recovery.new_store(""), f"gen/{generation}/{name}"
+        store, meeting = self._recovery.store.below(), f"gen/{generation}/{name}"
         store.set(f"{meeting}/{rank}", "1")
         arrivals = _Arrivals(store, meeting)
         # As long as torch waits at least: nobody that is present was lost, so whoever is late computes.
@@ -365,29 +370,51 @@ class Lanes:
                 abandoned = lambda: self._runtime.latest > generation  # noqa: E731
                 wait_for(store, keys, abandoned, limit_s, self._env.rank, what, bound=bound, ends=ends)
         except WaitTimeout as error:
-            self._recovery.give_up(error)
+            self._recovery.endings.give_up(error)
         finally:
             with self._runtime.lock:
                 self._runtime.note_waiting(-1)
 
+    def before_collectives(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run before a collective of all ranks while some are absent; also for one that waits already
+        when they are lost, on another thread then. It lets them in. The newest ``call`` counts.
+        """
+        self._lets_in = call
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run when the program has ended without an error, before this worker is done: others may need
+        it until then.
+        """
+        link.at_end(call)
+
+    def await_absent(self) -> bool:
+        """A collective of all ranks is called while some are absent. Whether they are in now; not if nobody lets them
+        in.
+        """
+        if self._lets_in is None:
+            return False
+        self._lets_in()
+        return True
+
     # -- letting in --------------------------------------------------------------------------------
 
-    def knocking(self, entry: int, *, wait: bool = False) -> tuple[int, ...]:
-        """All absent ranks, if the newcomers of all of them wait to be let in; else none.
+    def knocking(self, *, wait: bool = False) -> tuple[int, ...]:
+        """All absent ranks, if the newcomers of all of them wait to be let in; else none. Who waits in another entry
+        call cannot be let in here: where that is waited for, all go back to the checkpoint.
+
+        Ask on one rank, right after :meth:`Job.batch_top`, and tell the others: they may see it later.
 
         Args:
-            entry: number of the entry call in which this worker is. Who waits in another cannot be let in here: where
-                that is waited for, all go back to the checkpoint.
-            wait: block until they do, or another rank is lost. If they do not come in ``rejoin_after_s`` and
-                ``wait_timeout_s``, the job ends.
+            wait: block until they do, or another rank is lost; otherwise this returns at once. If they do not come in
+                ``rejoin_after_s`` and ``wait_timeout_s``, the job ends.
         """
         with self._runtime.lock:
-            generation, record = self._runtime.latest, self._recovery.record
+            generation, newest = self._runtime.latest, self._recovery.lifecycle.entry
             absent = sorted(self._runtime.absent)
-        keys = [f"knock/{rank}.{record['incarnations'][rank]}" for rank in absent]
-        if not keys:
+        if newest is None or not absent:
             return ()
-        store = self._recovery.new_store("")
+        keys = [f"knock/{rank}.{newest.incarnations[rank]}" for rank in absent]
+        store = self._recovery.store.below()
         if wait:
             timeout_s = self._env.config.reroute.rejoin_after_s + self._runtime.wait_timeout_s
             try:
@@ -402,28 +429,36 @@ class Lanes:
             entries = {decode(store.get(key), int, key) for key in keys}
         except DamagedRecord as error:
             if wait:
-                self._recovery.give_up(error)
+                self._recovery.endings.give_up(error)
             if self._passed_over != keys:
                 self._passed_over = keys
                 console(f"{error}. {ranks_text(absent)} cannot be let in")
             return ()
-        if entries == {entry}:
+        if entries == {self._position.entry}:
             return tuple(absent)
         if wait:
-            self._recovery.fall_back(f"newcomers of ranks {absent} are in another call of the program than the others")
+            self._recovery.endings.fall_back(
+                f"newcomers of ranks {absent} are in another call of the program than the others"
+            )
         return ()
 
     def let_in(self, ranks: Sequence[int]) -> bool:
-        """Let newcomers in; whether they are in now. Called by all members of the newest lane at the same batch top.
+        """Let newcomers in, each as a copy of one of its replicas as it has published itself at the last batch top,
+        random generators included. All members of the newest lane call this after the same batch top: right after it,
+        or after the step that followed and before anything else that communicates. Newcomers then run the batch from
+        its top; updates that their state contains already do nothing.
 
         Args:
             ranks: what :meth:`knocking` gave, on one of them.
+
+        Returns:
+            Whether they are in. If not, another rank was lost meanwhile. In both cases ask for the next lane.
         """
         assert self._lane is not None
         runtime, recovery, generation = self._runtime, self._recovery, self._lane.generation
         started = time.time()
         inject.point("lane.let_in")
-        recovery.new_store("").set(f"gen/{generation}/letting", "1")
+        recovery.store.below().set(f"gen/{generation}/letting", "1")
         try:
             received = recovery.let_in(generation)
         except GenerationAbandoned:
@@ -446,7 +481,7 @@ class Lanes:
         """Newcomer: wait to be let in. Returns what was received."""
         runtime, recovery = self._runtime, self._recovery
         inject.point("lane.knock")
-        store = recovery.new_store("")
+        store = recovery.store.below()
         store.set(f"knock/{self._env.rank}.{self._env.incarnation}", str(entry))
         while True:
             generation = runtime.latest

@@ -26,7 +26,7 @@ from shared_core.system import threads
 from shared_core.waiting import ends_text, quiet_s, ranks_text
 from shared_core.worker.comm.standing import finished, standing
 from shared_core.worker.link import at_end
-from shared_core.worker.recovery.exchange import Recovery
+from shared_core.worker.recovery.recovery import Recovery
 
 #: A wait that lasts longer is reported, in seconds.
 _REPORT_S = 1.0
@@ -54,13 +54,12 @@ class Patience:
         self._speaks: int | None = None
         self._said: tuple[int, frozenset[int]] = (-1, frozenset())
         self._before: dict[int, Standing] = {}
-        self._seen = ""
+        #: Where the ranks are that are waited for, in a sentence and a space; empty if it is not known.
+        self.whereabouts = ""
         self._last: Standing | None = None
 
     def begin(self) -> None:
         """Watch from now on; the default process group is about to be made."""
-        runtime = self._runtime
-        runtime.whereabouts = lambda: self._seen
         at_end(self._finish)
         if self._env.incarnation:
             self._store().set(self._key(self._env.rank), "")  # what its predecessor has reported
@@ -90,7 +89,7 @@ class Patience:
                 return  # the store is gone: so is the agent
 
     def _store(self) -> Store:
-        return self._recovery.new_store("")
+        return self._recovery.store.below()
 
     def _key(self, rank: int) -> str:
         return f"stand/{rank}"
@@ -169,7 +168,7 @@ class Patience:
         if generation > 0:
             left, bound = self._env.config.detection.wait_timeout_s - begun, "wait_timeout_s"
         text = describe(standings, held)
-        self._seen = f"{text}. "
+        self.whereabouts = f"{text}. "
         if self._said[0] != generation or self._said[1].isdisjoint(held):
             self._said = (generation, frozenset(held))
             self._say(f"no rank can go on: {text}; {ends_text(left, bound)}", generation)
@@ -187,7 +186,7 @@ class Patience:
         """Somebody is late. One line in a while, and one after each recovery."""
         whom = awaited(mine, standings)
         text = describe(standings, {mine.rank: whom}) if whom else ""
-        self._seen = f"{text}. " if text else ""
+        self.whereabouts = f"{text}. " if text else ""
         key = f"stand/said/{mine.generation}"
         if not whom or time.time() - _when(store, key) < AGAIN_S:
             return

@@ -6,43 +6,49 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shared_core.system import threads
+from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.compute_turn import Turn
 from shared_core.worker.comm.gloo import InnerGroup
-from shared_core.worker.messages.disk_log import Logs
-from shared_core.worker.recovery.exchange import Recovery, Replaying
+from shared_core.worker.messages.disk_log import DiskLog
+from shared_core.worker.recovery.commits import Commits
+from shared_core.worker.recovery.exchange import Replaying
 
 
 class Replays:
     """Replays of this worker, and of others that it helps.
 
     Args:
-        recovery: forms generations.
-        logs: what is logged to disk.
+        runtime: the groups.
+        log: what is logged to disk.
+        commits: cuts that back.
 
     Attributes:
+        commits: by which the ranks agree how much is kept of what is logged.
         own: set in a newcomer that runs on from a checkpoint, or from the beginning; whoever acts on it sets it back.
     """
 
-    def __init__(self, recovery: Recovery, logs: Logs) -> None:
-        self._recovery, self._runtime, self._logs = recovery, recovery.runtime, logs
+    def __init__(self, runtime: Runtime, log: DiskLog, commits: Commits) -> None:
+        self._runtime, self._log, self.commits = runtime, log, commits
+        self._helper: Callable[[Replaying], None] | None = None
         self.own: Replaying | None = None
 
     def regroup(self, together: Sequence[int]) -> None:
         """From now on these ranks, this one among them, start again together: messages between them are not logged."""
-        self._logs.regroup(together)
+        self._log.regroup(together, self._runtime.top)
 
     def note_messages(self, note: dict[str, Any]) -> None:
         """What the log on disk says of the messages sent from now on; plain data."""
-        self._runtime.note = note
+        self._log.describe(note)
 
     def help(self, helper: Callable[[Replaying], None]) -> None:
         """Have ``helper`` called, on a thread, when others replay while this worker waits for them."""
         self._runtime.turn.begin()
+        self._helper = helper
 
-        def start(replaying: Replaying) -> None:
-            threads.start(helper, (replaying,), name="swift-help")
-
-        self._recovery.on_replay = start
+    def begun(self, replaying: Replaying) -> None:
+        """Others replay while this worker waits for them."""
+        if self._helper is not None:
+            threads.start(self._helper, (replaying,), name="swift-help")
 
     @property
     def turn(self) -> Turn:

@@ -12,7 +12,7 @@ from shared_core.protocol.codec import Count, damaged, decode
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import threads
 from shared_core.waiting import wait_for
-from shared_core.worker.recovery.exchange import Recovery
+from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.state.updates import Updates
 
 _WAIT_S = 60.0
@@ -62,7 +62,7 @@ class Replicas:
         Args:
             ranks: those that hold the same state, this one among them.
         """
-        due, generation = self._recovery.verify_version, self._recovery.runtime.generation
+        due, generation = self._recovery.forming.verify_version, self._recovery.runtime.generation
         if due is None or not self._env.config.state.verify_checksums or generation <= self._compared:
             return
         if self._updates.version < due:
@@ -73,13 +73,13 @@ class Replicas:
             return
         key = f"sums/{generation}/{due}"
         report = Sums(self._updates.version, state.checksums(self._updates.outside.local))
-        self._recovery.new_store("").set(f"{key}/{self._env.rank}", json.dumps(asdict(report)))
+        self._recovery.store.below().set(f"{key}/{self._env.rank}", json.dumps(asdict(report)))
         if self._env.rank == min(ranks):
             args = (key, ranks, list(state.names))
             threads.start(self._judge, args, name="swift-compare")
 
     def _judge(self, key: str, members: Sequence[int], names: list[str]) -> None:
-        runtime, store = self._recovery.runtime, self._recovery.new_store("")
+        runtime, store = self._recovery.runtime, self._recovery.store.below()
         generation = runtime.generation
         keys = {rank: f"{key}/{rank}" for rank in members}
         what = "to give the checksums of their parameters after the recovery"
@@ -103,17 +103,17 @@ class Replicas:
             return
         places, place = verdict
         if places:
-            self._recovery.tell("divergent", [members[each] for each in places])
+            self._recovery.store.tell("divergent", [members[each] for each in places])
             return
-        self._recovery.fail(
+        self._recovery.endings.fail(
             ReplicaMismatch(
                 f"after the recovery in generation {generation} the replicas differ in parameter {names[place]}, and "
                 "there is no majority to tell which is right. Likely causes, the likeliest first: the script changes "
                 "parameters or optimizer state outside an optimizer's step and depending on something that "
                 "shared_core.attach() or register() was not given (attach averages and target networks, register "
-                "what the change depends on; preimages='always' helps where such changes begin late in training); it "
-                "is not deterministic (an unseeded generator, a branch on the rank); or memory is faulty. Restart "
-                "from a checkpoint."
+                "what the change depends on; state.preimages='always' helps where such changes begin late in "
+                "training); it is not deterministic (an unseeded generator, a branch on the rank); or memory is faulty. "
+                "Restart from a checkpoint."
             )
         )
 

@@ -48,7 +48,6 @@ class News:
         self._recovered: deque[dict[str, Any]] = deque()
         self._listeners: list[Listener] = []
         self._stalled_since: float | None = None
-        updates.after = self._after_update
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append an event to the job's log."""
@@ -97,7 +96,7 @@ class News:
             stall_s=time.time() - fields["detected"],
             recomputed_steps=self._updates.recomputed,
             log_bytes=self._runtime.log_bytes(),
-            spilled_bytes=self._runtime.spilled_bytes,
+            spilled_bytes=self._runtime.results.spilled_bytes,
             **fields,
         )
         self._recovered.append(fields)
@@ -125,7 +124,8 @@ class News:
         said, self._awaited = self._awaited, None
         self._report({"pid": os.getpid(), "time": time.time()} | (said or {}))
 
-    def _after_update(self) -> None:
+    def updated(self) -> None:
+        """An update was made."""
         if self._awaited is not None:
             self._say_so()
         if self._stalled_since is not None:
@@ -137,7 +137,7 @@ class News:
         replicated = self._updates.replicated
         self.emit(
             "log_memory",
-            peak_bytes=self._runtime.peak_log_bytes,
-            spilled_bytes=self._runtime.spilled_bytes,
+            peak_bytes=self._runtime.results.peak_bytes,
+            spilled_bytes=self._runtime.results.spilled_bytes,
             parameter_bytes=replicated.nbytes if replicated is not None else 0,
         )

@@ -9,26 +9,20 @@ top they take the state over and deal out what is left of the pass over the data
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from shared_core.encoding.plain import loads, pieces
+from shared_core.encoding.plain import loads
 from shared_core.errors import RecoveryFailed
 from shared_core.loaders.reshard import advance, at_path, divide, loader_states, order_name, taken_up, used
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.mirroring import REPLICATED
 from shared_core.protocol.worker_env import Resized, WorkerEnv
-from shared_core.worker.checkpoints.checkpoints import Restored, ends_before
 from shared_core.worker.checkpoints.resharding import RANDOM, random_state, sources
-from shared_core.worker.state.publications import TALLY, Board, read_file
-
-
-def hand_on(board: Board, description: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-    """Write the replicated state for the workers of the next attempt, beside what this rank has published."""
-    board.put(REPLICATED, b"", pieces((description, list(tensors))))
+from shared_core.worker.checkpoints.restored import Restored, ends_before
+from shared_core.worker.state.publication_file import read_file
+from shared_core.worker.state.publications import TALLY, Board
 
 
 @dataclass(frozen=True)

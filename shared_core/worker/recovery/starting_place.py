@@ -10,11 +10,13 @@ from typing import Any
 
 from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError, Unsupported
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.worker.checkpoints.checkpoints import Checkpoints, Restored, ends_before
+from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.checkpoints.recovery_line import Collect
-from shared_core.worker.recovery.exchange import Received, Recovery
+from shared_core.worker.checkpoints.restored import Restored, ends_before
+from shared_core.worker.recovery.exchange import Received
 from shared_core.worker.recovery.lane import Lanes
 from shared_core.worker.recovery.rank_copy import unpack
+from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.resize import take_over
 from shared_core.worker.state.updates import Updates
 
@@ -55,21 +57,21 @@ class Beginning:
             else:
                 checkpoint = self._checkpoints.newest()
         except CorruptFile as error:
-            self._recovery.fall_back(str(error))
+            self._recovery.endings.fall_back(str(error))
         except Unsupported as error:
-            self._recovery.fail(error)
+            self._recovery.endings.fail(error)
             raise
         if resized is None or (checkpoint is not None and checkpoint.top.index >= resized.top):
             return checkpoint
         try:
             return take_over(env, resized)
         except (RecoveryFailed, CorruptFile) as error:
-            self._recovery.fall_back(str(error))
+            self._recovery.endings.fall_back(str(error))
 
     def prepare(self) -> None:
         """Newcomer: decide where to begin, before the user's code has done anything that depends on it."""
         self._recovery.prepare()
-        target = self._recovery.target
+        target = self._recovery.forming.target
         if self._recovery.knocks:
             self._restored = None  # the others have got further
         elif target is not None:
@@ -78,7 +80,7 @@ class Beginning:
                 try:
                     self._saved = self._checkpoints.at(target.index)
                 except CorruptFile as error:  # since it was looked at
-                    self._recovery.fall_back(str(error))
+                    self._recovery.endings.fall_back(str(error))
                 self._board.complete(self._saved.records, self._saved.ends)
                 self._recovery.runtime.records = dict(self._board.records())
         elif self._recovery.newcomer and self._restored is None and self.joining:
@@ -89,6 +91,10 @@ class Beginning:
     def from_scratch(self) -> None:
         """This newcomer is in, and its predecessor had passed no batch top: it begins as the first workers did."""
         self.joining = self._restored is not None
+
+    def joined(self) -> None:
+        """The place is reached."""
+        self.joining = False
 
     def finished(self, entry: int) -> tuple[Any, dict[str, Any]] | None:
         """Result and state at the end of an entry call that the predecessor had finished; None if it had not."""
@@ -102,7 +108,7 @@ class Beginning:
             return result, parts
         if self._recovery.knocks:
             return ends_before(self._board, entry + 1).get(entry)
-        target = self._recovery.target
+        target = self._recovery.forming.target
         if target is None or target.entry < entry or (target.entry == entry and target.kind != "end"):
             return None
         return self._board.read_end(entry)
@@ -119,7 +125,7 @@ class Beginning:
     def _parts(self) -> dict[str, Any]:
         if self._restored is not None:
             return self._restored.parts
-        target = self._recovery.target
+        target = self._recovery.forming.target
         if self._recovery.knocks and (tops := self._board.tops()):
             target = tops[-1]
         if target is None:
@@ -141,7 +147,7 @@ class Beginning:
             return kind != "end"
         if self._restored is not None:
             return self._restored.top.entry == entry
-        target = self._recovery.target
+        target = self._recovery.forming.target
         return target is not None and target.kind == kind and target.entry == entry
 
     def reach(self, entry: int, replicas: Sequence[int]) -> tuple[Restored, Received | None]:
@@ -187,7 +193,7 @@ class Beginning:
                 )
             restored.description, restored.tensors = collect(self._updates.replicated)
         except SwiftError as error:
-            self._recovery.fail(error)
+            self._recovery.endings.fail(error)
             raise
 
     def reached(self, place: Restored) -> str:
@@ -199,5 +205,4 @@ class Beginning:
             of = f", which {place.workers} workers have made" if place.resized else ""
             whence = f"the checkpoint at batch top {place.top.index} ({place.tier}){of}"
         self._restored = self._saved = None
-        self._recovery.knocks = False
         return whence

@@ -6,7 +6,7 @@ is no recovery point.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +15,8 @@ from shared_core.errors import ConfigError, Unsupported
 from shared_core.protocol.frontier import Top
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.op import Op
-from shared_core.worker.state.publications import Records
+from shared_core.worker.state.local_state import Position
+from shared_core.worker.state.publications import Board, Records
 
 #: Kind of the record.
 BUCKETS = "ddp buckets"
@@ -28,20 +29,20 @@ class Buckets:
 
     Args:
         runtime: serves what was agreed.
-        record: keeps the results of an operation, under a name, once it is done.
+        board: keeps it for newcomers.
+        position: how far the program is.
 
     Attributes:
         modules: the DDP modules that are trained.
         eligible: batch tops since they were attached that could have been recovery points.
     """
 
-    def __init__(self, runtime: Runtime, record: Callable[[str, Op], None]) -> None:
-        self._runtime, self._record = runtime, record
+    def __init__(self, runtime: Runtime, board: Board, position: Position) -> None:
+        self._runtime, self._board, self._position = runtime, board, position
         self.modules: list[DistributedDataParallel] = []
         self.eligible = 0
         self._settled: set[int] = set()
         self._agreed: dict[int, int] = {}
-        runtime.bucket_order = self._note
 
     def attach(self, modules: Sequence[nn.Module]) -> None:
         """Look for DDP modules in ``modules``.
@@ -82,7 +83,12 @@ class Buckets:
         self.eligible += 1
         return 1 < self.eligible <= _TOPS
 
-    def _note(self, ddp: DistributedDataParallel, op: Op) -> None:
+    def note(self, ddp: DistributedDataParallel, op: Op) -> None:
+        """DDP agrees on the order of the buckets of ``ddp`` by the operation ``op``.
+
+        Raises:
+            ConfigError: if ``ddp`` is not trained.
+        """
         number = next((i for i, known in enumerate(self.modules) if known is ddp), None)
         if number is None:
             raise ConfigError(
@@ -91,7 +97,8 @@ class Buckets:
             )
         self._settled.add(number)
         ordinal = self._agreed[number] = self._agreed.get(number, -1) + 1
-        self._record(f"{number}.{ordinal}", op)
+        key = (self._position.entry, BUCKETS, f"{number}.{ordinal}", self._position.tops)
+        op.future.add_done_callback(lambda _: self._board.record(key, op.results))
 
     def settle(self, records: Records, top: Top) -> None:
         """Give DDP the buckets that were agreed on before ``top``, without a backward: the broadcasts of that
@@ -105,8 +112,7 @@ class Buckets:
             }
             if not agreed:
                 continue
-            self._runtime.scripted.extend(agreed[f"{number}.{ordinal}"] for ordinal in range(len(agreed)))
-            ddp.reducer._push_all_rebuilt_params()
-            ddp.reducer._rebuild_buckets()
-            self._runtime.scripted.clear()
+            with self._runtime.scripted(agreed[f"{number}.{ordinal}"] for ordinal in range(len(agreed))):
+                ddp.reducer._push_all_rebuilt_params()
+                ddp.reducer._rebuild_buckets()
             self._settled.add(number)

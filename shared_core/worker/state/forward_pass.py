@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime
+from shared_core.worker.state.local_state import Parts, Position
 from shared_core.worker.state.publications import Board
 from shared_core.worker.state.updates import Updates
 
@@ -26,16 +27,12 @@ class Passes:
     """Forward passes of the present batch.
 
     Args:
-        runtime: says when a gradient bucket is handed over, and what the newest batch top is.
+        runtime: says what the newest batch top is.
         board: where they are published.
         updates: whether this worker is behind, and what it keeps.
-        capture: rank-local state that forward changes.
-        restore: puts it back.
+        parts: rank-local state, some of which forward changes.
         joining: whether this worker has not joined yet.
-        tops: batch tops passed.
-
-    Attributes:
-        buffers: gives what forward may change, by name.
+        position: how far the program is.
     """
 
     def __init__(
@@ -43,31 +40,32 @@ class Passes:
         runtime: Runtime,
         board: Board,
         updates: Updates,
-        capture: Callable[[], dict[str, Any]],
-        restore: Callable[[dict[str, Any]], None],
+        parts: Parts,
         joining: Callable[[], bool],
-        tops: Callable[[], int],
+        position: Position,
     ) -> None:
         self._runtime, self._board, self._updates = runtime, board, updates
-        self._capture, self._restore = capture, restore
-        self._joining, self._tops = joining, tops
-        self.buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
+        self._parts, self._joining, self._position = parts, joining, position
+        self._buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
         self._backwards = 0
         self._graph = self._mutations = -1
         self._outputs: list[list[Any]] = []
-        runtime.before_bucket = self._before_bucket
+
+    def attach(self, buffers: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """``buffers`` gives what forward may change, by name."""
+        self._buffers = buffers
 
     def at_top(self) -> None:
         """A batch top was published."""
         self._backwards, self._graph, self._outputs = 0, -1, []
 
-    def _before_bucket(self) -> None:
+    def before_bucket(self) -> None:
         """DDP hands over a gradient bucket: forward is done."""
         inject.point("bucket")
         if self._joining() or self._updates.computes_again:
             return
         graph = torch._C._current_graph_task_id()
-        mutations = hash(tuple((id(b), b._version) for b in self.buffers().values()))
+        mutations = hash(tuple((id(b), b._version) for b in self._buffers().values()))
         if graph == self._graph and mutations == self._mutations:
             return
         if graph != self._graph:
@@ -75,11 +73,12 @@ class Passes:
         self._graph, self._mutations = graph, mutations
         number = self._backwards - 1
         if self._updates.exact:
-            self._board.publish_mid(self._runtime.top, number, self._capture() | {_OUTPUTS: self._outputs})
+            changed = self._parts.capture(forward_mutated=True)
+            self._board.publish_mid(self._runtime.top, number, changed | {_OUTPUTS: self._outputs})
         else:
             recorded = self._board.read_mid(self._runtime.top, number)
             if recorded is not None:
-                self._restore(recorded)
+                self._parts.restore(recorded)
         self._outputs = []
 
     def after_forward(self, ddp: nn.Module, args: Any, output: Any) -> Any:
@@ -114,7 +113,7 @@ class Passes:
         size = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
         replicated = self._updates.replicated
         # Judged by the first batch only, because all ranks must come to the same answer.
-        if self._tops() <= 1 and replicated is not None and 2 * size > max(replicated.nbytes, 1 << 20):
+        if self._position.tops <= 1 and replicated is not None and 2 * size > max(replicated.nbytes, 1 << 20):
             self._updates.keep_images()  # outputs are larger than the parameters: keep those instead
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,35 @@ Restore = Callable[[Any], None]
 _RANDOM = "swift.random"
 #: Start of the names of what belongs to the modules and optimizers that are attached.
 _ATTACHED = "swift."
+
+
+@dataclass
+class Position:
+    """How far the program of this worker is.
+
+    Attributes:
+        tops: batch tops passed by the logical rank.
+        entry: number of the entry call (fit, validate, test, predict); -1 before the first.
+        resized: what is being restored is that of another number of workers.
+        added: what is being restored is a copy of another rank's, because this one has been added.
+        rejoined: this worker has been let in by others that had gone on without its predecessor; whoever acts on it
+            sets it back.
+    """
+
+    tops: int = 0
+    entry: int = -1
+    resized: bool = False
+    added: bool = False
+    rejoined: bool = False
+
+    @contextmanager
+    def restoring(self, *, resized: bool, added: bool) -> Iterator[None]:
+        """In here a newcomer's state is put in place; see the attributes."""
+        self.resized, self.added = resized, added
+        try:
+            yield
+        finally:
+            self.resized = self.added = False
 
 
 @dataclass(frozen=True)

@@ -140,5 +140,5 @@ class Outside:
             raise RecoveryFailed(
                 f"the script has just changed {self._changed} outside an optimizer's update for the first time, so the "
                 "state at the lost worker's batch top is gone. From the next batch top on it is kept; with "
-                "preimages='always' it is kept from the start"
+                "state.preimages='always' it is kept from the start"
             )

@@ -39,10 +39,18 @@ class Updates:
         preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch
             has had several, so that a newcomer can compute
             what lies between two updates exactly, and state at batch tops once the script changes it outside updates.
+        after: called after each update.
+        fence: returns when what is being copied may be changed.
     """
 
-    def __init__(self, preimages: str = "auto") -> None:
-        self._policy = preimages
+    def __init__(
+        self,
+        preimages: str = "auto",
+        *,
+        after: Callable[[], None] = lambda: None,
+        fence: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._policy, self._after_each, self._fence = preimages, after, fence
         self._condition = threading.Condition()
         self._updating = False
         self._installing = False
@@ -64,9 +72,6 @@ class Updates:
         self.replicated: Replicated | None = None
         self.outside = Outside(preimages)
         self._undo: Undo | None = None
-        self.after: Callable[[], None] = lambda: None
-        #: Returns when what is being copied may be changed.
-        self.fence: Callable[[], None] = lambda: None
         self._handles: list[Any] = []
 
     # -- facts -------------------------------------------------------------------------------------
@@ -160,7 +165,7 @@ class Updates:
         """
         self._several = self._several or self._wants_images
         if self.outside.active:
-            self.fence()  # memory that is used again may be being copied
+            self._fence()  # memory that is used again may be being copied
         with self._condition:
             self.outside.at_top(index, self._applied)
             self.outside.tops.drop_before(stable, reuse=self._frozen == 0)
@@ -296,7 +301,7 @@ class Updates:
             raise RecoveryFailed(f"the state contains {self.state_version} updates, and {version} are asked for")
         if self.state_version > version:
             assert self._undo is not None and self.replicated is not None
-            self.fence()
+            self._fence()
             # A backward may be under way; it goes on with what it has, and what it gives is not used.
             with _unsafe_preserve_version_counter(tuple(self.replicated.parameters)):
                 self._undo.undo()
@@ -379,7 +384,7 @@ class Updates:
     def _begin(self) -> None:
         inject.point("update.before")
         self.outside.see()
-        self.fence()
+        self._fence()
         with self._condition:
             self._condition.wait_for(lambda: self._frozen == 0)
             self._updating = True
@@ -440,7 +445,7 @@ class Updates:
 
     def _end(self) -> None:
         inject.point("update.after")
-        self.after()
+        self._after_each()
 
     def _forward_images(self) -> None:
         """An update was left out: put its parameters where they were after it."""

@@ -19,7 +19,7 @@ def main() -> None:
     ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     job.attach([ddp], [optimizer])
-    runtime = job._runtime
+    runtime = job.runtime
     gradient = sum(p.numel() * p.element_size() for p in net.parameters())
     held, free = [], []
     for step in range(14):
@@ -29,9 +29,11 @@ def main() -> None:
         ddp(torch.ones(2, 512)).sum().backward()
         with runtime.lock:
             held.append(runtime.log_bytes() / gradient)
-            free.append(sum(t.numel() * t.element_size() for ts in runtime.pool._free.values() for t in ts) / gradient)
+            free.append(
+                sum(t.numel() * t.element_size() for ts in runtime.results.pool._free.values() for t in ts) / gradient
+            )
         optimizer.step()
-    report.finish({}, held=held[8:], free=free[8:], peak=runtime.peak_log_bytes / gradient)
+    report.finish({}, held=held[8:], free=free[8:], peak=runtime.results.peak_bytes / gradient)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -292,8 +292,8 @@ def main() -> None:
     runtime = {}
     if job is not None:
         dist.barrier()
-        inner = job._runtime
-        runtime = {"spilled": inner.spilled_bytes, "served": inner.served_operations, "log": inner.log_bytes()}
+        inner = job.runtime
+        runtime = {"spilled": inner.results.spilled_bytes, "served": inner.served_operations, "log": inner.log_bytes()}
     report.finish({name: digest(values) for name, values in results.items()}, **runtime)
     dist.barrier()
     dist.destroy_process_group()

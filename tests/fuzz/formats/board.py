@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from shared_core.encoding.plain import dumps
 from shared_core.protocol.frontier import Top
-from shared_core.worker.state.publications import LOOSE, Board, write_file
+from shared_core.worker.state.publication_file import write_file
+from shared_core.worker.state.publications import LOOSE, Board
 
 from ..harness import Target, exact, exact_parts, only_errors
 from ..plain_values import values

@@ -37,8 +37,14 @@ def main() -> None:
     job.register("loop", lambda: dict(loop), loop.update)
     flipped = False
     while loop["step"] < steps:
-        due = job._recovery.verify_version
-        if job.rank == victim and job.incarnation == 0 and due is not None and job.version >= due and not flipped:
+        due = job._worker.recovery.forming.verify_version
+        if (
+            job.rank == victim
+            and job.env.incarnation == 0
+            and due is not None
+            and job.updates.state_version >= due
+            and not flipped
+        ):
             flipped = True
             flip(net)
         job.batch_top()

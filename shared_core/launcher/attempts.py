@@ -1,0 +1,338 @@
+"""The attempts at a job, one after the other: the phase of the agent, and what is done when it changes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from shared_core.launcher.attempt import LOOPBACK, Attempt
+from shared_core.launcher.console import ranks
+from shared_core.launcher.elastic import Records
+from shared_core.launcher.machine import Crew
+from shared_core.launcher.places import Places
+from shared_core.launcher.roster import Roster
+from shared_core.launcher.starting import Start, Starter
+from shared_core.launcher.telling import Telling
+from shared_core.launcher.wakeup import Wakeup
+from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
+from shared_core.protocol import progress_file
+from shared_core.protocol.agent_phase import Action, Event, Phase, transition
+from shared_core.protocol.generation import Entry, Kind
+from shared_core.protocol.loss_policy import LossBook
+from shared_core.protocol.resizing import Resizing
+from shared_core.protocol.worker_env import Resized
+from shared_core.system.jobdir import JobDir
+from shared_core.waiting import Wait, ranks_text
+
+
+@dataclass(frozen=True)
+class Happened:
+    """What actions need to know of the event that they answer.
+
+    Attributes:
+        entry: of the ledger, that ends the attempt.
+        delay_s: to wait before the next one.
+        reached: batch tops that workers of this machine have passed.
+    """
+
+    entry: Entry = Entry()
+    delay_s: float = 0.0
+    reached: int = 0
+
+
+class Attempts:
+    """Begins and ends attempts on this machine.
+
+    Args:
+        spec: torchelastic's, of the job.
+        store_port: port of the first attempt's store; 0 for a free one.
+        tick_s: how often the workers are looked at.
+        job: private folder of the job.
+        wakeup: ends the agent's waits.
+        fleet: the processes.
+        starter: starts workers.
+        telling: says what happens.
+        records: torchelastic's.
+        book: counts losses.
+        resizing: the number of workers.
+        crew: the other machines, if there are any.
+
+    Attributes:
+        phase: of the agent.
+        places: of this machine's workers.
+        number: of the attempt, from 0.
+        roster: which of its ranks are held.
+        result: of the job, once it is over here.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        store_port: int,
+        tick_s: float,
+        job: JobDir,
+        wakeup: Wakeup,
+        fleet: Fleet,
+        starter: Starter,
+        telling: Telling,
+        records: Records,
+        book: LossBook,
+        resizing: Resizing,
+        crew: Crew | None,
+    ) -> None:
+        self._spec, self._store_port, self._tick_s, self._job = spec, store_port, tick_s, job
+        self._wakeup, self._fleet, self._starter, self._telling = wakeup, fleet, starter, telling
+        self._records, self._book, self._resizing, self._crew = records, book, resizing, crew
+        self.phase = Phase.MEETING
+        self.places = Places(spec)
+        self.number = 0
+        self.roster = Roster()
+        self.result: RunResult | None = None
+        self._attempt: Attempt | None = None
+        self._actions: dict[Action, Callable[[Happened], None]] = {
+            Action.START: self._start_all,
+            Action.REPLACE: self._replace,
+            Action.TELL: self._tell,
+            Action.KILL: self._kill_all,
+            Action.CLEAR: self._clear,
+            Action.DELAY: self._delay,
+            Action.REGROUP: self._regroup,
+            Action.FORGET: self._forget,
+            Action.LET_GO: self._let_go,
+        }
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is an attempt."""
+        return self._attempt is not None
+
+    @property
+    def now(self) -> Attempt:
+        """The attempt that is under way."""
+        assert self._attempt is not None
+        return self._attempt
+
+    @property
+    def reached(self) -> int:
+        """Batch tops that workers of this machine have passed in this attempt."""
+        found = (progress_file.read_progress(self.progress_file(rank)) for rank in self.places.ranks)
+        return max((progress[0] for progress in found if progress is not None), default=0)
+
+    @property
+    def released(self) -> bool:
+        """Whether all workers have said goodbye."""
+        return self.phase is Phase.ENDING or bool(self.result is not None and self.result.return_values)
+
+    def progress_file(self, rank: int) -> Path:
+        """Where a worker of this machine says how far it is."""
+        return self._job.path / f"rank{rank}" / "progress"
+
+    def set_key(self, name: str) -> None:
+        """Set a key that workers look at; before there is an attempt nothing."""
+        if self._attempt is not None:
+            self._attempt.set(name)
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def step(self, event: Event, happened: Happened | None = None) -> None:
+        """Something has happened: change the phase, and do what is to be done."""
+        self.phase, actions = transition(self.phase, event)
+        for action in actions:
+            self._actions[action](happened or Happened())
+
+    def place(self, machine: int, machines: int) -> None:
+        """This machine has a place: start its workers."""
+        self._take(Places.of(self._spec, machine, machines, self._spec.local_world_size))
+        self.step(Event.PLACED)
+
+    def restart_all(self, reason: str, delay_s: float, *, line: Resized | None) -> None:
+        """End this attempt for all agents, unless another did, and begin the next."""
+        entry = self.now.append(lambda: Entry(kind=Kind.RESTART, reason=reason, line=line))
+        if entry is None:
+            self._wakeup.tell()
+        else:
+            self._telling.emit("restart", reason=reason, attempt=self.number + 1)
+            self.restart(entry, delay_s)
+
+    def restart(self, entry: Entry, delay_s: float = 0.0) -> None:
+        """The ledger says that all workers start again, as generation 0 of the next attempt."""
+        self.step(Event.RESTART, Happened(entry, delay_s, self.reached))
+        self.number += 1
+        self.step(Event.PLACED)
+
+    def resize(self, entry: Entry) -> None:
+        """The ledger says that the next attempt has another number of workers."""
+        self.step(Event.RESIZED, Happened(entry, reached=self.reached))
+        self.step(Event.PLACED)
+
+    def fail(self, rank: int, pid: int, code: int, error_file: str, message: str) -> None:
+        """The job has failed, with this worker's error."""
+        self.write_failure(rank, message)
+        failure = ProcessFailure(self.places.local_rank(rank), pid, code, error_file)
+        if message:
+            failure.message = message
+        self.result = RunResult(WorkerState.FAILED, failures={rank: failure})
+        self.step(Event.FAILED)
+
+    def write_failure(self, rank: int, message: str) -> None:
+        """Tell other agents, and the workers, that the job has failed."""
+        self.now.append(lambda: Entry(kind=Kind.FAIL, rank=rank, reason=message or f"rank {rank} failed"))
+        self.now.stop()
+
+    def succeed(self, event: Event) -> None:
+        """The job is over, and this machine has done its part."""
+        if event is Event.ENDED_ELSEWHERE:
+            self._take(Places(self._spec))  # none of its workers is to be reported
+        self.result = RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.places.ranks))
+        self.step(event)
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def announce(self, one: LiveWorker) -> None:
+        """The process of a worker exists."""
+        self.roster.arrived(one)
+        self._telling.story.newcomer(one.rank, one.pid)
+        if one.incarnation:
+            self._telling.newcomer(one)
+        elif not self.roster.missing:
+            self.tell_start()
+        if self.phase is Phase.ENDING and one.cause == CANCELLED:
+            one.kill(CANCELLED)
+
+    def tell_start(self) -> None:
+        """Once an attempt: when all first workers run, or before the first loss."""
+        self._telling.start(self._fleet.live.values(), self._starter.config)
+
+    def start_due(self) -> None:
+        """Start newcomers whose time has come."""
+        for local_rank in self.roster.take_due():
+            self._start(local_rank)
+
+    def kill_ranks(self, killed: Collection[int], cause: str) -> None:
+        """Kill the workers of these ranks that are here."""
+        for one in list(self._fleet.live.values()):
+            if one.rank in killed:
+                one.kill(cause)
+
+    def close(self) -> None:
+        """End the attempt's threads."""
+        if self._attempt is not None:
+            self._attempt.close()
+
+    def _start(self, local_rank: int) -> None:
+        address = self._crew.address if self._crew is not None else ""
+        start = Start(self.places, self.now, address, self._resizing.line, self._telling.run_id)
+        self._starter.start(local_rank, start)
+
+    def _take(self, places: Places) -> None:
+        self.places = places
+        self._records.placed(places)
+
+    # -- actions ------------------------------------------------------------------------------------------------------
+
+    def _start_all(self, _: Happened) -> None:
+        crew, mine = self._crew, self.places.ranks
+        self._starter.open_logs(mine)
+        team = crew.team(self._attempt, self.number) if crew is not None else None
+        if crew is not None:
+            self._telling.call(crew.run_id)
+        self.close()
+        place = (self._spec.local_addr or LOOPBACK, 0 if self.number else self._store_port)
+        if team is not None and crew is not None:
+            if self._attempt is None and crew.line:  # given a place in the middle of the job
+                line = Resized.from_json(crew.line, "first")
+                self._resizing.begin_anew(line)
+                crew.gather(team.machines, line)
+            self.number, place = team.number, (team.host, team.port)
+        self._attempt = Attempt(self.number, place, mine, self.places.world_size, self._wakeup.tell, team)
+        self._telling.begins(self._attempt, self.places)
+        if team is not None:
+            went_on = self._resizing.line
+            self._attempt.begin(team.machines, went_on.to_json() if went_on is not None else "")
+        self.roster.begin(mine)
+        if crew is not None:
+            ledger = self._attempt.ledger
+            crew.fetch(ledger, mine, self.number)
+            for rank in mine:
+                if ledger.incarnations[rank]:
+                    self._telling.story.lost(rank, "its machine was lost", ledger.detected or time.time())
+        for local_rank in range(len(mine)):
+            self._start(local_rank)
+
+    def _replace(self, _: Happened) -> None:
+        waiting = {place for _, place in self.roster.due}
+        local = {one.global_rank: one.local_rank for one in self.places.workers}
+        for rank in sorted(self.roster.lost & local.keys()):
+            if local[rank] not in waiting:
+                self.roster.replace_in(0.0, local[rank])
+        self.start_due()
+
+    def _tell(self, happened: Happened) -> None:
+        self._telling.restarts(happened.entry, self.places, self._starter.config, happened.reached)
+
+    def _kill_all(self, _: Happened) -> None:
+        """SIGKILL to every worker, those that are just being forked included; returns when all are reaped."""
+        fleet = self._fleet
+        self.roster.forget_due()
+        fleet.cancel_starts()
+        # One that hangs in a file system cannot be killed, and its place must not be taken twice.
+        whom = lambda: f"{ranks_text(one.rank for one in fleet.live.values())} to end, killed with SIGKILL"  # noqa: E731
+        wait = Wait("the launcher", whom, math.inf, ends="it goes on when they have ended")
+        while fleet.live or fleet.starting:
+            wait.look()
+            fleet.started()
+            for one in fleet.live.values():
+                one.kill(CANCELLED)
+            self._wakeup.wait(self._tick_s)
+            fleet.reap()
+            fleet.look_after_standbys()
+
+    def _clear(self, happened: Happened) -> None:
+        line = happened.entry.line
+        self._job.clear(keep=line.attempt if line is not None else None)
+
+    def _delay(self, happened: Happened) -> None:
+        self._resizing.done(time.monotonic(), len(self.places.ranks), happened.entry.line)
+        deadline = time.monotonic() + happened.delay_s
+        while not self._wakeup.received and time.monotonic() < deadline:
+            self._wakeup.wait(deadline - time.monotonic())
+            self._fleet.reap()
+
+    def _regroup(self, happened: Happened) -> None:
+        entry, before, crew = happened.entry, self.places.world_size, self._crew
+        self.number += 1
+        if crew is None:
+            places = Places.of(self._spec, 0, 1, entry.workers)
+        else:
+            slot = crew.regroup(entry.machines, self.number)
+            places = Places.of(self._spec, slot, len(entry.machines), self._spec.local_world_size)
+            if entry.line is not None:
+                crew.gather(entry.machines, entry.line)
+        self._take(places)
+        self._telling.resizes(before, places, entry.line, happened.reached)
+        self._resizing.done(time.monotonic(), entry.workers, entry.line)
+        self._book.forget_ranks()  # they are others now
+
+    def _forget(self, _: Happened) -> None:
+        self.close()
+        self._attempt = None
+        self._telling.begins(None, None)
+        self._job.clear()
+        self._resizing.begin_anew(None)
+
+    def _let_go(self, _: Happened) -> None:
+        """What is still on its way has nothing left to do."""
+        absent = set(range(len(self.now.incarnations))).difference(self.now.ledger.present())
+        if absent:
+            self._telling.ends_without(absent, ranks(sorted(absent)))
+            self.roster.forget_due()
+            self._fleet.cancel_starts()
+            self.kill_ranks(absent, CANCELLED)

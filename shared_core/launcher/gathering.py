@@ -1,0 +1,270 @@
+"""How machines come together: each enters itself in one document, and the first hosts the job's store."""
+
+from __future__ import annotations
+
+import socket
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+
+from shared_core.errors import ConfigError, SwiftError
+from shared_core.events import console
+from shared_core.launcher.lease import FIRST_S
+from shared_core.launcher.ports import Ports, serve_store
+from shared_core.launcher.rendezvous_store import C10D, Gone, Register, own_address, probe
+from shared_core.protocol.meeting_document import ENDED, FORMING, RUNNING
+from shared_core.system.secret import common
+from shared_core.waiting import Wait
+
+_LOOK_S = 0.05
+#: Until the machines meet anew, in seconds.
+RETRY_S = 0.25
+#: The least length of the lease of the store's host in etcd, in seconds. Members of etcd that have lost their leader
+#: answer nobody until they have another; up to 3 s were measured.
+HOLD_S = 6.0
+
+
+class JobOver(SwiftError):
+    """The job ended without this machine.
+
+    Attributes:
+        failed: whether it failed.
+    """
+
+    def __init__(self, message: str, *, failed: bool) -> None:
+        super().__init__(message)
+        self.failed = failed
+
+
+class Again(Exception):  # noqa: N818 (not an error)
+    """The machines have to meet anew."""
+
+
+@dataclass(frozen=True)
+class MeetingOptions:
+    """What a job on several machines is.
+
+    Attributes:
+        nnodes: places, at most.
+        least: machines that are enough.
+        last_call_s: how long to wait for more of them then, in seconds.
+        spares: machines that may wait beyond them.
+        nproc: workers of each machine.
+        lease_s: length of a machine's lease, in seconds.
+        join_s: longest wait for the other machines, in seconds.
+        resume: begin with the newest checkpoint of a job of this name.
+        address: of this machine; None finds the one by which it reaches the rendezvous.
+        port: the first of those that it opens; 0 takes free ones.
+    """
+
+    nnodes: int
+    spares: int
+    nproc: int
+    lease_s: float
+    join_s: float
+    resume: bool = False
+    address: str | None = None
+    least: int = 0
+    last_call_s: float = 30.0
+    port: int = 0
+
+    @property
+    def hold_s(self) -> float:
+        """Length of the lease of the store's host in etcd, in seconds."""
+        return max(self.lease_s, HOLD_S)
+
+
+class Listener(Protocol):
+    """Who meets the others: the agent of this machine."""
+
+    @property
+    def mark(self) -> str:
+        """Of this machine's own secret; empty for none."""
+
+    @property
+    def number(self) -> int:
+        """Of the attempt that this machine is in."""
+
+    def listen(self, address: str) -> int:
+        """The port at this address where the agent keeps copies for others."""
+
+    def pause(self, seconds: float) -> None:
+        """Wait so long; may raise to give up."""
+
+    def changed(self) -> None:
+        """On a thread: a machine came or was lost."""
+
+    def fence(self, reason: str) -> None:
+        """On a thread: this machine must stop its workers at once."""
+
+
+class Gathering:
+    """One machine's way to the others.
+
+    Attributes:
+        address: of this machine.
+        name: of this machine in this part of its life, ``ADDRESS:PORT_OF_COPIES#HOST.RANDOM``.
+        server: of the store, if it is here.
+        met: whether this machine has had, or waited for, a place.
+
+    Args:
+        register: where the machines meet.
+        options: see :class:`MeetingOptions`.
+        ports: that this machine opens.
+        listener: the agent.
+    """
+
+    def __init__(self, register: Register, options: MeetingOptions, ports: Ports, listener: Listener) -> None:
+        self._register, self._options, self._ports, self._listener = register, options, ports, listener
+        self.address = options.address or ""
+        self.name = ""
+        self.server: Any = None
+        self.met = False
+        self._enough = False
+
+    def close(self) -> None:
+        """Give the store up."""
+        if self._register.backend != C10D:  # there, both stores go with the process
+            self.server = None
+
+    def meet(self) -> None:
+        """This machine has, or waits for, a place."""
+        self.met = True
+
+    def gather(self) -> dict[str, Any]:
+        """Meet the others. Returns the document, once the store that it names answers.
+
+        Raises:
+            Again: if the rendezvous does not answer any more.
+            JobOver: if the job ends before.
+            RendezvousTimeoutError: if the others do not come.
+        """
+        deadline = time.monotonic() + self._options.join_s
+        self._open(deadline)
+        whom = ""
+        wait = Wait("this machine", lambda: whom, self._options.join_s + RETRY_S, bound="--rdzv-conf join_timeout")
+        self.address = self.address or own_address(self._register.endpoint)
+        port = self._listener.listen(self.address)
+        self.name = f"{self.address}:{port}#{socket.gethostname()}.{uuid.uuid4().hex[:8]}"
+        seen: tuple[Any, float] = (None, 0.0)
+        while True:
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(
+                    f"{self._options.nnodes} machines did not meet at {self._register.where} within "
+                    f"{self._options.join_s:.0f} s (--rdzv-conf join_timeout=...)"
+                )
+            try:
+                document = self._register.change(self._enter)
+            except RendezvousConnectionError as error:
+                raise Again from error
+            assert document is not None
+            if document["phase"] == ENDED:
+                raise JobOver(f"the job {self._register.run_id} at {self._register.where} has ended", failed=False)
+            if seen[0] != document:
+                seen = (document, time.monotonic())
+            least = self._options.least or self._options.nnodes
+            waited = time.monotonic() - seen[1]
+            self._enough = least <= len(document["members"]) and waited > self._options.last_call_s
+            if document["phase"] == RUNNING:
+                whom = f"the store at {':'.join(map(str, document['store']))} to answer"
+            else:
+                come = f"{len(document['members'])} of {self._options.nnodes} have come"
+                whom = f"other machines at {self._register.where}: {come}"
+            wait.look()
+            if document["phase"] == RUNNING and self._reach(tuple(document["store"])):
+                return document
+            # A host that renews nothing is lost: it has stopped its workers by now, so the others begin anew.
+            patience = self._options.hold_s if document["phase"] == RUNNING else max(self._options.lease_s, FIRST_S)
+            complete = document["phase"] == RUNNING or len(document["members"]) == self._options.nnodes
+            if self._register.backend != C10D and complete and time.monotonic() - seen[1] > 1.25 * patience:
+                self._begin_anew(document)
+            self._listener.pause(_LOOK_S)
+
+    def _open(self, deadline: float) -> None:
+        said, why, where = False, "", self._register.where
+        limit_s = deadline - time.monotonic() + 2 * RETRY_S
+        wait = Wait(
+            "this machine",
+            lambda: f"the rendezvous at {where} to answer ({why})",
+            limit_s,
+            bound="--rdzv-conf join_timeout",
+        )
+        while True:
+            try:
+                return self._register.open()
+            except Gone as error:
+                if self.met:
+                    raise JobOver(
+                        f"nobody listens at {where} any more: the job has ended, or the machine that hosted the "
+                        "rendezvous was lost, which with c10d ends the job. Start it again with --resume to go on from "
+                        "its newest checkpoint; with --rdzv-backend etcd it would have survived",
+                        failed=True,
+                    ) from error
+                why = str(error)
+            except (OSError, RendezvousConnectionError) as error:
+                why = str(error)
+            if not said and self.met:
+                said = True
+                console(
+                    f"this machine cannot reach {where} ({why}); it tries for {self._options.join_s:.0f} s to come "
+                    "back as a spare machine"
+                )
+            elif not self.met:
+                wait.look()
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(
+                    f"no rendezvous at {self._register.where} in {self._options.join_s:.0f} s: {why}"
+                )
+            self._listener.pause(RETRY_S)
+
+    def _enter(self, document: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The document with this machine in it, if there is room."""
+        options = self._options
+        nnodes = f"{options.least or options.nnodes}:{options.nnodes}"
+        me = {"name": self.name, "nproc": options.nproc, "nnodes": nnodes, "secret": self._listener.mark}
+        if document is None:
+            attempt = int(self._options.resume)
+            document = {"phase": FORMING, "round": 0, "attempt": attempt, "run": uuid.uuid4().hex[:12], "members": []}
+        members = document["members"]
+        if members and any(members[0][key] != me[key] for key in ("nproc", "nnodes")):
+            raise ConfigError(
+                f"this machine was started with --nnodes {me['nnodes']} and {me['nproc']} workers, the first one with "
+                f"{members[0]['nnodes']} and {members[0]['nproc']}: they must be equal on all machines"
+            )
+        if document["phase"] != FORMING:
+            return None
+        if self.name not in (member["name"] for member in members):
+            if self._register.hosts:
+                members = [me | {"host": True}, *members]  # with c10d both stores are lost together, or neither
+            else:
+                reserved = self._register.backend == C10D and not (members and members[0].get("host"))
+                if len(members) + reserved >= options.nnodes:
+                    return None
+                members = [*members, me]
+            return document | {"members": members}
+        if (len(members) == options.nnodes or self._enough) and members[0]["name"] == self.name:
+            if self.server is None:  # else somebody else has changed the document meanwhile
+                self.server = serve_store(self.address, self._ports.take(self.address, self._ports.store))
+            # Whether there is a secret is decided once: nobody makes a job that has begun with one go on without.
+            agreed = document.get("secret", common(member["secret"] for member in members))
+            store = [self.address, int(self.server.port)]
+            return document | {"phase": RUNNING, "store": store, "beat": 0, "secret": agreed}
+        return None
+
+    def _reach(self, store: tuple[str, int]) -> bool:
+        try:
+            probe(store)
+        except OSError:
+            return False
+        return True
+
+    def _begin_anew(self, document: dict[str, Any]) -> None:
+        console("the machine that hosts the store is lost: the machines meet again, and all workers start again")
+        fresh = {"phase": FORMING, "round": document["round"] + 1, "attempt": document["attempt"] + 1, "members": []}
+        fresh |= {key: document[key] for key in ("run", "secret") if key in document}
+        with suppress(RendezvousConnectionError):
+            self._register.change(lambda newest: fresh if newest == document else None)

@@ -1,0 +1,147 @@
+"""What the agent finds in the job's store: entries of other agents, and words of the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from shared_core.errors import ConfigError
+from shared_core.events import console
+from shared_core.launcher.attempts import Attempts
+from shared_core.launcher.last_checkpoint import LastCheckpoint
+from shared_core.launcher.other_machines import OtherMachines
+from shared_core.launcher.resizes import Resizes
+from shared_core.launcher.starting import Starter
+from shared_core.launcher.telling import Telling
+from shared_core.launcher.wakeup import Wakeup
+from shared_core.launcher.workers import Fleet
+from shared_core.protocol import keys
+from shared_core.protocol.agent_phase import Event
+from shared_core.protocol.generation import CauseKind, Entry, Kind
+from shared_core.protocol.loss_policy import LossBook
+
+
+class Hearing:
+    """Reads the store and acts on it.
+
+    Args:
+        attempts: the attempt under way.
+        resizes: changes of the number of workers.
+        machines: the other machines, if there are any.
+        fleet: the processes.
+        starter: starts workers.
+        wakeup: ends the agent's waits.
+        telling: says what happens.
+        book: counts losses.
+        last_checkpoint: that the end waits for.
+    """
+
+    def __init__(
+        self,
+        attempts: Attempts,
+        resizes: Resizes,
+        machines: OtherMachines | None,
+        fleet: Fleet,
+        starter: Starter,
+        wakeup: Wakeup,
+        telling: Telling,
+        book: LossBook,
+        last_checkpoint: LastCheckpoint,
+    ) -> None:
+        self._attempts, self._resizes, self._machines, self._fleet = attempts, resizes, machines, fleet
+        self._starter, self._wakeup, self._telling, self._book = starter, wakeup, telling, book
+        self._last_checkpoint = last_checkpoint
+        self._words: dict[str, Callable[[Any], None]] = {
+            "divergent": self._divergent,
+            "fail": self._fail,
+            keys.SAVED: self._saved,
+            keys.CHECKPOINTS: self._checkpoints,
+            keys.REPORTS: self._report,
+            "handed": lambda said: self._resizes.handed_on(said.generation, said.top),
+            "declined": lambda said: self._resizes.declined(said.generation, said.reason),
+            "restart": self._restart,
+        }
+
+    def listen(self) -> None:
+        """Act on all that is new, until the attempt ends."""
+        attempts, attempt = self._attempts, self._attempts.now
+
+        def goes_on() -> bool:
+            return attempts.now is attempt and attempts.result is None
+
+        for entry in attempt.ledger.follow():
+            self._follow(entry)
+            if not goes_on():
+                return
+        for name, value in attempt.look():
+            if name in self._words:
+                self._words[name](value)
+            if not goes_on():
+                return
+        if attempts.phase.trains and attempt.release():
+            attempts.step(Event.RELEASED)
+        if attempts.phase.trains and self._machines is not None:
+            self._machines.look()
+
+    def _follow(self, entry: Entry) -> None:
+        """Another agent's entry."""
+        attempts = self._attempts
+        if entry.kind is Kind.RELEASE:
+            attempts.step(Event.RELEASED)
+        elif entry.kind is Kind.FAIL:
+            self._telling.story.fails(entry.reason)
+            attempts.fail(entry.rank, 0, 1, "", entry.reason)
+        elif entry.kind is Kind.RESTART:
+            attempts.restart(entry)
+        elif entry.kind is Kind.RESIZE:
+            attempts.resize(entry)
+        else:
+            self._resizes.note(entry)
+            self._telling.story.counts(len(entry.lost))
+            if self._machines is not None:
+                self._machines.check()  # it may have given our place away
+
+    # -- words of the workers -----------------------------------------------------------------------------------------
+
+    def _divergent(self, wrong: list[int]) -> None:
+        for one in list(self._fleet.live.values()):
+            if one.rank in wrong:
+                one.kill("its state differs from its replicas'", CauseKind.DIVERGENT)
+
+    def _fail(self, said: Any) -> None:
+        rank, message = said.rank, said.message
+        self._telling.story.fails(f"rank {rank}: {message}")
+        self._telling.ends("failed", rank=rank, reason=message)
+        pid = next((one.pid for one in self._fleet.live.values() if one.rank == rank), 0)
+        self._attempts.fail(rank, pid, 1, "", message)
+
+    def _saved(self, said: Any) -> None:
+        self._last_checkpoint.saved(asdict(said))
+        self._wakeup.tell()  # look at the signals again
+
+    def _checkpoints(self, said: Any) -> None:
+        before = self._starter.config
+        try:
+            config = before.merged(said)
+        except ConfigError as error:
+            console(f"what a worker has said of its checkpoints is passed over: {error}")
+            return
+        self._last_checkpoint.want()
+        if config.checkpoint.dir != before.checkpoint.dir:
+            self._telling.story.checkpoints(config.checkpoint.dir)
+        self._starter.use(config)
+
+    def _report(self, said: Any) -> None:
+        self._telling.report({key: each for key, each in asdict(said).items() if each is not None})
+
+    def _restart(self, said: Any) -> None:
+        reason = said.reason
+        if self._book.take():
+            # No line: a worker that says so could not go on from the present one.
+            self._attempts.restart_all(reason, 0.0, line=None)
+            return
+        reason += "; no replacements are left (--max-restarts)"
+        self._telling.story.fails(reason)
+        self._telling.ends("failed", reason=reason)
+        self._attempts.fail(self._attempts.places.ranks[0], 0, 1, "", reason)

@@ -1,0 +1,149 @@
+"""Workers of this machine that are lost: what the others are told first, and who takes their place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from shared_core.config import SwiftConfig
+from shared_core.events import console
+from shared_core.launcher.attempts import Attempts
+from shared_core.launcher.logs import ERROR_FILE
+from shared_core.launcher.telling import Telling
+from shared_core.launcher.wakeup import Wakeup
+from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
+from shared_core.plain_json import parse
+from shared_core.protocol import progress_file
+from shared_core.protocol.agent_phase import Event, Phase
+from shared_core.protocol.generation import Entry, Kind
+from shared_core.protocol.loss_policy import Death, LossBook, RaisedError, Verdict
+from shared_core.protocol.resizing import Resizing
+from shared_core.system import process
+
+Lost = list[tuple[LiveWorker, Death]]
+
+
+class Losses:
+    """Answers the deaths of workers.
+
+    Args:
+        config: options of the job.
+        alone: there is no other machine.
+        attempts: the attempt under way.
+        fleet: the processes.
+        wakeup: ends the agent's waits.
+        telling: says what happens.
+        book: judges deaths.
+        resizing: the number of workers.
+    """
+
+    def __init__(
+        self,
+        config: SwiftConfig,
+        alone: bool,
+        attempts: Attempts,
+        fleet: Fleet,
+        wakeup: Wakeup,
+        telling: Telling,
+        book: LossBook,
+        resizing: Resizing,
+    ) -> None:
+        self._config, self._alone, self._attempts, self._fleet = config, alone, attempts, fleet
+        self._wakeup, self._telling, self._book, self._resizing = wakeup, telling, book, resizing
+
+    def bury(self, dead: list[tuple[LiveWorker, int]]) -> None:
+        """Workers died, with these exit codes: write the next generation, then see to newcomers."""
+        detected, attempts = time.time(), self._attempts
+        if attempts.phase is Phase.ENDING:
+            _note_late(dead)
+            return
+        lost = [(one, self._death(one, code, detected)) for one, code in dead]
+        if attempts.phase is Phase.RESIZING:  # a newcomer that was too late has no part in what follows
+            lost = [(one, death) for one, death in lost if death.rank in self._resizing.stay]
+        if not lost:
+            return
+        deaths = [death for _, death in lost]
+        attempts.roster.lose(death.rank for death in deaths)
+        verdicts = [self._book.judge(death) for death in deaths]
+        ending = next((verdict for verdict in verdicts if verdict.action == "end"), None)
+        everyone = self._alone and attempts.roster.lost >= set(attempts.places.ranks)
+        restart = everyone or self._config.on_failure == "restart"
+        entry: Entry | None = None
+        if ending is None and not restart:
+            # First of all what the survivors wait for; the telling comes last.
+            entry = self._write(deaths, detected)
+            if entry is None:
+                self._wakeup.tell()  # another machine ended this attempt first
+                return
+            restart = self._answer(entry, lost, verdicts)
+        attempts.tell_start()
+        goes_on = entry is not None and entry.absent is not None and not restart
+        for one, death in lost:
+            self._telling.lost(one, death, goes_on=goes_on)
+        if ending is not None:
+            self._fail(ending)
+        elif restart:
+            self._book.count_once(len(deaths))
+            why = "on_failure is restart" if self._config.on_failure == "restart" else "all workers are lost"
+            attempts.restart_all(why, max(verdict.delay_s for verdict in verdicts), line=self._resizing.line)
+        elif entry is not None:
+            self._telling.generation(entry)
+
+    def _write(self, deaths: list[Death], detected: float) -> Entry | None:
+        """The generation that follows. Among several machines a lost worker is replaced by its own; alone, the others
+        may go on without it.
+        """
+        attempts = self._attempts
+        shrinks = self._alone and self._resizing.shrinks(attempts.now.goodbyes())
+        stay = sorted(set(attempts.places.ranks) - attempts.roster.lost) if shrinks else []
+        return attempts.now.next_generation(deaths, detected, stay)
+
+    def _answer(self, entry: Entry, lost: Lost, verdicts: list[Verdict]) -> bool:
+        """Do what the generation says. Returns whether all have to start again instead."""
+        attempts, resizing = self._attempts, self._resizing
+        if entry.kind is Kind.HAND_ON:
+            if not entry.stay:
+                return True  # nobody is left who could hand over
+            resizing.begin(entry.stay, len(entry.stay) if self._alone else resizing.target)
+            attempts.step(Event.CHANGE)
+            return False
+        if len(entry.absent or ()) == len(entry.incarnations):
+            return True  # nobody is left who could let a newcomer in
+        resizing.expect([death.rank for _, death in lost], time.monotonic())
+        delay = self._config.reroute.rejoin_after_s if entry.absent is not None else 0.0
+        for (one, _), verdict in zip(lost, verdicts, strict=True):
+            attempts.roster.replace_in(max(verdict.delay_s, delay), one.local_rank)
+        attempts.start_due()
+        return False
+
+    def _death(self, one: LiveWorker, code: int, detected: float) -> Death:
+        path = one.request.env.get(ERROR_FILE, "")
+        error: RaisedError | None = None
+        if code > 0 and path:
+            with suppress(OSError, ValueError):
+                error = RaisedError.from_error_file(parse(Path(path).read_bytes()))
+        cause = one.cause or process.describe_exit(code)
+        if error is not None:
+            cause = f"{error.summary[:200]} (at {error.place})"
+        elif code == 0:
+            cause = "exited with code 0 without saying goodbye"
+        progress = progress_file.read_progress(self._attempts.progress_file(one.rank))
+        tops = progress[0] if progress else 0
+        return Death(one.rank, one.pid, code, cause, tops, error, path if error else "", detected, one.kind)
+
+    def _fail(self, verdict: Verdict) -> None:
+        assert verdict.first is not None
+        first = verdict.first
+        self._telling.story.fails(verdict.reason)
+        self._telling.ends("failed", rank=first.rank, reason=verdict.reason)
+        # torchelastic has its own words for signals and for what is in an error file
+        words = first.cause if first.exit_code >= 0 and not first.error_file else ""
+        self._attempts.fail(first.rank, first.pid, first.exit_code, first.error_file, words)
+
+
+def _note_late(dead: Collection[tuple[LiveWorker, int]]) -> None:
+    for one, code in dead:
+        if code != 0 and one.cause != CANCELLED:
+            console(f"rank {one.rank} {process.describe_exit(code)} after its goodbye; its work was finished")

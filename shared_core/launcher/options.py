@@ -1,0 +1,67 @@
+"""What an agent is told: the program, and how to treat the workers that run it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from shared_core.checkpoint.command import Command
+from shared_core.config import SwiftConfig
+from shared_core.protocol.loss_policy import LOOP_LIMIT
+from shared_core.protocol.request import Mode
+from shared_core.system.secret import Secret
+
+
+@dataclass(frozen=True)
+class Program:
+    """The user's program.
+
+    Attributes:
+        mode: script, module or any executable.
+        target: its path or name.
+        args: its arguments; ``${local_rank}`` is substituted as torchrun does.
+        preload: modules that standbys import.
+        first: modules that workers import before the program.
+    """
+
+    mode: Mode
+    target: str
+    args: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> Command:
+        """What checkpoints name as theirs."""
+        return Command.of(self.target if self.mode == "module" else os.path.abspath(self.target), self.args, self.mode)
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """How the agent treats its workers.
+
+    Attributes:
+        config: the job's options, handed to the workers.
+        standbys: zygotes to keep.
+        events: path of ``events.jsonl``; None writes none.
+        grace_s: seconds between SIGTERM and SIGKILL when the job is ended.
+        threads: intra-op threads that a fresh interpreter would use when ``OMP_NUM_THREADS`` is not set.
+        loop_limit: see :class:`~shared_core.protocol.loss_policy.LossBook`.
+        signals: names of the signals that end the job.
+        store_port: port of the store; 0 takes a free one.
+        machines: how many there are at least, and at most.
+        note: something else for the line at the start.
+        secret: of a job on several machines.
+    """
+
+    config: SwiftConfig
+    standbys: int = 1
+    events: str | None = None
+    grace_s: float = 5.0
+    threads: int = 0
+    loop_limit: int = LOOP_LIMIT
+    signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    store_port: int = 0
+    machines: tuple[int, int] = (1, 1)
+    note: str = ""
+    secret: Secret = Secret()

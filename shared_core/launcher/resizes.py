@@ -1,0 +1,122 @@
+"""Changes of the number of workers, as the agent carries them out."""
+
+from __future__ import annotations
+
+import time
+
+from shared_core.config import SwiftConfig
+from shared_core.events import console
+from shared_core.launcher.attempts import Attempts
+from shared_core.launcher.console import ranks
+from shared_core.launcher.telling import Telling
+from shared_core.launcher.workers import Fleet
+from shared_core.protocol import progress_file
+from shared_core.protocol.agent_phase import Event, Phase
+from shared_core.protocol.generation import Entry, Kind
+from shared_core.protocol.resizing import Resizing
+from shared_core.protocol.worker_env import Resized
+
+
+class Resizes:
+    """Begins changes, ends them, and gives them up.
+
+    Args:
+        config: options of the job.
+        nproc: workers of this machine, at most.
+        alone: there is no other machine.
+        attempts: the attempt under way.
+        fleet: the processes.
+        telling: says what happens.
+        resizing: decides.
+    """
+
+    def __init__(
+        self,
+        config: SwiftConfig,
+        nproc: int,
+        alone: bool,
+        attempts: Attempts,
+        fleet: Fleet,
+        telling: Telling,
+        resizing: Resizing,
+    ) -> None:
+        self._config, self._nproc, self._alone = config, nproc, alone
+        self._attempts, self._fleet, self._telling, self._resizing = attempts, fleet, telling, resizing
+
+    def grow_if_due(self) -> None:
+        """Fill empty places again, when it is time."""
+        resizing, attempts, now = self._resizing, self._attempts, time.monotonic()
+        if not attempts.phase.trains or not resizing.grows(now):
+            return
+        here = attempts.places.ranks
+        if (
+            attempts.phase is Phase.RESIZING
+            or attempts.roster.lost
+            or attempts.roster.missing
+            or attempts.now.goodbyes()
+        ):
+            resizing.schedule(now, len(here))  # later
+            return
+        self._begin(here, resizing.full)
+
+    def shrink_late(self) -> None:
+        """Go on without ranks whose newcomers have not joined in time."""
+        attempts, resizing = self._attempts, self._resizing
+        if not self._alone:
+            return
+        resizing.joined([rank for rank in resizing.due if self._has_joined(rank)])
+        late = resizing.late(time.monotonic())
+        stay = sorted(set(attempts.places.ranks) - set(late) - attempts.roster.lost)
+        if not late or not stay or attempts.phase is not Phase.RUNNING:
+            return
+        why = f"nobody has taken the place of {ranks(late)} in {self._config.resize.replace_timeout_s:g} s"
+        console(f"{why} (replace_timeout_s): the others go on without")
+        if self._begin(stay, len(stay)):
+            attempts.roster.lose(late)
+            attempts.kill_ranks(late, why)
+
+    def _begin(self, stay: list[int], target: int) -> bool:
+        """Have these ranks hand their state on; whether that could be said."""
+        entry = self._attempts.now.next_generation((), time.time(), stay)
+        if entry is None:
+            return False
+        self._telling.generation(entry)
+        self._resizing.begin(stay, target)
+        self._attempts.step(Event.CHANGE)
+        return True
+
+    def _has_joined(self, rank: int) -> bool:
+        progress = progress_file.read_progress(self._attempts.progress_file(rank))
+        started = max((one.started for one in self._fleet.live.values() if one.rank == rank), default=None)
+        return started is not None and progress is not None and bool(progress[0]) and progress[2] >= started
+
+    def handed_on(self, generation: int, top: int) -> None:
+        """The state is handed on: end this attempt and go on with another number of workers."""
+        resizing, attempts, attempt = self._resizing, self._attempts, self._attempts.now
+        if attempts.phase is not Phase.RESIZING or generation != attempt.generation:
+            return
+        before = attempts.places.world_size
+        line = Resized(attempt.number, before, resizing.stay, top) if top else resizing.line
+        machines = () if self._alone else resizing.after
+        entry = Entry(kind=Kind.RESIZE, workers=resizing.target, line=line, machines=machines)
+        written = attempt.append(lambda: entry if attempt.generation == generation else None)
+        if written is not None:  # else another agent was first, or has seen another loss
+            self._telling.emit("resize", workers=resizing.target, before=before, top=top, stay=list(resizing.stay))
+            attempts.resize(written)
+
+    def declined(self, generation: int, reason: str) -> None:
+        """The number of workers cannot change here: lost ones are replaced after all."""
+        attempts = self._attempts
+        if attempts.phase is not Phase.RESIZING or generation != attempts.now.generation:
+            return
+        console(f"the number of workers cannot change now ({reason}): lost ones are replaced")
+        self._telling.warn(f"the number of workers cannot change: {reason}")
+        self._resizing.decline(time.monotonic(), len(attempts.places.ranks))
+        if (entry := attempts.now.next_generation((), time.time(), ends=True)) is not None:
+            self._telling.generation(entry)
+            self.note(entry)
+
+    def note(self, entry: Entry) -> None:
+        """A generation was written that may begin or end a change."""
+        self._resizing.follow(entry, self._nproc)
+        self._attempts.step(Event.CHANGE if self._resizing.stay else Event.NO_CHANGE)

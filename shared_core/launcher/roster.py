@@ -1,0 +1,59 @@
+"""Which ranks of one machine are held by a worker, and whose newcomers are to be started when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from shared_core.launcher.workers import LiveWorker
+
+
+class Roster:
+    """The ranks of one machine in one attempt.
+
+    Attributes:
+        lost: ranks that no worker holds now.
+        missing: ranks whose first worker does not run yet.
+        pids: of the newest worker of each place.
+    """
+
+    def __init__(self) -> None:
+        self.lost: set[int] = set()
+        self.missing: set[int] = set()
+        self.pids: dict[int, int] = {}
+        self._due: list[tuple[float, int]] = []
+
+    def begin(self, ranks: Iterable[int]) -> None:
+        """The first workers of these ranks are being started."""
+        self.lost, self.missing = set(), set(ranks)
+        self.forget_due()
+
+    def lose(self, lost: Iterable[int]) -> None:
+        """No worker holds these ranks now."""
+        self.lost.update(lost)
+
+    def arrived(self, one: LiveWorker) -> None:
+        """The process of a worker exists."""
+        self.missing.discard(one.rank)
+        self.lost.discard(one.rank)
+        self.pids[one.local_rank] = one.pid
+
+    @property
+    def due(self) -> list[tuple[float, int]]:
+        """When newcomers are to be started, as ``time.monotonic()`` says it, with their places on this machine."""
+        return list(self._due)
+
+    def replace_in(self, delay_s: float, local_rank: int) -> None:
+        """A newcomer is to be started after so many seconds."""
+        self._due.append((time.monotonic() + delay_s, local_rank))
+
+    def take_due(self) -> list[int]:
+        """Places of newcomers whose time has come."""
+        now = time.monotonic()
+        taken = [entry for entry in self._due if entry[0] <= now]
+        self._due = [entry for entry in self._due if entry not in taken]
+        return [place for _, place in taken]
+
+    def forget_due(self) -> None:
+        """No newcomer is to be started."""
+        self._due.clear()

@@ -1,0 +1,125 @@
+"""Starts the workers of one machine: their environment, their log files, and the request to a standby."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.utils.api import macros
+
+from shared_core.config import SwiftConfig
+from shared_core.launcher.attempt import Attempt
+from shared_core.launcher.environment import environment_of
+from shared_core.launcher.logs import ERROR_FILE, WorkerLogs
+from shared_core.launcher.options import AgentOptions, Program
+from shared_core.launcher.places import Places
+from shared_core.launcher.workers import Fleet, LiveWorker
+from shared_core.protocol.request import StartRequest
+from shared_core.protocol.worker_env import Resized
+
+
+@dataclass(frozen=True)
+class Start:
+    """In what a worker is started.
+
+    Attributes:
+        places: of this machine's workers.
+        attempt: that is under way.
+        address: of this machine, where there are several.
+        line: what the attempt goes on from, if the number of workers has changed.
+        run_id: of this start of the job.
+    """
+
+    places: Places
+    attempt: Attempt
+    address: str
+    line: Resized | None
+    run_id: str
+
+
+class Starter:
+    """Starts workers.
+
+    Args:
+        program: what they run.
+        options: of the agent.
+        job_dir: private folder of the job.
+        fleet: the processes.
+        make_logs: called with the ranks of this machine; makes the log files.
+
+    Attributes:
+        config: options of the job, with what the script has said of its checkpoints.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        options: AgentOptions,
+        job_dir: Path,
+        fleet: Fleet,
+        make_logs: Callable[[list[int]], WorkerLogs],
+    ) -> None:
+        self._program, self._options, self._job_dir, self._fleet = program, options, job_dir, fleet
+        self._make_logs = make_logs
+        self._logs: WorkerLogs | None = None
+        self._starts: dict[int, int] = {}
+        self._tokens = 0
+        self.config = options.config
+
+    def use(self, config: SwiftConfig) -> None:
+        """Later workers get these options."""
+        self.config = config
+
+    def open_logs(self, ranks: list[int]) -> WorkerLogs:
+        """The log files, which the first call makes."""
+        if self._logs is None:
+            self._logs = self._make_logs(ranks)
+            self._logs.start()
+        return self._logs
+
+    def start(self, local_rank: int, start: Start) -> None:
+        """Ask for a worker; the fleet says when its process exists."""
+        logs = self.open_logs(start.places.ranks)
+        rank = start.places.workers[local_rank].global_rank
+        nth = self._starts.get(rank, 0)
+        self._starts[rank] = nth + 1
+        env = environment_of(
+            start.places,
+            local_rank,
+            start.attempt,
+            self._job_dir,
+            self._options.events,
+            self.config.to_json(),
+            start.address,
+            start.line,
+            self._program.command,
+            start.run_id,
+        )
+        env[ERROR_FILE] = logs.error_file(local_rank, nth)
+        threads = env.get("OMP_NUM_THREADS", "")
+        self._tokens += 1
+        request = StartRequest(
+            token=self._tokens,
+            mode=self._program.mode,
+            target=self._program.target,
+            args=tuple(macros.substitute(list(self._program.args), str(local_rank))),
+            env=env,
+            agent=os.getpid(),
+            stdout=logs.stdout(local_rank),
+            stderr=logs.stderr(local_rank),
+            threads=int(threads) if threads.isdigit() else self._options.threads,
+            first=self._program.first,
+        )
+        self._fleet.start(LiveWorker(local_rank, rank, start.attempt.incarnations[rank], request))
+
+    @property
+    def logs_used(self) -> bool:
+        """Whether workers wrote log files, not only error files."""
+        return self._logs is not None and self._logs.used
+
+    def close(self) -> None:
+        """Copy what is left of the logs, and close them."""
+        if self._logs is not None:
+            self._logs.stop()

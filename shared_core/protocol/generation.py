@@ -1,0 +1,255 @@
+"""One entry of the ledger: a generation of the job, or the end of an attempt. Agents write it, workers follow it.
+
+Entry g is the key ``gen/{g}`` in the job's store, below the attempt's prefix. Generation 0 has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import Any, Literal, TypedDict
+
+from shared_core.protocol.codec import Count, damaged, decode
+from shared_core.protocol.worker_env import Resized
+
+#: Of the form in which an entry is stored.
+VERSION = 1
+#: What is said of newcomers that ask to be let in.
+LET_IN = ("yes", "no")
+
+
+def generation_key(generation: int) -> str:
+    """Key of an entry."""
+    return f"gen/{generation}"
+
+
+def let_in_key(generation: int) -> str:
+    """Whether the absent ranks of a generation were let in: ``yes`` or ``no``, whatever was said first."""
+    return f"gen/{generation}/let_in"
+
+
+def lane_key(rank: int, incarnation: int) -> str:
+    """Set by a worker that has begun to use lanes (``on_failure="reroute"``)."""
+    return f"lane/{rank}.{incarnation}"
+
+
+class Kind(Enum):
+    """What happens with an entry."""
+
+    #: All ranks form the generation, the newcomers of lost ones among them.
+    FORM = "form"
+    #: The others go on at once without the absent ranks, and let their newcomers in later.
+    GO_ON = "go on"
+    #: The number of workers changes: those that stay hand their state on, and nothing is formed.
+    HAND_ON = "hand on"
+    #: The attempt is over: all workers said goodbye.
+    RELEASE = "release"
+    #: The attempt is over: all workers start again.
+    RESTART = "restart"
+    #: The attempt is over: another number of workers goes on.
+    RESIZE = "resize"
+    #: The attempt is over: the job has failed.
+    FAIL = "fail"
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing follows in this attempt."""
+        return self in (Kind.RELEASE, Kind.RESTART, Kind.RESIZE, Kind.FAIL)
+
+
+class CauseKind(Enum):
+    """Why a worker was lost."""
+
+    #: Its process ended, or was killed because it did not go on.
+    DIED = "died"
+    #: It was killed because its state was damaged: replicas that are the majority have another.
+    DIVERGENT = "divergent"
+    #: Its machine was lost.
+    MACHINE = "machine"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One lost worker.
+
+    Attributes:
+        kind: why, for rules.
+        text: why, for people.
+        who: its rank.
+    """
+
+    kind: CauseKind
+    text: str
+    who: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What one entry says. An agent leaves the first three out: the ledger adds them.
+
+    Attributes:
+        generation: number of the entry.
+        incarnations: for each rank, how many workers held it before the present one.
+        absent: ranks that were lost and without which the others go on; None until all workers use lanes.
+        kind: what happens.
+        causes: one for each worker that was lost just now.
+        detected: ``time.time()`` when that was noticed.
+        machines: for each place, the machine that holds it, None while nobody does; empty for a job on one machine. An
+            agent leaves it out where it does not change.
+        stay: ranks that hand their state on.
+        after: machines that go on after that.
+        reason: for people.
+        rank: whose error ends the job; -1 for none.
+        workers: number of them that goes on.
+        line: what the next attempt goes on from, if not from a checkpoint or the beginning.
+    """
+
+    generation: int = 0
+    incarnations: tuple[int, ...] = ()
+    absent: frozenset[int] | None = None
+    kind: Kind = Kind.FORM
+    causes: tuple[Cause, ...] = ()
+    detected: float = 0.0
+    machines: tuple[str | None, ...] = ()
+    stay: tuple[int, ...] = ()
+    after: tuple[str, ...] = ()
+    reason: str = ""
+    rank: int = -1
+    workers: int = 0
+    line: Resized | None = None
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks whose workers were lost just now."""
+        return tuple(cause.who for cause in self.causes)
+
+    def divergent(self, rank: int) -> bool:
+        """Whether the rank's worker was replaced because its state was damaged."""
+        return any(cause.who == rank and cause.kind is CauseKind.DIVERGENT for cause in self.causes)
+
+    def while_changing(self, stay: Sequence[int], change: Entry | None) -> Entry:
+        """This entry where the number of workers changes; a change that is under way goes on with those that are left.
+
+        Args:
+            stay: ranks that are to hand their state on, if a change begins.
+            change: the newest entry, if one is under way.
+        """
+        if not stay and change is None:
+            return self
+        staying = stay or (change.stay if change is not None else ())
+        return replace(
+            self,
+            kind=Kind.HAND_ON,
+            stay=tuple(rank for rank in staying if rank not in self.lost),
+            after=change.after if change is not None else (),
+        )
+
+    def event_fields(self) -> dict[str, Any]:
+        """Of the ``generation`` event in the job's log."""
+        fields: dict[str, Any] = {"machines": list(self.machines)} if self.machines else {}
+        if self.absent is not None:
+            fields["absent"] = sorted(self.absent)
+        fields |= {
+            "incarnations": list(self.incarnations),
+            "lost": list(self.lost),
+            "cause": {str(cause.who): cause.text for cause in self.causes},
+            "detected": self.detected,
+        }
+        if self.kind is Kind.HAND_ON:
+            fields["stay"] = list(self.stay)
+        if self.after:
+            fields["after"] = list(self.after)
+        return fields | ({"reason": self.reason} if self.reason else {})
+
+    def to_json(self) -> str:
+        """Inverse of :meth:`from_json`."""
+        return json.dumps(
+            {
+                "version": VERSION,
+                "generation": self.generation,
+                "kind": self.kind.value,
+                "incarnations": self.incarnations,
+                "absent": None if self.absent is None else sorted(self.absent),
+                "causes": [[cause.kind.value, cause.text, cause.who] for cause in self.causes],
+                "detected": self.detected,
+                "machines": self.machines,
+                "stay": self.stay,
+                "after": self.after,
+                "reason": self.reason,
+                "rank": self.rank,
+                "workers": self.workers,
+                "line": None if self.line is None else asdict(self.line),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, raw: bytes, generation: int, world_size: int) -> Entry:
+        """Inverse of :meth:`to_json`.
+
+        Args:
+            raw: what the store holds.
+            generation: the entry's number.
+            world_size: number of logical ranks.
+
+        Raises:
+            DamagedRecord: it is another's, or damaged. To follow it could start workers in an endless loop.
+        """
+        key = generation_key(generation)
+        stored: _Stored = decode(raw, _Stored, key)
+        entry = Entry(
+            generation=stored["generation"],
+            incarnations=stored["incarnations"],
+            absent=None if stored["absent"] is None else frozenset(stored["absent"]),
+            kind=Kind(stored["kind"]),
+            causes=tuple(Cause(CauseKind(kind), text, who) for kind, text, who in stored["causes"]),
+            detected=stored["detected"],
+            machines=stored["machines"],
+            stay=stored["stay"],
+            after=stored["after"],
+            reason=stored["reason"],
+            rank=stored["rank"],
+            workers=stored["workers"],
+            line=stored["line"],
+        )
+        if wrong := _wrong_in(entry, stored["version"], generation, world_size):
+            raise damaged(key, wrong)
+        return entry
+
+
+class _Stored(TypedDict):
+    """Shape of a stored entry."""
+
+    version: Count
+    generation: Count
+    kind: Literal["form", "go on", "hand on", "release", "restart", "resize", "fail"]
+    incarnations: tuple[Count, ...]
+    absent: list[Count] | None
+    causes: list[tuple[Literal["died", "divergent", "machine"], str, Count]]
+    detected: float
+    machines: tuple[str | None, ...]
+    stay: tuple[Count, ...]
+    after: tuple[str, ...]
+    reason: str
+    rank: int
+    workers: Count
+    line: Resized | None
+
+
+def _wrong_in(entry: Entry, version: int, generation: int, world_size: int) -> str:
+    """What is wrong in an entry of the right shape; empty if nothing is."""
+    if version != VERSION:
+        return f"version is {version}, not {VERSION}"
+    if entry.generation != generation:
+        return f"generation is {entry.generation}, not {generation}"
+    if len(entry.incarnations) != world_size:
+        return f"it has {len(entry.incarnations)} incarnations, not {world_size}"
+    for name, ranks in (("absent", entry.absent or ()), ("causes", entry.lost), ("stay", entry.stay)):
+        if any(rank >= world_size for rank in ranks):
+            return f"{name} names rank {max(ranks)}, and there are {world_size}"
+    if not -1 <= entry.rank < world_size:
+        return f"rank is {entry.rank}, and there are {world_size}"
+    if entry.kind in (Kind.FORM, Kind.GO_ON) and (entry.kind is Kind.GO_ON) != bool(entry.absent):
+        return f"kind is {entry.kind.value!r}, with {len(entry.absent or ())} absent ranks"
+    return ""

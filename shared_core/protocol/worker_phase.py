@@ -1,0 +1,175 @@
+"""In which phase a worker is, and what it does about what it hears, as a pure function.
+
+What a worker hears are the entries of the ledger (:func:`heard`) and the steps of its own program. The actions of a
+phase run on threads of their own; one that is overtaken by a further entry gives up by itself.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from shared_core.protocol.generation import Entry, Kind
+
+
+class Phase(Enum):
+    """Where a worker is in its life."""
+
+    #: The script runs up to its default process group; a newcomer does not know its place yet.
+    STARTING = "starting"
+    #: A newcomer whose predecessor has passed no batch top runs the script as the first workers did.
+    FROM_START = "from the start"
+    #: A newcomer runs the script up to its predecessor's batch top; collectives are answered from records.
+    BEHIND = "behind"
+    #: The same, but the others go on without it: at its first batch top it asks to be let in.
+    KNOCKING = "knocking"
+    #: The program's thread forms the first generation of this worker.
+    JOINING = "joining"
+    #: Connected.
+    LIVE = "live"
+    #: A survivor forms the next generation.
+    RECOVERING = "recovering"
+    #: A survivor goes on without absent ranks.
+    WITHOUT = "without absent ranks"
+    #: A survivor hands its state on, because the number of workers changes.
+    HANDING_ON = "handing on"
+    #: The attempt is over, or this worker's part in it; the launcher does what follows.
+    ENDED = "ended"
+
+    @property
+    def answers(self) -> bool:
+        """Whether collectives are answered from records."""
+        return self in (Phase.BEHIND, Phase.KNOCKING)
+
+
+class Event(Enum):
+    """What can happen to a worker."""
+
+    #: An entry: all ranks form the generation.
+    FORM = "form"
+    #: An entry: the others go on without the absent ranks.
+    GO_ON = "go on"
+    #: An entry: the number of workers changes, and this one hands its state on.
+    HAND_ON = "hand on"
+    #: An entry: the number of workers changes without this one.
+    LEFT_OUT = "left out"
+    #: An entry: the attempt is over.
+    OVER = "over"
+    #: An entry: another worker holds this one's rank, so its machine was taken for lost.
+    REPLACED = "replaced"
+    #: A newcomer finds that its place is a batch top.
+    TOP_FOUND = "top found"
+    #: A newcomer finds that its place is the beginning of the script.
+    NO_TOP = "no top"
+    #: The program has come to the place where it joins.
+    ARRIVED = "arrived"
+    #: The generation is formed, and no later entry is known.
+    INSTALLED = "installed"
+    #: The absent ranks are let in, and no later entry is known.
+    LET_IN = "let in"
+    #: The absent ranks are let in, and another loss has ended the generation since.
+    LET_IN_LATE = "let in late"
+
+
+class Action(Enum):
+    """What the worker is to do."""
+
+    #: Cut the connections and form the generation.
+    RECOVER = auto()
+    #: Cut the connections to the absent ranks, and go on.
+    GO_ON = auto()
+    #: Cut the connections, agree on a batch top with those that stay, and write the state there.
+    HAND_ON = auto()
+    #: Nobody leaves: what was held for handing on is free again.
+    WITHDRAW = auto()
+    #: Say in the new generation where this newcomer starts: the others need to know before it joins.
+    POST_FRONT = auto()
+    #: No entry follows.
+    STOP_WATCHING = auto()
+    #: End this process.
+    EXIT = auto()
+
+
+class IllegalEvent(Exception):
+    """An event that cannot happen in a phase: a mistake in the protocol."""
+
+
+Outcome = tuple[Phase, tuple[Action, ...]]
+
+_SURVIVORS = (Phase.LIVE, Phase.RECOVERING, Phase.WITHOUT, Phase.HANDING_ON)
+_NOT_JOINED = (Phase.STARTING, Phase.FROM_START, Phase.BEHIND, Phase.KNOCKING, Phase.JOINING)
+
+#: The phase that follows and what is to be done, for each event that can happen in a phase.
+TRANSITIONS: dict[tuple[Phase, Event], Outcome] = {
+    # A newcomer's place: what its own entry says, then what all have agreed on.
+    (Phase.STARTING, Event.GO_ON): (Phase.KNOCKING, ()),
+    (Phase.STARTING, Event.TOP_FOUND): (Phase.BEHIND, ()),
+    (Phase.STARTING, Event.NO_TOP): (Phase.FROM_START, ()),
+    # Its way into the job.
+    (Phase.STARTING, Event.ARRIVED): (Phase.JOINING, ()),
+    (Phase.FROM_START, Event.ARRIVED): (Phase.JOINING, ()),
+    (Phase.BEHIND, Event.ARRIVED): (Phase.JOINING, ()),
+    (Phase.JOINING, Event.INSTALLED): (Phase.LIVE, ()),
+    (Phase.KNOCKING, Event.LET_IN): (Phase.LIVE, ()),
+    (Phase.KNOCKING, Event.LET_IN_LATE): (Phase.WITHOUT, ()),
+    # Another loss before it is in.
+    (Phase.STARTING, Event.FORM): (Phase.STARTING, (Action.WITHDRAW,)),
+    (Phase.FROM_START, Event.FORM): (Phase.FROM_START, (Action.WITHDRAW, Action.POST_FRONT)),
+    (Phase.BEHIND, Event.FORM): (Phase.BEHIND, (Action.WITHDRAW, Action.POST_FRONT)),
+    # It is being let in: only then nobody is absent.
+    (Phase.KNOCKING, Event.FORM): (Phase.RECOVERING, (Action.RECOVER,)),
+    (Phase.JOINING, Event.FORM): (Phase.JOINING, (Action.WITHDRAW,)),
+    (Phase.KNOCKING, Event.GO_ON): (Phase.KNOCKING, (Action.WITHDRAW,)),
+    # A survivor's way back.
+    (Phase.RECOVERING, Event.INSTALLED): (Phase.LIVE, ()),
+    (Phase.WITHOUT, Event.LET_IN): (Phase.LIVE, ()),
+    # A loss while newcomers were let in: what is to be done about it has begun.
+    (Phase.RECOVERING, Event.LET_IN_LATE): (Phase.RECOVERING, ()),
+    (Phase.WITHOUT, Event.LET_IN_LATE): (Phase.WITHOUT, ()),
+    (Phase.HANDING_ON, Event.LET_IN_LATE): (Phase.HANDING_ON, ()),
+}
+for _phase in _SURVIVORS:
+    TRANSITIONS[_phase, Event.FORM] = Phase.RECOVERING, (Action.RECOVER,)
+    TRANSITIONS[_phase, Event.GO_ON] = Phase.WITHOUT, (Action.GO_ON,)
+    TRANSITIONS[_phase, Event.HAND_ON] = Phase.HANDING_ON, (Action.HAND_ON,)
+for _phase in _NOT_JOINED:
+    # It says that it has no state, and runs on: that may yet be withdrawn.
+    TRANSITIONS[_phase, Event.HAND_ON] = _phase, (Action.HAND_ON,)
+for _phase in (*_NOT_JOINED, Phase.LIVE, Phase.RECOVERING):
+    if _phase is not Phase.KNOCKING:
+        TRANSITIONS[_phase, Event.LEFT_OUT] = _phase, ()  # a newcomer that came too late: the launcher ends it
+
+
+def transition(phase: Phase, event: Event) -> Outcome:
+    """The phase that follows, and what is to be done.
+
+    Raises:
+        IllegalEvent: if the event cannot happen in the phase.
+    """
+    if event is Event.REPLACED:
+        return Phase.ENDED, (Action.EXIT,)
+    if event is Event.OVER:
+        # Who knocks waits until the launcher ends it: alone it must not go on.
+        return Phase.KNOCKING if phase is Phase.KNOCKING else Phase.ENDED, (Action.STOP_WATCHING,)
+    if phase is Phase.ENDED:
+        return Phase.ENDED, ()  # the program may come a little further before it is ended
+    try:
+        return TRANSITIONS[phase, event]
+    except KeyError:
+        raise IllegalEvent(f"a worker that is {phase.value!r} cannot have the event {event.value!r}") from None
+
+
+def heard(entry: Entry, rank: int, incarnation: int) -> Event:
+    """What an entry of the ledger is to a worker.
+
+    Args:
+        entry: the newest one.
+        rank: of the worker.
+        incarnation: of the worker.
+    """
+    if entry.kind.over:
+        return Event.OVER
+    if entry.incarnations[rank] > incarnation:
+        return Event.REPLACED
+    if entry.kind is Kind.HAND_ON:
+        return Event.HAND_ON if rank in entry.stay else Event.LEFT_OUT
+    return Event.GO_ON if entry.kind is Kind.GO_ON else Event.FORM

@@ -1,0 +1,75 @@
+"""What one rank goes on from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shared_core.errors import CorruptFile
+from shared_core.protocol.frontier import Top
+from shared_core.worker.checkpoints.recovery_line import Collect, Loaded
+from shared_core.worker.state.publications import Board
+
+
+@dataclass
+class Restored:
+    """What one rank goes on from: a checkpoint, or what the workers handed on when their number changed.
+
+    Attributes:
+        top: the batch top.
+        parts: rank-local state there.
+        ends: results and state of finished entry calls.
+        records: results of start-up operations, and of DDP's agreement on buckets.
+        description: of the replicated state; None for the one that this worker begins with.
+        tensors: of the replicated state.
+        resized: it was another number of workers.
+        added: this rank had no predecessor; ``parts`` are another's.
+        main: what rank 0 had published last, where another takes its place.
+        tier: where a checkpoint lay.
+        workers: of the job that made it.
+        collect: see :class:`~shared_core.worker.checkpoints.recovery_line.Loaded`.
+    """
+
+    top: Top
+    parts: dict[str, Any]
+    ends: dict[int, tuple[Any, dict[str, Any]]]
+    records: list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
+    description: dict[str, Any] | None
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    resized: bool = False
+    added: bool = False
+    main: dict[str, Any] = field(default_factory=dict)
+    tier: str = ""
+    workers: int = 0
+    collect: Collect | None = None
+
+
+def restored(loaded: Loaded) -> Restored:
+    """What a checkpoint holds."""
+    local = loaded.local
+    return Restored(
+        loaded.top,
+        local["parts"],
+        local["ends"],
+        local["records"],
+        loaded.description,
+        loaded.tensors,
+        resized=loaded.resized,
+        added=loaded.added,
+        tier=loaded.line.tier,
+        workers=loaded.line.world_size,
+        collect=loaded.collect,
+    )
+
+
+def ends_before(board: Board, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:
+    """Results and state of the entry calls that were finished before ``entry``."""
+    ends: dict[int, tuple[Any, dict[str, Any]]] = {}
+    for number in range(entry):
+        try:
+            ends[number] = board.read_end(number)
+        except (FileNotFoundError, CorruptFile):
+            continue
+    return ends

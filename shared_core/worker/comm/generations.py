@@ -1,0 +1,163 @@
+"""What happens to the groups when a generation ends and when the next one begins.
+
+When a rank is lost the inner groups are cut; what was in flight stays pending, and is served or issued again in the
+next generation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from shared_core.errors import CollectiveTimeout, GenerationAbandoned, SwiftError, WaitTimeout
+from shared_core.system import threads
+from shared_core.worker.comm.connections import Connections
+from shared_core.worker.comm.gloo import STUCK_S, InnerGroup
+from shared_core.worker.comm.groups import Groups, GroupState
+from shared_core.worker.comm.operations import Operations
+from shared_core.worker.comm.state import SharedState
+
+
+class Generations:
+    """Cuts the groups and gives them new connections."""
+
+    def __init__(self, state: SharedState, groups: Groups, connections: Connections, operations: Operations) -> None:
+        self._state, self._groups, self._connections, self._operations = state, groups, connections, operations
+        # Of the live generation: rank-specific operations to run again, and what receivers have, by group.
+        self._redo: Mapping[str, set[int]] = {}
+        self._received: Mapping[str, dict[str, int]] = {}
+
+    def add_group(self, group: GroupState) -> None:
+        """Take in a new group and, when a generation is live, connect it."""
+        state = self._state
+        with state.lock:
+            first = self._groups.world is None
+            self._groups.add(group)
+            group.replay.update(state.listener.kept_for(group.name))
+        if first:
+            state.listener.first_group()
+        elif not state.starting and not state.broken:
+            try:
+                # A group that the program makes: a member may be late for reasons of its own, as without this product.
+                self._connect(group, state.generation, self._groups.longest_s(group))
+            except GenerationAbandoned:
+                pass  # the recovery under way connects it
+            except WaitTimeout as error:
+                raise CollectiveTimeout(f"{error} {state.listener.whereabouts()}") from error
+
+    def _connect(self, group: GroupState, generation: int, limit_s: float | None = None) -> None:
+        """Connect ``group`` and issue what is pending in it.
+
+        Raises:
+            GenerationAbandoned: if the generation ended meanwhile.
+            NotConnected: if the members do not reach each other.
+            WaitTimeout: if a member does not come.
+        """
+        inner = self._connections.meet(group, generation, limit_s)
+        with self._state.lock:
+            if self._state.latest > generation:
+                inner.discard()
+                raise GenerationAbandoned(group.name)
+            self._reissue(group, inner)
+
+    def _reissue(self, group: GroupState, inner: InnerGroup) -> None:
+        group.inner = inner
+        group.again.clear()
+        redo = {seq: group.log.entries[seq] for seq in self._redo.get(group.name, ()) if seq in group.log.entries}
+        for seq in sorted({*redo, *group.pending}):
+            if seq in group.pending:
+                self._operations.start(group, group.pending[seq])
+            else:
+                again = redo[seq].redo
+                assert again is not None
+                group.again.append(again(inner.pg))
+        group.channels.repeat(self._received.get(group.name, {}))
+        self._state.changed.notify_all()
+
+    def break_off(self) -> None:
+        """A rank is lost: cut every connection, and wait until gloo has given everything back. A group of this rank
+        alone goes on while others are absent.
+        """
+        state = self._state
+        with state.lock:
+            state.broken = True
+            self._connections.cut_sides()
+            cut = [group for group in self._groups.all() if not state.absent or group.size > 1]
+            inners = [group.inner for group in cut if group.inner is not None]
+            for group in cut:
+                group.inner = None
+            for inner in inners:
+                inner.sever()
+            end = time.monotonic() + STUCK_S
+            while any(group.inflight for group in cut):
+                if not state.changed.wait(0.05):
+                    for inner in inners:  # a connection that was being set up while we cut
+                        inner.sever()
+                if time.monotonic() > end:
+                    _give_up(cut)
+            for group in cut:
+                group.channels.cut()
+        for inner in inners:
+            inner.discard()
+
+    def go_live(
+        self,
+        generation: int,
+        world_inner: InnerGroup,
+        redo: Mapping[str, set[int]],
+        received: Mapping[str, dict[str, int]],
+    ) -> None:
+        """Serve what others had finished, issue the rest again in order, let new operations through.
+
+        Args:
+            generation: which one.
+            world_inner: the default group's connections.
+            redo: rank-specific operations that this rank takes part in again, by group.
+            received: what receivers have, by group and channel.
+        """
+        state = self._state
+        with state.lock:
+            state.generation = generation
+            self._redo, self._received = redo, received
+            served = [
+                (group, group.pending.pop(seq), group.replay.pop(seq))
+                for group in self._groups.all()
+                for seq in sorted(group.pending)
+                if seq in group.replay
+            ]
+        for each in served:
+            self._operations.serve(*each)
+            with state.lock:
+                state.note_waiting(-1)
+        with state.lock:
+            state.broken = False
+            world = self._groups.world
+            assert world is not None
+            self._reissue(world, world_inner)
+            kept = [group for group in self._groups.all() if group.size == 1 and group.inner is not None]
+            others = [group for group in self._groups.all() if group is not world and group not in kept]
+            state.changed.notify_all()
+        for group in others:
+            name = f"swift-connect-{group.name}"
+            threads.start(self._connect_later, (group, generation), name=name)
+
+    def _connect_later(self, group: GroupState, generation: int) -> None:
+        try:
+            self._connect(group, generation)
+        except GenerationAbandoned:
+            return
+        except SwiftError as error:
+            self._state.end(error)
+
+
+def _give_up(groups: Sequence[GroupState]) -> None:
+    """Give up on operations that gloo does not give back. (When a connection is cut while a message waits for room in
+    the socket's buffer, gloo forgets to wake the sender.) They only read from their buffers any more; their end, if it
+    ever comes, is ignored.
+    """
+    for group in groups:
+        for op in group.pending.values():
+            if op.inner_work is not None:
+                op.attempt += 1
+                op.inner_work = None
+        group.inflight = 0

@@ -1,0 +1,116 @@
+"""What a process group tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from shared_core.errors import Unsupported
+from shared_core.worker.comm.runtime import Runtime
+
+#: Untyped, because torch's stubs leave out most of it.
+_Base: Any = torch.distributed.ProcessGroup
+
+
+class GroupIdentity(_Base):  # type: ignore[misc]
+    """Names, ranks and time-outs of a group, and what there is nothing to do for: its communicator is the runtime's."""
+
+    def __init__(
+        self, runtime: Runtime, name: str, rank: int, size: int, ranks: Sequence[int], timeout: timedelta
+    ) -> None:
+        super().__init__(rank, size)
+        self._runtime = runtime
+        self._state = runtime.new_group(name, rank, size, ranks, timeout)
+        self._name = name
+        self._desc = ""
+
+    def getBackendName(self) -> str:  # noqa: N802 (name given by torch)
+        return "swift"
+
+    def name(self) -> str:
+        return "swift"
+
+    def _get_backend_name(self) -> str:
+        return "swift"
+
+    def getSize(self) -> int:  # noqa: N802
+        return self._state.size
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._state.rank
+
+    def size(self) -> int:
+        return self._state.size
+
+    def rank(self) -> int:
+        return self._state.rank
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        return None
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """The inner gloo backend, for questions about its capabilities."""
+        if device.type != "cpu":
+            raise Unsupported(
+                f"backend swift has no communicator for {device.type}: only CPU tensors are supported in this version"
+            )
+        return self._runtime.inner_backend(self._state)
+
+    def _set_default_backend(self, backend: Any) -> None:
+        pass
+
+    def _register_backend(self, *args: Any) -> None:
+        pass
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._state.next
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._state.timeout = timeout
+
+    def get_group_store(self) -> Any:
+        return self._runtime.listener.new_store(f"user/{self._name}")
+
+    def abort(self) -> None:
+        """Nothing to do: the runtime owns the communicators, and peers may still need this rank's log."""
+
+    def shutdown(self) -> None:
+        """Nothing to do, as :meth:`abort`."""

@@ -1,0 +1,100 @@
+"""All groups of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from shared_core.errors import ConfigError
+from shared_core.protocol.frontier import Done
+from shared_core.waiting import ranks_text
+from shared_core.worker.comm.membership import Membership
+from shared_core.worker.comm.op import Op
+from shared_core.worker.comm.p2p import Channels
+from shared_core.worker.comm.state import SharedState
+from shared_core.worker.messages.disk_log import DiskLog
+from shared_core.worker.messages.group_log import BufferPool, GroupLog, Logged
+
+
+class GroupState(Membership):
+    """What this rank knows of one group.
+
+    Attributes:
+        channels: its point-to-point messages.
+        log: what its collectives gave.
+        next: sequence number of the next collective.
+        done: finished collectives.
+        pending: issued and not finished, by sequence number.
+        replay: results to serve instead of running, by sequence number.
+        again: works of rank-specific operations that run again for others.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        ranks: tuple[int, ...],
+        timeout: timedelta,
+        *,
+        state: SharedState,
+        disk: DiskLog,
+        pool: BufferPool,
+        suspect: Callable[[Exception], None],
+    ) -> None:
+        super().__init__(name, rank, size, ranks, timeout)
+        self.channels = Channels(self, state, disk, suspect)
+        self.log = GroupLog(pool)
+        self.next = 0
+        self.done = Done()
+        self.pending: dict[int, Op] = {}
+        self.replay: dict[int, Logged] = {}
+        self.again: list[Any] = []
+
+
+class Groups:
+    """The groups by name. Callers hold the lock where others may add one.
+
+    Attributes:
+        world: the default group; None before it is made.
+    """
+
+    def __init__(self, state: SharedState) -> None:
+        self._state = state
+        self.by_name: dict[str, GroupState] = {}
+        self.world: GroupState | None = None
+
+    def all(self) -> list[GroupState]:
+        """Every group, in the order they were made."""
+        return list(self.by_name.values())
+
+    def add(self, group: GroupState) -> None:
+        """Take in a new group. The first one is the default group.
+
+        Raises:
+            ConfigError: if the first one has not all ranks.
+        """
+        while group.name in self.by_name:  # destroyed and made again under the same name
+            group.rename(group.name + "'")
+        self.by_name[group.name] = group
+        if self.world is not None:
+            return
+        if group.size != self._state.world_size:
+            raise ConfigError(
+                f"the first process group has {group.size} ranks, but the job has {self._state.world_size}; create "
+                "the default group first"
+            )
+        self.world = group
+
+    def called(self, group: GroupState) -> str:
+        """The group in the user's words."""
+        return "the default group" if group is self.world else f"group {group.name!r} of {ranks_text(group.ranks)}"
+
+    def longest_s(self, group: GroupState) -> float:
+        """How long a member that was never lost is waited for, in seconds: as long as torch does, at least."""
+        return max(self._state.wait_timeout_s, group.timeout.total_seconds())
+
+    def log_bytes(self) -> int:
+        """Bytes of memory that the logs hold now."""
+        return sum(group.log.nbytes + group.channels.nbytes for group in self.by_name.values())

@@ -1,0 +1,62 @@
+"""What the groups of a process tell, and ask, the rest of the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch._C._distributed_c10d import Store
+from torch.nn.parallel import DistributedDataParallel
+
+from shared_core.errors import SwiftError
+from shared_core.worker.comm.op import Op
+from shared_core.worker.messages.group_log import Logged
+
+
+class Listener(Protocol):
+    """Given to :class:`~shared_core.worker.comm.runtime.Runtime`. Called on any thread."""
+
+    def new_store(self, prefix: str) -> Store:
+        """The launcher's store, below a prefix."""
+
+    def first_group(self) -> None:
+        """The default process group is made: form the first generation, or see that a newcomer joins later."""
+
+    def kept_for(self, group: str) -> Mapping[int, Logged]:
+        """What was logged for a group that a newcomer makes again while it replays, by sequence number."""
+
+    def record(self, key: tuple[int, str, str, int], results: list[torch.Tensor]) -> None:
+        """Keep what a start-up operation gave, for newcomers of this rank."""
+
+    def publish_checksum(self, group: int, seq: int, checksum: int) -> None:
+        """Keep the checksum of an operation's input, for a newcomer of this rank."""
+
+    def exact(self) -> bool:
+        """False while a newcomer computes with newer parameters than its predecessor did: its inputs differ then."""
+
+    def before_bucket(self) -> None:
+        """DDP hands over a gradient bucket."""
+
+    def bucket_order(self, ddp: DistributedDataParallel, op: Op) -> None:
+        """DDP agrees on the order of its buckets by this operation."""
+
+    def waiting_changed(self, waiting: bool) -> None:
+        """Operations are in flight, or none any more: while there are, the progress time-out does not run."""
+
+    def whereabouts(self) -> str:
+        """Where the ranks are that are waited for, in a sentence and a space; empty if it is not known."""
+
+    def await_absent(self) -> bool:
+        """A collective of all ranks is called while some are absent. True when they are in again, False if nobody lets
+        them in.
+        """
+
+    def cannot_complete(self, what: str) -> None:
+        """An operation was called that needs absent ranks. Does not return."""
+
+    def unreadable(self, error: SwiftError) -> None:
+        """What a newcomer needs of the log on disk cannot be read."""
+
+    def failed(self, error: SwiftError) -> None:
+        """The job cannot go on."""

@@ -1,0 +1,40 @@
+"""This rank's place in a group, and its connections."""
+
+from __future__ import annotations
+
+import zlib
+from datetime import timedelta
+from typing import Any
+
+from shared_core.worker.comm.gloo import InnerGroup
+
+
+class Membership:
+    """What is known of a group without what runs in it.
+
+    Attributes:
+        name: unique in the job and equal on all members.
+        id: a number for the name.
+        rank: of this process in the group.
+        size: number of members.
+        ranks: global ranks of the members, in group order.
+        timeout: of an operation.
+        inner: the gloo group of the live generation; None while there is none.
+        inflight: operations that gloo has not yet finished or failed.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, ranks: tuple[int, ...], timeout: timedelta) -> None:
+        self.rank, self.size, self.ranks, self.timeout = rank, size, ranks, timeout
+        self.rename(name)
+        self.inner: InnerGroup | None = None
+        self.inflight = 0
+
+    def rename(self, name: str) -> None:
+        """Give the group another name."""
+        self.name, self.id = name, zlib.crc32(name.encode())
+
+    @property
+    def pg(self) -> Any:
+        """Gloo's process group of the live generation."""
+        assert self.inner is not None
+        return self.inner.pg

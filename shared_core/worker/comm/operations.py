@@ -1,0 +1,255 @@
+"""Collectives from issue to completion.
+
+They are issued to gloo where they are called, and completed on gloo's own threads; there is no executor between, so
+operations overlap as they do without this product. Where gloo does not run an operation, a result is served.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shared_core.errors import ReplayDivergence
+from shared_core.faults import inject
+from shared_core.system import threads
+from shared_core.worker.comm.groups import Groups, GroupState
+from shared_core.worker.comm.op import Op, describe
+from shared_core.worker.comm.results import Results
+from shared_core.worker.comm.startup import StartUp
+from shared_core.worker.comm.state import SharedState
+from shared_core.worker.comm.suspicion import Suspicion
+from shared_core.worker.messages.group_log import Logged, same_call
+
+
+class Operations:
+    """Runs the collectives of all groups, or serves them.
+
+    Attributes:
+        served: how many were served from logs.
+    """
+
+    def __init__(self, state: SharedState, groups: Groups, results: Results, suspicion: Suspicion) -> None:
+        self._state, self._groups, self._results, self._suspicion = state, groups, results, suspicion
+        self._startup = StartUp(state)
+        self._scripted: deque[list[torch.Tensor]] = deque()
+        self.served = 0
+
+    @contextmanager
+    def scripted(self, results: Iterable[list[torch.Tensor]]) -> Iterator[None]:
+        """The next operations get these results, whatever their place: DDP's agreement on buckets is repeated from
+        records.
+        """
+        self._scripted.extend(results)
+        try:
+            yield
+        finally:
+            self._scripted.clear()
+
+    def submit(self, group: GroupState, op: Op, inputs: Sequence[torch.Tensor]) -> None:
+        """Issue, serve or queue an operation. Returns at once.
+
+        Raises:
+            ReplayDivergence: if a newcomer's operation is not the one its predecessor ran.
+            RuntimeError: if gloo refuses the arguments.
+        """
+        state = self._state
+        inject.point("collective.before", operation=op.signature[0])
+        if self._scripted:
+            op.serve(self._scripted.popleft())
+            return
+        if state.absent and group.size == state.world_size and threading.current_thread() is threading.main_thread():
+            state.listener.await_absent()
+        logged = None
+        with state.lock:
+            state.raise_if_ended()
+            answer = self._startup.answer(group.name, op, inputs)
+            if answer is None:
+                logged = self._issue(group, op)
+        if answer is not None:
+            op.serve(answer)
+        elif logged is not None:
+            self.serve(group, op, logged)
+
+    def _issue(self, group: GroupState, op: Op) -> Logged | None:
+        """Give the operation its place in the group, and start it where that can be. Returns what it is to be served
+        with instead.
+        """
+        state = self._state
+        if state.absent and group.size > 1:
+            state.listener.cannot_complete(f"{describe(op.signature)} of group {group.name!r}")
+        op.seq, op.top = group.next, state.top
+        group.next += 1
+        logged = group.replay.pop(op.seq, None)
+        if op.checksum and (logged is None or same_call(logged[0], op.signature)):
+            self._check(group, op)
+        if logged is not None:
+            return logged
+        group.pending[op.seq] = op
+        state.note_waiting(+1)
+        if group.inner is not None and (not state.broken or group.size == 1):
+            try:
+                self.start(group, op)
+            except Exception:
+                del group.pending[op.seq]
+                group.next -= 1
+                state.note_waiting(-1)
+                raise
+        return None
+
+    def start(self, group: GroupState, op: Op) -> None:
+        """Run an operation on the group's connections. Callers hold the lock."""
+        with torch.no_grad():  # again on a thread that does not know the caller's mode
+            op.inner_work = op.start(group.pg)
+        op.attempt = attempt = op.attempt + 1
+        op.begun = time.monotonic()
+        group.inflight += 1
+        try:
+            future = op.inner_work.get_future()
+        except RuntimeError:  # gloo's reduce-scatter has none
+            waiter = _Waiter(op.inner_work)
+            args = (lambda: self._finished(group, op, attempt, waiter),)
+            threads.start(waiter.run, args, name="swift-wait")
+        else:
+            future.add_done_callback(lambda done: self._finished(group, op, attempt, done))
+
+    def _finished(self, group: GroupState, op: Op, attempt: int, future: Any) -> None:
+        """Runs on gloo's thread."""
+        state = self._state
+        error: Exception | None = None
+        try:
+            future.value()
+        except Exception as caught:  # noqa: BLE001 (gloo raises plain RuntimeError)
+            error = caught
+        with state.lock:
+            if op.attempt != attempt:
+                return  # given up
+            group.inflight -= 1
+            op.inner_work = None
+            if error is None:
+                del group.pending[op.seq]
+                entry = self._results.keep(group, op)
+            state.changed.notify_all()
+        if error is not None:
+            self._suspicion.suspect(error)
+            return
+        self._results.archive(group, op.seq, entry, op.results)
+        if not op.lazy:
+            op.put()
+        with state.lock:
+            state.note_waiting(-1)
+        try:
+            # before the caller can go on: "after the second collective of step 3" is then always in step 3
+            inject.point("collective.after", operation=op.signature[0])
+        except inject.FaultInjected as fault:
+            op.future.set_exception(fault)
+        else:
+            op.future.set_result(op.value)
+
+    def serve(self, group: GroupState, op: Op, logged: Logged) -> None:
+        """Complete an operation that has its place in the group with what the log says of that place.
+
+        Raises:
+            ReplayDivergence: if another operation was called there.
+        """
+        state = self._state
+        called, results = logged
+        if not same_call(called, op.signature):
+            raise state.end(
+                ReplayDivergence(
+                    f"rank {state.rank} takes over from a lost worker and calls {describe(op.signature)} as operation "
+                    f"{op.seq} of group {group.name!r}, but its predecessor had called {describe(called)} there. The "
+                    "training code must do the same when it is run again: seed every random number, and do not branch "
+                    "on time or on files the run itself writes."
+                )
+            )
+        op.serve(results)
+        with state.lock:
+            self.served += 1
+            entry = self._results.keep(group, op)
+            state.changed.notify_all()
+        self._results.archive(group, op.seq, entry, op.results)
+        inject.point("collective.after", operation=op.signature[0])
+
+    def _check(self, group: GroupState, op: Op) -> None:
+        state = self._state
+        expected = state.expected.pop((group.id, op.seq), None)
+        if expected is not None and expected != op.checksum and state.listener.exact():
+            raise state.end(
+                ReplayDivergence(
+                    f"rank {state.rank} takes over from a lost worker, and its input to operation {op.seq} of group "
+                    f"{group.name!r} ({describe(op.signature)}) has checksum {op.checksum:08x}, its predecessor's had "
+                    f"{expected:08x}. The training code computed something else when it was run again: an unseeded or "
+                    "unregistered random number, or state that was not registered (job.register)."
+                )
+            )
+        state.listener.publish_checksum(group.id, op.seq, op.checksum)
+
+    # -- what is under way -------------------------------------------------------------------------
+
+    def under_way(self) -> str:
+        """An operation among several ranks that is not finished, in words; empty if there is none."""
+        with self._state.lock:
+            for group in self._groups.all():
+                if group.size > 1 and group.pending:
+                    return f"{describe(next(iter(group.pending.values())).signature)} of group {group.name!r}"
+                if group.channels.awaited():
+                    return f"a receive in group {group.name!r}"
+        return ""
+
+    def withdraw(self) -> tuple[GroupState, Op] | None:
+        """Take back the only operation under way, as if it had not been called; see :meth:`call_again`. None if there
+        is another one, or if it is not a collective of all ranks that the program's thread waits for.
+        """
+        state = self._state
+        with state.lock:
+            groups = self._groups.all()
+            pending = [(group, op) for group in groups if group.size > 1 for op in group.pending.values()]
+            if len(pending) != 1 or any(group.channels.awaited() for group in groups):
+                return None
+            [(group, op)] = pending
+            # A moment passes from the call to the waiting.
+            state.changed.wait_for(lambda: op.awaited, timeout=1.0)
+            if group.size != state.world_size or not op.awaited or op.seq != group.next - 1:
+                return None
+            del group.pending[op.seq]
+            group.next -= 1
+            state.note_waiting(-1)
+            return group, op
+
+    def call_again(self, group: GroupState, op: Op) -> None:
+        """Issue an operation that was withdrawn."""
+        state = self._state
+        with state.lock:
+            op.seq, op.top = group.next, state.top
+            group.next += 1
+            group.pending[op.seq] = op
+            state.note_waiting(+1)
+            if group.inner is not None and not state.broken:
+                self.start(group, op)
+
+
+class _Waiter:
+    """Stands in for the future of an inner work that has none: waits on a thread of its own."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._error: Exception | None = None
+
+    def run(self, done: Callable[[], None]) -> None:
+        """Wait, then report."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
+        done()
+
+    def value(self) -> None:
+        """Raises what the work raised."""
+        if self._error is not None:
+            raise self._error

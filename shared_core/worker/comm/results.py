@@ -1,0 +1,110 @@
+"""What operations gave, kept until no newcomer and no survivor that is behind can need it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+
+from shared_core.errors import Unsupported
+from shared_core.worker.comm.groups import Groups, GroupState
+from shared_core.worker.comm.op import Op
+from shared_core.worker.comm.state import SharedState
+from shared_core.worker.messages.disk_log import DiskLog
+from shared_core.worker.messages.group_log import BufferPool, Entry, Logged
+from shared_core.worker.messages.spilling import Spilling
+
+#: Who waits for a peer waits for its replay too, which may take longer than a program expects of an operation.
+_REPLAY = timedelta(days=1)
+
+
+class Results:
+    """The logs of all groups, in memory and on disk.
+
+    Attributes:
+        pool: buffers for results.
+        max_bytes: memory above which a group's results are spilled to a file.
+        spilled_bytes: moved to such files so far.
+        peak_bytes: what a group's log took of memory at most.
+    """
+
+    def __init__(self, state: SharedState, groups: Groups, disk: DiskLog, pool: BufferPool, max_bytes: int) -> None:
+        self._state, self._groups, self._disk, self.pool, self.max_bytes = state, groups, disk, pool, max_bytes
+        self._spilling = Spilling(state.rank)
+        self.spilled_bytes = self.peak_bytes = 0
+
+    def limit(self, max_bytes: int) -> None:
+        """Spill a group's results above so much memory."""
+        self.max_bytes = max_bytes
+
+    def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """A pooled buffer like ``like``.
+
+        Raises:
+            Unsupported: for a tensor that is not on the CPU.
+        """
+        if like.device.type != "cpu":
+            raise Unsupported(
+                f"backend swift got a tensor on {like.device}: only CPU tensors are supported in this version"
+            )
+        with self._state.lock:
+            return self.pool.take(like)
+
+    def keep(self, group: GroupState, op: Op) -> Entry:
+        """Log a finished operation. Callers hold the lock, and call :meth:`archive` without it."""
+        group.done.add(op.seq)
+        if op.redo is not None:
+            entry = Entry(op.signature, op.top, [], redo=op.redo, kept=op.kept)
+        elif op.copy_results:
+            entry = Entry(op.signature, op.top, [t.detach().clone() for t in op.results])
+        else:
+            entry = Entry(op.signature, op.top, op.results, pooled=True)
+        group.log.put(op.seq, entry)
+        if op.full and group is self._groups.world and op.top > self._state.stable:
+            # Every rank has contributed, so every rank has published this top: nothing older can be asked for.
+            self.settle(op.top)
+        if group.log.nbytes > self.max_bytes:
+            self.spilled_bytes += self._spilling.spill(group.log, self.max_bytes)
+        self.peak_bytes = max(self.peak_bytes, group.log.nbytes)
+        return entry
+
+    def archive(self, group: GroupState, seq: int, entry: Entry, results: Sequence[torch.Tensor]) -> None:
+        """Log to disk as well, where that is done."""
+        if entry.redo is None and group.size > 1:  # what nobody else takes part in nobody else can hand back
+            self._disk.put_result(group.name, seq, entry, results)
+
+    def settle(self, top: int) -> None:
+        """Nothing from before batch top ``top`` can be asked for any more."""
+        with self._state.lock:
+            self._state.stable = top
+            for group in self._groups.all():
+                group.log.drop_before(top)
+                group.channels.drop_before(top - 1)
+            self.pool.next_top()
+
+    def logged(self, group: GroupState, seq: int) -> Logged:
+        """What was called as operation ``seq`` and what it gave.
+
+        Raises:
+            CorruptFile: if it is on disk and damaged.
+        """
+        with self._state.lock:
+            if seq in group.log.entries:
+                return group.log.entries[seq].signature, group.log.results(seq)
+            if seq in group.replay:
+                return group.replay[seq]
+        return self._disk.result(group.name, seq)
+
+    def log_to_disk(self) -> None:
+        """Log to disk from now on, with all that is in memory."""
+        if not self._disk.open(self._state.top):
+            return
+        with self._state.lock:
+            groups = self._groups.all()
+            kept = [(group, *item) for group in groups for item in group.log.entries.items() if item[1].redo is None]
+        for group, seq, entry in kept:
+            self.archive(group, seq, entry, group.log.results(seq))
+        for group in groups:
+            group.timeout = max(group.timeout, _REPLAY)
+            group.channels.archive_all()

@@ -1,0 +1,139 @@
+"""What the parts of the communication of one process share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from shared_core.errors import SwiftError
+from shared_core.worker.comm.compute_turn import Turn
+from shared_core.worker.comm.listener import Listener
+
+
+class SharedState:
+    """Which generation is live, where the program is, and who waits.
+
+    Attributes:
+        lock: guards everything here and in the groups; ``changed`` is its condition.
+        turn: whose turn it is to compute.
+        generation: the one that is installed; -1 before the first.
+        latest: the newest that was announced.
+        broken: a loss is known and the next generation is not yet live.
+        absent: ranks that were lost and without which the others go on (``on_failure="reroute"``).
+        ended: why the job cannot go on; None while it can.
+        starting: a newcomer before its join: operations are answered from its predecessor's records.
+        in_startup: results are recorded for later newcomers, which start as this worker does.
+        entry: number of the entry call; -1 before the first, and -2 - e between call e and the next.
+        records: what a predecessor has recorded.
+        expected: checksums of the predecessor's inputs, by group and sequence number.
+        top: index of the last published batch top.
+        stable: newest batch top that every rank is known to have published.
+        checksums: whether inputs are summed and published.
+        bucket_checksums: whether DDP's buckets are: with unused parameters they hold leftovers that mean nothing.
+        beside: what the program's thread waits for outside of the program's groups: since when, of whom, what.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        listener: Listener,
+        *,
+        connect_timeout_s: float,
+        wait_timeout_s: float,
+        checksums: bool,
+    ) -> None:
+        self.rank, self.world_size, self.listener = rank, world_size, listener
+        self.connect_timeout_s, self.wait_timeout_s = connect_timeout_s, wait_timeout_s
+        self.checksums = self.bucket_checksums = checksums
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.turn = Turn()
+        self.generation = self.latest = self.entry = -1
+        self.broken = self.starting = False
+        self.in_startup = True
+        self.absent: frozenset[int] = frozenset()
+        self.ended: SwiftError | None = None
+        self.records: dict[tuple[int, str, str, int], list[torch.Tensor]] = {}
+        self.expected: dict[tuple[int, int], int] = {}
+        self.top = self.stable = 0
+        self.beside: tuple[float, tuple[int, ...], str] | None = None
+        self._waiting = 0
+
+    def end(self, error: SwiftError) -> SwiftError:
+        """Remember that the job cannot go on, wake everybody, and return ``error``."""
+        with self.lock:
+            self.ended = error
+            self.changed.notify_all()
+        self.listener.failed(error)
+        return error
+
+    def raise_if_ended(self) -> None:
+        """Raise what ended the job, if anything did."""
+        if self.ended is not None:
+            raise self.ended
+
+    def note_waiting(self, change: int) -> None:
+        """Count operations in flight; while there are any, the progress time-out does not run. Callers hold the
+        lock.
+        """
+        before, self._waiting = self._waiting, self._waiting + change
+        if (before > 0) != (self._waiting > 0):
+            self.listener.waiting_changed(self._waiting > 0)
+
+    @contextmanager
+    def waiting_beside(self, ranks: Sequence[int], what: str) -> Iterator[None]:
+        """In here the program waits for others outside of its groups: the progress time-out does not run, and helpers
+        may compute.
+
+        Args:
+            ranks: who is waited for.
+            what: what they are to do, for the line that a long wait prints.
+        """
+        with self.turn.passed_on():
+            with self.lock:
+                self.note_waiting(+1)
+                self.beside = time.monotonic(), tuple(ranks), what
+            try:
+                yield
+            finally:
+                with self.lock:
+                    self.note_waiting(-1)
+                    self.beside = None
+
+    # -- where the program is ----------------------------------------------------------------------
+
+    def enter_call(self, entry: int) -> None:
+        """The program begins or leaves an entry call: up to the next batch top it starts up."""
+        with self.lock:
+            self.entry, self.in_startup = entry, True
+
+    def start_up_again(self) -> None:
+        """What the program does up to the next batch top a newcomer does again."""
+        with self.lock:
+            self.in_startup = True
+
+    def passed_top(self, top: int) -> int:
+        """This rank has published a batch top. Returns the newest one that every rank is known to have published."""
+        with self.lock:
+            self.top, self.in_startup = top, False
+            return self.stable
+
+    # -- checksums of inputs -----------------------------------------------------------------------
+
+    def sum_buckets(self, on: bool) -> None:
+        """Whether DDP's buckets are summed."""
+        self.bucket_checksums = on
+
+    @contextmanager
+    def unchecked(self) -> Iterator[None]:
+        """Inputs of operations in here are not compared with the predecessor's: they rest on the clock or on files."""
+        before, self.checksums = self.checksums, False
+        try:
+            yield
+        finally:
+            self.checksums = before

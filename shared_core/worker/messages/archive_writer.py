@@ -1,0 +1,234 @@
+"""The thread that writes an archive's records to segment files, in order."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared_core.system import threads
+from shared_core.worker.messages import segments
+from shared_core.worker.messages.archive_index import Index, Record
+from shared_core.worker.messages.segments import Place, Segment
+
+#: Appends to a file.
+Write = Callable[[int, Sequence[bytes | memoryview]], Any]
+
+
+@dataclass
+class Stats:
+    """Numbers of an archive.
+
+    Attributes:
+        records: written by this process.
+        bytes_written: by this process.
+        bytes_on_disk: of the segments that are there now.
+        bytes_waiting: put and not yet written.
+        blocked_times: how often ``put`` had to wait for the disk.
+        blocked_s: how long in all, in seconds.
+        stopped_times: how often logging stopped.
+        failed: why nothing is logged now; None while it is.
+    """
+
+    records: int = 0
+    bytes_written: int = 0
+    bytes_on_disk: int = 0
+    bytes_waiting: int = 0
+    blocked_times: int = 0
+    blocked_s: float = 0.0
+    stopped_times: int = 0
+    failed: str | None = None
+
+
+class Writer:
+    """Writes what is put, and deletes what is dropped.
+
+    Args:
+        folder: of the segments.
+        seed: of the owner.
+        segment_bytes: a segment takes no more records beyond this size.
+        write: appends to a segment.
+        changed: guards the index, the numbers and what waits.
+        index: of the archive.
+        stats: of the archive.
+        failed: told of an error, with the condition held: logging is to stop.
+
+    Attributes:
+        put: records that were given to it.
+        done: those that are written, or were given up.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        segment_bytes: int,
+        write: Write,
+        changed: threading.Condition,
+        index: Index,
+        stats: Stats,
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._folder, self._seed, self._segment_bytes, self._write = folder, seed, segment_bytes, write
+        self._changed, self._index, self._stats, self._failed = changed, index, stats, failed
+        self.put = self.done = 0
+        self._ring: deque[Record] = deque()
+        self._closing = False
+        # The thread's alone.
+        self._open: Segment | None = None
+        self._next_number = 0
+        self._thread: threading.Thread | None = None
+
+    def start(self, next_number: int) -> None:
+        """Write from now on, to segments from this number on."""
+        self._next_number = next_number
+        self._thread = threads.start(self._run, name="swift-archive")
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end, after :meth:`close`. Returns whether it has come."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # -- callers hold the condition ----------------------------------------------------------------
+
+    @property
+    def closing(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closing
+
+    def add(self, record: Record) -> None:
+        """Write a record when its turn comes."""
+        self._ring.append(record)
+        self._index.waiting[(record.key.channel, record.key.index)] = record
+        self._stats.bytes_waiting += record.size
+        self.put += 1
+        self._changed.notify_all()
+
+    def discard(self) -> None:
+        """Give up what waits."""
+        self.done += len(self._ring)
+        self._ring.clear()
+        self._index.waiting.clear()
+        self._stats.bytes_waiting = 0
+        self._changed.notify_all()
+
+    def close(self) -> None:
+        """Write what waits, then end."""
+        self._closing = True
+        self._changed.notify_all()
+
+    def _is_next(self, record: Record) -> bool:
+        """Whether the record is still wanted: it is not when logging was stopped meanwhile."""
+        return bool(self._ring) and self._ring[0] is record
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._step():
+            pass
+        if self._open is not None and not self._open.gone:
+            with suppress(OSError):
+                self._seal(self._open)
+
+    def _step(self) -> bool:
+        """Delete one dropped segment and write one record. Returns False at the end. References to the record's
+        tensors end with the call.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ring or self._index.doomed or self._closing)
+            doomed = self._index.doomed[0] if self._index.doomed else None
+            record = self._ring[0] if self._ring else None
+        if doomed is not None:
+            self._delete(doomed)
+        if record is not None:
+            try:
+                self._store(record)
+            except Exception as error:  # whatever it is, training goes on
+                with self._changed:
+                    if self._is_next(record):
+                        self._failed(error)
+        return doomed is not None or record is not None
+
+    def _store(self, record: Record) -> None:
+        parts = [segments.view_bytes(tensor) for tensor in record.tensors]
+        segment, key, stats = self._room(record), record.key, self._stats
+        head = segments.frame(self._seed, segment, record.header, parts)
+        payload = sum(part.nbytes for part in parts)
+        self._write(segment.fd, [head, *parts])
+        if not os.fstat(segment.fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "the file was deleted by someone else")
+        with self._changed:
+            offset, segment.size = segment.size, segment.size + len(head) + payload
+            stats.bytes_on_disk += len(head) + payload
+            if not self._is_next(record):
+                return
+            if not segment.gone:
+                segment.add(key, offset, len(record.header), payload)
+                self._index.add(key.channel, key.index, Place(segment, offset, len(record.header), payload))
+            stats.records += 1
+            stats.bytes_written += len(head) + payload
+            stats.bytes_waiting -= record.size
+            self._ring.popleft()
+            del self._index.waiting[(key.channel, key.index)]
+            self.done += 1
+            self._changed.notify_all()
+
+    def _room(self, record: Record) -> Segment:
+        """The segment that the record goes to."""
+        segment = self._open
+        if segment is not None and not segment.gone and segment.entries:
+            if segment.size + record.size > self._segment_bytes:
+                self._seal(segment)
+                segment = None
+        with self._changed:
+            if segment is not None and not segment.gone:
+                segment.top = max(segment.top, record.key.top)  # from here on it is not dropped for being older
+                return segment
+        make_folder(self._folder)
+        number, self._next_number = self._next_number, self._next_number + 1
+        segment = Segment(self._folder / f"{number:08d}{segments.SUFFIX}", number, top=record.key.top)
+        segment.fd = os.open(segment.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with self._changed:
+            self._open = segment
+            self._index.segments.append(segment)
+            self._stats.bytes_on_disk += segment.size
+            if not self._is_next(record):  # stopped meanwhile
+                self._index.drop(segment)
+        self._write(segment.fd, [segments.segment_header(self._seed, number)])
+        return segment
+
+    def _seal(self, segment: Segment) -> None:
+        """Close a segment with its index. Without one it is read through when reopened, so a full disk is no harm."""
+        with suppress(OSError):
+            text = segments.index_bytes(self._seed, segment)
+            self._write(segment.fd, [text])
+            with self._changed:
+                segment.size += len(text)
+                self._stats.bytes_on_disk += len(text)
+        self._open = None
+        segment.close()
+
+    def _delete(self, segment: Segment) -> None:
+        if segment is self._open:
+            self._open = None
+        with suppress(OSError):
+            segment.close()
+        with suppress(OSError):
+            segment.path.unlink()
+        with self._changed:
+            self._index.doomed.popleft()
+            self._stats.bytes_on_disk -= segment.size
+            self._changed.notify_all()
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of an archive, private to the user, if it is not there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,0 +1,85 @@
+"""The batch tops of the program, and which of them are recovery points."""
+
+from __future__ import annotations
+
+from shared_core.faults import inject
+from shared_core.protocol import progress_file
+from shared_core.worker.program.joining import Joining
+from shared_core.worker.program.publishing import Publishing
+from shared_core.worker.program.trained import Trained
+from shared_core.worker.recovery.reporting import News
+from shared_core.worker.state.ddp_buckets import Buckets
+from shared_core.worker.state.local_state import Position
+from shared_core.worker.state.updates import Updates
+
+#: Tops without a recovery point until pending gradients are published along with the top.
+_MAX_DEFERRED = 16
+
+
+class BatchTops:
+    """Counts batch tops, and publishes those that are recovery points.
+
+    Args:
+        position: how far the program is.
+        trained: what is trained.
+        buckets: of DDP modules.
+        updates: the replicated state.
+        progress: what the launcher sees of this worker.
+        news: told to those that listen.
+        publishing: publishes tops.
+        joining: takes the predecessor's place.
+        resizes: the number of workers may change.
+    """
+
+    def __init__(
+        self,
+        position: Position,
+        trained: Trained,
+        buckets: Buckets,
+        updates: Updates,
+        progress: progress_file.ProgressFile,
+        news: News,
+        publishing: Publishing,
+        joining: Joining,
+        resizes: bool,
+    ) -> None:
+        self._position, self._trained, self._buckets, self._updates = position, trained, buckets, updates
+        self._progress, self._news, self._publishing, self._joining = progress, news, publishing, joining
+        self._resizes = resizes
+        self._deferred = 0
+
+    def batch(self, accumulating: bool) -> bool:
+        """See :meth:`Job.batch_top`."""
+        inject.point("batch_top")
+        self._news.deliver()
+        if self._joining.at("batch"):
+            return True
+        self._pass()
+        self._updates.next_batch()
+        if accumulating:
+            return False
+        grads = None
+        if self._updates.pending_gradients():
+            self._deferred += 1
+            # Gradients of a worker that is lost could not be dealt out to others.
+            if self._deferred <= _MAX_DEFERRED or self._resizes:
+                return False
+            grads = self._trained.gradients()
+        if self._buckets.unsettled():  # counts the tops that could be recovery points, so it is asked last
+            return False
+        self._deferred = 0
+        self._publishing.at_top("batch", grads)
+        return False
+
+    def evaluation(self) -> bool:
+        """As :meth:`batch`, at the start of a stand-alone evaluation."""
+        self._news.deliver()
+        if self._joining.at("eval"):
+            return True
+        self._pass()
+        self._publishing.at_top("eval")
+        return False
+
+    def _pass(self) -> None:
+        self._position.tops += 1
+        self._progress.top(self._position.tops)

@@ -1,0 +1,57 @@
+"""What the program says and asks of the job's checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shared_core.protocol.frontier import Top
+from shared_core.worker.recovery.start import Start
+from shared_core.worker.state.local_state import Position
+from shared_core.worker.state.publications import Board
+
+
+class Checkpointing:
+    """The checkpoints of the job, as the program of one worker sees them.
+
+    Args:
+        start: has the checkpoints of this rank.
+        position: how far the program is.
+        board: publications of this rank.
+
+    Attributes:
+        reachable: a fresh worker that runs the script gets to the present place; elsewhere no checkpoint is written.
+    """
+
+    def __init__(self, start: Start, position: Position, board: Board) -> None:
+        self._start, self._position, self._board = start, position, board
+        self.reachable = True
+
+    @property
+    def near(self) -> bool:
+        """In rank 0: whether a checkpoint may be made at the next batch top. What it counts as written must be."""
+        return self._start.checkpoints.near(self._position.tops + 1)
+
+    @property
+    def due(self) -> bool:
+        """Whether a checkpoint was due at the present batch top; all ranks agree on it."""
+        return self._position.tops > 0 and self._start.checkpoints.due_top == self._position.tops
+
+    def keep_number(self, reason: str) -> None:
+        """Checkpoints that are made from now on serve no other number of workers.
+
+        Args:
+            reason: why, for people.
+        """
+        self._start.checkpoints.fixed = reason
+
+    def note_loss(self, loss: torch.Tensor | float) -> None:
+        """See :meth:`Job.note_loss`."""
+        if (pricing := self._start.checkpoints.pricing) is not None:
+            pricing.loss(self._position.tops, loss)
+
+    def at_top(self, top: Top, parts: dict[str, Any]) -> None:
+        """A batch top was published; make a checkpoint there if one is due."""
+        if self.reachable:
+            self._start.checkpoints.at_top(top, parts, self._board)

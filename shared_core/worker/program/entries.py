@@ -1,0 +1,117 @@
+"""Entry calls of the program (fit, validate, test, predict): numbered, and skipped by newcomers where finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shared_core.faults import inject
+from shared_core.worker.comm import Runtime
+from shared_core.worker.program.batch_tops import BatchTops
+from shared_core.worker.program.joining import Joining
+from shared_core.worker.program.publishing import Publishing
+from shared_core.worker.recovery.reporting import News
+from shared_core.worker.recovery.start import Start
+from shared_core.worker.state.local_state import Parts, Position
+from shared_core.worker.state.publications import Board
+
+
+@dataclass(frozen=True)
+class EntryDecision:
+    """What to do with an entry call (fit, validate, test, predict).
+
+    Attributes:
+        skip: the predecessor had finished it: return ``result`` at once.
+        result: what it returned.
+    """
+
+    skip: bool
+    result: Any = None
+
+
+class Entries:
+    """The entry calls of one worker's program.
+
+    Args:
+        start: knows which the predecessor had finished.
+        position: how far the program is.
+        runtime: the groups.
+        board: takes their results.
+        parts: rank-local state.
+        news: told to those that listen.
+        tops: the batch tops.
+        publishing: publishes the ends of calls.
+        joining: takes the predecessor's place.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        position: Position,
+        runtime: Runtime,
+        board: Board,
+        parts: Parts,
+        news: News,
+        tops: BatchTops,
+        publishing: Publishing,
+        joining: Joining,
+    ) -> None:
+        self._start, self._position, self._runtime, self._board = start, position, runtime, board
+        self._parts, self._news, self._tops = parts, news, tops
+        self._publishing, self._joining = publishing, joining
+
+    def begin(self) -> EntryDecision:
+        """Call at the start of each entry call.
+
+        Returns:
+            Whether the predecessor had finished it, and its result. Then the registered parts are restored to what
+            they were at its end, except those of what is attached, which may be from another call.
+        """
+        inject.point("entry")
+        beginning = self._start.beginning
+        beginning.prepare()
+        self._position.entry += 1
+        self._runtime.enter_call(self._position.entry)
+        finished = beginning.finished(self._position.entry)
+        if finished is None:
+            return EntryDecision(False)
+        result, parts = finished
+        self._parts.restore(parts, attached=False)
+        return EntryDecision(True, result)
+
+    def skipped(self) -> None:
+        """Call after a skipped entry call, when all that it makes has been made: a newcomer joins here whose
+        predecessor was between this call and the next.
+        """
+        self._joining.at("end")
+        self._leave()
+
+    def done(self, result: Any) -> None:
+        """Call at the end of each entry call. What is registered must hold everything that the script finds after it,
+        what is trained too: peers go on, and could not give it later.
+
+        Args:
+            result: plain data; what a newcomer that finds the entry finished returns for it.
+        """
+        if self._joining.pending:
+            return
+        self._news.deliver()
+        self._position.tops += 1
+        parts = self._parts.capture()
+        self._board.publish_end(self._position.entry, result, parts)
+        self._publishing.at_top("end")
+        self._leave()
+
+    def evaluation_top(self) -> bool:
+        """As :meth:`Job.batch_top`, at the start of a stand-alone evaluation."""
+        return self._tops.evaluation()
+
+    def between(self) -> None:
+        """What the script does from here to the next batch top a newcomer does again, whose place is further on: small
+        results of collectives are kept for it.
+        """
+        self._runtime.start_up_again()
+
+    def _leave(self) -> None:
+        """What the script does between two entry calls is start-up, too, with operations that are counted apart."""
+        self._runtime.enter_call(-2 - self._position.entry)

@@ -1,0 +1,96 @@
+"""A newcomer takes its predecessor's place, at the batch top where that was."""
+
+from __future__ import annotations
+
+import time
+
+from shared_core.faults import inject
+from shared_core.protocol import progress_file
+from shared_core.worker.checkpoints.restored import Restored
+from shared_core.worker.program.publishing import Publishing
+from shared_core.worker.program.trained import Trained
+from shared_core.worker.recovery.replay import Replays
+from shared_core.worker.recovery.reporting import News
+from shared_core.worker.recovery.start import Start
+from shared_core.worker.state.ddp_buckets import Buckets
+from shared_core.worker.state.local_state import Parts, Position
+from shared_core.worker.state.updates import Updates
+
+
+class Joining:
+    """How a worker gets to the place that it begins from, where that is not the beginning.
+
+    Args:
+        start: knows the place.
+        position: how far the program is.
+        parts: rank-local state.
+        trained: what is trained.
+        buckets: of DDP modules.
+        updates: the replicated state.
+        progress: what the launcher sees of this worker.
+        replays: of this worker.
+        news: says that it has joined.
+        publishing: publishes it, there.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        position: Position,
+        parts: Parts,
+        trained: Trained,
+        buckets: Buckets,
+        updates: Updates,
+        progress: progress_file.ProgressFile,
+        replays: Replays,
+        news: News,
+        publishing: Publishing,
+    ) -> None:
+        self._start, self._position, self._parts, self._trained = start, position, parts, trained
+        self._buckets, self._updates, self._progress = buckets, updates, progress
+        self._replays, self._news, self._publishing = replays, news, publishing
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is a place to reach, and it is not reached yet."""
+        return self._start.beginning.joining
+
+    def at(self, kind: str) -> bool:
+        """The program is at a batch top of this kind; whether that was the place, which is taken now."""
+        if not self._start.beginning.is_here(kind, self._position.entry):
+            return False
+        self._join()
+        return True
+
+    def _join(self) -> None:
+        inject.point("join")
+        started = time.time()
+        beginning = self._start.beginning
+        place, received = beginning.reach(self._position.entry, self._trained.replicas)
+        let_in = received is not None and place.added
+        if received is not None:
+            self._replays.own = received.replaying
+        self._updates.load(place.top.version, place.description, place.tensors)
+        self._buckets.settle(place.records, place.top)
+        with self._position.restoring(resized=place.resized, added=place.added):
+            self._take_place(place)
+        self._position.rejoined = let_in
+        self._news.began(place.top.index, beginning.reached(place))
+        if let_in or received is None:
+            # Where a checkpoint is there already, or others make none, none is made.
+            self._publishing.publish(place.top.kind, save=not (let_in or place.tier))
+        if received is not None:
+            self._news.joined(received, **({} if let_in else {"joined_s": time.time() - started}))
+
+    def _take_place(self, place: Restored) -> None:
+        parts = place.parts | self._parts.of_main(place.main)
+        self._position.tops = place.top.index
+        self._start.checkpoints.joined(place.top, saved=bool(place.tier))
+        self._start.beginning.joined()
+        self._parts.restore(parts)
+        self._trained.set_gradients(parts.get("swift.gradients", {}))
+        self._buckets.eligible = parts.get("swift.eligible", 0)
+        images, outside = parts.get("swift.images", False), parts.get("swift.outside", False)
+        self._updates.resume(self._position.tops, images=images, outside=outside)
+        inject.set_step(self._position.tops)
+        self._progress.top(self._position.tops)

@@ -1,0 +1,36 @@
+"""Plain data and numbers that are kept for newcomers of this rank, beside what batch tops publish."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared_core.worker.recovery.start import Start
+from shared_core.worker.state.local_state import Position
+from shared_core.worker.state.publications import Board, Tally
+
+
+class Notes:
+    """What is kept for newcomers of this rank, for the whole job.
+
+    Args:
+        board: publications of this rank.
+        position: how far the program is.
+        start: has what predecessors have kept.
+    """
+
+    def __init__(self, board: Board, position: Position, start: Start) -> None:
+        self._board, self._position, self._start = board, position, start
+
+    def keep(self, kind: str, name: str, value: Any) -> None:
+        """Keep plain data under a kind and a name; see :meth:`kept`."""
+        self._board.record((self._position.entry, kind, name, self._position.tops), value)
+
+    def kept(self, kind: str) -> dict[str, Any]:
+        """What predecessors have kept under ``kind``, by name; the newest of each."""
+        return self._start.beginning.remembered(kind)
+
+    def tally(self, name: str) -> Tally:
+        """A number that a newcomer finds as its predecessor left it: how often something was done that must not be
+        done twice.
+        """
+        return self._board.tally(name)

@@ -1,0 +1,74 @@
+"""Options that the script gives, beside those that the launcher was told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shared_core.config import CHECKPOINT_OPTIONS, SCRIPT_OPTIONS, SwiftConfig, full_names, variable_of
+from shared_core.errors import ConfigError
+from shared_core.handover import NOT_TOLD
+from shared_core.protocol.keys import CHECKPOINTS
+from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.worker.comm import Runtime
+from shared_core.worker.job_store import JobStore
+from shared_core.worker.recovery.start import Start
+
+
+class Options:
+    """The options of the job as one worker knows them.
+
+    Args:
+        env: what the launcher told this worker.
+        runtime: the groups.
+        store: of the job.
+        start: what depends on the options of checkpoints.
+
+    Attributes:
+        env: what the launcher told this worker, with the options that hold.
+    """
+
+    def __init__(self, env: WorkerEnv, runtime: Runtime, store: JobStore, start: Start) -> None:
+        self.env, self._runtime, self._store, self._start = env, runtime, store, start
+        self._told = env.config.changed
+
+    def check_told(self, options: Mapping[str, Any]) -> None:
+        """See that options of the script which the whole job goes by were told to the launcher. Where it was told
+        another value, that one wins.
+
+        Args:
+            options: of the script, by name.
+
+        Raises:
+            ConfigError: names one that was not.
+        """
+        options = full_names(options)
+        wanted = SwiftConfig.from_dict(options)
+        for name in options.keys() - SCRIPT_OPTIONS - self._told.keys():
+            value = wanted.get(name)
+            if value != self.env.config.get(name):
+                raise ConfigError(f"rank {self.env.rank}: {name}={value!r}{NOT_TOLD.format(variable_of(name), value)}")
+
+    def use_checkpoints(self, options: Mapping[str, Any]) -> None:
+        """Have checkpoints made although the launcher was not told. All ranks call this, with the same, before there is
+        a process group; nothing happens where the launcher was told the same, whose options win.
+
+        Args:
+            options: of the script, by name; only those of ``CHECKPOINT_OPTIONS`` count.
+
+        Raises:
+            ConfigError: for a bad value, or where training has begun.
+        """
+        wanted = {name: value for name, value in full_names(options).items() if name in CHECKPOINT_OPTIONS}
+        config = self.env.config.merged(wanted, self._told)
+        if config == self.env.config:
+            return
+        if self._runtime.world is not None or self._start.checkpoints.newest_top:
+            raise ConfigError(
+                f"rank {self.env.rank}: options of checkpoints came when there was a process group already: give them "
+                "to the first Trainer or Accelerator (transformers: before TrainingArguments), or to swiftrun"
+            )
+        self.env = replace(self.env, config=config)
+        self._start.begin(self.env)
+        self._store.tell(CHECKPOINTS, {name: config.get(name) for name in sorted(CHECKPOINT_OPTIONS)})

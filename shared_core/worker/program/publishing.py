@@ -1,0 +1,117 @@
+"""Publishes this worker at its batch tops."""
+
+from __future__ import annotations
+
+import torch
+
+from shared_core.protocol.frontier import Top
+from shared_core.worker.comm import Runtime
+from shared_core.worker.program.checkpointing import Checkpointing
+from shared_core.worker.program.trained import Trained
+from shared_core.worker.recovery.donor import Donor
+from shared_core.worker.recovery.lane import Lanes
+from shared_core.worker.recovery.replicas import Replicas
+from shared_core.worker.state.ddp_buckets import Buckets
+from shared_core.worker.state.forward_pass import Passes
+from shared_core.worker.state.local_state import Parts, Position
+from shared_core.worker.state.publications import LOOSE, Board
+from shared_core.worker.state.updates import Updates
+
+
+class Publishing:
+    """What happens with each batch top that is a recovery point.
+
+    Args:
+        position: how far the program is.
+        parts: rank-local state.
+        trained: what is trained.
+        buckets: of DDP modules.
+        passes: through them.
+        updates: the replicated state.
+        runtime: the groups.
+        board: takes the publications.
+        donor: gives newcomers what is published.
+        lanes: of the ranks that are present.
+        replicas: are compared.
+        checkpoints: are made of what is published.
+    """
+
+    def __init__(
+        self,
+        position: Position,
+        parts: Parts,
+        trained: Trained,
+        buckets: Buckets,
+        passes: Passes,
+        updates: Updates,
+        runtime: Runtime,
+        board: Board,
+        donor: Donor,
+        lanes: Lanes,
+        replicas: Replicas,
+        checkpoints: Checkpointing,
+    ) -> None:
+        self._position, self._parts, self._trained, self._buckets = position, parts, trained, buckets
+        self._passes, self._updates, self._runtime, self._board = passes, updates, runtime, board
+        self._donor, self._lanes, self._replicas, self._checkpoints = donor, lanes, replicas, checkpoints
+
+    def at_top(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
+        """The program is at a batch top; no newcomer is given a state in between.
+
+        Args:
+            kind: of the batch top.
+            grads: gradients that are pending, by place.
+        """
+        with self._donor.publishing:
+            self.publish(kind, grads)
+
+    def publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None, *, save: bool = True) -> None:
+        """Publish the present batch top.
+
+        Args:
+            kind: of the batch top.
+            grads: gradients that are pending, by place.
+            save: whether a checkpoint may be made.
+        """
+        self._updates.outside.see()
+        parts = self._parts.capture()
+        parts["swift.outside"] = self._updates.outside.active
+        parts["swift.eligible"] = self._buckets.eligible
+        parts["swift.images"] = self._updates.keeps_images
+        if grads is not None:
+            parts["swift.gradients"] = grads
+        top = self._top(kind)
+        values = parts.get(LOOSE)
+        refers = {LOOSE: self._trained.publish_loose(self._board, top.index, values)} if values else {}
+        self._board.publish_top(top, parts | refers)
+        self._passed(top)
+        if save and kind == "batch" and not self._runtime.absent:
+            self._checkpoints.at_top(top, parts)
+
+    def _top(self, kind: str) -> Top:
+        runtime = self._runtime
+        with runtime.lock:
+            groups = {name: group.next for name, group in runtime.groups.items()}
+            marks = {name: group.channels.watermarks() for name, group in runtime.groups.items()}
+        return Top(
+            index=self._position.tops,
+            version=self._updates.version,
+            entry=self._position.entry,
+            kind=kind,
+            groups=groups,
+            received={name: mark[0] for name, mark in marks.items() if mark[0]},
+            sent={name: mark[1] for name, mark in marks.items() if mark[1]},
+            members={name: list(group.ranks) for name, group in runtime.groups.items()},
+            replicas=self._trained.replicas,
+        )
+
+    def _passed(self, top: Top) -> None:
+        """Drop what is kept for earlier tops than any newcomer of this rank begins at."""
+        stable = self._runtime.passed_top(top.index)
+        if self._lanes.formed:
+            stable = top.index  # a newcomer is a copy of a replica as it is at its newest top
+            self._runtime.results.settle(stable)
+        self._board.drop_before(stable)
+        self._updates.at_top(top.index, stable)
+        self._passes.at_top()
+        self._replicas.compare(self._trained.compared)

@@ -1,0 +1,159 @@
+"""What the program trains: its modules and optimizers, and which ranks train the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shared_core.config import SwiftConfig
+from shared_core.errors import Unsupported
+from shared_core.faults import inject
+from shared_core.worker.comm import Runtime
+from shared_core.worker.state.attached import Attached
+from shared_core.worker.state.ddp_buckets import Buckets
+from shared_core.worker.state.forward_pass import Passes
+from shared_core.worker.state.local_state import Parts
+from shared_core.worker.state.publications import LOOSE, Board
+from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.unstepped import Loose
+from shared_core.worker.state.updates import Updates
+
+
+class Trained:
+    """What one worker trains.
+
+    Args:
+        config: the options of the job.
+        runtime: the groups.
+        updates: the replicated state.
+        parts: rank-local state.
+        buckets: of DDP modules.
+        passes: through them.
+
+    Attributes:
+        replicas: ranks that train the same parameters, where not all do; else empty.
+    """
+
+    def __init__(
+        self, config: SwiftConfig, runtime: Runtime, updates: Updates, parts: Parts, buckets: Buckets, passes: Passes
+    ) -> None:
+        self._config, self._runtime, self._updates, self._parts = config, runtime, updates, parts
+        self._buckets, self._passes = buckets, passes
+        self._handles: list[Any] = []
+        self._alike = self._keeps_tops = False
+        self._loose: Loose
+        self.replicas: list[int] = []
+
+    def attach(
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        *,
+        replicas: Sequence[int] | None = None,
+        sharded: bool = False,
+    ) -> None:
+        """See :meth:`Job.attach`."""
+        self._refuse_devices(modules)
+        self._buckets.attach(modules)
+        if self._buckets.modules and self._config.reroutes:
+            raise Unsupported(
+                "on_failure='reroute' needs a loop in which any worker can compute the share of a lost one, and "
+                "DistributedDataParallel sums what each has computed itself: attach the model without it and loop over "
+                "job.shared_steps(loader, epochs) (with Accelerate: plugin.shared_steps), or choose "
+                "on_failure='replace'"
+            )
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [ddp.register_forward_hook(self._passes.after_forward) for ddp in self._buckets.modules]
+        replicated = Replicated(modules, optimizers)
+        alike = replicas is None and not sharded
+        self._loose = Loose(replicated, {id(p) for ddp in self._buckets.modules for p in ddp.parameters()})
+        # What a re-routed step changes outside updates is in a newcomer's copy; pipelines keep images of their own.
+        loose = self._loose if alike and not self._config.reroutes else None
+        self._updates.attach(replicated, undo=self._config.resizes, sharded=sharded, loose=loose)
+        if self._keeps_tops:
+            self._updates.outside.expect()
+        if replicas is not None:
+            self._attach_stage(sorted(replicas))
+        if not self._config.log.spill_bytes:
+            # Of two steps: gradients (in fp32 at most) and, of a sharded stage, gathered parameters.
+            extra = 4 * sum(p.numel() for p in replicated.parameters) if sharded else 0
+            self._runtime.results.limit(max(2 * (replicated.nbytes + extra), 4 << 20))
+        self._register(Attached(modules, replicated, alike=alike))
+        if (optimizers or sharded) and os.environ.get("SWIFT_FAULTS") and modules:
+            self._handles.append(modules[0].register_forward_hook(lambda *_: inject.point("forward")))
+
+    def _refuse_devices(self, modules: Sequence[nn.Module]) -> None:
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                if parameter.device.type not in ("cpu", "meta"):
+                    raise Unsupported(
+                        f"rank {self._runtime.rank}: parameter {name} is on {parameter.device}; swift recovery "
+                        "supports CPU training in this version. "
+                        "Choose accelerator='cpu', or train without this plugin."
+                    )
+
+    def _attach_stage(self, replicas: list[int]) -> None:
+        if self._config.resizes:
+            raise Unsupported(
+                "the number of workers of a pipeline cannot change: use on_failure='replace' without "
+                "replace_timeout_s, or 'restart'"
+            )
+        self.replicas = replicas
+        alone, wanted = len(replicas) == 1, self._config.log.messages
+        if not alone:
+            self._updates.keep_images(at_once=True)
+        if wanted == "always" or (wanted == "auto" and alone):
+            self._runtime.results.log_to_disk()
+
+    def _register(self, attached: Attached) -> None:
+        self._passes.attach(attached.buffers)
+        register = self._parts.register
+        register("swift.ddp", self._buckets.flags, self._buckets.set_flags)
+        self._runtime.sum_buckets(self._config.state.verify_checksums and not self._buckets.may_be_unused)
+        register("swift.buffers", attached.buffers, attached.restore_buffers, forward_mutated=True)
+        register("swift.modes", attached.modes, attached.restore_modes)
+        register("swift.hyperparameters", attached.groups, attached.restore_groups)
+        register(LOOSE, self._capture_loose, self._loose.restore)
+
+    def keep_tops(self) -> None:
+        """See :meth:`Job.keep_tops`."""
+        self._keeps_tops = True
+        self._updates.outside.expect()
+
+    def alike(self) -> None:
+        """All ranks train the same, although it is not wrapped in ``DistributedDataParallel``: they are compared after
+        recoveries.
+        """
+        self._alike = True
+
+    @property
+    def compared(self) -> Sequence[int]:
+        """Ranks that train the same as this one, which are compared after recoveries."""
+        everybody = self._buckets.modules or self._alike
+        return self.replicas or range(self._runtime.world_size if everybody else 0)
+
+    # -- at batch tops -------------------------------------------------------------------------------------------------
+
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """Those that are pending, by place."""
+        assert self._updates.replicated is not None
+        return {i: p.grad for i, p in enumerate(self._updates.replicated.parameters) if p.grad is not None}
+
+    def set_gradients(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Inverse of :meth:`gradients`."""
+        for index, grad in gradients.items():
+            assert self._updates.replicated is not None
+            self._updates.replicated.parameters[index].grad = grad
+
+    def publish_loose(self, board: Board, top: int, values: Mapping[int, Any]) -> dict[int, int]:
+        """See :meth:`Loose.publish`."""
+        return self._loose.publish(board, top, values)
+
+    def _capture_loose(self) -> dict[int, torch.Tensor]:
+        return self._loose.capture() if self._updates.outside.active or self._config.reroutes else {}

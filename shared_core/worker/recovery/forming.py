@@ -1,0 +1,258 @@
+"""The forming of a generation, as every rank does it (DESIGN section 6, steps 4 to 7).
+
+All post their frontier, compute the same plan from all frontiers, connect, move what the plan says, and install it only
+after a barrier. If anybody is lost meanwhile, the generation is abandoned and the next one formed: nothing is ever
+half-installed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+from torch._C._distributed_c10d import Store
+
+from shared_core.errors import GenerationAbandoned
+from shared_core.events import EventLog, console
+from shared_core.faults import inject
+from shared_core.protocol.admission import let_in
+from shared_core.protocol.codec import word
+from shared_core.protocol.frontier import Top
+from shared_core.protocol.generation import LET_IN, generation_key, let_in_key
+from shared_core.protocol.plan import Plan, decide
+from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.protocol.worker_phase import Event
+from shared_core.waiting import ranks_text
+from shared_core.worker.comm.gloo import InnerGroup
+from shared_core.worker.comm.runtime import Runtime
+from shared_core.worker.endings import wait_for_change
+from shared_core.worker.job_store import JobStore
+from shared_core.worker.messages.group_log import Logged
+from shared_core.worker.recovery.exchange import Exchange, Received, Replay, Replaying
+from shared_core.worker.recovery.fronts import Fronts
+from shared_core.worker.recovery.lifecycle import Lifecycle
+from shared_core.worker.state.publications import Board
+
+#: Exit code of a newcomer that prepared for a batch top which a further loss made useless; the agent starts another.
+EXIT_STALE = 75
+
+
+class Forming:
+    """Forms generations on the thread that calls.
+
+    Args:
+        env: what the launcher told this worker.
+        runtime: the groups.
+        lifecycle: this worker's phase.
+        store: of the job.
+        board: what this rank has published.
+        events: the job's event log.
+        fronts: frontiers of this generation.
+        exchange: connects and moves.
+
+    Attributes:
+        target: the batch top that a newcomer has prepared for; None for the beginning of the script.
+        verify_version: version from which on replicas are to be compared; None where there is nothing to compare.
+    """
+
+    def __init__(
+        self,
+        env: WorkerEnv,
+        runtime: Runtime,
+        lifecycle: Lifecycle,
+        store: JobStore,
+        board: Board,
+        events: EventLog,
+        fronts: Fronts,
+        exchange: Exchange,
+    ) -> None:
+        self._env, self._runtime, self._lifecycle, self._store = env, runtime, lifecycle, store
+        self._board, self._events, self._fronts, self._exchange = board, events, fronts, exchange
+        self.target: Top | None = None
+        self.verify_version: int | None = None
+        self._for_later: Replay = {}
+
+    def prepare(self, generation: int) -> Top | None:
+        """Newcomer: the batch top where it starts, as all ranks see it; None for the beginning of the script.
+
+        Raises:
+            GenerationAbandoned: if somebody was lost meanwhile.
+            RecoveryFailed: if nobody can serve it.
+            WaitTimeout: if a rank does not say where it stands.
+        """
+        store = self._store.below()
+        self._fronts.post(store, generation)
+        self.target = decide(self._fronts.gather(store, generation)).tops.get(self._env.rank)
+        return self.target
+
+    def form(self, generation: int, *, posted: bool = False) -> Received:
+        """One attempt at a generation.
+
+        Args:
+            generation: which one.
+            posted: this rank's frontier is posted.
+
+        Raises:
+            GenerationAbandoned: if somebody was lost meanwhile; nothing is installed then.
+            RecoveryFailed: if nobody can serve a newcomer.
+            WaitTimeout: if a rank does not take part in time.
+        """
+        store, fronts, joins = self._store.below(), self._fronts, self._lifecycle.joins
+        if not posted:
+            fronts.post(store, generation)
+        store.set(f"{generation_key(generation)}/ready/{self._env.rank}", "1")
+        frontiers = fronts.gather(store, generation)
+        plan = decide(frontiers)
+        if plan.leave:
+            self._start_together(plan, generation)
+        # Replicas are compared at the first batch top after everyone has made a step beyond what anybody has now.
+        self.verify_version = max(front.version for front in frontiers.values()) + 1 if plan.tops else None
+        if joins and plan.tops.get(self._env.rank) != self.target:
+            message = "batch top no longer reachable, starting over"
+            self._events.emit("warning", rank=self._env.rank, generation=generation, message=message)
+            os._exit(EXIT_STALE)
+        what = self._lifecycle.why("reach the training loop", generation)
+        fronts.collect(store, "ready", range(self._env.world_size), generation, what)
+        inner = self._exchange.connect(plan, generation)
+        received = self._exchange.received
+        survivors = tuple(sorted(frontiers.keys() - plan.tops.keys()))
+        logs = any(frontiers[rank].together for rank in survivors)
+        replayed = tuple(r for r, top in sorted(plan.tops.items()) if logs and (top is None or top.saved))
+        if replayed:
+            complete = min(frontiers[rank].version for rank in survivors)
+            received.replaying = Replaying(generation, replayed, survivors, complete)
+        self._install(plan, inner, generation, received.replay, joins)
+        inject.point("recovery.installed")
+        return received
+
+    def let_in(self, generation: int) -> Received:
+        """Form a generation with newcomers that have knocked, on the program's thread of all ranks, survivors standing
+        at the same batch top; see :func:`shared_core.protocol.admission`.
+
+        Raises:
+            GenerationAbandoned: if somebody was lost meanwhile, and the newcomers are not in.
+            RecoveryFailed: if they cannot be let in.
+            WaitTimeout: if a rank does not take part in time.
+        """
+        store, joins = self._store.below(), self._lifecycle.joins
+        newest: Sequence[Top] = self._board.tops()[-1:]
+        self._fronts.post(store, generation, tops=newest)
+        frontiers = self._fronts.gather(store, generation)
+        plan = let_in(frontiers)
+        self.verify_version = max(each.version for each in frontiers.values()) + 1
+        inner = self._agree(plan, store, generation)
+        self._install(plan, inner, generation, {}, joins, lets_in=True)
+        inject.point("recovery.installed")
+        return self._exchange.received
+
+    def _agree(self, plan: Plan, store: Store, generation: int) -> InnerGroup | None:
+        """Connect, move, and settle whether the newcomers are in. A group, or None if another loss has ended the
+        generation with the newcomers in.
+
+        Raises:
+            GenerationAbandoned: if it has ended without them.
+        """
+        inner, key = None, let_in_key(generation)
+        try:
+            inner = self._exchange.connect(plan, generation)
+            # Whoever is first says whether the newcomers are in: one of us, or an agent that has seen another loss.
+            said = store.compare_set(key, "", "yes")
+            inject.point("lane.agreed")
+        except GenerationAbandoned:
+            # Somebody may have come further than we did. Then all have got to the barrier, with all that they need.
+            if not store.check([key]):
+                raise
+            said = store.get(key)
+        if word(said, LET_IN, key) == "yes":
+            return inner
+        if inner is not None:
+            inner.discard()
+        raise GenerationAbandoned("another loss came first")
+
+    def _start_together(self, plan: Plan, generation: int) -> NoReturn:
+        """A newcomer needs messages that are not on disk: their senders begin again with it (selective logging).
+
+        Raises:
+            GenerationAbandoned: in all others, when that is known.
+        """
+        if self._env.rank in plan.leave:
+            lost = ", ".join(map(str, plan.newcomers))
+            self._events.emit("together", rank=self._env.rank, generation=generation, newcomers=list(plan.newcomers))
+            console(f"rank {self._env.rank} starts again together with rank {lost}: they share a group of log.groups")
+            os._exit(EXIT_STALE)
+        whom = f"{ranks_text(plan.leave)} to end, which start again together with {ranks_text(plan.newcomers)}"
+        first = min(set(range(self._env.world_size)) - set(plan.leave), default=0)
+        with self._runtime.lock:
+            given_up = lambda: self._lifecycle.ended(generation)  # noqa: E731
+            wait_for_change(self._runtime, whom, given_up, speaks=self._env.rank == first)
+        raise GenerationAbandoned("others start again")
+
+    def _install(
+        self,
+        plan: Plan,
+        inner: InnerGroup | None,
+        generation: int,
+        replay: Replay,
+        joins: bool,
+        *,
+        lets_in: bool = False,
+    ) -> None:
+        """Take over what was moved, and go live.
+
+        Args:
+            plan: what was agreed.
+            inner: the default group's.
+            generation: which one.
+            replay: results to serve.
+            joins: this worker is a newcomer.
+            lets_in: newcomers are let in: they are in even if another loss has ended the generation, which does not go
+                live then.
+
+        Raises:
+            GenerationAbandoned: if somebody was lost meanwhile.
+        """
+        runtime, lifecycle = self._runtime, self._lifecycle
+        with runtime.lock:
+            # From here on this worker counts as a survivor; entries are heard under the same lock.
+            late = lifecycle.ended(generation)
+            if late:
+                if inner is not None:
+                    inner.discard()
+                if not lets_in:
+                    raise GenerationAbandoned("a loss was announced at the last moment")
+                inner = None
+                runtime.broken = True
+            else:
+                runtime.absent = frozenset()
+            lifecycle.step(Event.LET_IN_LATE if late else Event.LET_IN if lets_in else Event.INSTALLED)
+            runtime.generation = generation
+            if joins:
+                self._take_place(plan)
+            for name, entries in replay.items():
+                if name in runtime.groups:
+                    runtime.groups[name].replay.update(entries)
+                else:
+                    self._for_later.setdefault(name, {}).update(entries)
+        if inner is not None:
+            runtime.go_live(generation, inner, plan.redo, plan.received)
+
+    def _take_place(self, plan: Plan) -> None:
+        """This newcomer stands where its predecessor stood at the batch top."""
+        runtime, top = self._runtime, plan.tops[self._env.rank]
+        if top is not None:
+            runtime.top = runtime.stable = top.index
+            runtime.in_startup = False
+            runtime.entry = top.entry
+            for name, group in runtime.groups.items():
+                group.next = top.groups.get(name, 0)
+                group.done.upto = group.next
+                group.channels.start_from(top.received.get(name, {}), top.sent.get(name, {}))
+        # What a predecessor with a damaged state has computed is no measure.
+        born = self._lifecycle.entries[self._env.generation]
+        wrong = born.divergent(self._env.rank)
+        runtime.expected = {} if wrong or plan.copies else self._board.checksums()
+
+    def kept_for(self, group: str) -> dict[int, Logged]:
+        """What was logged for a group that a newcomer makes again while it replays."""
+        return self._for_later.pop(group, {})

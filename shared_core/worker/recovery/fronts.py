@@ -1,0 +1,133 @@
+"""The frontiers of a generation: what this rank says of itself, and what all others say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch._C._distributed_c10d import Store
+
+from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
+from shared_core.protocol.generation import generation_key
+from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.waiting import wait_for
+from shared_core.worker.comm.groups import GroupState
+from shared_core.worker.comm.runtime import Runtime
+from shared_core.worker.messages.archive import Archive
+from shared_core.worker.recovery.donor import Donor
+from shared_core.worker.recovery.lifecycle import Lifecycle
+from shared_core.worker.recovery.listener import RecoveryListener
+
+
+class Fronts:
+    """Posts this rank's frontiers, and waits for keys that ranks set when a generation is formed.
+
+    Args:
+        env: what the launcher told this worker.
+        runtime: the groups.
+        lifecycle: says when a generation is given up.
+        donor: the replicated state.
+        listener: says which ranks start again together with this one.
+
+    Attributes:
+        tops: a newcomer's: batch tops that its predecessor has published, or that are in a checkpoint.
+    """
+
+    def __init__(
+        self,
+        env: WorkerEnv,
+        runtime: Runtime,
+        lifecycle: Lifecycle,
+        donor: Donor,
+        listener: RecoveryListener,
+    ) -> None:
+        self._env, self._runtime, self._lifecycle, self._donor = env, runtime, lifecycle, donor
+        self._listener = listener
+        self.tops: tuple[Top, ...] = ()
+
+    def post(self, store: Store, generation: int, *, tops: Sequence[Top] | None = None) -> None:
+        """Say where this rank stands.
+
+        Args:
+            store: of the attempt.
+            generation: that is formed.
+            tops: that this rank has passed, where newcomers are let in; None where they are not.
+        """
+        front = self._of_newcomer() if self._lifecycle.joins else self._of_survivor()
+        if tops is not None:
+            front = replace(front, tops=tuple(tops))
+        store.set(f"{generation_key(generation)}/front/{self._env.rank}", front.to_json())
+
+    def gather(self, store: Store, generation: int) -> dict[int, Frontier]:
+        """All ranks' frontiers, by rank.
+
+        Raises:
+            GenerationAbandoned: if the generation ends meanwhile.
+            WaitTimeout: if one does not come.
+            DamagedRecord: if one is none.
+        """
+        what = self._lifecycle.why("create the process group", generation)
+        ranks = range(self._env.world_size)
+        raw = self.collect(store, "front", ranks, generation, what)
+        keys = {rank: f"{generation_key(generation)}/front/{rank}" for rank in ranks}
+        return read_fronts(dict(zip(ranks, raw, strict=True)), keys)
+
+    def collect(self, store: Store, name: str, ranks: Sequence[int], generation: int, what: str) -> list[bytes]:
+        """What ranks have set under ``name`` in a generation, in their order.
+
+        Args:
+            store: of the attempt.
+            name: of the key, below the generation's.
+            ranks: to wait for.
+            generation: that is formed.
+            what: the ranks are to do, for the line that a long wait prints.
+
+        Raises:
+            GenerationAbandoned: if the generation ends meanwhile.
+            WaitTimeout: if one does not come.
+        """
+        keys = {rank: f"{generation_key(generation)}/{name}/{rank}" for rank in ranks}
+        limit_s, bound, world = self._runtime.wait_timeout_s, "wait_timeout_s", self._runtime.world
+        if generation == 0 and world is not None and self._runtime.longest_s(world) > limit_s:
+            # Nobody was lost: the scripts come here when they do, as without this product.
+            limit_s, bound = self._runtime.longest_s(world), "time-out of the process group"
+        given_up = lambda: self._lifecycle.ended(generation)  # noqa: E731
+        wait_for(store, keys, given_up, limit_s, self._env.rank, what, bound=bound)
+        return store.multi_get(list(keys.values()))
+
+    def _of_newcomer(self) -> Frontier:
+        return Frontier(
+            rank=self._env.rank, incarnation=self._env.incarnation, newcomer=True, version=0, tops=self.tops
+        )
+
+    def _of_survivor(self) -> Frontier:
+        with self._runtime.lock:
+            groups = {
+                name: _group_front(group, self._runtime.disk.archive) for name, group in self._runtime.groups.items()
+            }
+        return Frontier(
+            rank=self._env.rank,
+            incarnation=self._env.incarnation,
+            newcomer=False,
+            version=self._donor.version,
+            tops=(),
+            groups=groups,
+            together=list(self._listener.together()),
+            **self._donor.keeps,
+        )
+
+
+def _group_front(group: GroupState, archive: Archive | None) -> GroupFrontier:
+    received, sent = group.channels.watermarks()
+    entries = group.log.entries
+    on_disk = archive.indices(group.name) if archive is not None else ()
+    return GroupFrontier(
+        ranks=group.ranks,
+        next=group.next,
+        done=group.done.to_json(),
+        log=sorted({*(seq for seq, entry in entries.items() if entry.redo is None), *group.replay, *on_disk}),
+        exclusive=[seq for seq, entry in entries.items() if entry.redo is not None],
+        received=received,
+        sent=sent,
+        held=group.channels.held(),
+    )

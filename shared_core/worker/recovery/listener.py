@@ -1,0 +1,30 @@
+"""What the forming of generations tells, and asks, the rest of the worker."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from shared_core.protocol.frontier import Top
+from shared_core.worker.recovery.exchange import Replaying
+
+
+class RecoveryListener(Protocol):
+    """Given to :class:`~shared_core.worker.recovery.recovery.Recovery`. Called on any thread."""
+
+    def recovered(self, fields: dict[str, Any]) -> None:
+        """Recovery thread of a survivor: a generation is formed. ``fields`` are those of its event."""
+
+    def rerouted(self, detected: float) -> None:
+        """Recovery thread of a survivor: it goes on without a rank whose loss was noticed at this time."""
+
+    def replaying(self, replaying: Replaying) -> None:
+        """Newcomers run on from a checkpoint, and this survivor waits for them."""
+
+    def saved_tops(self) -> list[Top]:
+        """Batch tops of the checkpoints that this rank can begin from."""
+
+    def together(self) -> tuple[int, ...]:
+        """Ranks that start again together with this one; none without a log on disk."""
+
+    def await_absent(self) -> bool:
+        """A collective of all ranks waits for absent ones: let them in. False if nobody lets them in."""

@@ -1,0 +1,215 @@
+"""Recovery of one worker: its parts, wired; what its program calls, and the thread that follows the ledger.
+
+A watcher thread turns the entries of the ledger into events of this worker's phase, and starts what is to be done about
+them (:mod:`shared_core.protocol.worker_phase` decides that). Each of these actions has a class of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore
+
+from shared_core.errors import DamagedRecord, GenerationAbandoned, RecoveryFailed, WaitTimeout
+from shared_core.events import EventLog
+from shared_core.protocol.generation import Entry, generation_key
+from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.protocol.worker_phase import Action, Event, Phase
+from shared_core.system import threads
+from shared_core.waiting import FOREVER_S
+from shared_core.worker.comm.runtime import Runtime
+from shared_core.worker.endings import Endings, wait_for_change
+from shared_core.worker.job_store import JobStore
+from shared_core.worker.link import connect_store
+from shared_core.worker.recovery.donor import Donor
+from shared_core.worker.recovery.exchange import Exchange, Received
+from shared_core.worker.recovery.forming import EXIT_STALE, Forming
+from shared_core.worker.recovery.fronts import Fronts
+from shared_core.worker.recovery.handing_on import HandingOn
+from shared_core.worker.recovery.lifecycle import Lifecycle
+from shared_core.worker.recovery.listener import RecoveryListener
+from shared_core.worker.recovery.survivor import Survivor
+from shared_core.worker.state.publications import Board
+
+_FOREVER = timedelta(days=365)
+
+
+class Recovery:
+    """The recovery of one worker.
+
+    Args:
+        env: what the launcher told this worker.
+        runtime: the groups.
+        store: of the job.
+        board: this rank's publications.
+        events: the job's event log.
+        donor: the job's replicated state.
+        endings: how this worker ends what cannot go on.
+        listener: what it tells, and asks, the rest of the worker.
+
+    Attributes:
+        newcomer: whether this worker takes over from another.
+        lifecycle: its phase.
+        forming: forms generations.
+    """
+
+    def __init__(
+        self,
+        env: WorkerEnv,
+        runtime: Runtime,
+        store: JobStore,
+        board: Board,
+        events: EventLog,
+        donor: Donor,
+        endings: Endings,
+        listener: RecoveryListener,
+    ) -> None:
+        self.env, self.runtime, self.store, self.board, self.events = env, runtime, store, board, events
+        self.endings, self._listener = endings, listener
+        self.newcomer = env.incarnation > 0
+        self._prepared = False
+        life = self.lifecycle = Lifecycle(env, runtime)
+        self._fronts = Fronts(env, runtime, life, donor, listener)
+        self._exchange = Exchange(env, runtime, life, board, donor)
+        self.forming = Forming(env, runtime, life, store, board, events, self._fronts, self._exchange)
+        survivor = Survivor(env, runtime, life, store, events, donor, self._fronts, self.forming, endings, listener)
+        handing_on = HandingOn(env, runtime, life, store, donor, self._fronts)
+        self._threads: dict[Action, tuple[str, Callable[[Entry], None]]] = {
+            Action.RECOVER: ("swift-recovery", survivor.recover),
+            Action.GO_ON: ("swift-recovery", survivor.go_on),
+            Action.HAND_ON: ("swift-leave", handing_on.hand_on),
+            Action.WITHDRAW: ("swift-stay", handing_on.withdraw),
+        }
+
+    @property
+    def knocks(self) -> bool:
+        """Whether this is a newcomer that the others do not wait for: it asks to be let in."""
+        return self.lifecycle.phase is Phase.KNOCKING
+
+    # -- the program's thread ----------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Newcomer: decide where to start, before the user's code has done anything that depends on it. First
+        workers: nothing.
+        """
+        if self._prepared:
+            return
+        self._prepared = True
+        env, life = self.env, self.lifecycle
+        self.runtime.latest = env.generation
+        self.board.follow(env.machines)
+        if self.newcomer:
+            self._fronts.tops = (*self._listener.saved_tops(), *self.board.tops())
+            key = generation_key(env.generation)
+            try:
+                self._hear(Entry.from_json(self.store.below().get(key), env.generation, env.world_size))
+            except DamagedRecord as error:
+                self.endings.give_up(error)
+        threads.start(self._watch, name="swift-watcher")
+        if self.newcomer:
+            self._find_place()
+        if life.phase.answers:
+            with self.runtime.lock:
+                self.runtime.records = dict(self.board.records())
+
+    def _find_place(self) -> None:
+        """Newcomer: agree with all others on where it starts, unless they go on without it."""
+        life = self.lifecycle
+        while life.phase is Phase.STARTING:
+            generation = life.newest
+            try:
+                target = self.forming.prepare(generation)
+            except GenerationAbandoned:
+                continue
+            except RecoveryFailed as error:
+                self.endings.fall_back(str(error))
+            except (WaitTimeout, DamagedRecord) as error:
+                self.endings.give_up(error)
+            with self.runtime.lock:
+                if life.phase is not Phase.STARTING:
+                    continue
+                life.step(Event.NO_TOP if target is None else Event.TOP_FOUND)
+                overtaken = life.ended(generation)
+            if overtaken:  # entries that come from now on the watcher answers
+                self._fronts.post(self.store.below(), life.newest)
+
+    def join(self) -> Received:
+        """Form a generation on this thread and take over (newcomer) or begin (first workers). Returns what was
+        received.
+        """
+        life = self.lifecycle
+        life.step(Event.ARRIVED)
+        while True:
+            with self.runtime.lock:
+                whom = "the others to hand their state on, because the number of workers changes"
+                wait_for_change(self.runtime, whom, lambda: not life.changing)
+                generation = life.newest
+            try:
+                with life.acting:  # a recovery of the next generation begins when this one is installed, or given up
+                    return self.forming.form(generation)
+            except GenerationAbandoned:
+                with self.runtime.lock:
+                    life.wait(lambda seen=generation: life.ended(seen), 0.5)  # type: ignore[misc]
+            except RecoveryFailed as error:
+                self.endings.fall_back(str(error))
+            except (WaitTimeout, DamagedRecord) as error:
+                self.endings.give_up(error)
+
+    def let_in(self, generation: int) -> Received:
+        """Let newcomers in that have knocked; see :meth:`Forming.let_in`.
+
+        Raises:
+            GenerationAbandoned: if somebody was lost meanwhile, and the newcomers are not in.
+        """
+        with self.lifecycle.acting:
+            try:
+                return self.forming.let_in(generation)
+            except RecoveryFailed as error:
+                self.endings.fall_back(str(error))
+            except DamagedRecord as error:
+                self.endings.give_up(error)
+
+    # -- the watcher's thread ----------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Follow the ledger."""
+        env, life = self.env, self.lifecycle
+        try:
+            # It blocks in its store, so it has a connection of its own.
+            store = PrefixStore(env.prefix.rstrip("/"), connect_store(FOREVER_S, env))
+            actions: tuple[Action, ...] = ()
+            while Action.STOP_WATCHING not in actions:
+                generation = life.newest + 1
+                key = generation_key(generation)
+                store.wait([key], _FOREVER)
+                entry = Entry.from_json(store.get(key), generation, env.world_size)
+                if not entry.kind.over:
+                    self.board.follow(entry.machines)
+                actions = self._hear(entry)
+        except RuntimeError:
+            os._exit(1)  # the store is gone: so is the agent
+        except DamagedRecord as error:
+            self.endings.give_up(error)
+        except Exception as error:  # noqa: BLE001 (a dead watcher would hang the job: end it with the reason)
+            self.endings.break_down(error)
+
+    def _hear(self, entry: Entry) -> tuple[Action, ...]:
+        """An entry has come: begin what is to be done about it."""
+        with self.runtime.lock:
+            actions = self.lifecycle.hear(entry)
+            if self.lifecycle.newest == entry.generation:
+                self._exchange.sever()
+        for action in actions:
+            self._act(action, entry)
+        return actions
+
+    def _act(self, action: Action, entry: Entry) -> None:
+        if action is Action.EXIT:
+            os._exit(EXIT_STALE)
+        elif action is Action.POST_FRONT:
+            self._fronts.post(self.store.below(), entry.generation)
+        elif action in self._threads:
+            name, act = self._threads[action]
+            threads.start(act, (entry,), name=name)

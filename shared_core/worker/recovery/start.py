@@ -1,0 +1,77 @@
+"""Where a worker's checkpoints are made, and what it begins with: both depend on options that a script may give."""
+
+from __future__ import annotations
+
+from shared_core.events import EventLog
+from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.worker.checkpoints.checkpoints import Checkpoints
+from shared_core.worker.comm import Runtime
+from shared_core.worker.endings import Endings
+from shared_core.worker.job_store import JobStore
+from shared_core.worker.recovery.lane import Lanes
+from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.recovery.starting_place import Beginning
+from shared_core.worker.state.local_state import Parts
+from shared_core.worker.state.publications import Board, Orders
+from shared_core.worker.state.updates import Updates
+
+
+class Start:
+    """The start of one worker; :meth:`begin` makes it, before anything else is asked.
+
+    Args:
+        runtime: the groups.
+        store: of the job.
+        endings: where a checkpoint cannot be used.
+        events: the job's log.
+        updates: the replicated state.
+        parts: rank-local state.
+        board: publications of this rank.
+        recovery: forms generations.
+        lanes: by which a newcomer is let in.
+
+    Attributes:
+        checkpoints: of this rank.
+        beginning: what it begins with.
+        orders: the passes over the data whose rest may be dealt out to another number of workers; None where it is
+            not.
+    """
+
+    checkpoints: Checkpoints
+    beginning: Beginning
+    orders: Orders | None
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        store: JobStore,
+        endings: Endings,
+        events: EventLog,
+        updates: Updates,
+        parts: Parts,
+        board: Board,
+        recovery: Recovery,
+        lanes: Lanes,
+    ) -> None:
+        self._runtime, self._store, self._endings, self._events = runtime, store, endings, events
+        self._updates, self._parts, self._board = updates, parts, board
+        self._recovery, self._lanes = recovery, lanes
+
+    def begin(self, env: WorkerEnv) -> None:
+        """Say where checkpoints are made, and find the one from which this worker starts.
+
+        Args:
+            env: what the launcher told this worker, with the options of checkpoints that hold.
+        """
+        config, fixed = env.config, ""
+        if config.on_failure == "reroute":
+            fixed = "with on_failure='reroute' each worker is to compute the share of any other"
+        checkpoints = Checkpoints(env, self._runtime, self._store, self._endings, self._events, self._updates, fixed)
+        if (pricing := checkpoints.pricing) is not None:
+            self._parts.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
+        beginning = Beginning(env, self._recovery, self._lanes, checkpoints, self._updates)
+        keeps = config.checkpoint.dir is not None and config.on_failure != "reroute"
+        orders = None
+        if config.resizes or keeps:
+            orders = Orders(self._board, config.resize.data == "drop", config.resizes)
+        self.checkpoints, self.beginning, self.orders = checkpoints, beginning, orders

@@ -1,0 +1,121 @@
+"""What a survivor does after a loss: it forms the next generation, or goes on without the lost ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+
+from shared_core.errors import DamagedRecord, GenerationAbandoned, RecoveryFailed, WaitTimeout
+from shared_core.events import EventLog
+from shared_core.faults import inject
+from shared_core.protocol.generation import Entry
+from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.worker.comm.runtime import Runtime
+from shared_core.worker.endings import Endings
+from shared_core.worker.job_store import JobStore
+from shared_core.worker.recovery.donor import Donor
+from shared_core.worker.recovery.forming import Forming
+from shared_core.worker.recovery.fronts import Fronts
+from shared_core.worker.recovery.lifecycle import Lifecycle
+from shared_core.worker.recovery.listener import RecoveryListener
+
+
+class Survivor:
+    """Recovers this worker after the loss of others. Each method runs on a thread of its own.
+
+    Args:
+        env: what the launcher told this worker.
+        runtime: the groups.
+        lifecycle: says whether a later entry is known.
+        store: of the job.
+        events: the job's event log.
+        donor: the replicated state.
+        fronts: frontiers.
+        forming: forms generations.
+        endings: what is done where that is impossible.
+        listener: who is told.
+    """
+
+    def __init__(
+        self,
+        env: WorkerEnv,
+        runtime: Runtime,
+        lifecycle: Lifecycle,
+        store: JobStore,
+        events: EventLog,
+        donor: Donor,
+        fronts: Fronts,
+        forming: Forming,
+        endings: Endings,
+        listener: RecoveryListener,
+    ) -> None:
+        self._env, self._runtime, self._lifecycle, self._store = env, runtime, lifecycle, store
+        self._events, self._donor, self._fronts, self._forming = events, donor, fronts, forming
+        self._endings, self._listener = endings, listener
+
+    def recover(self, entry: Entry) -> None:
+        """Form the generation of an entry."""
+        with self._lifecycle.acting:
+            try:
+                self._recover(entry)
+            except GenerationAbandoned:
+                return  # the thread of the next generation takes over
+            except RecoveryFailed as error:
+                self._endings.fall_back(str(error))
+            except (WaitTimeout, DamagedRecord) as error:
+                self._endings.give_up(error)
+            except Exception:
+                # This worker cannot go on, but another may take its place; the agent bounds how often.
+                traceback.print_exc()
+                os._exit(1)
+
+    def _recover(self, entry: Entry) -> None:
+        if not self._lifecycle.break_off(entry):
+            return
+        self._donor.withdraw()
+        inject.point("recovery.severed")
+        self._fronts.post(self._store.below(), entry.generation)
+        self._say_ready(entry)
+        inject.point("recovery.frontier")
+        received = self._forming.form(entry.generation, posted=True)
+        fields = {
+            "lost": list(entry.lost),
+            "detected": entry.detected,
+            "bytes_moved": received.nbytes,
+            "resolution": "replay" if received.replaying else "replica",
+        }
+        self._listener.recovered({"generation": entry.generation, **fields})
+        if received.replaying is not None:
+            self._listener.replaying(received.replaying)
+
+    def go_on(self, entry: Entry) -> None:
+        """Go on without the absent ranks: nothing is formed until they are let in."""
+        self._listener.rerouted(entry.detected)
+        runtime, waits, what = self._runtime, None, ""
+        with self._lifecycle.acting:
+            newest = self._lifecycle.break_off(entry)
+            if not self._lifecycle.ended(entry.generation):
+                self._donor.withdraw()
+            inject.point("recovery.severed")
+            if newest and (what := runtime.under_way()):
+                waits = runtime.withdraw()
+                if waits is None:
+                    self._endings.cannot_complete(what)
+        self._say_ready(entry)
+        if waits is not None:  # the program's thread does not run: what it would do in here is done for it
+            try:
+                if not self._listener.await_absent():
+                    self._endings.cannot_complete(what)
+                runtime.call_again(*waits)
+            except Exception as error:  # noqa: BLE001 (it would wait for ever)
+                self._endings.break_down(error)
+
+    def _say_ready(self, entry: Entry) -> None:
+        self._events.emit(
+            "survivor_ready",
+            rank=self._env.rank,
+            generation=entry.generation,
+            detected=entry.detected,
+            ready_s=time.time() - entry.detected,
+        )

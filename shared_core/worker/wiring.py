@@ -1,0 +1,278 @@
+"""Builds the parts of a worker and joins them: the one place where they meet.
+
+Each part gets what it needs in its constructor. What is made later, and still needed, is asked of a relay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+from torch.nn.parallel import DistributedDataParallel
+
+from shared_core.errors import RecoveryFailed, SwiftError
+from shared_core.events import EventLog
+from shared_core.protocol import progress_file
+from shared_core.protocol.frontier import Top
+from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.system import secret
+from shared_core.worker.comm import Runtime
+from shared_core.worker.comm.op import Op
+from shared_core.worker.endings import Endings
+from shared_core.worker.job_store import JobStore
+from shared_core.worker.messages.disk_log import DiskLog
+from shared_core.worker.messages.group_log import Logged
+from shared_core.worker.mirror import Mirror
+from shared_core.worker.program.batch_tops import BatchTops
+from shared_core.worker.program.checkpointing import Checkpointing
+from shared_core.worker.program.entries import Entries
+from shared_core.worker.program.joining import Joining
+from shared_core.worker.program.notes import Notes
+from shared_core.worker.program.options import Options
+from shared_core.worker.program.publishing import Publishing
+from shared_core.worker.program.trained import Trained
+from shared_core.worker.recovery.commits import Commits
+from shared_core.worker.recovery.donor import Donor
+from shared_core.worker.recovery.exchange import Replaying
+from shared_core.worker.recovery.first_group import on_first_group
+from shared_core.worker.recovery.lane import Lanes
+from shared_core.worker.recovery.patience import Patience
+from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.recovery.replay import Replays
+from shared_core.worker.recovery.replicas import Replicas
+from shared_core.worker.recovery.reporting import News
+from shared_core.worker.recovery.start import Start
+from shared_core.worker.state.ddp_buckets import Buckets
+from shared_core.worker.state.forward_pass import Passes
+from shared_core.worker.state.local_state import Parts, Position
+from shared_core.worker.state.overflow import overflow
+from shared_core.worker.state.publications import Board
+from shared_core.worker.state.updates import Updates
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The parts of one worker."""
+
+    env: WorkerEnv
+    position: Position
+    events: EventLog
+    store: JobStore
+    endings: Endings
+    board: Board
+    progress: progress_file.ProgressFile
+    updates: Updates
+    log: DiskLog
+    runtime: Runtime
+    donor: Donor
+    recovery: Recovery
+    lanes: Lanes
+    replicas: Replicas
+    patience: Patience
+    parts: Parts
+    buckets: Buckets
+    passes: Passes
+    news: News
+    replays: Replays
+    start: Start
+    options: Options
+    checkpoints: Checkpointing
+    notes: Notes
+    trained: Trained
+    joining: Joining
+    tops: BatchTops
+    entries: Entries
+
+
+class _Relay:
+    """Passes on what a part of a worker tells, and asks, those that are made after it."""
+
+    def __init__(self) -> None:
+        self._worker: Worker
+
+    def complete(self, worker: Worker) -> None:
+        """All parts are there."""
+        self._worker = worker
+
+
+class _GroupsRelay(_Relay):
+    """The :class:`~shared_core.worker.comm.listener.Listener` of the groups."""
+
+    def new_store(self, prefix: str) -> Store:
+        return self._worker.store.below(prefix)
+
+    def first_group(self) -> None:
+        it = self._worker
+        on_first_group(it.runtime, it.recovery, it.start.beginning, it.updates, it.replays, it.news, it.patience)
+
+    def kept_for(self, group: str) -> Mapping[int, Logged]:
+        return self._worker.recovery.forming.kept_for(group)
+
+    def record(self, key: tuple[int, str, str, int], results: list[torch.Tensor]) -> None:
+        self._worker.board.record(key, results)
+
+    def publish_checksum(self, group: int, seq: int, checksum: int) -> None:
+        self._worker.board.checksum(group, seq, checksum)
+
+    def exact(self) -> bool:
+        return self._worker.updates.exact
+
+    def before_bucket(self) -> None:
+        self._worker.passes.before_bucket()
+
+    def bucket_order(self, ddp: DistributedDataParallel, op: Op) -> None:
+        self._worker.buckets.note(ddp, op)
+
+    def waiting_changed(self, waiting: bool) -> None:
+        self._worker.progress.waiting(waiting)
+
+    def whereabouts(self) -> str:
+        return self._worker.patience.whereabouts
+
+    def await_absent(self) -> bool:
+        return self._worker.lanes.await_absent()
+
+    def cannot_complete(self, what: str) -> None:
+        self._worker.endings.cannot_complete(what)
+
+    def unreadable(self, error: SwiftError) -> None:
+        rank = self._worker.env.rank
+        why = RecoveryFailed(f"rank {rank}: the log on disk cannot be read: {error}")
+        self._worker.endings.fall_back(str(why))
+
+    def failed(self, error: SwiftError) -> None:
+        self._worker.endings.fail(error)
+
+
+class _RecoveryRelay(_Relay):
+    """The :class:`~shared_core.worker.recovery.listener.RecoveryListener` of the forming of generations."""
+
+    def recovered(self, fields: dict[str, Any]) -> None:
+        self._worker.news.recovered(fields)
+
+    def rerouted(self, detected: float) -> None:
+        self._worker.news.rerouted(detected)
+
+    def replaying(self, replaying: Replaying) -> None:
+        self._worker.replays.begun(replaying)
+
+    def saved_tops(self) -> list[Top]:
+        return self._worker.start.checkpoints.tops()
+
+    def together(self) -> tuple[int, ...]:
+        return self._worker.log.together
+
+    def await_absent(self) -> bool:
+        return self._worker.lanes.await_absent()
+
+
+class _StateRelay(_Relay):
+    """What the parts that hold or follow the worker's state tell, and ask."""
+
+    def joining(self) -> bool:
+        """Whether this worker has not reached the place yet that it begins from."""
+        return self._worker.start.beginning.joining
+
+    def updated(self) -> None:
+        """An update was made."""
+        self._worker.news.updated()
+
+    def fence(self) -> None:
+        """Returns when what is being copied for a checkpoint may be changed."""
+        self._worker.start.checkpoints.fence()
+
+    def rolled_back(self) -> None:
+        """Newcomers have gone back to a checkpoint."""
+        self._worker.start.checkpoints.rolled_back()
+
+    def newest_top(self) -> int:
+        """Batch top of the newest checkpoint that this rank knows to be committed; 0 for none."""
+        return self._worker.start.checkpoints.newest_top
+
+
+def wire(env: WorkerEnv) -> Worker:
+    """The parts of the worker that this process is.
+
+    Args:
+        env: what the launcher told it.
+    """
+    config = env.config
+    groups_relay, recovery_relay, state_relay = relays = _GroupsRelay(), _RecoveryRelay(), _StateRelay()
+    position, parts = Position(), Parts()
+    events = EventLog(env.events, env.run)
+    board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env))
+    updates = Updates(config.state.preimages, after=state_relay.updated, fence=state_relay.fence)
+    log = DiskLog(env)
+    runtime = Runtime(
+        env.rank,
+        env.world_size,
+        groups_relay,
+        log,
+        connect_timeout_s=config.detection.connect_timeout_s,
+        wait_timeout_s=config.detection.wait_timeout_s,
+        checksums=config.state.verify_checksums,
+        log_spill_bytes=config.log.spill_bytes,
+    )
+    donor = Donor(env, board, updates, state_relay.joining)
+    store = JobStore(env)
+    endings = Endings(runtime, store)
+    recovery = Recovery(env, runtime, store, board, events, donor, endings, recovery_relay)
+    progress = progress_file.ProgressFile(env.rank_dir / "progress")
+    lanes, replicas = Lanes(recovery, position), Replicas(env, recovery, updates)
+    buckets = Buckets(runtime, board, position)
+    passes = Passes(runtime, board, updates, parts, state_relay.joining, position)
+    news = News(env, events, runtime, updates, state_relay.rolled_back, store.report)
+    replays = Replays(runtime, log, Commits(runtime, log, state_relay.newest_top))
+    start = Start(runtime, store, endings, events, updates, parts, board, recovery, lanes)
+    checkpoints = Checkpointing(start, position, board)
+    trained = Trained(config, runtime, updates, parts, buckets, passes)
+    publishing = Publishing(
+        position, parts, trained, buckets, passes, updates, runtime, board, donor, lanes, replicas, checkpoints
+    )
+    joining = Joining(start, position, parts, trained, buckets, updates, progress, replays, news, publishing)
+    tops = BatchTops(position, trained, buckets, updates, progress, news, publishing, joining, config.resizes)
+    worker = Worker(
+        env=env,
+        position=position,
+        events=events,
+        store=store,
+        endings=endings,
+        board=board,
+        progress=progress,
+        updates=updates,
+        log=log,
+        runtime=runtime,
+        donor=donor,
+        recovery=recovery,
+        lanes=lanes,
+        replicas=replicas,
+        patience=Patience(env, recovery, events),
+        parts=parts,
+        buckets=buckets,
+        passes=passes,
+        news=news,
+        replays=replays,
+        start=start,
+        options=Options(env, runtime, store, start),
+        checkpoints=checkpoints,
+        notes=Notes(board, position, start),
+        trained=trained,
+        joining=joining,
+        tops=tops,
+        entries=Entries(start, position, runtime, board, parts, news, tops, publishing, joining),
+    )
+    for relay in relays:
+        relay.complete(worker)
+    start.begin(env)
+    return worker
+
+
+def _mirror(env: WorkerEnv) -> Mirror | None:
+    """Copies on another machine, where there are several."""
+    if len(env.machines) < 2:
+        return None
+    folder = env.rank_dir / f"attempt{env.restart}"
+    return Mirror(env.rank, env.restart, env.slot, folder, secret.of_job(env.job_dir))

@@ -1,0 +1,113 @@
+"""Workers in their phases: losses at any moment in thousands of seeds, and the most telling ones line by line.
+
+A failure names the seed that repeats it. After a change of the transcripts that is meant:
+``SWIFT_TESTS_GOLDEN=write pytest tests/consistency/test_phases.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from cluster import Job, Loss, Stuck
+
+from shared_core.protocol.worker_phase import TRANSITIONS, Event, IllegalEvent, Phase, transition
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "phases.txt"
+HEAD = "=== "
+FIRST = Loss(1, "step 3")
+SCENARIOS = {
+    "a crash in a step": Job(None, 3, 4, losses=[FIRST]),
+    "a crash in the recovery": Job(None, 3, 4, losses=[FIRST, Loss(0, "exchange 1")]),
+    "two at once": Job(None, 4, 4, losses=[Loss(1, "step 3", also=(2,))]),
+    "all replicas of a stage": Job(None, 4, 4, replicas=2, losses=[Loss(2, "step 3", also=(3,))]),
+    "the newcomer is lost": Job(None, 3, 4, losses=[FIRST, Loss(1, "script", incarnation=1)]),
+    "going on without a lost rank": Job(None, 3, 6, "reroute", losses=[FIRST]),
+    "a loss while letting in": Job(None, 3, 6, "reroute", losses=[FIRST, Loss(0, "exchange 1")]),
+    "a change that is given up while letting in": Job(
+        None, 3, 6, "reroute", losses=[FIRST, Loss(1, "agreed 1", incarnation=1, how="changed")]
+    ),
+    "another number of workers": Job(None, 3, 4, "shrink", losses=[FIRST]),
+    "all workers are lost": Job(None, 3, 4, losses=[Loss(1, "step 3", also=(0, 2))]),
+    "a replica whose state differs": Job(None, 3, 4, losses=[Loss(1, "step 3", how="divergent")]),
+    "a machine that is taken for lost": Job(None, 3, 4, losses=[Loss(1, "step 3", how="taken")]),
+}
+
+
+def simulate(on_failure: str, seed: int) -> Job:
+    rng = random.Random(f"{on_failure} {seed}")
+    job = Job(rng, rng.choice((2, 3, 4)), rng.randint(2, 8), on_failure, chance=0.02, most=3)
+    return finished(job, f"on_failure {on_failure}, seed {seed}")
+
+
+def finished(job: Job, which: str) -> Job:
+    try:
+        job.run()
+    except (Stuck, IllegalEvent, AssertionError, LookupError) as error:
+        raise AssertionError("\n".join([*job.lines, f"{which}: {error!r}"])) from error
+    return job
+
+
+def many(on_failure: str, seeds: range) -> None:
+    entries = sum(simulate(on_failure, seed).ledger.generation for seed in seeds)
+    assert entries > len(seeds) // 2, "losses did happen"
+
+
+@pytest.mark.parametrize("on_failure", ["replace", "reroute", "shrink"])
+def test_losses_in_any_phase(on_failure: str) -> None:
+    many(on_failure, range(100))
+
+
+def given_up(seed: int) -> Job:
+    """A change of the number of workers begins while newcomers are let in, and is given up."""
+    rng = random.Random(seed)
+    change = Loss(rng.choice((0, 2)), "agreed 1", how="changed")
+    job = Job(rng, 3, 6, "reroute", losses=[FIRST, change])
+    return finished(job, f"seed {seed}")
+
+
+def test_a_change_that_is_given_up_while_newcomers_are_let_in() -> None:
+    rows = set[tuple[Phase, Event]]().union(*(given_up(seed).rows for seed in range(100)))
+    assert {(Phase.KNOCKING, Event.FORM), (Phase.RECOVERING, Event.LET_IN_LATE)} <= rows
+
+
+@pytest.mark.nightly
+def test_many_more() -> None:
+    """Everything that may happen in a phase does, in one of them."""
+    rows = set[tuple[Phase, Event]]().union(*(given_up(seed).rows for seed in range(100)))
+    for on_failure in ("replace", "reroute", "shrink"):
+        for seed in range(100, 1500):
+            rows |= simulate(on_failure, seed).rows
+    assert not TRANSITIONS.keys() - rows
+
+
+def test_the_most_telling_losses_line_by_line() -> None:
+    for job in SCENARIOS.values():
+        job.run()
+    found = "".join(f"{HEAD}{name}\n" + "".join(f"{line}\n" for line in job.lines) for name, job in SCENARIOS.items())
+    if os.environ.get("SWIFT_TESTS_GOLDEN") == "write":
+        GOLDEN.write_text(found)
+    assert found == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize(
+    ("phase", "event"),
+    [
+        (Phase.LIVE, Event.ARRIVED),
+        (Phase.LIVE, Event.LET_IN),
+        (Phase.WITHOUT, Event.INSTALLED),
+        (Phase.BEHIND, Event.GO_ON),
+        (Phase.STARTING, Event.INSTALLED),
+        (Phase.KNOCKING, Event.ARRIVED),
+    ],
+)
+def test_an_event_that_cannot_happen_is_named(phase: Phase, event: Event) -> None:
+    with pytest.raises(IllegalEvent, match=f"{phase.value}.*{event.value}"):
+        transition(phase, event)
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_every_worker_ends_when_its_rank_is_given_away(phase: Phase) -> None:
+    assert transition(phase, Event.REPLACED)[0] is Phase.ENDED
