@@ -132,7 +132,7 @@ def sealed_of(raw: str | bytes) -> Sealed:
             and part.world_size <= _MOST_RANKS
             and all(isinstance(name, str) and _NAME.fullmatch(name) for name in part.files)
             and isinstance(part.meta, dict)
-            and (target is None or _is_like(target, Target("")))
+            and (target is None or (_is_like(target, Target("")) and b"\0" not in os.fsencode(target.where)))
         )
     except (ValueError, LookupError, TypeError) as error:
         raise CorruptFile(f"this seals no snapshot: {error}") from error

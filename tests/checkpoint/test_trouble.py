@@ -263,7 +263,7 @@ def test_a_kill_before_every_operation_behind_a_url(in_memory: Path) -> None:
 
 
 def test_kinds_of_urls_that_nobody_knows() -> None:
-    with pytest.raises(ConfigError, match="checkpoint_dir='nonsense://x'"):
+    with pytest.raises(ConfigError, match="checkpoint.dir='nonsense://x'"):
         open_storage("nonsense://x")
 
 
@@ -281,4 +281,4 @@ def test_a_missing_package_of_fsspec_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_writer_that_lacks_the_extra_says_so_once(spool: Spool) -> None:
     said = failing(spool, "nonsense://x", range(10, 40, 10), "config")
-    assert len(said) == 1 and "checkpoint_dir='nonsense://x'" in said[0]
+    assert len(said) == 1 and "checkpoint.dir='nonsense://x'" in said[0]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shared_core.launcher.ledger import Ledger
 from shared_core.protocol.cut import Offer, choose_cut
 from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
+from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind
 from shared_core.protocol.meeting_document import read_document
 from shared_core.protocol.standstill import Standing, awaited, describe, stuck
 from shared_core.protocol.worker_env import Resized
@@ -60,15 +61,21 @@ standings = st.builds(
     issued=st.fixed_dictionaries({"default": counts}),
     pending=st.fixed_dictionaries({"default": st.dictionaries(counts.map(str), st.just("barrier()"), max_size=1)}),
 )
+causes = st.builds(Cause, st.sampled_from(CauseKind), st.just("SIGKILL"), st.integers(0, 3))
 entries = st.builds(
-    lambda lost, over, names: {"lost": lost, "detected": 1.5} | over | names,
-    st.lists(st.integers(0, 3), unique=True, max_size=2),
-    st.sampled_from([{}, {"over": "restart", "reason": "lost"}]),
-    st.sampled_from([{}, {"machines": ["a:1#x", None]}, {"stay": [0, 1], "after": ["b:1#x"]}]),
+    Entry,
+    kind=st.sampled_from([Kind.FORM, Kind.HAND_ON, Kind.RESTART, Kind.RESIZE]),
+    causes=st.lists(causes, max_size=2).map(tuple),
+    detected=st.floats(0, 9),
+    machines=st.sampled_from([(), ("a:1#x", None)]),
+    stay=st.sampled_from([(), (0, 1)]),
+    after=st.sampled_from([(), ("b:1#x",)]),
+    workers=counts,
+    line=st.none() | st.builds(Resized, counts, counts, st.just((0, 2)), counts),
 )
 lines = st.builds(Resized, counts, counts, st.lists(counts, max_size=3).map(tuple), counts)
 members = st.fixed_dictionaries(
-    {"name": st.sampled_from(["a:1#x", "b:1#y"]), "nproc": counts, "nnodes": st.just("1:2")},
+    {"name": st.sampled_from(["a:1#x", "b:1#y"]), "nproc": counts, "nnodes": st.just("1:2"), "secret": st.just("")},
     optional={"host": st.booleans()},
 )
 meetings = st.fixed_dictionaries(
@@ -79,6 +86,7 @@ meetings = st.fixed_dictionaries(
         "run": st.just("0123456789ab"),
         "members": st.lists(members, min_size=1, max_size=2),
         "store": st.just(["127.0.0.1", 29500]),
+        "secret": st.just("a" * 32),
     },
     optional={"beat": counts},
 )
@@ -118,7 +126,7 @@ class _Store:
 
 def _append(value: Any, _folder: Path) -> bytes:
     store = _Store()
-    Ledger(store, "", 4).append(lambda: dict(value))
+    Ledger(store, "", 4).append(lambda: value)
     return store.values["gen/1"]
 
 
@@ -126,7 +134,7 @@ def _follow(data: bytes, _folder: Path) -> Any:
     ledger = Ledger(_Store(gen_1=data), "", 4, ["a:1#x"])
     news = ledger.follow()
     ledger.present()
-    ledger.append(lambda: {"lost": [0]})
+    ledger.append(lambda: Entry(causes=(Cause(CauseKind.DIED, "SIGKILL", 0),)))
     return news
 
 
