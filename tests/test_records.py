@@ -33,8 +33,9 @@ from shared_core.system.wire import connect
 from shared_core.testing.runner import compare
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.due import Decisions, StoreEntries
-from shared_core.worker.recovery.lane import Lanes
+from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.replicas import Sums
+from shared_core.worker.state.local_state import Position
 
 TOP = Top(1, 0, -1, "batch", {"w": 3}, {"w": {"0,1,0": 2}}, {"w": {"0,1,-1": 2}}, {"w": [0, 1]}, [0, 1], saved=True)
 GROUP = GroupFrontier((0, 1), 7, [5, 6], [4, 5], [4], {"0,1,0": 2}, {"0,1,0": 2}, {"0,1,0": 1})
@@ -290,12 +291,12 @@ def test_a_damaged_knock_lets_nobody_in(capsys: pytest.CaptureFixture[str]) -> N
     env = SimpleNamespace(rank=0, config=SwiftConfig())
     job_store, lifecycle = SimpleNamespace(below=lambda: store), SimpleNamespace(entry=ENTRY)
     recovery: Any = SimpleNamespace(runtime=runtime, env=env, lifecycle=lifecycle, store=job_store)
-    lanes = Lanes(recovery)
+    lanes = Lanes(recovery, Position())
     store.set("knock/1.1", "x")
-    assert lanes.knocking(-1) == lanes.knocking(-1) == ()
+    assert lanes.knocking() == lanes.knocking() == ()
     assert capsys.readouterr().err.count("the entry knock/1.1 in the job's store is damaged") == 1
     store.set("knock/1.1", "-1")
-    assert lanes.knocking(-1) == (1,)
+    assert lanes.knocking() == (1,)
 
 
 HOSTILE = "hostile.py"

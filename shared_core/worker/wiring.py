@@ -38,7 +38,7 @@ from shared_core.worker.recovery.commits import Commits
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Replaying
 from shared_core.worker.recovery.first_group import on_first_group
-from shared_core.worker.recovery.lane import Lanes
+from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.patience import Patience
 from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.replay import Replays

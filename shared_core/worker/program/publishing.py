@@ -9,7 +9,7 @@ from shared_core.worker.comm import Runtime
 from shared_core.worker.program.checkpointing import Checkpointing
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.lane import Lanes
+from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import Passes

@@ -8,7 +8,7 @@ from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.comm import Runtime
 from shared_core.worker.endings import Endings
 from shared_core.worker.job_store import JobStore
-from shared_core.worker.recovery.lane import Lanes
+from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.starting_place import Beginning
 from shared_core.worker.state.local_state import Parts

@@ -1,0 +1,301 @@
+"""Forms lanes, and lets newcomers in; see :mod:`shared_core.worker.recovery.lane`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from torch._C._distributed_c10d import Store
+
+from shared_core.errors import (
+    ConfigError,
+    DamagedRecord,
+    GenerationAbandoned,
+    LaneBroken,
+    NotConnected,
+    SwiftError,
+    WaitTimeout,
+)
+from shared_core.events import console
+from shared_core.faults import inject
+from shared_core.protocol.codec import decode
+from shared_core.protocol.generation import lane_key
+from shared_core.waiting import Keys, ranks_text, wait_for
+from shared_core.worker import link
+from shared_core.worker.comm.connections import MAX_ATTEMPTS
+from shared_core.worker.recovery.exchange import Received
+from shared_core.worker.recovery.lane import PATIENCE, Lane
+from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.state.local_state import Position
+
+
+class _Arrivals:
+    """Looks like a store whose keys are ranks, which are there when they have come to a lane or have finished."""
+
+    def __init__(self, store: Store, meeting: str) -> None:
+        self._store, self._meeting = store, meeting
+
+    def come(self, rank: int | str) -> bool:
+        """Whether the rank has come."""
+        return bool(self._store.check([f"{self._meeting}/{rank}"]))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all these ranks need not be waited for."""
+        return all(self.come(rank) or self._store.check([f"done/{rank}"]) for rank in keys)
+
+
+class Lanes:
+    """Forms lanes, and lets newcomers in.
+
+    Args:
+        recovery: forms generations.
+        position: how far the program is.
+    """
+
+    def __init__(self, recovery: Recovery, position: Position) -> None:
+        self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
+        self._position = position
+        self._lane: Lane | None = None
+        self._passed_over: list[str] = []
+        self._lets_in: Callable[[], None] | None = None
+
+    @property
+    def formed(self) -> bool:
+        """Whether there has been a lane: then every worker uses lanes, and no loss is answered by a replay."""
+        return self._lane is not None
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """Ranks that were lost and have not been let in again, as of the newest announcement."""
+        return self._runtime.absent
+
+    def lane(self) -> Lane:
+        """Connect the ranks that are present; returns when all of them have called this. See :class:`Lane`.
+
+        A worker that uses lanes does all communication of its training steps over them. Ask again when one breaks. If a
+        rank does not come in the time-out of the process group, the job ends.
+
+        Raises:
+            ConfigError: if ``on_failure`` is not ``reroute``.
+        """
+        runtime, started = self._runtime, time.time()
+        if self._env.config.on_failure != "reroute":
+            raise ConfigError("lanes are for on_failure='reroute': in all other cases a lost rank is waited for")
+        if self._lane is None:
+            self._recovery.store.below().set(lane_key(self._env.rank, self._env.incarnation), "1")
+        while True:
+            with runtime.lock:
+                # A loss before all use lanes, or without a newcomer, is answered by forming the generation.
+                while not runtime.absent and runtime.generation < runtime.latest:
+                    runtime.raise_if_ended()
+                    runtime.changed.wait(1.0)
+                generation, absent = runtime.latest, runtime.absent
+            present = [rank for rank in range(self._env.world_size) if rank not in absent]
+            if self._lane is not None:
+                lane = self._lane
+                if lane.generation == generation and {*lane.ranks, *lane.finished} == set(present):
+                    return lane
+                lane.close()
+            try:
+                self._lane = self._connect(generation, present)
+            except GenerationAbandoned:
+                continue
+            if self._env.rank == self._lane.ranks[0]:
+                self._recovery.events.emit(
+                    "lane",
+                    rank=self._env.rank,
+                    generation=generation,
+                    ranks=list(self._lane.ranks),
+                    formed_s=time.time() - started,
+                    top=runtime.top,
+                )
+            return self._lane
+
+    def _connect(self, generation: int, present: Sequence[int]) -> Lane:
+        """Raises GenerationAbandoned if the generation ends meanwhile."""
+        runtime, rank = self._runtime, self._env.rank
+        inject.point("lane.connect")
+        # A generation has two lanes if newcomers are let in in it.
+        name = f"lane{len(present)}"
+        store, meeting = self._recovery.store.below(), f"gen/{generation}/{name}"
+        store.set(f"{meeting}/{rank}", "1")
+        arrivals = _Arrivals(store, meeting)
+        # As long as torch waits at least: nobody that is present was lost, so whoever is late computes.
+        limit_s = runtime.longest_s(runtime.world) if runtime.world is not None else runtime.wait_timeout_s
+        what = f"to begin the next training step (in generation {generation}, without the lost ranks)"
+        self._wait(arrivals, {each: str(each) for each in present}, generation, limit_s, what)
+        # Whoever comes here does not finish in between, and whoever has finished does not come.
+        ranks = tuple(each for each in present if arrivals.come(each))
+        timeout = runtime.world.timeout if runtime.world is not None else PATIENCE
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                inner = runtime.side_group(
+                    f"{name}.{attempt}", ranks, generation, attempt=attempt, operation_timeout=timeout
+                )
+            except NotConnected:
+                continue
+            lane = Lane(runtime, inner, generation, ranks, tuple(each for each in present if each not in ranks))
+            try:
+                lane.barrier()  # all are connected, or nobody uses it
+                return lane
+            except RuntimeError as error:
+                lane.close()
+                if isinstance(error, LaneBroken):
+                    raise GenerationAbandoned(str(error)) from error
+                if isinstance(error, (SwiftError, inject.FaultInjected)):
+                    raise
+        raise NotConnected(f"rank {rank}: nobody was lost, and yet ranks {ranks} do not reach each other for a lane")
+
+    def _wait(
+        self,
+        store: Keys,
+        keys: dict[int, str],
+        generation: int,
+        limit_s: float,
+        what: str,
+        *,
+        bound: str = "time-out of the process group",
+        ends: str = "this ends with an error",
+    ) -> None:
+        """Wait for keys, and end the job if they do not come.
+
+        Raises:
+            GenerationAbandoned: if another rank is lost meanwhile.
+        """
+        with self._runtime.lock:
+            self._runtime.note_waiting(+1)
+        try:
+            with self._runtime.turn.passed_on():
+                abandoned = lambda: self._runtime.latest > generation  # noqa: E731
+                wait_for(store, keys, abandoned, limit_s, self._env.rank, what, bound=bound, ends=ends)
+        except WaitTimeout as error:
+            self._recovery.endings.give_up(error)
+        finally:
+            with self._runtime.lock:
+                self._runtime.note_waiting(-1)
+
+    def before_collectives(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run before a collective of all ranks while some are absent; also for one that waits already
+        when they are lost, on another thread then. It lets them in. The newest ``call`` counts.
+        """
+        self._lets_in = call
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run when the program has ended without an error, before this worker is done: others may need
+        it until then.
+        """
+        link.at_end(call)
+
+    def await_absent(self) -> bool:
+        """A collective of all ranks is called while some are absent. Whether they are in now; not if nobody lets them
+        in.
+        """
+        if self._lets_in is None:
+            return False
+        self._lets_in()
+        return True
+
+    # -- letting in --------------------------------------------------------------------------------
+
+    def knocking(self, *, wait: bool = False) -> tuple[int, ...]:
+        """All absent ranks, if the newcomers of all of them wait to be let in; else none. Who waits in another entry
+        call cannot be let in here: where that is waited for, all go back to the checkpoint.
+
+        Ask on one rank, right after :meth:`Job.batch_top`, and tell the others: they may see it later.
+
+        Args:
+            wait: block until they do, or another rank is lost; otherwise this returns at once. If they do not come in
+                ``rejoin_after_s`` and ``wait_timeout_s``, the job ends.
+        """
+        with self._runtime.lock:
+            generation, newest = self._runtime.latest, self._recovery.lifecycle.entry
+            absent = sorted(self._runtime.absent)
+        if newest is None or not absent:
+            return ()
+        keys = [f"knock/{rank}.{newest.incarnations[rank]}" for rank in absent]
+        store = self._recovery.store.below()
+        if wait:
+            timeout_s = self._env.config.reroute.rejoin_after_s + self._runtime.wait_timeout_s
+            try:
+                what = "to be let in (they were lost, and their newcomers run the script up to the training loop)"
+                bound = "rejoin_after_s and wait_timeout_s"
+                self._wait(store, dict(zip(absent, keys, strict=True)), generation, timeout_s, what, bound=bound)
+            except GenerationAbandoned:
+                return ()
+        elif not store.check(keys):
+            return ()
+        try:
+            entries = {decode(store.get(key), int, key) for key in keys}
+        except DamagedRecord as error:
+            if wait:
+                self._recovery.endings.give_up(error)
+            if self._passed_over != keys:
+                self._passed_over = keys
+                console(f"{error}. {ranks_text(absent)} cannot be let in")
+            return ()
+        if entries == {self._position.entry}:
+            return tuple(absent)
+        if wait:
+            self._recovery.endings.fall_back(
+                f"newcomers of ranks {absent} are in another call of the program than the others"
+            )
+        return ()
+
+    def let_in(self, ranks: Sequence[int]) -> bool:
+        """Let newcomers in, each as a copy of one of its replicas as it has published itself at the last batch top,
+        random generators included. All members of the newest lane call this after the same batch top: right after it,
+        or after the step that followed and before anything else that communicates. Newcomers then run the batch from
+        its top; updates that their state contains already do nothing.
+
+        Args:
+            ranks: what :meth:`knocking` gave, on one of them.
+
+        Returns:
+            Whether they are in. If not, another rank was lost meanwhile. In both cases ask for the next lane.
+        """
+        assert self._lane is not None
+        runtime, recovery, generation = self._runtime, self._recovery, self._lane.generation
+        started = time.time()
+        inject.point("lane.let_in")
+        recovery.store.below().set(f"gen/{generation}/letting", "1")
+        try:
+            received = recovery.let_in(generation)
+        except GenerationAbandoned:
+            self._await_next(generation)
+            return False
+        if self._env.rank == self._lane.ranks[0]:
+            stall_s = time.time() - started
+            for rank in ranks:
+                recovery.events.emit(
+                    "let_in",
+                    rank=rank,
+                    generation=generation,
+                    top=runtime.top,
+                    stall_s=stall_s,
+                    bytes_moved=received.nbytes,
+                )
+        return True
+
+    def knock(self, entry: int) -> Received:
+        """Newcomer: wait to be let in. Returns what was received."""
+        runtime, recovery = self._runtime, self._recovery
+        inject.point("lane.knock")
+        store = recovery.store.below()
+        store.set(f"knock/{self._env.rank}.{self._env.incarnation}", str(entry))
+        while True:
+            generation = runtime.latest
+            try:
+                others = set(range(self._env.world_size)) - self._runtime.absent
+                what = f"and the others to let rank {self._env.rank} in, at their next batch top"
+                letting = {min(others, default=0): f"gen/{generation}/letting"}
+                self._wait(store, letting, generation, math.inf, what, ends="it waits as long as they train")
+                return recovery.let_in(generation)
+            except GenerationAbandoned:
+                self._await_next(generation)
+
+    def _await_next(self, generation: int) -> None:
+        with self._runtime.lock:
+            while self._runtime.latest <= generation:
+                self._runtime.raise_if_ended()
+                self._runtime.changed.wait(1.0)
