@@ -87,10 +87,10 @@ import shared_core
 from shared_core.config import SwiftConfig
 job = shared_core.install()
 said = {"data": "seeded", "seed": 3, "detection.connect_timeout_s": 7, "on_failure": "replace"}
-job.check_told(said)
+job.options.check_told(said)
 config = SwiftConfig.from_env(base=SwiftConfig.from_dict(said))
 assert (config.data, config.seed, config.detection.connect_timeout_s) == ("seeded", 3, 6.0), config
-job.check_told({"detection.wait_timeout_s": 7})
+job.options.check_told({"detection.wait_timeout_s": 7})
 """
     job = run(tmp_path, script, nproc=1, options=[f"--swift-config={tmp_path / 'swift.json'}", "--crash-loop=1"])
     assert job.code != 0 and "detection.wait_timeout_s=7.0 is set in the script alone" in job.stderr, job.stderr

@@ -92,7 +92,8 @@ def test_every_damage_is_seen(tmp_path: Path) -> None:
             with pytest.raises(CorruptFile, match="damaged|cut off"):
                 SwiftCheckpointIO().load_checkpoint(path)
     path.write_bytes(whole[:-1])  # a part of the seal is missing, and nothing else
-    assert step(path) == 1
+    with pytest.raises(CorruptFile, match="cut off"):
+        SwiftCheckpointIO().load_checkpoint(path)
     with pytest.raises(FileNotFoundError, match="not found"):
         SwiftCheckpointIO().load_checkpoint(tmp_path / "other.ckpt")
 
