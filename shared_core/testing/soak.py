@@ -193,7 +193,7 @@ def judge(result: JobResult, reference: JobResult) -> tuple[str, str]:
     try:
         compare(result, reference)
         check_clean(result)
-        if result.stderr.count("restarting all workers") != restarts:
+        if result.stderr.count(" workers are back") != restarts:
             raise Mismatch(f"{restarts} restarts are not on the console\n{result.tail()}")
         if not restarts or "pipeline_job.py" not in " ".join(result.command):
             check_survivors(result, reference)
