@@ -90,7 +90,7 @@ def _leave_torchrun(standbys: int, config: SwiftConfig) -> NoReturn:
     if int(os.environ["LOCAL_RANK"]) == 0:
         store.set(_KEY, str(os.getpid()))
         del store
-        console("started by accelerate launch: going on under swiftrun, which can replace a lost worker")
+        console("started by accelerate launch: continuing under swiftrun, which can replace a lost worker")
         _export(config)
         for name in [each for each in os.environ if each.startswith("TORCHELASTIC_") or each in _TORCHRUN]:
             del os.environ[name]

@@ -48,7 +48,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         deepspeed: as :class:`accelerate.DeepSpeedPlugin`. As there, ``gradient_clipping`` is 1 unless it is given.
 
     Raises:
-        ConfigError: if the number of workers is no multiple of ``num_stages``, or the DeepSpeed configuration says
+        ConfigError: if the number of workers is not a multiple of ``num_stages``, or the DeepSpeed configuration says
             another number of micro-batches.
         MissingExtra: if DeepSpeed is not installed.
         SwiftError: where the script cannot be started again under ``swiftrun``.
@@ -241,7 +241,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         engine.drives = self.swift.watch.replays
         self.swift.watch.engine = engine
         self.swift.watch.note_model(engine.module)
-        job.checkpoints.keep_number("the stages of a pipeline under Accelerate are cut anew by no restart yet")
+        job.checkpoints.keep_number("no restart can repartition a pipeline under Accelerate yet")
         if not self.swift.watch.replays:
             job.register("accelerate.pipeline", lambda: engine.shapes, lambda shapes: setattr(engine, "shapes", shapes))
 

@@ -9,7 +9,7 @@ good as one for each worker. Rows:
   (computed: as many pipelines less), as torchft does. Who waits has none, until somebody takes the place;
 - first re-routed: from the kill until the first forward of a lost worker's micro-batch begins at a peer;
 - extra: how much longer the step took in which the worker was killed; beside it what was predicted when the rest of the
-  step was planned, which was after everybody had finished what he was at and was connected anew;
+  step was planned, which was after everybody had finished what he was at and was connected again;
 - let in: how much later the others are, when a newcomer was let in, than they would be without.
 """
 
@@ -214,7 +214,7 @@ class Run:
         self.traces.refresh()
         before = min(max(step for step, end in self.ends(rank).items() if end <= at) for rank in others)
         self.until(before + 3, others)
-        # The step after the letting in, as compared with one with all workers; it fills the pipeline anew.
+        # The step after the letting in, as compared with one with all workers; it fills the pipeline again.
         took = max(self.ends(rank)[before + 1] - self.ends(rank)[before] for rank in others)
         return took - normal_s
 

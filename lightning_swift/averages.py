@@ -22,7 +22,7 @@ class Averages:
     """The averaging callbacks of a trainer.
 
     Args:
-        trainer: whose callbacks are looked at, each time anew.
+        trainer: whose callbacks are looked at, again each time.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -59,7 +59,7 @@ class Averages:
 
     def capture(self) -> list[tuple[bool, bool]]:
         """How far stochastic averaging has got: whether it has its scheduler, and whether it makes the statistics of
-        batch normalisation anew.
+        batch normalisation again.
         """
         return [
             (compat.has_average_scheduler(each), any(norm.momentum is None for norm in each.momenta))

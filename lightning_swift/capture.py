@@ -60,7 +60,7 @@ class RunState:
             Missed(job, self.trainer, self.loggers)
 
     def forget(self) -> None:
-        """Look up anew what there is to visit: the entry has added modules or callbacks."""
+        """Look up again what there is to visit: the entry has added modules or callbacks."""
         self._built.clear()
 
     # -- holders ------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class SwiftCheckpoint(pl.Callback):
         history: file that tells how earlier runs ended, for ``value``; this run adds itself.
         keep: committed checkpoints that stay, at least 2.
         quota_bytes: most that they may take together; 0 is no limit.
-        asynchronous: training goes on while one is written; otherwise it waits until it is committed.
+        asynchronous: training continues while one is written; otherwise it waits until it is committed.
         resume: go on with what an earlier start of this command has left: ``always``, ``never``, or ``auto``, with
             ``on_failure="restart"`` only.
         resume_from: begin with this checkpoint, whatever command has made it: the folder of one (``step-...``), or a
@@ -141,7 +141,7 @@ class SwiftCheckpoint(pl.Callback):
     # -- files of ModelCheckpoint -------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note which files there are; where the job goes on, the list of its first start is put in place of this."""
+        """Note which files there are; where the job continues, the list of its first start is put in place of this."""
         for callback in trainer.checkpoint_callbacks if trainer.is_global_zero else ():
             folder = getattr(callback, "dirpath", None)
             if isinstance(callback, ModelCheckpoint) and folder is not None and get_filesystem(folder).isdir(folder):

@@ -44,7 +44,7 @@ class SwiftCheckpointIO(CheckpointIO):
     as any other.
 
     Args:
-        asynchronous: training goes on while a file is written: the file is made in memory first, so nothing in it is
+        asynchronous: training continues while a file is written: the file is made in memory first, so nothing in it is
             newer than the rest. One is written at a time. An error is raised by the next save, or at the end of the
             fit; from an error on until it is raised no file is removed.
     """
@@ -100,9 +100,9 @@ class SwiftCheckpointIO(CheckpointIO):
         except FileNotFoundError as error:
             raise FileNotFoundError(f"Checkpoint file not found: {path}") from error
         if state == _DAMAGED:
-            raise CorruptFile(f"{path} is damaged, its checksum is another: load an earlier checkpoint")
+            raise CorruptFile(f"{path} is damaged: its checksum does not match. Load an earlier checkpoint")
         if state == _CUT_OFF:
-            raise CorruptFile(f"{path} is cut off, or no checkpoint: load an earlier one")
+            raise CorruptFile(f"{path} is truncated, or not a checkpoint: load an earlier one")
         try:
             loaded: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
             return loaded
@@ -110,7 +110,7 @@ class SwiftCheckpointIO(CheckpointIO):
             # Without a seal it may be another's, in which torch finds what it must not read; that it says itself.
             if state == _WHOLE or (state == _NO_SEAL and isinstance(error, OSError | pickle.UnpicklingError)):
                 raise
-            raise CorruptFile(f"{path} is cut off, or no checkpoint: load an earlier one ({error})") from error
+            raise CorruptFile(f"{path} is truncated, or not a checkpoint: load an earlier one ({error})") from error
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a file or folder, after the files that are being written."""

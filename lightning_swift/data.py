@@ -26,7 +26,7 @@ class Data:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        #: The lengths of an ordinary pass, while one of which the rest was dealt out anew is in progress.
+        #: The lengths of an ordinary pass, while one of which the rest was dealt out again is in progress.
         self._ordinary: list[Any] | None = None
         #: Random generators before the loaders of the fit loop and of its validation loop were last requested.
         self._requested: dict[str, Any] = {}

@@ -56,7 +56,7 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
         activation_checkpoint_interval: layers between two checkpoints of activations; 0: all are kept.
         config: configuration of DeepSpeed, or the path of its JSON file.
         standbys: this and what follows as in :class:`SwiftDDPStrategy`.
-        on_failure: see there; not ``shrink``, but ``reroute``: training goes on at once without a lost worker, whose
+        on_failure: see there; not ``shrink``, but ``reroute``: training continues at once without a lost worker, whose
             micro-batches are computed by those that hold the same stage (two pipelines at least). Then the shapes of
             micro-batches must stay the same, and what hooks keep must be the same at all workers of a stage.
         data: see there.
@@ -194,7 +194,7 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
             self._start_engine(stage, trainer, self.optimizers[0] if fitting else None)
         if self.job is not None:
             self._check(trainer)  # again: the module may have added callbacks
-            self.job.checkpoints.keep_number("the stages of a pipeline under Lightning are cut anew by no restart yet")
+            self.job.checkpoints.keep_number("no restart can repartition a pipeline under Lightning yet")
             self.job.register("lightning.pipeline", lambda: self._shapes, self._set_shapes)
 
     def _build(self, module: pl.LightningModule) -> nn.Module:

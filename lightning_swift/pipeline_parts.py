@@ -74,7 +74,7 @@ def micro_batches_of(given: int | None, config: Mapping[str, Any], accumulate: i
         if number is not None:
             raise ConfigError(
                 f"Trainer(accumulate_grad_batches={accumulate}) makes each batch of the loader one micro-batch, and "
-                f"{number} micro-batches a batch were asked for as well: leave one out"
+                f"{number} micro-batches per batch were given as well: leave one out"
             )
         return 1, accumulate
     number = _MICRO_BATCHES if number is None else number
@@ -321,8 +321,8 @@ class StageFiles:
         fs = get_filesystem(self._folder)
         if not fs.exists(f"{self._folder}/{_TRAINER_FILE}"):
             raise ConfigError(
-                f"{self._folder} is no complete checkpoint of a pipeline: it has no {_TRAINER_FILE}, which is written "
-                "last. Choose another one"
+                f"{self._folder} is not a complete checkpoint of a pipeline: it has no {_TRAINER_FILE}, which is "
+                "written last. Choose another one"
             )
         shared = self._io.load_checkpoint(f"{self._folder}/{_TRAINER_FILE}", weights_only=weights_only)
         stages = shared.pop("pipeline_stages", None)

@@ -42,7 +42,7 @@ class PipelineSteps(SwiftDDPStrategy):
         batches = self.lightning_module.trainer.num_training_batches
         if batches != float("inf") and batches % self._per_step:
             raise ConfigError(
-                f"an epoch of {batches} batches is no multiple of accumulate_grad_batches={self._per_step}: the "
+                f"an epoch of {batches} batches is not a multiple of accumulate_grad_batches={self._per_step}: the "
                 "engine's schedule has as many micro-batches in each step. Use limit_train_batches"
             )
 

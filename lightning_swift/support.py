@@ -58,7 +58,7 @@ def check_trainer(trainer: pl.Trainer, *, averages: bool = True) -> None:
         if not averages and isinstance(callback, AVERAGING):
             raise Unsupported(
                 f"swift recovery does not support {type(callback).__name__} in a pipeline or with "
-                "on_failure='reroute': a lost worker's average is then nowhere. Choose strategy='swift_ddp' with "
+                "on_failure='reroute': nobody else has a lost worker's average. Choose strategy='swift_ddp' with "
                 "on_failure='replace', or average checkpoints after training"
             )
 
@@ -104,7 +104,7 @@ def check_ddp_options(
         name = getattr(comm_hook, "__name__", type(comm_hook or comm_state).__name__)
         raise Unsupported(
             f"swift recovery does not support the DDP communication hook {name}: its state (PowerSGD's error "
-            "feedback, for instance) is no part of what is published. Remove ddp_comm_hook, ddp_comm_state and "
+            "feedback, for instance) is not published. Remove ddp_comm_hook, ddp_comm_state and "
             "ddp_comm_wrapper"
         )
     if averaging is not None:

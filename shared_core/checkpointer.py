@@ -62,7 +62,7 @@ _made = 0
 
 
 class Checkpointer(TrainingLoop):
-    """Checkpoints when they pay, written while training goes on, and the loop that goes on from them.
+    """Checkpoints when they pay, written while training continues, and the loop that goes on from them.
 
     ::
 
@@ -86,7 +86,8 @@ class Checkpointer(TrainingLoop):
         objects: models, optimizers (at least one), loaders, and whatever else has ``state_dict`` (schedulers, scalers,
             averages).
         options: of :class:`~shared_core.config.CheckpointOptions`, such as ``policy`` or ``keep``: ``resume="never"``
-            begins anew, ``resume_from=FOLDER`` begins with a checkpoint of another command. Others in their section.
+            starts from scratch, ``resume_from=FOLDER`` begins with a checkpoint of another command. Others in their
+            section.
 
     Attributes:
         loss: of the newest batch; set it to have it looked at. It is not read at once, so it costs no wait.
@@ -233,7 +234,7 @@ class Alone:
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(f"{reason}; or begin anew with resume='never'")
+        raise ConfigError(f"{reason}; or start from scratch with resume='never'")
 
     def batch_top(self) -> bool:
         """A batch begins; True if the state was just restored to what it was here."""
@@ -331,7 +332,7 @@ class Alone:
         self._replicated.load(json.loads(metadata[DESCRIPTION]), [by_name[name] for name in names])
         if self.rank == 0:
             whose = f", of '{lineage.Saved(found).command.short}'" if adopts else ""
-            console(f"going on from the checkpoint at batch top {step} in {found.path.parent}{whose}")
+            console(f"continuing from the checkpoint at batch top {step} in {found.path.parent}{whose}")
 
     def _choose(self, told: str) -> list[tuple[str, int, bool]]:
         """Rank 0: folder and step of the checkpoint to begin with, and whether it is adopted; empty for none.
@@ -439,7 +440,7 @@ class Alone:
 
     def _flush(self) -> None:
         """Wait until the newest one is committed or given up; the writer is looked after meanwhile."""
-        what, ends = f"the checkpoint at batch top {self.tops} to be committed", "it goes on without it"
+        what, ends = f"the checkpoint at batch top {self.tops} to be committed", "it continues without it"
         wait = Wait("rank 0", what, self.config.detection.wait_timeout_s, ends=ends, speaks=lambda: self.rank == 0)
         while self._told < 2:
             try:
@@ -490,7 +491,7 @@ class Alone:
         return lineage.folder_of(self._where, self._command, self._run)
 
     def _mark_ended(self) -> None:
-        """The next start begins anew."""
+        """The next start starts from scratch."""
         with suppress(OSError):
             lineage.mark_ended(self._folder, self.tops)
         if self._pricing is not None:

@@ -91,7 +91,7 @@ class Event:
         """Inverse of :meth:`to_json`.
 
         Raises:
-            ValueError: it is no event, or what it says is of another type than this product writes.
+            ValueError: it is not an event, or what it says is of another type than this product writes.
         """
         try:
             raw = parse(line)
@@ -99,9 +99,9 @@ class Event:
             event = cls(kind, raw["time"], rank, generation, raw.get("fields", {}), raw.get("run", ""))
             good = isinstance(kind, str) and isinstance(event.run, str) and _is_plain(event)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"it is no event: {error!r}") from error
+            raise ValueError(f"it is not an event: {error!r}") from error
         if not good:
-            raise ValueError("it is no event: its values are of other types")
+            raise ValueError("it is not an event: its values are of other types")
         return event
 
 
@@ -147,7 +147,7 @@ class EventLog:
     def _lose(self, error: OSError) -> None:
         if not self._told:
             self._told = True
-            message = f"events are lost: {self.path} cannot be written {what_to_do(error)}. The job goes on"
+            message = f"events are lost: {self.path} cannot be written {what_to_do(error)}. The job continues"
             console_once("events", message, self._job_dir)
 
 

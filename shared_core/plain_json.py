@@ -10,7 +10,7 @@ def parse(raw: str | bytes | bytearray) -> Any:
     """What ``raw`` says.
 
     Raises:
-        ValueError: it is no JSON, or nested so deeply that it cannot be read.
+        ValueError: it is not JSON, or nested so deeply that it cannot be read.
     """
     try:
         return json.loads(raw)

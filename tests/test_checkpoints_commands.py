@@ -65,9 +65,9 @@ def goes_on(args: Sequence[str], step: int) -> str:
 
 
 def said(result: JobResult) -> list[str]:
-    """Why it begins anew, as it says itself."""
+    """Why it starts from scratch, as it says itself."""
     lines = [line.removeprefix("[swift] ") for line in result.stderr.splitlines()]
-    return [line for line in lines if "begins anew" in line]
+    return [line for line in lines if "starts from scratch" in line]
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -83,7 +83,7 @@ def test_a_changed_argument_leaves_the_first_command_s_checkpoints_alone(
     assert following(folder, A, capsys) == goes_on(A, newest)
     before, predicted = digests(folder), following(folder, B, capsys)
     assert predicted == (
-        f"{folder} holds step {newest} of another command ({SCRIPT} --norm --steps 240); begins anew; "
+        f"{folder} holds step {newest} of another command ({SCRIPT} --norm --steps 240); this run starts from scratch; "
         "--resume-from adopts it"
     )
     other, others = stopped(jobs, folder, B, newest + 10)  # over the same steps, and past them
@@ -91,12 +91,12 @@ def test_a_changed_argument_leaves_the_first_command_s_checkpoints_alone(
     assert before.items() <= digests(folder).items(), "the second command has changed a file of the first"
     assert following(folder, B, capsys) == goes_on(B, others)
     assert went_on_from(to_its_end(jobs, folder, A)) == {newest}
-    assert "begins anew: its last run has ended" in following(folder, A, capsys)
+    assert "starts from scratch: its last run has ended" in following(folder, A, capsys)
     assert following(folder, B, capsys) == goes_on(B, others)
 
 
 @pytest.mark.nightly
-def test_both_go_on_with_their_own_and_begin_anew_once_they_have_ended(
+def test_both_go_on_with_their_own_and_start_from_scratch_once_they_have_ended(
     jobs: Jobs, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, first = stopped(jobs, folder, A, 40)
@@ -104,9 +104,12 @@ def test_both_go_on_with_their_own_and_begin_anew_once_they_have_ended(
     assert went_on_from(to_its_end(jobs, folder, B)) == {second}
     assert went_on_from(to_its_end(jobs, folder, A)) == {first}
     for args in (A, B):
-        assert "begins anew: its last run has ended" in following(folder, args, capsys)
+        assert "starts from scratch: its last run has ended" in following(folder, args, capsys)
         result, newest = stopped(jobs, folder, args, 20)
-        assert not went_on_from(result) and "of this command, which has ended; begins anew" in said(result)[0]
+        assert (
+            not went_on_from(result)
+            and "of this command, which has ended; this run starts from scratch" in said(result)[0]
+        )
         assert following(folder, args, capsys) == goes_on(args, newest)
 
 
@@ -135,7 +138,7 @@ def test_nothing_to_adopt_ends_the_job(jobs: Jobs, folder: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_without_resume_the_same_command_says_that_it_begins_anew(
+def test_without_resume_the_same_command_says_that_it_starts_from_scratch(
     jobs: Jobs, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     env, args = options(folder, EVERY), ["--norm", "--steps", "30"]
@@ -145,7 +148,7 @@ def test_without_resume_the_same_command_says_that_it_begins_anew(
             job.kill()
             result = job.end()
         assert bool(said(result)) == bool(number) and not went_on_from(result)
-    assert "of this command; begins anew; --resume continues it" in said(result)[0]
+    assert "of this command; this run starts from scratch; --resume continues it" in said(result)[0]
     assert "was started without --resume" in following(folder, ["--norm", "--steps", "400"], capsys)
     with running(jobs, SCRIPT, args, env=env) as job:
         assert len(said(finished(job))) == 1

@@ -42,7 +42,7 @@ def killed_and_gone_on(
         with running(jobs, SCRIPT, others) as job:
             other = finished(job)
         said = [line for line in other.stderr.splitlines() if f"holds step {newest} of another command" in line]
-        assert len(said) == 1 and said[0].endswith("begins anew; --resume-from adopts it"), other.tail()
+        assert len(said) == 1 and said[0].endswith("starts from scratch; --resume-from adopts it"), other.tail()
         assert not went_on_from(other)
     with running(jobs, SCRIPT, full) as job:
         result = finished(job)

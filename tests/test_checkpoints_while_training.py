@@ -1,4 +1,4 @@
-"""Checkpoints while training goes on: nothing is torn, and storage that is slow, full or gone stops nobody."""
+"""Checkpoints while training continues: nothing is torn, and storage that is slow, full or gone stops nobody."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check(result: JobResult, folder: Path) -> list[int]:
 
 
 def settled(steps: int) -> list[int]:
-    """Batch tops at which there can be a checkpoint: DDP makes its buckets anew in the second batch."""
+    """Batch tops at which there can be a checkpoint: DDP makes its buckets again in the second batch."""
     return [top for top in range(1, steps + 1) if top != 2]
 
 

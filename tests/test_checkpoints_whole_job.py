@@ -160,7 +160,7 @@ def test_told_to_end_before_a_batch_was_begun(jobs: Jobs, tmp_path: Path) -> Non
     assert result.status == 1 and result.duration_s < 20.0, result.tail()
     assert verdicts(result) == [
         "nothing had to be written: no batch was begun since the start; the next start of "
-        "'plain_ddp.py --norm --steps 400' begins anew: there is no checkpoint of it"
+        "'plain_ddp.py --norm --steps 400' starts from scratch: there is no checkpoint of it"
     ], result.tail()
 
 

@@ -209,7 +209,7 @@ def test_checkpoints_come_from_one_side_only(jobs: Jobs, tmp_path: Path) -> None
         cluster.until(lambda: cluster.tops(0) >= 20 and cluster.tops(2) >= 20)
         cut, workers = cluster.place_of(0), cluster.workers(0, 1)
         four[cut].cut()
-        cluster.until(lambda: len(cluster.workers(0)) == 2)  # the others have begun anew
+        cluster.until(lambda: len(cluster.workers(0)) == 2)  # the others have started over
         assert not any(map(alive, workers))
         four[cut].heal()
         cluster.until(lambda: "waits as a spare" in cluster.said(cut))
@@ -230,7 +230,7 @@ def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, jobs: Jobs, t
         if which == "store_cut_off":
             workers = cluster.workers(0, 1)
             four[lost].cut()
-            cluster.until(lambda: len(cluster.workers(0)) == 2)  # the others have begun anew
+            cluster.until(lambda: len(cluster.workers(0)) == 2)  # the others have started over
             assert not any(map(alive, workers))
             four[lost].heal()
             cluster.until(lambda: "waits as a spare" in cluster.said(lost))

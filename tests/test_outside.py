@@ -96,7 +96,7 @@ def test_four_ranks_lose_two(args: list[str], jobs: Jobs) -> None:
 
 
 def test_an_average_that_nobody_was_told_of_is_a_likely_cause(jobs: Jobs) -> None:
-    """A newcomer begins it anew; where the weights come to depend on it, replicas differ."""
+    """A newcomer makes it again; where the weights come to depend on it, replicas differ."""
     args = [*AVERAGES, "--forget", "--pull"]
     result = jobs.run(JOB, faults=[Fault(1, 4, "outside", "SIGKILL")], args=args)
     assert result.status == 1, result.tail()

@@ -281,7 +281,7 @@ def test_a_damaged_count_of_machines_ends_the_machines_part(raw: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "x", ":", "h:x#y", "h:99999#y", "h:-1#", "\0:1#", "h:" + "9" * 5000])
 def test_what_is_no_machines_name_is_not_connected_to(name: str) -> None:
-    with pytest.raises(OSError, match="is no machine's name"):
+    with pytest.raises(OSError, match="is not the name of a machine"):
         connect(name)
 
 

@@ -1,4 +1,4 @@
-"""The number of workers changes in the middle of an epoch: no sample is lost or used twice, and training goes on."""
+"""The number of workers changes in the middle of an epoch: no sample is lost or used twice, and training continues."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("cut", most(CUTS, *(name for name in CUTS if name != "4 to 2")))
-def test_a_pipeline_is_cut_anew(cut: str, jobs: Jobs, tmp_path: Path) -> None:
+def test_a_pipeline_is_repartitioned(cut: str, jobs: Jobs, tmp_path: Path) -> None:
     """With random numbers that belong to layers, what follows has the bits of the run that was not interrupted."""
     (before, after), more = CUTS[cut]
     args, at = ["--stages", "0", "--steps", "8", *more], 4
@@ -127,7 +127,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", most(REFUSED, *(name for name in REFUSED if name != "a stream")))
 def test_what_cannot_be_exact_is_refused(name: str, jobs: Jobs, tmp_path: Path) -> None:
-    """Nothing begins anew unasked, and what is there stays."""
+    """Nothing starts from scratch unasked, and what is there stays."""
     script, args, words = REFUSED[name]
     env = options(tmp_path, every=4)
     with running(jobs, script, args, env=env | {"HOLD_AT": "4"}, launcher_args=RESTART) as job:

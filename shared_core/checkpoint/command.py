@@ -88,9 +88,9 @@ class Command:
         try:
             found = cls(**parse(raw)) if raw else cls()
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"this names no command: {error}") from error
+            raise ConfigError(f"this does not name a command: {error}") from error
         if not (isinstance(found.key, str) and isinstance(found.words, str)):
-            raise ConfigError(f"this names no command: {raw[:80]!r}")
+            raise ConfigError(f"this does not name a command: {raw[:80]!r}")
         return found
 
 

@@ -1,4 +1,4 @@
-"""A robust fit of the loss against steps, while training goes on.
+"""A robust fit of the loss against steps, while training continues.
 
 Losses arrive as floats, many at a time: whoever trains lets them gather on the device and hands them over now and then,
 so that no step waits for one. Bins of equal width in the logarithm of the step, each a winsorised mean; then a shifted

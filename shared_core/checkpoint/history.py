@@ -142,5 +142,5 @@ def _parse(raw: Any) -> Run:
         raise ValueError("a duration or a count is out of range")
     name, end, group = (raw[key] for key in ("name", "end", "group"))
     if not all(isinstance(each, str) for each in (name, end, group)):
-        raise ValueError("a name is no text")
+        raise ValueError("a name is not text")
     return Run(name, end, seconds[0], seconds[1], rolled_back, group, seconds[2])

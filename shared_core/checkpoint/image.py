@@ -199,7 +199,7 @@ def read_header(file: mmap.mmap | bytes | bytearray) -> tuple[dict[str, Entry], 
         header = parse(file[_LENGTH.size : first])
         metadata = header.pop("__metadata__", {})
         if not all(isinstance(text, str) for text in metadata.values()):
-            raise ValueError("its metadata is no text")
+            raise ValueError("its metadata is not text")
         entries, at = {}, first
         for name, one in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if not all(map(is_count, (*one["data_offsets"], *one["shape"]))):
@@ -213,7 +213,7 @@ def read_header(file: mmap.mmap | bytes | bytearray) -> tuple[dict[str, Entry], 
             raise ValueError(f"it has {len(file)} bytes, not {at}")
         return entries, metadata
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptFile(f"this is no whole safetensors file: {error}") from error
+        raise CorruptFile(f"this is not a complete safetensors file: {error}") from error
 
 
 def load(source: str | os.PathLike[str] | bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -267,7 +267,7 @@ def _tensors(
         for name, stored in parse(metadata.get(SHARED, "{}")).items():
             tensors[name] = tensors[stored]
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise CorruptFile(f"this is no whole safetensors file: {error}") from error
+        raise CorruptFile(f"this is not a complete safetensors file: {error}") from error
     return tensors
 
 

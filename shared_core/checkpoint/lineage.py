@@ -263,7 +263,7 @@ def first_whole(found: Iterable[Saved], say: Callable[[str], None] = console) ->
 
 
 def left_behind(where: str, key: str, how: str, *, goes_on: bool, again: str) -> str:
-    """Why a start of a command begins anew, although there are checkpoints; empty if there are none.
+    """Why a start of a command starts from scratch, although there are checkpoints; empty if there are none.
 
     Args:
         where: the folder.
@@ -279,13 +279,14 @@ def left_behind(where: str, key: str, how: str, *, goes_on: bool, again: str) ->
         return ""  # said where it is read or written
     if other is not None:
         whose = f"of another command ({other.command.short})"
-        return f"{where} holds step {other.step} {whose}; begins anew; {how} adopts it"
+        return f"{where} holds step {other.step} {whose}; this run starts from scratch; {how} adopts it"
     rest = candidates(found, key)
     if found.saved and not rest:
         newest = max(found.saved, key=lambda each: (age_key(each.run), each.step))
-        return f"{where} holds step {newest.step} of this command, which has ended; begins anew; {how} adopts it"
+        ended = "of this command, which has ended"
+        return f"{where} holds step {newest.step} {ended}; this run starts from scratch; {how} adopts it"
     if rest and not goes_on:
-        return f"{where} holds step {rest[0].step} of this command; begins anew; {again} continues it"
+        return f"{where} holds step {rest[0].step} of this command; this run starts from scratch; {again} continues it"
     return ""
 
 
@@ -323,19 +324,19 @@ class Next:
     Attributes:
         command: which one.
         saved: what it goes on from, or would with ``--resume``; None for nothing.
-        anew: why it begins anew; empty if it goes on.
+        reason: why it starts from scratch; empty if it goes on.
     """
 
     command: Command
     saved: Saved | None
-    anew: str = ""
+    reason: str = ""
 
     def __str__(self) -> str:
         who = f"the next start of '{self.command.short}'"
         if self.saved is None:
-            return f"{who} begins anew: {self.anew}"
-        if self.anew:
-            return f"{who} begins anew: {self.anew}, with which it continues from step {self.saved.step}"
+            return f"{who} starts from scratch: {self.reason}"
+        if self.reason:
+            return f"{who} starts from scratch: {self.reason}, with which it continues from step {self.saved.step}"
         return f"{who} continues from step {self.saved.step}"
 
 
@@ -343,7 +344,7 @@ class Next:
 
 
 def mark_ended(folder: str, step: int) -> None:
-    """Say that the run whose folder this is has ended well: the next start of its command begins anew.
+    """Say that the run whose folder this is has ended well: the next start of its command starts from scratch.
 
     Raises:
         OSError: it cannot be written.

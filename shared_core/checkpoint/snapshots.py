@@ -140,7 +140,7 @@ class Snapshots:
             with suppress(OSError):
                 image.discard()
         if isinstance(error, StorageFull):
-            message = f"{error}; training goes on without it: use fewer workers on a machine, or more memory"
+            message = f"{error}; training continues without it: use fewer workers on a machine, or more memory"
         else:
             message = str(error)
         self._tell(

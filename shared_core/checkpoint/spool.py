@@ -135,9 +135,9 @@ def sealed_of(raw: str | bytes) -> Sealed:
             and (target is None or (_is_like(target, Target("")) and b"\0" not in os.fsencode(target.where)))
         )
     except (ValueError, LookupError, TypeError) as error:
-        raise CorruptFile(f"this seals no snapshot: {error}") from error
+        raise CorruptFile(f"this does not seal a snapshot: {error}") from error
     if not good:
-        raise CorruptFile("this seals no snapshot: a number or name is none")
+        raise CorruptFile("this does not seal a snapshot: a number or name is none")
     return part
 
 

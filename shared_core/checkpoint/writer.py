@@ -176,7 +176,7 @@ class Writer:
                 return _Job(spool, step, parts, open_storage(target.where), target)
             except SwiftError as error:  # nobody knows such storage
                 self._done.add((spool.attempt, step))
-                self._tell("config", f"no checkpoint of step {step}: {error}; training goes on")
+                self._tell("config", f"no checkpoint of step {step}: {error}; training continues")
                 self._set(attempt=spool.attempt, failed=step, cause="config", message=str(error))
                 return None
         return None
@@ -443,7 +443,7 @@ class Writer:
             "gone": f"{job.storage.root} was removed, or is not mounted any more ({error})",
         }.get(cause, str(error))
         message = f"no checkpoint of step {job.step}: {what}"
-        self._tell(cause, f"{message}; training goes on, later ones are tried")
+        self._tell(cause, f"{message}; training continues, later ones are tried")
         self._set(attempt=job.spool.attempt, writing=-1, failed=job.step, cause=cause, message=message)
 
     @contextlib.contextmanager

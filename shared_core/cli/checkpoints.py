@@ -37,7 +37,7 @@ def add_command(commands: Any) -> None:
         help="say only what the next start of this command does; comes last",
     )
     parser.add_argument(
-        "--world-size", type=arguments.whole(1), metavar="N", help="only checkpoints of N workers can be gone on with"
+        "--world-size", type=arguments.whole(1), metavar="N", help="consider only checkpoints of N workers"
     )
     parser.add_argument("--fast", action="store_true", help="do not read the parts to compare their checksums")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
@@ -122,7 +122,7 @@ def _named(words: Sequence[str]) -> list[Command]:
 
 
 def _print(options: argparse.Namespace, contents: Contents, rows: Sequence[_Row], following: Sequence[Next]) -> None:
-    picked = {(each.saved.run, each.saved.step) for each in following if each.saved is not None and not each.anew}
+    picked = {(each.saved.run, each.saved.step) for each in following if each.saved is not None and not each.reason}
     table = [["", "run", "step", "time", "workers", "size", "state", "ended", "command"]]
     for row in rows:
         saved = row.saved
@@ -144,7 +144,7 @@ def _print(options: argparse.Namespace, contents: Contents, rows: Sequence[_Row]
     for each in following:
         print(_line(options, contents, each) + (unsure if each.saved is not None else ""))
     if not following:
-        print("any start begins anew: there is no checkpoint")
+        print("every command starts from scratch: there is no checkpoint")
     sys.stdout.flush()
 
 
@@ -180,6 +180,6 @@ def _next_to_dict(following: Next) -> dict[str, Any]:
         "key": following.command.key,
         "step": saved.step if saved is not None else None,
         "run": saved.run if saved is not None else None,
-        "goes_on": saved is not None and not following.anew,
-        "why": following.anew,
+        "goes_on": saved is not None and not following.reason,
+        "why": following.reason,
     }

@@ -30,7 +30,7 @@ _NUMBERS = (
     ("--stall-s", 1.0, "stall of a checkpoint"),
     ("--slowdown-s", 0.0, "time by which steps take longer in all while it is written"),
     ("--persist-s", 0.0, "until it is durable"),
-    ("--restart-s", 60.0, "from a fault until training goes on"),
+    ("--restart-s", 60.0, "from a fault until training continues"),
     ("--mtbf-h", 8.0, "hours between faults of the whole job that roll back"),
     ("--abrupt", 0.0, "share of early ends that leave only a durable checkpoint"),
     ("--price", 0.0, "of a checkpoint beyond time, in units of the loss"),

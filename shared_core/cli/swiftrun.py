@@ -57,7 +57,7 @@ def get_args_parser() -> argparse.ArgumentParser:
                 action.default = DEFAULT_BUDGET
         elif action.dest == "nnodes":
             action.help = (
-                "Number of machines, each with an agent of its own, or MIN:MAX: the job goes on while there are at "
+                "Number of machines, each with an agent of its own, or MIN:MAX: the job continues while there are at "
                 "least MIN, and lets others in up to MAX. Default: 1."
             )
     ours = parser.add_argument_group("recovery")
@@ -154,7 +154,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         type=arguments.number(0.2, 3600.0),
         default=2.0,
         metavar="SECONDS",
-        help="A machine that gives no sign of life for so long is lost. Default: 2.",
+        help="A machine is lost after so many seconds without a sign of life. Default: 2.",
     )
     ours.add_argument(
         "--faults",

@@ -23,7 +23,7 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} must be a YAML or JSON file of options: it is no text") from error
+        raise ConfigError(f"{path} must be a YAML or JSON file of options: it is not text") from error
     return parse(text, str(path), is_json=path.suffix == ".json")
 
 

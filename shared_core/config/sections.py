@@ -47,12 +47,12 @@ class CheckpointOptions(Section):
     background: bool = option(
         True,
         Truth(),
-        "training goes on while a checkpoint is written; otherwise it waits until each is committed",
+        "training continues while a checkpoint is written; otherwise it waits until each is committed",
         formerly="checkpoint_async",
         late=True,
     )
-    keep: int = option(2, Whole(2), "committed checkpoints of a run that stay, at least 2", late=True)
-    quota_bytes: int = option(0, _COUNT, "most that they may take together; 0 is no limit", late=True)
+    keep: int = option(2, Whole(2), "how many committed checkpoints of a run to keep, at least 2", late=True)
+    quota_bytes: int = option(0, _COUNT, "most bytes that they may take together; 0 means no limit", late=True)
     resume: str = option(
         "auto",
         _USE,
@@ -102,7 +102,8 @@ class ResizeOptions(Section):
     replace_timeout_s: float = option(
         0.0,
         _SECONDS,
-        "with `replace`: go on without a lost worker when nobody has taken its place after so many seconds; 0 waits on",
+        "with `replace`: seconds after which the others continue without a lost worker whose place nobody has taken; "
+        "0 keeps waiting",
         formerly="replace_timeout_s",
     )
     grow_after_s: float = option(
@@ -129,7 +130,7 @@ class RerouteOptions(Section):
     rejoin_after_s: float = option(
         0.0,
         _SECONDS,
-        "start the newcomer so many seconds after the loss. Each one that is let in costs the others a short stall",
+        "seconds between a loss and the start of the newcomer. Each one that is let in costs the others a short stall",
         formerly="rejoin_after_s",
     )
     reduction: str = option(
@@ -149,8 +150,8 @@ class RerouteOptions(Section):
     ahead: int = option(
         1,
         _COUNT,
-        "pipelines: plans for so many further losses are made in the background and lie ready; 0 makes each when it is "
-        "needed",
+        "pipelines: for how many further losses plans are made in advance, in the background; 0 makes each plan when "
+        "it is needed",
     )
 
 
@@ -209,7 +210,8 @@ class LogOptions(Section):
     budget_bytes: int = option(
         0,
         _COUNT,
-        "pipelines: what all logs together may take between two checkpoints, for `groups: plan`; 0 is no limit",
+        "pipelines: most bytes that all logs together may take between two checkpoints, for `groups: plan`; 0 means "
+        "no limit",
     )
     dir: str | None = option(
         None,
@@ -217,7 +219,7 @@ class LogOptions(Section):
         "pipelines: parent of the folder for these logs. Unset: the folder of temporary files",
     )
     ring_bytes: int = option(
-        256 << 20, _COUNT, "pipelines: so many bytes may wait for the disk before a stage waits for it"
+        256 << 20, _COUNT, "pipelines: bytes that may wait for the disk before a stage waits for it"
     )
     segment_bytes: int = option(
         64 << 20, _COUNT, "pipelines: size of a file of these logs, which are dropped file by file"
@@ -244,14 +246,14 @@ class DetectionOptions(Section):
     wait_timeout_s: float = option(
         300.0,
         _ABOVE,
-        "longest wait for a peer or newcomer in a recovery; the job ends then, and says who was waited for "
+        "longest wait for a peer or newcomer in a recovery; after it the job ends and says whom it waited for "
         "([how_it_works.md](how_it_works.md#waits))",
         formerly="wait_timeout_s",
     )
     progress_timeout_s: float = option(
         300.0,
         _ABOVE,
-        "a worker without progress outside collectives for so long is replaced",
+        "seconds without progress, outside collectives, after which a worker is replaced",
         formerly="progress_timeout_s",
     )
     connect_timeout_s: float = option(
@@ -295,8 +297,8 @@ def ranges_of(groups: str) -> list[range]:
         ranks = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
         if not ranks:
             raise ConfigError(
-                f"log.groups={groups!r}: {part!r} is no range of ranks; write for example 0-3,4-7, or worker, machine, "
-                "auto or plan"
+                f"log.groups={groups!r}: {part!r} is not a range of ranks; write for example 0-3,4-7, or worker, "
+                "machine, auto or plan"
             )
         if any(ranks.start < other.stop and other.start < ranks.stop for other in found):
             raise ConfigError(f"log.groups={groups!r}: {part!r} names a rank of another group")

@@ -91,7 +91,7 @@ def _data(value: Any, size: int, budget: _Budget) -> bytearray:
 
 def _shape(value: Any) -> tuple[int, ...]:
     if type(value) is not tuple or not all(type(each) is int and each >= 0 for each in value):
-        raise CorruptFile("damaged publication: the shape of a tensor or array is none")
+        raise CorruptFile("damaged publication: the shape of a tensor or array is not one")
     return value
 
 
@@ -99,7 +99,7 @@ def dtype_named(name: Any) -> torch.dtype:
     """The type of elements of that name, without ``torch.``."""
     found = getattr(torch, name, None) if type(name) is str else None
     if not isinstance(found, torch.dtype):  # getattr reaches all that torch has
-        raise CorruptFile(f"refused to read torch.{name}: it is no dtype")
+        raise CorruptFile(f"refused to read torch.{name}: it is not a dtype")
     return found
 
 

@@ -138,7 +138,7 @@ _ENCODERS.update(dict.fromkeys(_MAPPINGS, _mapping))
 
 
 def decode(data: Any) -> Any:
-    """Inverse of :func:`encode`, as new objects; generators cannot be made anew and come out as None.
+    """Inverse of :func:`encode`, as new objects; generators cannot be made again and come out as None.
 
     Raises:
         CorruptFile: if it is nothing that :func:`encode` makes, or names an enumeration that this program has not.
@@ -186,7 +186,7 @@ def _member(module: str, kind: str, name: str) -> Any:
     for part in kind.split("."):
         found = getattr(found, part)
     if not (isinstance(found, type) and issubclass(found, Enum)):
-        raise ValueError(f"{module}.{kind} is no enumeration")
+        raise ValueError(f"{module}.{kind} is not an enumeration")
     return found[name]
 
 

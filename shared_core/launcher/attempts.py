@@ -249,7 +249,7 @@ class Attempts:
         if team is not None and crew is not None:
             if self._attempt is None and crew.line:  # given a place in the middle of the job
                 line = Resized.from_json(crew.line, "first")
-                self._resizing.begin_anew(line)
+                self._resizing.start_over(line)
                 crew.gather(team.machines, line)
             self.number, place = team.number, (team.host, team.port)
         self._attempt = Attempt(self.number, place, mine, self.places.world_size, self._wakeup.tell, team)
@@ -326,7 +326,7 @@ class Attempts:
         self._attempt = None
         self._telling.begins(None, None)
         self._job.clear()
-        self._resizing.begin_anew(None)
+        self._resizing.start_over(None)
 
     def _let_go(self, _: Happened) -> None:
         """What is still on its way has nothing left to do."""

@@ -84,7 +84,7 @@ class EtcdBackend(RendezvousBackend):
         try:
             answer = self._replace(mark + b"\n" + state, token)
         except _Refused:
-            self._lease = ("", 0.0)  # etcd was set up anew, say
+            self._lease = ("", 0.0)  # etcd was set up again, say
             answer = self._replace(mark + b"\n" + state, token)
         if answer.get("succeeded"):
             return state, int(answer["header"]["revision"]), True

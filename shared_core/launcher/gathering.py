@@ -21,7 +21,7 @@ from shared_core.system.secret import common
 from shared_core.waiting import Wait
 
 _LOOK_S = 0.05
-#: Until the machines meet anew, in seconds.
+#: Until the machines meet again, in seconds.
 RETRY_S = 0.25
 #: The least length of the lease of the store's host in etcd, in seconds. Members of etcd that have lost their leader
 #: answer nobody until they have another; up to 3 s were measured.
@@ -41,7 +41,7 @@ class JobOver(SwiftError):
 
 
 class Again(Exception):  # noqa: N818 (not an error)
-    """The machines have to meet anew."""
+    """The machines must meet again."""
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,11 @@ class Gathering:
             wait.look()
             if document["phase"] == RUNNING and self._reach(tuple(document["store"])):
                 return document
-            # A host that renews nothing is lost: it has stopped its workers by now, so the others begin anew.
+            # A host that renews nothing is lost: it has stopped its workers by now, so the others start over.
             patience = self._options.hold_s if document["phase"] == RUNNING else max(self._options.lease_s, FIRST_S)
             complete = document["phase"] == RUNNING or len(document["members"]) == self._options.nnodes
             if self._register.backend != C10D and complete and time.monotonic() - seen[1] > 1.25 * patience:
-                self._begin_anew(document)
+                self._start_over(document)
             self._listener.pause(_LOOK_S)
 
     def _open(self, deadline: float) -> None:
@@ -262,7 +262,7 @@ class Gathering:
             return False
         return True
 
-    def _begin_anew(self, document: dict[str, Any]) -> None:
+    def _start_over(self, document: dict[str, Any]) -> None:
         console("the machine that hosts the store is lost: the machines meet again, and all workers start again")
         fresh = {"phase": FORMING, "round": document["round"] + 1, "attempt": document["attempt"] + 1, "members": []}
         fresh |= {key: document[key] for key in ("run", "secret") if key in document}

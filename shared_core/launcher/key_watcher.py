@@ -24,7 +24,7 @@ from shared_core.waiting import FOREVER_S
 
 _ONCE = ("fail", "restart", SAVED, CHECKPOINTS)
 _DIVERGENT = "divergent"
-#: Said anew in each generation.
+#: Said again in each generation.
 _AGAIN = ("handed", "declined")
 
 

@@ -47,7 +47,7 @@ class Observations:
     def look(self, now: float, counters: Mapping[str, int]) -> set[str]:
         """Note the counters (0: never renewed) and return the machines whose leases have run out.
 
-        A look long after the one before proves nothing: it was this machine that stood still, so all begin anew.
+        A look long after the one before proves nothing: it was this machine that stood still, so all start over.
         """
         if self._looked is not None and now - self._looked > self.lease_s / 2:
             self._seen = {name: (count, now) for name, (count, _) in self._seen.items()}
@@ -203,7 +203,7 @@ class Lease:
         if name not in self._unreadable:
             self._unreadable.add(name)
             console(
-                f"the lease of machine {name} holds {raw[:80]!r}, which is no number: something else has written to "
+                f"the lease of machine {name} holds {raw[:80]!r}, which is not a number: something else has written to "
                 "the job's store; the machine is lost unless it renews its lease"
             )
         return _UNREADABLE

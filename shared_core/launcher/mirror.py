@@ -35,7 +35,7 @@ _NO_ROOM_S = 0.1
 
 def _write(folder: Path, name: str, data: bytes) -> None:
     if not _NAME.fullmatch(name):
-        raise ConnectionError(f"{name!r} is no name of a publication")
+        raise ConnectionError(f"{name!r} is not the name of a publication")
     temporary = folder / f"{name}.tmp"
     temporary.write_bytes(data)
     os.rename(temporary, folder / name)

@@ -234,7 +234,7 @@ def _check_note(name: str, step: int, note: Any) -> None:
         and isinstance(note["meta"], dict)
         and (note["target"] is None or set(note["target"]) == {each.name for each in fields(Target)})
     ):
-        raise ValueError(f"{name} is no note of a snapshot")
+        raise ValueError(f"{name} is not the note of a snapshot")
 
 
 def _notes(spool: Spool, step: int) -> dict[str, str]:

@@ -163,7 +163,7 @@ class Persisting:
         else:
             self._say(
                 f"the writer of checkpoints was lost {GIVE_UP_AFTER} times in a row ({cause}): no more are written; "
-                "training goes on"
+                "training continues"
             )
 
     def _collect(self) -> int | None:

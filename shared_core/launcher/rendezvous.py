@@ -1,6 +1,6 @@
 """How machines come together: torchelastic's rendezvous with places, spare machines and leases.
 
-torchelastic's own handler starts all workers anew whenever a machine comes or goes, calls a machine lost by comparing
+torchelastic's own handler starts all workers again whenever a machine comes or goes, calls a machine lost by comparing
 clocks, and after 15 s. Here a machine keeps its place for as long as it holds its lease, and a spare machine waits in
 :meth:`Meeting.next_rendezvous` until a place is given to it. The document of
 :mod:`~shared_core.launcher.rendezvous_store` says where the store is; all else is in the store.
@@ -268,7 +268,7 @@ class Meeting(RendezvousHandler):
 
         def renew(document: dict[str, Any] | None) -> dict[str, Any] | None:
             if document is None or document["phase"] != RUNNING or document["round"] != self._round:
-                return None  # the others have begun anew
+                return None  # the others have started over
             return document | {"beat": self._beats, "attempt": max(document["attempt"], self._listener.number)}
 
         try:

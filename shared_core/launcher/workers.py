@@ -292,7 +292,7 @@ class Fleet:
         for token in standby.outstanding:
             self._asked.pop(token, None)
         if self._failed_standbys >= GIVE_UP_AFTER:
-            self._say("standbys die while they import; going on without: newcomers start in fresh interpreters")
+            self._say("standbys die while they import; continuing without them: newcomers start in fresh interpreters")
             self._wanted_standbys = 0
         else:
             self._say(f"a standby died (pid {standby.pid}); starting another")

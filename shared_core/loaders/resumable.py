@@ -62,7 +62,7 @@ class _Iteration:
     delivered: int = 0
     exhausted: bool = False
     order: str = ""  # name under which its indices were published
-    first: int = 0  # number of its first batch, where the rest of a pass was dealt out anew
+    first: int = 0  # number of its first batch, where the rest of a pass was dealt out again
     dealt: bool = False  # its indices are the published ones, not the sampler's
     length: int = 0  # of the pass, then
 
@@ -365,7 +365,7 @@ class ResumableLoader:
             state = _as_copy(state)
         found = position if type(position) is Position else self._swift_position()
         own_iterator = isinstance(self._swift_loader, Iterator)
-        # A loader that is its own iterator cannot be started anew: what this process took while starting up counts.
+        # A loader that is its own iterator cannot be started again: what this process took while starting up counts.
         taken = sum(record.delivered for record in self._swift_pool) if own_iterator else 0
         items: deque[Any] = deque(found.last_items if own_iterator and found else (), maxlen=max(self._swift_ahead, 1))
         self._swift_stop(found)

@@ -57,7 +57,7 @@ class Shards:
         self._listed.clear()
         if len(counts) != 1 or counts == {0}:
             raise Unsupported(
-                f"{what} needs as many batches at every rank, at least one, got {sorted(counts)}: use "
+                f"{what} needs the same number of batches on every rank, at least one, got {sorted(counts)}: use "
                 "drop_last=True (with Accelerate: even_batches=True)"
             )
         (self.per_epoch,) = counts

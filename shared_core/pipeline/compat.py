@@ -43,7 +43,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("deepspeed.runtime.pipe.topology:PipelineParallelGrid._topo", "the stage of another rank"),
     (f"{_MODULE}._layer_specs", "layers of other stages are built"),
     (f"{_MODULE}._recursive_getattr(module, attr_name)", "parameters of tied layers"),
-    (f"{_BF16}._hp_optimizer_states_linked", "moments are linked anew"),
+    (f"{_BF16}._hp_optimizer_states_linked", "moments are linked again"),
     (f"{_BF16}._lazy_init_hp_params_optimizer_state(self)", "the same"),
     (f"{_ZERO}._hp_optimizer_states_linked", "the same"),
     (

@@ -155,7 +155,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
         }
 
     def _restore(self, values: dict[str, Any]) -> None:
-        recut = self._job is not None and self._job.position.resized  # then stages say each other anew what they send
+        recut = self._job is not None and self._job.position.resized  # then stages tell each other again what they send
         for name, number in values["numbers"].items():
             if not (recut and name in _FIRST):
                 setattr(self, name, number)

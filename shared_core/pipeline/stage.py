@@ -175,5 +175,5 @@ def as_tuple(value: TensorOrTuple | None) -> tuple[torch.Tensor, ...]:
 
 
 def has_running_statistics(module: nn.Module) -> bool:
-    """Whether a layer (batch or instance normalisation) depends on the order of micro-batches and on who has them."""
+    """Whether a layer keeps running statistics, which depend on the order of micro-batches and on who computes them."""
     return any(isinstance(m, _NormBase) and m.track_running_stats for m in module.modules())

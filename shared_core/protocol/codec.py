@@ -113,7 +113,7 @@ def decode(raw: bytes | str, shape: Any, key: str, advice: str = "") -> Any:
     except _Wrong as wrong:
         raise damaged(key, str(wrong), advice) from None
     except ValueError as error:
-        raise damaged(key, f"it is no JSON ({error})", advice) from None
+        raise damaged(key, f"it is not JSON ({error})", advice) from None
 
 
 def text(raw: bytes, key: str, shape: Any = str) -> str:
@@ -128,7 +128,7 @@ def text(raw: bytes, key: str, shape: Any = str) -> str:
     except _Wrong as wrong:
         raise damaged(key, str(wrong)) from None
     except UnicodeDecodeError as error:
-        raise damaged(key, f"it is no text ({error})") from None
+        raise damaged(key, f"it is not text ({error})") from None
 
 
 def word(raw: bytes, words: Iterable[str], key: str) -> str:

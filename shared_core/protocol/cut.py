@@ -50,7 +50,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where the job goes on.
+    """Where the job continues.
 
     Attributes:
         top: index of the batch top; 0 if nobody has published one, which means from the beginning.

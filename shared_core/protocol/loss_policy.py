@@ -164,7 +164,7 @@ class LossBook:
         self.budget += lost - 1
 
     def forget_ranks(self) -> None:
-        """The ranks are numbered anew: no row of deaths goes on."""
+        """The ranks are renumbered: no count of consecutive deaths carries over."""
         self._streaks.clear()
 
 

@@ -247,9 +247,8 @@ def _without_messages(
                 yield source
                 continue
             raise RecoveryFailed(
-                f"rank {destination} needs message {has} that rank {source} sent it in group {group.name!r}, which "
-                "rank "
-                f"{source} keeps no longer. The job goes back to its newest checkpoint."
+                f"rank {destination} needs message {has} that rank {source} sent it in group {group.name!r}, but "
+                f"rank {source} no longer keeps it. The job goes back to its newest checkpoint."
             )
 
 
@@ -267,7 +266,7 @@ def _redo(group: _Group, tops: Mapping[int, Top | None]) -> set[int]:
             if seq not in group.exclusive[rank]:
                 raise RecoveryFailed(
                     f"collective {seq} of group {group.name!r} is needed by {_who(group, seq, tops)}, but rank {rank}, "
-                    "which has finished it, keeps it no longer. The job goes back to its newest checkpoint."
+                    "which has finished it, no longer keeps it. The job goes back to its newest checkpoint."
                 )
             redo.add(seq)
     return redo

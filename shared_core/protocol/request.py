@@ -71,7 +71,7 @@ class StartRequest:
                 and all(isinstance(text, str) for text in (*texts, *request.env.values()))
             )
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedRecord(f"this starts no worker: {error!r}") from error
+            raise DamagedRecord(f"this does not start a worker: {error!r}") from error
         if not good:
-            raise DamagedRecord("this starts no worker: its values are of other types")
+            raise DamagedRecord("this does not start a worker: its values are of other types")
         return request

@@ -44,7 +44,7 @@ class Resizing:
     declined: bool = False
 
     def begin(self, stay: Iterable[int], target: int) -> None:
-        """A change begins, or begins anew with other survivors."""
+        """A change begins, or starts over with other survivors."""
         self.stay, self.target = tuple(sorted(stay)), target
         self.grow_at = None
         self.due.clear()
@@ -88,8 +88,8 @@ class Resizing:
         """There is no change under way any more."""
         self.stay = ()
 
-    def begin_anew(self, line: Resized | None) -> None:
-        """Attempts on this machine begin anew, from ``line`` if others have changed their number meanwhile."""
+    def start_over(self, line: Resized | None) -> None:
+        """Attempts on this machine start over, from ``line`` if others have changed their number meanwhile."""
         self.end()
         self.line = line
 

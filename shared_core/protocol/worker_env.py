@@ -45,7 +45,7 @@ class Resized:
         attempt: its number.
         world_size: its number of logical ranks.
         stay: those of them whose workers handed over.
-        top: the batch top from which the job goes on.
+        top: the batch top from which the job continues.
     """
 
     attempt: Count

@@ -52,7 +52,7 @@ class Handed:
 
     Attributes:
         generation: in which.
-        top: the batch top from which the job goes on.
+        top: the batch top from which the job continues.
     """
 
     generation: Count

@@ -61,7 +61,7 @@ class PlanHistory:
         lost: workers lost, as of that change.
         entries: plain data of the last changes, oldest first.
         steps: plans by number of the step.
-        extra: of the steps that the last change has planned anew, by number: by how much longer their work takes,
+        extra: of the steps that the last change has planned again, by number: by how much longer their work takes,
             as predicted.
         rest: predicted times from there until all stages have made their update of that step.
     """
@@ -85,7 +85,7 @@ class PlanHistory:
         return self.steps[step]
 
     def changed_since(self, generation: int) -> frozenset[int]:
-        """Steps that were planned anew by changes after ``generation``."""
+        """Steps that were planned again by changes after ``generation``."""
         return frozenset().union(*(steps for when, steps in self._changed.items() if when > generation))
 
     def change(self, entry: Mapping[str, Any]) -> frozenset[int]:

@@ -139,7 +139,7 @@ def _is(kind: type, value: Any) -> Any:
         TypeError: it is of another kind.
     """
     if type(value) is not kind and not (kind is float and type(value) is int):
-        raise TypeError(f"{value!r:.40} is no {kind.__name__}")
+        raise TypeError(f"{value!r:.40} is not a {kind.__name__}")
     return value
 
 

@@ -58,7 +58,7 @@ class Oobleck:
         return self.checkpoints.cost if wiped_out(before, event.lost) else self.join(before, after)
 
     def join(self, before: Pattern, after: Pattern) -> LossCost:
-        """The same: the process group is made anew, and the data loaders go back to the last finished step."""
+        """The same: the process group is made again, and the data loaders go back to the last finished step."""
         return LossCost(self.detect_s + self.reconfigure_s + self.copy_s, self.layout.step_s)
 
 

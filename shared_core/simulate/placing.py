@@ -102,7 +102,7 @@ class SimulatedJob:
         cost: of a checkpoint.
         mtbf_h: hours between faults of the whole job while it has all its workers.
         ending: the true law of early ends, over wall time.
-        restart_s: from a fault until training goes on.
+        restart_s: from a fault until training continues.
         step_s: useful seconds of a step while it has all its workers; with fewer it takes longer in proportion.
         epoch_s: useful seconds between two checkpoints of ``fixed``.
         workers: from which useful second on there are how many; the hazard grows with their number.

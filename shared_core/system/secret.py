@@ -154,8 +154,8 @@ def agreed_key(key: bytes | None, secret: Secret, agreed: str, *, first: bool) -
         return key, said if first else ""
     if agreed:
         return key or secrets.token_bytes(_NONCE), (  # one that nobody has, so that nobody is let in
-            f"this machine has not the secret that the others have, so it exchanges no copies of the training state "
-            f"with them: copy their {secret.path} to it (docs/security.md)"
+            f"this machine does not have the secret that the others have, so it exchanges no copies of the training "
+            f"state with them: copy their {secret.path} to it (docs/security.md)"
         )
     how = secret.why or (
         f"the machines have no secret in common; copy {secret.path} from one of them to the others, or give all the "
@@ -217,8 +217,8 @@ def prove(sock: socket.socket, key: bytes | None) -> bytes | None:
     if magic != _MAGIC:
         raise ConnectionError("no machine of a job answers there")
     if kind != (_OPEN if key is None else _SECRET):
-        who = "this machine" if key is None else "the other machine"
-        raise ConnectionError(f"{who} was started without --secret-file, the other one of the two with it")
+        who, other = ("this machine", "the other one") if key is None else ("the other machine", "this one")
+        raise ConnectionError(f"{who} has no secret, but {other} has one")
     if key is not None:
         mine = secrets.token_bytes(_NONCE)
         sock.sendall(mine + _proof(key, _CLIENT, theirs, mine))

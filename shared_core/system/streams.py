@@ -32,7 +32,7 @@ def _tell(fd: int, error: OSError) -> None:
     if not _told:
         _told = True
         name = {1: "standard output", 2: "standard error"}.get(fd, f"descriptor {fd}")
-        console_once("output", f"{name} is lost from here on {what_to_do(error)}. The job goes on")
+        console_once("output", f"{name} is lost from here on {what_to_do(error)}. The job continues")
 
 
 def forgive() -> None:

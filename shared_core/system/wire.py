@@ -51,13 +51,13 @@ def place_of(machine: str) -> tuple[str, int]:
     """Where a machine's agent takes copies; it is part of the machine's name, ``HOST:PORT#...``.
 
     Raises:
-        OSError: it is no machine's name.
+        OSError: it is not the name of a machine.
     """
     host, _, port = machine.partition("#")[0].rpartition(":")
     if not (
         host.isascii() and host.isprintable() and port.isdecimal() and port.isascii() and 0 < int(port[:6]) < 65536
     ):
-        raise OSError(f"{machine!r:.80} is no machine's name")
+        raise OSError(f"{machine!r:.80} is not the name of a machine")
     return host, int(port)
 
 
@@ -176,7 +176,7 @@ class Link:
         try:
             return Frame(kind, rank, attempt, raw.decode(), data)
         except UnicodeDecodeError as error:
-            raise ConnectionError("the name of a frame is no text") from error
+            raise ConnectionError("the name of a frame is not text") from error
 
     def frames(
         self, most: Callable[[bytes], int] | None = None, idle: Callable[[bool], None] = lambda _: None

@@ -1,7 +1,7 @@
 """Runs a script on plain gloo without this product: the reference a run with failures is compared with.
 
 The server process imports torch and Lightning once and forks the workers of each job, with the environment that
-``torchrun`` would give them. ``python -m torch.distributed.run`` would import them anew in every worker.
+``torchrun`` would give them. ``python -m torch.distributed.run`` would import them again in every worker.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def following(folder: Path, policy: str) -> str:
 
 def went_on(said: list[str]) -> int:
     """The batch top from which a start says that it goes on; 0 for none."""
-    found = [re.search(r"going on from the checkpoint at batch top (\d+) ", line) for line in said]
+    found = [re.search(r"continuing from the checkpoint at batch top (\d+) ", line) for line in said]
     return next((int(match[1]) for match in found if match), 0)
 
 
@@ -69,7 +69,7 @@ def check(folder: Path, *launcher: str) -> None:
     assert status != 0
     status, _, said = told(folder, "young", *launcher, END="40")
     assert status == (1 if launcher else 128 + signal.SIGTERM)
-    verdicts = [line for line in said if "checkpoint" in line and "going on" not in line]
+    verdicts = [line for line in said if "checkpoint" in line and "continuing from" not in line]
     assert len(verdicts) == 1 and verdicts[0].endswith(f"nothing is lost; {following(folder, 'young')}"), said
     status, resumed, said = told(folder, "young", *launcher)
     assert status == 0 and ends(resumed) == ends(plain)
@@ -80,13 +80,14 @@ def check(folder: Path, *launcher: str) -> None:
 def test_one_process(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     check(folder)
-    # The run has ended: the next start begins anew, and so does another command; neither touches what is there.
+    # The run has ended: the next start starts from scratch, and so does another command; neither touches what is there.
     step = max(each.step for each in lineage.contents(folder).saved)
-    assert "begins anew: its last run has ended" in following(folder, "young")
+    assert "starts from scratch: its last run has ended" in following(folder, "young")
     status, other, said = told(folder, "fixed")
     assert status == 0 and other[0][0] == 0
     words = f"checkpointed.py {folder} young"
-    assert said[0] == f"{folder} holds step {step} of another command ({words}); begins anew; resume_from adopts it"
+    left = f"{folder} holds step {step} of another command ({words})"
+    assert said[0] == f"{left}; this run starts from scratch; resume_from adopts it"
 
 
 @pytest.mark.nightly
@@ -104,9 +105,11 @@ def test_each_command_goes_on_with_its_own_or_adopts(tmp_path: Path) -> None:
         expected = following(folder, policy)
         status, resumed, said = told(folder, policy)
         assert status == 0 and ends(resumed) == ends(plain) and expected.endswith(f"from step {went_on(said)}")
-        assert "begins anew: its last run has ended" in following(folder, policy)
+        assert "starts from scratch: its last run has ended" in following(folder, policy)
     status, again, said = told(folder, "young")
-    assert status == 0 and again[0][0] == 0 and "of this command, which has ended; begins anew" in said[0]
+    assert (
+        status == 0 and again[0][0] == 0 and "of this command, which has ended; this run starts from scratch" in said[0]
+    )
 
 
 @pytest.mark.nightly

@@ -82,7 +82,7 @@ def test_json(where: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_another_number_of_workers(where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", where, "--world-size", "3"]) == 1
-    assert "begins anew" in capsys.readouterr().out
+    assert "starts from scratch" in capsys.readouterr().out
 
 
 def test_each_command_has_a_line(
@@ -97,13 +97,16 @@ def test_each_command_has_a_line(
     mark_ended(str(folder), 20)
     assert main(["checkpoints", where]) == 0
     first, second = capsys.readouterr().out.splitlines()[-2:]
-    assert first == "the next start of 'train.py --lr 0.1' begins anew: its last run has ended"
-    assert second.startswith("the next start of 'train.py --lr 0.2' begins anew: it was started without --resume")
+    assert first == "the next start of 'train.py --lr 0.1' starts from scratch: its last run has ended"
+    assert second.startswith(
+        "the next start of 'train.py --lr 0.2' starts from scratch: it was started without --resume"
+    )
     assert main(["checkpoints", where, "--for", str(tmp_path / "train.py"), "--lr", "0.1"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == first
     assert main(["checkpoints", where, "--for", str(tmp_path / "train.py"), "--lr", "0.3"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == (
-        f"{where} holds step 20 of another command (train.py --lr 0.2); begins anew; --resume-from adopts it"
+        f"{where} holds step 20 of another command (train.py --lr 0.2); this run starts from scratch; "
+        "--resume-from adopts it"
     )
 
 

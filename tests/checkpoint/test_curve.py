@@ -92,7 +92,7 @@ def test_what_does_not_descend(kind: str) -> None:
 
 
 def test_a_new_piece_begins_when_the_driver_says_so() -> None:
-    """The learning rate is divided by ten at step 2000: the loss falls anew."""
+    """The learning rate is divided by ten at step 2000: the loss falls again."""
     first, then = Curve(1.5, 4.0, 0.5), Curve(0.8, 1.0, 0.5, 0.0, 2000.0)
     losses = [*noisy(first, 2000, 5, 0.05), *(noisy(then, 4000, 6, 0.05)[2000:])]
     fitter = fed(losses)

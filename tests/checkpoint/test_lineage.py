@@ -198,7 +198,7 @@ def test_one_sentence_for_each_end(name: str) -> None:
 
 
 def test_another_run_s_checkpoint_is_not_the_last_one(where: Path, spool: Spool) -> None:
-    """A run before had got further, and this one was told to begin anew."""
+    """A run before had got further, and this one was told to start from scratch."""
     save(where, A, EARLY, 100)
     snapshot(spool, 7, folder_of(str(where), A, LATE), **of(A, LATE))
     said = verdict(str(where), A, spool, 7, continues=False)

@@ -63,7 +63,7 @@ def test_full_device(small_device: Path, spool: Spool) -> None:
         wait_until(lambda: spool.status().committed["step"] == 50, "step 50")
         code, said = finish(writer)
     assert code == 0 and len(said) == 2
-    assert "no checkpoint of step 20: no room to write 80" in said[0] and "training goes on" in said[0]
+    assert "no checkpoint of step 20: no room to write 80" in said[0] and "training continues" in said[0]
     assert "checkpoints can be written again: step 50 is committed" in said[1]
     check(newest(small_device), 50, size=40_000)
 
@@ -202,7 +202,7 @@ def test_no_memory(spool: Spool, where: Path, monkeypatch: pytest.MonkeyPatch) -
     large = torch.zeros(1).expand(available_memory())  # one byte of memory, four times the machine's when copied
     for step in (1, 2):
         assert not snapshots.take(step, {}, {"a.safetensors": ({"large": large}, {})}, {"run": "r"})
-    assert len(said) == 1 and "does not fit into memory" in said[0] and "training goes on" in said[0]
+    assert len(said) == 1 and "does not fit into memory" in said[0] and "training continues" in said[0]
     assert not [path for path in spool.folder.rglob("*") if path.is_file()]
     assert snapshots.take(3, {}, {"a.safetensors": ({"small": torch.zeros(3)}, {})}, {"run": "r"})
     snapshots.fence()

@@ -38,7 +38,7 @@ def test_a_counter_that_stands_still_is_late() -> None:
     assert "c" in seen.look(now + 0.6, {"a": 0, "c": 0})
 
 
-def test_an_observer_that_stood_still_itself_begins_anew() -> None:
+def test_an_observer_that_stood_still_itself_starts_over() -> None:
     seen = Observations(2.0)
     seen.look(100.0, {"a": 1})
     assert seen.look(110.0, {"a": 1}) == set()
@@ -185,7 +185,7 @@ def test_a_lease_that_is_no_number_runs_out(capsys: pytest.CaptureFixture[str]) 
             changed.clear()
     finally:
         one.close()
-    assert capsys.readouterr().err.count("the lease of machine two holds b'text', which is no number") == 1
+    assert capsys.readouterr().err.count("the lease of machine two holds b'text', which is not a number") == 1
 
 
 def test_who_is_absent() -> None:

@@ -189,7 +189,7 @@ signal.pause()
 def test_without_room_it_is_skipped(
     pair: list[OneMachine], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The machine's memory is as full as it says: training goes on, the other's copy is kept."""
+    """The machine's memory is as full as it says: training continues, the other's copy is kept."""
 
     check_room = Spool.check_room
 

@@ -89,7 +89,7 @@ def test_each_machine_has_a_donor_where_it_can() -> None:
     assert found == Cut(5, 4, {0: 1, 1: 2})
 
 
-def test_before_the_first_top_all_begin_anew() -> None:
+def test_before_the_first_top_all_start_over() -> None:
     assert cut_of(offer(0), Offer(2, 0, (), None)) == Cut(0, 0, {})
 
 

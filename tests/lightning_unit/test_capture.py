@@ -180,7 +180,7 @@ class Model(pl.LightningModule):
 
 
 class Reloading(Model):
-    """Makes its loaders anew, in an order of its own, every epoch."""
+    """Makes its loaders again, in an order of its own, every epoch."""
 
     def train_dataloader(self) -> Any:
         order = torch.randperm(26).tolist()

@@ -39,7 +39,7 @@ def test_the_log_that_a_newcomer_needs_is_damaged(jobs: Jobs, tmp_path: Path, ki
     result = run(jobs, [LOST], BASE, env=env(tmp_path), extra=[*DAMAGE, kind], restarts=1)
     (restart,) = result.kinds("restart")
     reason = restart.fields["reason"]
-    assert "the log on disk cannot be read" in reason or "keeps no longer" in reason, result.tail()
+    assert "the log on disk cannot be read" in reason or "no longer keeps it" in reason, result.tail()
     assert "continues from the checkpoint at batch top 6" in result.stderr, result.tail()
 
 
@@ -107,7 +107,7 @@ def test_the_newest_checkpoint_and_a_log_are_damaged(jobs: Jobs, tmp_path: Path)
 
 
 def test_no_room_for_the_log(jobs: Jobs, tmp_path: Path) -> None:
-    """Training goes on, the user is told once, and a later loss costs what has been done since the checkpoint."""
+    """Training continues, the user is told once, and a later loss costs what has been done since the checkpoint."""
     args = (*BASE, "--rows", "256")
     options = logging(tmp_path)
     run(jobs, [], args, env=options, extra=[*DAMAGE, "no room"])

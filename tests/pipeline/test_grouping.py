@@ -55,7 +55,7 @@ def groupings(count: int) -> Iterator[list[list[int]]]:
 
 
 def cost(profile: ChainProfile, groups: list[list[int]]) -> tuple[int, float]:
-    """Bytes of all logs and expected replay seconds, written down anew from the definition."""
+    """Bytes of all logs and expected replay seconds, written down again from the definition."""
     logged, expected = 0, 0.0
     for group in groups:
         line = [profile.machines[i].compute_s for i in group for _ in range(profile.machines[i].stages)]

@@ -61,4 +61,7 @@ def test_after_a_restart_the_plan_stays(jobs: Jobs, tmp_path: Path) -> None:
     lost, damage = [Fault(1, 15, "pipe.forward", "SIGKILL", 2)], ("--damage", "0", "13", "remove log")
     env = logging(tmp_path, 4, log_segment_bytes=4096, **OPTIONS)
     result = run(jobs, lost, BASE, nproc=3, env=env, extra=damage, restarts=1, together=[0, 2])
-    assert planned(result) in (PLANS[:3], PLANS)  # at 16 as before the restart; perhaps planned anew, on a busy machine
+    assert planned(result) in (
+        PLANS[:3],
+        PLANS,
+    )  # at 16 as before the restart; perhaps planned again, on a busy machine

@@ -102,7 +102,7 @@ def test_parameters_of_no_optimizer_are_written_when_they_change(tmp_path: Path)
     with pytest.raises(CorruptFile):
         board.read_top(6)
     loose.restore({bias: torch.zeros(2)})
-    assert not net[2].bias.any() and publish(7) == {weight: 7, bias: 7}, "all is written anew"
+    assert not net[2].bias.any() and publish(7) == {weight: 7, bias: 7}, "all is written again"
 
 
 def test_groups_modes_and_buffers_are_put_back_as_the_script_left_them() -> None:

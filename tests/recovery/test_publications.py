@@ -160,7 +160,7 @@ def test_old_tops_go_and_the_newest_stays(tmp_path: pathlib.Path) -> None:
 
 
 def test_what_predecessors_left_goes_when_nothing_refers_to_it(tmp_path: pathlib.Path) -> None:
-    """Every newcomer publishes the order of its pass anew; one that it goes on with stays."""
+    """Every newcomer publishes the order of its pass again; one that it goes on with stays."""
 
     def state(order: str) -> dict[str, Any]:
         return {"loop": [{MARK: True, "iterations": [{"order": order}]}]}

@@ -76,13 +76,13 @@ def test_when_all_are_lost_the_newest_checkpoint_is_where_it_goes_on(jobs: Jobs,
     assert len(result.kinds("restart")) == 1, result.tail()
     assert len(result.struck) == 1 and result.kinds("checkpoint"), result.tail()
     assert all(report["restart"] == 1 for report in result.reports.values())
-    # It did not begin anew: batches before the checkpoint were not run again.
+    # It did not start over: batches before the checkpoint were not run again.
     ran = {int(key.split()[1]) for report in result.reports.values() for key in report["counts"]}
     assert min(ran) >= 3, ran
 
 
 @pytest.mark.nightly
-def test_without_a_checkpoint_everything_begins_anew(jobs: Jobs) -> None:
+def test_without_a_checkpoint_everything_starts_over(jobs: Jobs) -> None:
     args = ["--steps", "9"]
     result = jobs.run(ALL_DIE, args=args)
     compare(result, jobs.reference(TRAIN, args=args))

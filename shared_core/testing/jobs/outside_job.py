@@ -29,7 +29,7 @@ BATCH = 8
 
 
 class Net(nn.Module):
-    """A perceptron with BatchNorm and dropout, layers that are trained later, and a buffer that is assigned anew."""
+    """A perceptron with BatchNorm and dropout, layers that are trained later, and a buffer that is assigned again."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -90,7 +90,7 @@ class Checkpoints:
         self._run = self._adopted = ""
         self._beginning = ""
         self._known: set[int] | None = None
-        # A newcomer passes batch tops again: only beyond its predecessor's it may decide anew.
+        # A newcomer passes batch tops again: only beyond its predecessor's it may decide again.
         progress = progress_file.read_progress(env.rank_dir / "progress") if env.incarnation else None
         self._level = progress[0] if progress is not None else 0
         self._origins: Origins | None = None
@@ -297,7 +297,7 @@ class Checkpoints:
         self._snapshots.fence()
         runtime = self._runtime
         generation, limit_s, done = runtime.generation, min(self._env.config.detection.wait_timeout_s, _AWAIT_S), False
-        what, ends = f"the checkpoint at batch top {top.index} to be committed", "it goes on without it"
+        what, ends = f"the checkpoint at batch top {top.index} to be committed", "it continues without it"
         speaks = lambda: self._env.rank == 0  # noqa: E731 (all ranks wait for the same)
         wait = Wait("rank 0", what, limit_s, bound="wait_timeout_s, at most 60 s", ends=ends, speaks=speaks)
         with suppress(WaitTimeout):
@@ -321,7 +321,7 @@ class Checkpoints:
                 threading.Event().wait()
 
     def _mark_ended(self) -> None:
-        """The program has ended well: a later start of it begins anew."""
+        """The program has ended well: a later start of it starts from scratch."""
         if self.pricing is not None:
             self.pricing.ended("completed")
         if not self.due_top and not self._run:
@@ -331,7 +331,7 @@ class Checkpoints:
         except (OSError, SwiftError) as error:
             if not self.newest_top:
                 return  # nothing was ever written
-            console(f"it cannot be noted in {self._dir} that this run has ended: {error}")
+            console(f"the end of this run cannot be noted in {self._dir}: {error}")
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -353,7 +353,7 @@ class Checkpoints:
         except (WaitTimeout, DamagedRecord) as error:
             self._endings.give_up(error)
         if loaded is None:
-            self.begins_anew()
+            self.start_from_scratch()
             return None
         line = loaded.line
         self._run, self._adopted = line.run, str(line.meta.get("adopted", ""))
@@ -365,8 +365,8 @@ class Checkpoints:
             self.pricing.went_back = True
         return restored(loaded)
 
-    def begins_anew(self) -> None:
-        """This attempt begins at the beginning: find out what it leaves behind, to say so when training begins."""
+    def start_from_scratch(self) -> None:
+        """This attempt starts from scratch: find out what it leaves behind, to say so when training begins."""
         self._beginning = self._origins.left_behind() if self._origins is not None else ""
 
     def _say_how_it_begins(self) -> None:

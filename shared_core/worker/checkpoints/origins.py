@@ -71,8 +71,8 @@ class Origins:
         return f"begins with step {line.step} at {line.adopts}, of '{lineage.command_of(line.meta).short}'"
 
     def left_behind(self) -> str:
-        """Why this attempt begins anew, although there are checkpoints; empty if there are none, and in all ranks and
-        attempts but the first.
+        """Why this attempt starts from scratch, although there are checkpoints; empty if there are none, and in all
+        ranks and attempts but the first.
         """
         env = self._env
         first = env.restart <= int(len(env.machines) > 1)  # several machines count on from an attempt before

@@ -194,7 +194,7 @@ class Pricing:
         except OSError as error:
             if not self._unwritten:
                 self._unwritten = True
-                console(f"the job history {path} cannot be written {what_to_do(error)}. The job goes on")
+                console(f"the job history {path} cannot be written {what_to_do(error)}. The job continues")
 
     def ended(self, end: str) -> None:
         """The run has ended: ``completed``, or ``stopped`` early with its state saved."""

@@ -2,7 +2,7 @@
 
 All parts of all old ranks are in storage. Where all ranks trained the same, the replicated state is the one image, each
 new rank takes the rank-local state of one old rank, and what all of them had left of the pass over the data is dealt
-out anew. Of a pipeline each new stage collects its layers, by name, from the images of all old stages.
+out again. Of a pipeline each new stage collects its layers, by name, from the images of all old stages.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def load(line: Line, env: WorkerEnv) -> Loaded:
             deal_out(mine["parts"], [each["parts"] for each in locals_], env)
     except Unsupported as error:
         raise Unsupported(
-            f"the checkpoint at batch top {line.step} is of {count} workers and cannot be gone on with by "
-            f"{env.world_size}: {error}. Start {count} workers, or begin anew with resume='never'"
+            f"the checkpoint at batch top {line.step} was made by {count} workers and cannot be used by "
+            f"{env.world_size}: {error}. Start {count} workers, or start from scratch with resume='never'"
         ) from error
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise CorruptFile(f"the checkpoint at batch top {line.step} ({line.tier}) cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""What one rank goes on from."""
+"""The state that one rank starts from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared_core.worker.state.publications import Board
 
 @dataclass
 class Restored:
-    """What one rank goes on from: a checkpoint, or what the workers handed on when their number changed.
+    """The state that one rank starts from: a checkpoint, or what the workers handed on when their number changed.
 
     Attributes:
         top: the batch top.

@@ -248,7 +248,7 @@ class Channels:
             while True:
                 with self._state.lock:
                     if self._group.inner is not inner:
-                        return  # the next generation begins anew
+                        return  # the next generation starts from scratch
                     if index >= self._sent[channel]:
                         self._streams.discard(channel)
                         return

@@ -300,7 +300,7 @@ class Archive:
         who = f"{self.owner}: " if self.owner else ""
         what_to_do = "make room there" if number in _FULL else "see to this disk"
         console(
-            f"{who}messages are no longer logged in {self.folder} ({why}). Training goes on, but when a worker is lost "
-            "whose state no other one holds, the job goes back to its newest checkpoint. "
+            f"{who}messages are no longer logged in {self.folder} ({why}). Training continues, but when a worker is "
+            "lost whose state no other one holds, the job goes back to its newest checkpoint. "
             f"To have the log again, {what_to_do} or choose another folder"
         )

@@ -60,7 +60,7 @@ class Index:
             next_number = max(next_number, segment.number + 1)
             loaded.append(segment)
             if segment.size > segments.START and not segment.entries and not bad:
-                console(f"nothing in {path} can be used: it is cut off, damaged, or the log of another rank")
+                console(f"nothing in {path} can be used: it is truncated, damaged, or the log of another rank")
             for key in bad:
                 damaged.append((key.channel, key.index))
                 self.note(key.channel, key.index)

@@ -151,7 +151,7 @@ class Writer:
         if record is not None:
             try:
                 self._store(record)
-            except Exception as error:  # whatever it is, training goes on
+            except Exception as error:  # whatever it is, training continues
                 with self._changed:
                     if self._is_next(record):
                         self._failed(error)

@@ -86,7 +86,7 @@ class DiskLog:
         folder = mine / f"attempt{env.restart}"
         for old in mine.glob("attempt*"):
             if old != folder:
-                shutil.rmtree(old, ignore_errors=True)  # operations were counted anew
+                shutil.rmtree(old, ignore_errors=True)  # operations were counted again
         owner = f"{env.job} rank {env.rank} attempt {env.restart}"
         again = folder.is_dir()
         make = Archive.reopen if again else Archive

@@ -42,6 +42,6 @@ class Spilling:
                     "spill",
                     f"rank {self._rank}: logged messages stay in memory, beyond log.spill_bytes={keep_bytes}: "
                     f"the folder for temporary files {log.folder} cannot be written {what_to_do(error)}, or set "
-                    "TMPDIR to another folder. The job goes on",
+                    "TMPDIR to another folder. The job continues",
                 )
             return before - log.nbytes

@@ -66,7 +66,7 @@ class Options:
             return
         if self._runtime.world is not None or self._start.checkpoints.newest_top:
             raise ConfigError(
-                f"rank {self.env.rank}: options of checkpoints came when there was a process group already: give them "
+                f"rank {self.env.rank}: checkpoint options came after the process group was created: give them "
                 "to the first Trainer or Accelerator (transformers: before TrainingArguments), or to swiftrun"
             )
         self.env = replace(self.env, config=config)

@@ -49,11 +49,11 @@ class Beginning:
     def _line(self) -> Restored | None:
         """What the workers of this attempt start from, if it is not the beginning."""
         env, resized = self._env, self._env.resized
-        begins_anew = not env.restart and not env.config.continues
+        fresh = not env.restart and not env.config.continues
         try:
             checkpoint = None
-            if begins_anew:
-                self._checkpoints.begins_anew()
+            if fresh:
+                self._checkpoints.start_from_scratch()
             else:
                 checkpoint = self._checkpoints.newest()
         except CorruptFile as error:
@@ -189,7 +189,8 @@ class Beginning:
             if self._updates.replicated is None or list(replicas) != [self._env.rank]:
                 raise Unsupported(
                     f"the checkpoint at batch top {restored.top.index} is of a pipeline whose stages had no replicas, "
-                    f"and this one is another: start {restored.workers} workers, or begin anew with resume='never'"
+                    f"and this one is another: start {restored.workers} workers, or start from scratch with "
+                    "resume='never'"
                 )
             restored.description, restored.tensors = collect(self._updates.replicated)
         except SwiftError as error:

@@ -50,7 +50,8 @@ class Attached:
         """
         if not isinstance(values, Mapping):
             raise Unsupported(
-                "this checkpoint was made by an earlier version of swift-recovery: begin again with resume='never'"
+                "this checkpoint was made by an earlier version of swift-recovery: start from scratch with "
+                "resume='never'"
             )
         for path, owner in self._owners:
             for name, buffer in owner._buffers.items():

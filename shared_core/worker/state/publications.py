@@ -248,7 +248,7 @@ class Board:
             self._mirror.append("records", data)
 
     def _move_records(self, data: bytes) -> None:
-        """There was no room to append ``data``: write all records anew."""
+        """There was no room to append ``data``: write all records again."""
         path = self.folder / "records"
         payload = [path.read_bytes(), data]
         self._disk.write(path, sum(map(len, payload)), lambda there: write_bare(there, payload))

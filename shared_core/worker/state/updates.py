@@ -261,7 +261,7 @@ class Updates:
             return list(image.values())
         if self._applied != version:
             raise RecoveryFailed(
-                f"the parameters before update {version + 1} are kept no longer: there have been {self._applied}"
+                f"the parameters before update {version + 1} are no longer kept: there have been {self._applied}"
             )
         return newest
 
@@ -298,7 +298,7 @@ class Updates:
         if top is not None:
             self.outside.refuse()
         if self.state_version < version or (self.state_version > version and self._undo is None):
-            raise RecoveryFailed(f"the state contains {self.state_version} updates, and {version} are asked for")
+            raise RecoveryFailed(f"the state contains {self.state_version} updates, but {version} were requested")
         if self.state_version > version:
             assert self._undo is not None and self.replicated is not None
             self._fence()
