@@ -32,11 +32,12 @@ _ADVICE = {
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV), "see to this disk"),
 }
 
+_NO_THREAD = "Resource temporarily unavailable|can't start new thread"
 _TEXTS = {
     "No space left on device|Disk quota exceeded": _ADVICE[errno.ENOSPC],
     "Read-only file system": _ADVICE[errno.EROFS],
     "Too many open files": _ADVICE[errno.EMFILE],
-    "Resource temporarily unavailable|can't start new thread": _ADVICE[errno.EAGAIN],
+    _NO_THREAD: _ADVICE[errno.EAGAIN],
     "MemoryError|[Cc]annot allocate memory|can't allocate memory": _ADVICE[errno.ENOMEM],
 }
 
@@ -49,6 +50,11 @@ def reason(error: OSError) -> str:
 def advice(error: OSError) -> str:
     """What people can do; empty for an error that is not about resources."""
     return _ADVICE.get(error.errno or 0, "")
+
+
+def no_thread(error: Exception) -> bool:
+    """Whether an error says that the system has no thread or process left."""
+    return re.search(_NO_THREAD, str(error)) is not None
 
 
 def advice_on(text: str) -> str:

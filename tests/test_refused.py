@@ -161,11 +161,12 @@ def test_a_small_memory_file_system(jobs: Jobs, shm: str, said: str) -> None:
 
 
 def test_a_thread_cannot_be_started_in_a_recovery(jobs: Jobs) -> None:
-    refused = Fault(0, ANY_STEP, "thread", "EAGAIN", nth=3)
-    result = run(jobs, faults=[LOST, refused])
+    refused = [Fault(0, ANY_STEP, "thread", "EAGAIN", nth=3), Fault(0, LOST.step, "device", "EAGAIN")]
+    result = run(jobs, faults=[LOST, *refused])
     check(jobs, result)
     assert len(told(result, "cannot start a thread")) == 1, result.tail()
-    assert {record["index"] for record in result.struck} == {0, 1}
+    assert len(told(result, "cannot open a device of gloo")) == 1, result.tail()
+    assert {record["index"] for record in result.struck} == {0, 1, 2}
 
 
 @pytest.mark.nightly

@@ -66,8 +66,10 @@ POINTS: tuple[str, ...] = (
     "lane.let_in",
     "lane.agreed",
     "lane.knock",
-    # Before a thread is started that peers depend on, a publication is written, the log in memory is moved to disk.
+    # Before a thread is started that peers depend on, a device of gloo is opened, a publication is written, the log in
+    # memory is moved to disk.
     "thread",
+    "device",
     "publish",
     "spill",
     # Instructions of a pipeline's schedule, before each: any of them, or those of one kind.

@@ -191,7 +191,7 @@ class InnerGroup:
         """
         with _device_lock:
             before = _listening()
-            device = _default_device()
+            device = threads.persist(_default_device, "open a device of gloo")  # it has a thread
             new = [place for link, place in _listening().items() if link not in before]
         place = new[0] if new else "unknown"
         own, keys = list(members).index(rank), {each: f"port/{at}" for at, each in enumerate(members)}
@@ -277,6 +277,7 @@ def _default_device() -> object:
     Loopback, because the host's address is looked up by name, and a name server that is slow to answer would hold up
     every recovery.
     """
+    inject.point("device")
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return ProcessGroupGloo.create_device(interface=interface)
