@@ -148,9 +148,9 @@ def test_accelerate_four_three_two_four(jobs: Jobs) -> None:
 
 
 def test_nobody_takes_the_place_in_time(jobs: Jobs) -> None:
-    """The first newcomer freezes, and the agent waits before it starts another."""
-    faults = [Fault(1, 5, "bucket", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGSTOP", incarnation=1)]
-    result = run(jobs, faults, options=[], SWIFT_RECOVERY_RESIZE_REPLACE_TIMEOUT_S="0.3")
+    """The newcomer hangs on its way to the training loop."""
+    env = {"SWIFT_RECOVERY_RESIZE_REPLACE_TIMEOUT_S": "0.3"}
+    result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], "--newcomers-hang", options=[], **env)
     check_exact(result, 2)
     assert "nobody has taken the place of rank 1 in 0.3 s" in result.stderr
 

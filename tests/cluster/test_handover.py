@@ -79,6 +79,7 @@ def test_a_process_group_is_too_late() -> None:
 
 
 def test_other_launchers_are_not_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(handover, "_warned", False)  # other tests warn, too
     assert not handover.under_plain_torchrun()
     handover.warn_plain_torchrun_once()
     assert capsys.readouterr().err == ""

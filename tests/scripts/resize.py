@@ -88,7 +88,10 @@ def main() -> None:
     parser.add_argument("--stream", action="store_true", help="an IterableDataset")
     parser.add_argument("--last", type=int, default=-1, help="a rank that is lost when all others have finished")
     parser.add_argument("--optimizer", default="AdamW")
+    parser.add_argument("--newcomers-hang", action="store_true", help="before the loop, for ever")
     args = parser.parse_args()
+    if args.newcomers_hang and worker_env.env().incarnation:
+        threading.Event().wait()
     report = Report()
     shared_core.install()
     dist.init_process_group("gloo")
