@@ -15,25 +15,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import json
 import os
 import selectors
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shared_core.checkpoint import lineage, store
-from shared_core.checkpoint.spool import BELL, Sealed, Spool, Target
-from shared_core.checkpoint.storage import CHUNK, TEMPORARY, Storage, cause_of, open_storage
-from shared_core.errors import CorruptFile, StorageFull, SwiftError
+from shared_core.checkpoint.outgoing import Outgoing, QuotaFull, read_note, write_note
+from shared_core.checkpoint.spool import BELL, Spool
+from shared_core.checkpoint.storage import cause_of, open_storage
+from shared_core.errors import SwiftError
 from shared_core.events import RUN, EventLog, console
 from shared_core.faults import inject
-from shared_core.plain_json import parse
 
 #: How often other machines' marks and notes are looked for, in seconds: in a folder, and behind a URL.
 LOOK_S, LOOK_URL_S = 0.1, 1.0
@@ -41,64 +40,6 @@ LOOK_S, LOOK_URL_S = 0.1, 1.0
 PATIENCE_S = 60.0
 #: A step that could not be written is tried again after so long, doubled each time, in seconds.
 RETRY_S, RETRY_MOST_S = 1.0, 60.0
-
-
-#: What in the meta says whose a checkpoint is; only one's own are removed.
-_OWNER = ("run",)
-
-
-@dataclass
-class _Job:
-    """A complete snapshot of this machine, on its way to storage.
-
-    Attributes:
-        spool: of its attempt.
-        step: batch tops passed.
-        parts: of this machine's ranks, by rank.
-        storage: where to.
-        target: the same with its limits.
-        begun: ``time.monotonic()`` at the first byte.
-        durable: when this machine's parts were; 0 before.
-        marks: of other ranks, when it was looked last.
-    """
-
-    spool: Spool
-    step: int
-    parts: dict[int, Sealed]
-    storage: Storage
-    target: Target
-    begun: float = 0.0
-    durable: float = 0.0
-    marks: int = 0
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.spool.attempt, self.step
-
-    @property
-    def one(self) -> Sealed:
-        return next(iter(self.parts.values()))
-
-    @property
-    def meta(self) -> Mapping[str, Any]:
-        return self.one.meta
-
-    @property
-    def alone(self) -> bool:
-        """Whether all ranks of the job are on this machine."""
-        return len(self.one.local) == self.one.world_size
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.spool.path_of(part, name).stat().st_size for part in self.parts.values() for name in part.files)
-
-    def ours(self, found: store.Checkpoint) -> bool:
-        """Whether a checkpoint is of the same run."""
-        return all(found.meta.get(key) == self.meta.get(key) for key in _OWNER)
-
-    def same_start(self, note: Mapping[str, Any]) -> bool:
-        """Whether another machine's note is of the same attempt of the same job."""
-        return all(note.get(key) == self.meta.get(key) for key in (*_OWNER, "session", "attempt"))
 
 
 class Writer:
@@ -112,7 +53,7 @@ class Writer:
     def __init__(self, spool: Spool, events: EventLog) -> None:
         self._spool, self._events = spool, events
         self._status = replace(spool.status(), pid=os.getpid(), writing=-1, waiting=-1)
-        self._open: _Job | None = None
+        self._open: Outgoing | None = None
         self._done: set[tuple[int, int]] = set()
         self._retry: tuple[tuple[int, int], float, float] | None = None
         self._cleared = False  # what ended runs of the same command had left was removed
@@ -153,12 +94,12 @@ class Writer:
 
     # -- what to do next ----------------------------------------------------------------------------------------------
 
-    def _newest(self) -> _Job | None:
+    def _newest(self) -> Outgoing | None:
         """The newest complete snapshot, if it is to be written and was not; older ones are let go."""
         with self._lock:
             return self._find_newest()
 
-    def _find_newest(self) -> _Job | None:
+    def _find_newest(self) -> Outgoing | None:
         newest = max((spool.attempt for spool in self._spool.all_attempts()), default=0)
         for spool in self._spool.all_attempts():
             step = spool.newest_complete()
@@ -173,7 +114,7 @@ class Writer:
             if target is None or (spool.attempt, step) in self._done:
                 return None
             try:
-                return _Job(spool, step, parts, open_storage(target.where), target)
+                return Outgoing(spool, step, parts, open_storage(target.where), target)
             except SwiftError as error:  # nobody knows such storage
                 self._done.add((spool.attempt, step))
                 self._tell("config", f"no checkpoint of step {step}: {error}; training continues")
@@ -181,7 +122,7 @@ class Writer:
                 return None
         return None
 
-    def _choose(self) -> _Job | None:
+    def _choose(self) -> Outgoing | None:
         """What to write now; None if there is nothing, or another machine has to say which first."""
         self._follows = False
         job = self._newest()
@@ -198,9 +139,9 @@ class Writer:
                 self._leave(job)  # the other machines have ended without it
         return self._open
 
-    def _chosen_elsewhere(self, newest: _Job) -> _Job | None:
+    def _chosen_elsewhere(self, newest: Outgoing) -> Outgoing | None:
         for step in reversed(store.steps(newest.storage)):
-            chosen = _read_note(newest.storage, step, store.BEGUN)
+            chosen = read_note(newest.storage, step, store.BEGUN)
             if chosen is None or not newest.same_start(chosen):
                 continue
             if step == newest.step and chosen == newest.meta:
@@ -210,7 +151,7 @@ class Writer:
             return None
         return None
 
-    def _ended_without(self, job: _Job) -> bool:
+    def _ended_without(self, job: Outgoing) -> bool:
         """At the end: whether no machine comes to this step any more, or one does not whose part of it is missing."""
         if not self._hurry:
             return False
@@ -225,7 +166,7 @@ class Writer:
             for step in store.steps(job.storage):
                 names = job.storage.names(store.folder_name(step)) if step < job.step else []
                 lasts = [name for rank in missing if (name := f"rank{rank}{store.LAST}") in names]
-                if any(job.same_start(_read_note(job.storage, step, name) or {}) for name in lasts):
+                if any(job.same_start(read_note(job.storage, step, name) or {}) for name in lasts):
                     return True
         return False
 
@@ -240,16 +181,16 @@ class Writer:
             if one.target is not None and len(parts) < one.world_size:
                 with contextlib.suppress(OSError, SwiftError):
                     name = f"rank{min(parts)}{store.LAST}"
-                    _write_note(open_storage(one.target.where), step, name, one.meta)
+                    write_note(open_storage(one.target.where), step, name, one.meta)
             return
 
-    def _report_missed(self, newest: _Job, step: int) -> None:
+    def _report_missed(self, newest: Outgoing, step: int) -> None:
         if (newest.spool.attempt, step) in self._done:
             return
         names = newest.storage.names(store.folder_name(step))
         for rank in newest.one.local:
             if store.MANIFEST not in names and f"rank{rank}{store.DONE}" not in names:
-                _write_note(newest.storage, step, f"rank{rank}{store.MISSED}", newest.meta)
+                write_note(newest.storage, step, f"rank{rank}{store.MISSED}", newest.meta)
         self._done.add((newest.spool.attempt, step))
 
     def _let_go_before(self, spool: Spool, step: int) -> None:
@@ -266,52 +207,18 @@ class Writer:
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def _persist(self, job: _Job) -> None:
+    def _persist(self, job: Outgoing) -> None:
         """Make this machine's parts durable."""
         job.begun = time.monotonic()
         inject.set_step(job.step)
         self._set(attempt=job.spool.attempt, writing=job.step, waiting=-1)
-        storage, folder = job.storage, store.folder_name(job.step)
-        if self._is_committed(job):
-            job.durable = time.monotonic()
-            return
-        self._make_room(job)
-        names = set(storage.names(folder))
-        if store.MANIFEST in names:  # of another attempt, or damaged: it is not true from now on
-            storage.remove(f"{folder}/{store.MANIFEST}")
-        if not job.alone and 0 in job.one.local:
-            _write_note(storage, job.step, store.BEGUN, job.meta)
-        for rank, part in job.parts.items():
-            self._persist_rank(job, rank, part, names)
+        if not job.committed:
+            job.make_room(self._warn)
+            job.persist()
         job.durable = time.monotonic()
 
-    def _persist_rank(self, job: _Job, rank: int, part: Sealed, names: set[str]) -> None:
-        storage, folder = job.storage, store.folder_name(job.step)
-        mark = store.read_mark(storage, job.step, rank)
-        if mark is not None and mark.meta == part.meta and mark.parts.keys() == set(part.files) <= names:
-            return  # a writer before this one got as far; what it has written is never touched again
-        for name in (f"rank{rank}{end}" for end in (store.DONE, store.MISSED, store.LAST)):
-            if name in names:
-                storage.remove(f"{folder}/{name}")
-        for name in names:
-            if store.left_over(name, part.files) or (job.alone and name.startswith(TEMPORARY)):
-                storage.remove(f"{folder}/{name}")
-        written = {}
-        for name in part.files:
-            path = job.spool.path_of(part, name)
-            size = path.stat().st_size
-            written[name] = (store.copy_part(storage, job.step, name, self._read(path), size), size)
-        store.write_mark(storage, job.step, rank, store.Mark(written, part.meta))
-
-    def _read(self, path: Path) -> Iterator[memoryview]:
-        """A file piece by piece."""
-        buffer = bytearray(CHUNK)
-        with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                yield memoryview(buffer)[:count]
-
     @contextlib.contextmanager
-    def _looking_around(self, job: _Job) -> Iterator[None]:
+    def _looking_around(self, job: Outgoing) -> Iterator[None]:
         """Meanwhile newer snapshots come, and a write may block for long: a thread lets go of all but the newest."""
         over = threading.Event()
 
@@ -330,7 +237,7 @@ class Writer:
             over.set()
             thread.join()
 
-    def _finish(self, job: _Job) -> bool:
+    def _finish(self, job: Outgoing) -> bool:
         """Commit if all ranks' parts are durable. Whether this step is over, one way or the other."""
         found = store.commit_marked(job.storage, job.step, job.one.world_size, job.meta)
         if found is not None:
@@ -357,17 +264,17 @@ class Writer:
             return True
         return False
 
-    def _leave(self, job: _Job) -> None:
+    def _leave(self, job: Outgoing) -> None:
         """Other machines do not take part in this step."""
         self._over(job)
         message = "other machines' parts are missing"
         self._set(attempt=job.spool.attempt, writing=-1, failed=job.step, cause="incomplete", message=message)
 
-    def _chosen_newer(self, job: _Job) -> bool:
+    def _chosen_newer(self, job: Outgoing) -> bool:
         newer = (step for step in store.steps(job.storage) if step > job.step)
-        return any(job.same_start(_read_note(job.storage, step, store.BEGUN) or {}) for step in newer)
+        return any(job.same_start(read_note(job.storage, step, store.BEGUN) or {}) for step in newer)
 
-    def _committed(self, job: _Job, found: store.Checkpoint) -> None:
+    def _committed(self, job: Outgoing, found: store.Checkpoint) -> None:
         self._over(job)
         seconds = time.monotonic() - job.begun
         if self._said:
@@ -388,54 +295,17 @@ class Writer:
                 self._cleared = True
                 lineage.forget_ended(job.target.where, job.meta)
 
-    def _over(self, job: _Job) -> None:
+    def _over(self, job: Outgoing) -> None:
         self._open, self._retry = None, None
         self._done.add(job.key)
 
-    def _is_committed(self, job: _Job) -> bool:
-        with contextlib.suppress(CorruptFile, OSError):
-            return store.load_manifest(job.storage, job.step).meta == job.meta
-        return False
-
     # -- limits and failures ------------------------------------------------------------------------------------------
 
-    def _make_room(self, job: _Job) -> None:
-        """See that the quota and the device hold the step.
-
-        Raises:
-            StorageFull: they do not.
-        """
-        storage, need = job.storage, job.nbytes
-        store.prune(storage, max(2, job.target.keep), job.ours, spare=[job.step])
-        quota = job.target.quota_bytes
-        if quota:
-            mine = [each for each in store.committed(storage) if job.ours(each) and each.step != job.step]
-            sizes = {each.step: store.parts_size(storage, each.step) for each in mine}
-            while len(sizes) > 1 and sum(sizes.values()) + need > quota:
-                oldest = min(sizes)
-                self._warn(
-                    f"the quota of {quota} bytes does not hold two checkpoints beside one that is being written: the "
-                    "older one is removed before, so that one is there meanwhile"
-                )
-                store.remove(storage, oldest)
-                del sizes[oldest]
-            if sum(sizes.values()) + need > quota:
-                raise _QuotaFull(
-                    f"{need} bytes more than the {sum(sizes.values())} of earlier checkpoints exceed the quota of "
-                    f"{quota} bytes; earlier checkpoints are as they were: raise the quota"
-                )
-        free = storage.free()
-        if free is not None and free < need:
-            raise StorageFull(
-                f"no room to write {need} bytes to {storage.root}: {free} bytes are free; earlier checkpoints are as "
-                "they were: make room, or set checkpoint.dir to a larger device"
-            )
-
-    def _failed(self, job: _Job, error: OSError | SwiftError) -> None:
+    def _failed(self, job: Outgoing, error: OSError | SwiftError) -> None:
         self._open = None
         if self._hurry:
             self._over(job)
-        cause = "quota" if isinstance(error, _QuotaFull) else cause_of(error)
+        cause = "quota" if isinstance(error, QuotaFull) else cause_of(error)
         wait = min(2 * self._retry[2], RETRY_MOST_S) if self._retry and self._retry[0] == job.key else RETRY_S
         self._retry = (job.key, time.monotonic() + wait, wait) if not self._hurry else None
         what = {
@@ -447,7 +317,7 @@ class Writer:
         self._set(attempt=job.spool.attempt, writing=-1, failed=job.step, cause=cause, message=message)
 
     @contextlib.contextmanager
-    def _reports(self, job: _Job) -> Iterator[None]:
+    def _reports(self, job: Outgoing) -> Iterator[None]:
         """Storage errors outside a step's own writing are told and cost nothing."""
         try:
             yield
@@ -470,22 +340,6 @@ class Writer:
         with self._lock:
             self._status = replace(self._status, **values)
             self._spool.set_status(self._status)
-
-
-class _QuotaFull(StorageFull):
-    """The user's own limit is reached."""
-
-
-def _write_note(storage: Storage, step: int, name: str, meta: Mapping[str, Any]) -> None:
-    payload = json.dumps(dict(meta)).encode()
-    storage.write(f"{store.folder_name(step)}/{name}", [payload], len(payload))
-
-
-def _read_note(storage: Storage, step: int, name: str) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError):
-        found = parse(b"".join(storage.chunks(f"{store.folder_name(step)}/{name}")))
-        return found if isinstance(found, dict) else None
-    return None
 
 
 # -- the process ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,178 @@
+"""A snapshot of this machine on its way to storage: its parts, what is asked of their place, and their durability."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared_core.checkpoint import store
+from shared_core.checkpoint.spool import Sealed, Spool, Target
+from shared_core.checkpoint.storage import CHUNK, TEMPORARY, Storage
+from shared_core.errors import CorruptFile, StorageFull
+from shared_core.plain_json import parse
+
+#: What in the meta says whose a checkpoint is; only one's own are removed.
+_OWNER = ("run",)
+
+
+class QuotaFull(StorageFull):
+    """The user's own limit is reached."""
+
+
+@dataclass
+class Outgoing:
+    """A complete snapshot of this machine, on its way to storage.
+
+    Attributes:
+        spool: of its attempt.
+        step: batch tops passed.
+        parts: of this machine's ranks, by rank.
+        storage: where to.
+        target: the same with its limits.
+        begun: ``time.monotonic()`` at the first byte.
+        durable: when this machine's parts were; 0 before.
+        marks: of other ranks, when it was looked last.
+    """
+
+    spool: Spool
+    step: int
+    parts: dict[int, Sealed]
+    storage: Storage
+    target: Target
+    begun: float = 0.0
+    durable: float = 0.0
+    marks: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Attempt and step."""
+        return self.spool.attempt, self.step
+
+    @property
+    def one(self) -> Sealed:
+        """Any of the parts: what it says of the job is the same in all."""
+        return next(iter(self.parts.values()))
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """What the ranks say of the checkpoint."""
+        return self.one.meta
+
+    @property
+    def alone(self) -> bool:
+        """Whether all ranks of the job are on this machine."""
+        return len(self.one.local) == self.one.world_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.spool.path_of(part, name).stat().st_size for part in self.parts.values() for name in part.files)
+
+    def ours(self, found: store.Checkpoint) -> bool:
+        """Whether a checkpoint is of the same run."""
+        return all(found.meta.get(key) == self.meta.get(key) for key in _OWNER)
+
+    def same_start(self, note: Mapping[str, Any]) -> bool:
+        """Whether another machine's note is of the same attempt of the same job."""
+        return all(note.get(key) == self.meta.get(key) for key in (*_OWNER, "session", "attempt"))
+
+    @property
+    def committed(self) -> bool:
+        """Whether it is in storage already."""
+        with contextlib.suppress(CorruptFile, OSError):
+            return store.load_manifest(self.storage, self.step).meta == self.meta
+        return False
+
+    def make_room(self, warn: Callable[[str], None]) -> None:
+        """See that the quota and the device hold the step.
+
+        Args:
+            warn: says to the user that the quota leaves one checkpoint only meanwhile.
+
+        Raises:
+            StorageFull: they do not.
+        """
+        storage, need = self.storage, self.nbytes
+        store.prune(storage, max(2, self.target.keep), self.ours, spare=[self.step])
+        quota = self.target.quota_bytes
+        if quota:
+            mine = [each for each in store.committed(storage) if self.ours(each) and each.step != self.step]
+            sizes = {each.step: store.parts_size(storage, each.step) for each in mine}
+            while len(sizes) > 1 and sum(sizes.values()) + need > quota:
+                oldest = min(sizes)
+                warn(
+                    f"the quota of {quota} bytes does not hold two checkpoints beside one that is being written: the "
+                    "older one is removed before, so that one is there meanwhile"
+                )
+                store.remove(storage, oldest)
+                del sizes[oldest]
+            if sum(sizes.values()) + need > quota:
+                raise QuotaFull(
+                    f"{need} bytes more than the {sum(sizes.values())} of earlier checkpoints exceed the quota of "
+                    f"{quota} bytes; earlier checkpoints are as they were: raise the quota"
+                )
+        free = storage.free()
+        if free is not None and free < need:
+            raise StorageFull(
+                f"no room to write {need} bytes to {storage.root}: {free} bytes are free; earlier checkpoints are as "
+                "they were: make room, or set checkpoint.dir to a larger device"
+            )
+
+    def persist(self) -> None:
+        """Make this machine's parts durable.
+
+        Raises:
+            OSError, SwiftError: if that cannot be.
+        """
+        storage, folder = self.storage, store.folder_name(self.step)
+        names = set(storage.names(folder))
+        if store.MANIFEST in names:  # of another attempt, or damaged: it is not true from now on
+            storage.remove(f"{folder}/{store.MANIFEST}")
+        if not self.alone and 0 in self.one.local:
+            write_note(storage, self.step, store.BEGUN, self.meta)
+        for rank, part in self.parts.items():
+            self._persist_rank(rank, part, names)
+
+    def _persist_rank(self, rank: int, part: Sealed, names: set[str]) -> None:
+        storage, folder = self.storage, store.folder_name(self.step)
+        mark = store.read_mark(storage, self.step, rank)
+        if mark is not None and mark.meta == part.meta and mark.parts.keys() == set(part.files) <= names:
+            return  # a writer before this one got as far; what it has written is never touched again
+        for name in (f"rank{rank}{end}" for end in (store.DONE, store.MISSED, store.LAST)):
+            if name in names:
+                storage.remove(f"{folder}/{name}")
+        for name in names:
+            if store.left_over(name, part.files) or (self.alone and name.startswith(TEMPORARY)):
+                storage.remove(f"{folder}/{name}")
+        written = {}
+        for name in part.files:
+            path = self.spool.path_of(part, name)
+            size = path.stat().st_size
+            written[name] = (store.copy_part(storage, self.step, name, _pieces(path), size), size)
+        store.write_mark(storage, self.step, rank, store.Mark(written, part.meta))
+
+
+def _pieces(path: Path) -> Iterator[memoryview]:
+    """A file piece by piece."""
+    buffer = bytearray(CHUNK)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            yield memoryview(buffer)[:count]
+
+
+def write_note(storage: Storage, step: int, name: str, meta: Mapping[str, Any]) -> None:
+    """Leave a note for the writers of other machines in a checkpoint's folder."""
+    payload = json.dumps(dict(meta)).encode()
+    storage.write(f"{store.folder_name(step)}/{name}", [payload], len(payload))
+
+
+def read_note(storage: Storage, step: int, name: str) -> dict[str, Any] | None:
+    """Another writer's note; None where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = parse(b"".join(storage.chunks(f"{store.folder_name(step)}/{name}")))
+        return found if isinstance(found, dict) else None
+    return None
