@@ -6,6 +6,7 @@ STAMP := $(VENV)/.swift-recovery-installed
 ETCD := $(VENV)/.etcd-looked-for
 EXTRAS := lightning,accelerate,deepspeed,plan,checkpoint,report,test,dev
 FAULTS ?= 60
+PARALLEL ?= 2
 SEED ?= 1
 export OMP_NUM_THREADS ?= 1
 
@@ -13,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make demo    train a small GPT-2 twice, with and without faults, and compare the results"
-	@echo "make test    linters, type checker and tests"
+	@echo "make test    linters, type checker and tests, PARALLEL=$(PARALLEL) at once"
 	@echo "make lint    linters and type checker only"
 	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED), and as many in pipelines"
 	@echo "make bench   all benchmarks; results in runs/bench/"
@@ -51,7 +52,7 @@ format: $(STAMP)
 	$(PY) -m ruff format .
 
 test: lint $(ETCD)
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(PARALLEL) --dist worksteal
 
 soak: $(STAMP)
 	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED)
