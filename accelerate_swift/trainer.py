@@ -75,7 +75,7 @@ class SwiftTrainer(transformers.Trainer):
                     "change in the middle of one: leave on_failure='replace' and replace_timeout_s=0"
                 )
             job.checkpoints.keep_number("transformers.Trainer counts the steps of an epoch in advance")
-            job.checkpoints.reachable = self._swift_phase == 1
+            job.checkpoints.note_reachable(self._swift_phase == 1)
             if self._swift.loop.joining:
                 target = self._swift_target = job.peek(_NAME)
                 if target is not None and target["phase"] > self._swift_phase:

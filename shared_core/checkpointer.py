@@ -86,8 +86,7 @@ class Checkpointer(TrainingLoop):
         objects: models, optimizers (at least one), loaders, and whatever else has ``state_dict`` (schedulers, scalers,
             averages).
         options: of :class:`~shared_core.config.CheckpointOptions`, such as ``policy`` or ``keep``: ``resume="never"``
-            starts from scratch, ``resume_from=FOLDER`` begins with a checkpoint of another command. Others in their
-            section.
+            starts from scratch, ``resume_from=FOLDER`` begins with a checkpoint of another command.
 
     Attributes:
         loss: of the newest batch; set it to have it looked at. It is not read at once, so it costs no wait.
@@ -174,7 +173,7 @@ class Alone:
         complete: the script has made all its epochs.
     """
 
-    reroutes = added = rejoined = False
+    reroutes = added = False
     orders = None
 
     def __init__(self, config: SwiftConfig, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
@@ -182,7 +181,7 @@ class Alone:
         self.config, self._where = config, config.checkpoint.dir
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.reachable = self.complete = self.joining = False
+        self.complete = self.joining = False
         self.loss: torch.Tensor | float | None = None
         self.tops = self.version = 0
         self._top_version = -1
@@ -214,6 +213,9 @@ class Alone:
     def register(self, name: str, capture: Capture, restore: Restore) -> None:
         """Have state follow."""
         self._parts.register(name, capture, restore)
+
+    def note_reachable(self, reachable: bool) -> None:
+        """Of no meaning here: no worker has to find the place of another."""
 
     @property
     def checkpoints(self) -> Alone:
@@ -284,9 +286,8 @@ class Alone:
         self._persisting = Persisting(path, None, 60.0, console) if local_rank == 0 else None
         measured = self.rank == 0 and self.config.checkpoint.chosen_policy not in ("fixed", "none")
         self._pricing = Pricing(self.config, self.world_size, self._command.key) if measured else None
-        self._session = self._agreed("session", lineage.new_run())
-        self._run, self._adopted = self._session, ""
-        self._ending, self._told = False, 0
+        self._run = self._session = self._agreed("session", lineage.new_run())
+        self._adopted, self._ending, self._told = "", False, 0
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_sigterm)
         atexit.register(self.close)

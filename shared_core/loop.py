@@ -261,7 +261,7 @@ class TrainingLoop:
         """A training loader is about to be iterated. False in a newcomer whose predecessor had finished with it."""
         assert self.job is not None
         self._round += 1
-        self.job.checkpoints.reachable = self.epoch is not None or self._round == 1
+        self.job.checkpoints.note_reachable(self.epoch is not None or self._round == 1)
         target = self._target()
         if target is None:
             return True

@@ -111,7 +111,7 @@ class Lease:
         self.lost: set[str] = set()
         self.alive: tuple[str, ...] = ()
         self.fenced = ""
-        self._store, self._machine, self._lease_s = connect(), machine, lease_s
+        self._store, self._machine = connect(), machine
         self._changed, self._fence = changed, fence
         self._expected: set[str] = set()
         self._observations = Observations(lease_s)

@@ -62,7 +62,7 @@ class Calls:
         Returns:
             Whether the present call is one of those.
         """
-        self._job.position.rejoined = False
+        self._job.position.note_rejoined(False)
         self._target, self.count, self.draws = self.count, count, draws
         self._recorded = {kind: self._job.notes.kept(kind) for kind in (_RESULTS, _DRAWS, _ENDS)}
         self._begins = count < self._target

@@ -149,7 +149,8 @@ class SharedReplay:
             helpers.end()
         elif not self._decided:
             self._dismiss(replaying)
-        self._helpers, self._decided, job.replays.own = None, False, None
+        self._helpers, self._decided = None, False
+        job.replays.end()
 
     def run(self) -> None:
         """One step, as the schedule would have made it."""

@@ -16,7 +16,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from shared_core.errors import WaitTimeout
-from shared_core.events import JOB_DIR as JOB_DIR
 from shared_core.events import console
 from shared_core.protocol import worker_env
 from shared_core.protocol.keys import REPORTS, WORDS

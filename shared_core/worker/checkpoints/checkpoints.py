@@ -58,10 +58,12 @@ class Checkpoints:
     """Takes and reads the checkpoints of one rank. Every rank has a part of its own, and the first of each set of
     replicas their state.
 
+    Args:
+        fixed: as :meth:`keep_number` takes it; empty if what is written serves any number of workers.
+
     Attributes:
         newest_top: batch top of the newest checkpoint that this rank knows to be committed; 0 for none.
         due_top: the newest batch top at which a checkpoint was due, whether or not it came to be.
-        fixed: why what is written now serves no other number of workers; empty if it does.
         pricing: what rank 0 has measured and decides by; None elsewhere, and where nothing is decided.
     """
 
@@ -81,7 +83,7 @@ class Checkpoints:
         self._dir = config.checkpoint.dir
         self._every = config.checkpoint.every_steps if config.checkpoint.chosen_policy == "fixed" else 0
         self.newest_top = self.due_top = 0
-        self.fixed = fixed
+        self._fixed = fixed
         self._spool = Spool(env.job_dir / FOLDER, env.restart)
         self._snapshots: Snapshots | None = None
         self._decisions: Decisions | None = None
@@ -207,7 +209,7 @@ class Checkpoints:
                 "parts": parts,
                 "ends": ends_before(board, top.entry),
                 "records": board.records(),
-                resharding.FIXED: self.fixed,
+                resharding.FIXED: self._fixed,
             }
             images = {}
             if rank == min(top.replicas, default=0):
@@ -319,6 +321,14 @@ class Checkpoints:
         if len(self._env.machines) < 2:
             while True:
                 threading.Event().wait()
+
+    def keep_number(self, reason: str) -> None:
+        """What is written from now on serves no other number of workers.
+
+        Args:
+            reason: why, for people.
+        """
+        self._fixed = reason
 
     def _mark_ended(self) -> None:
         """The program has ended well: a later start of it starts from scratch."""

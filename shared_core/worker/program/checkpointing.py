@@ -19,14 +19,11 @@ class Checkpointing:
         start: has the checkpoints of this rank.
         position: how far the program is.
         board: publications of this rank.
-
-    Attributes:
-        reachable: a fresh worker that runs the script gets to the present place; elsewhere no checkpoint is written.
     """
 
     def __init__(self, start: Start, position: Position, board: Board) -> None:
         self._start, self._position, self._board = start, position, board
-        self.reachable = True
+        self._reachable = True
 
     @property
     def near(self) -> bool:
@@ -44,7 +41,11 @@ class Checkpointing:
         Args:
             reason: why, for people.
         """
-        self._start.checkpoints.fixed = reason
+        self._start.checkpoints.keep_number(reason)
+
+    def note_reachable(self, reachable: bool) -> None:
+        """Whether a fresh worker that runs the script gets to the present place; elsewhere no checkpoint is written."""
+        self._reachable = reachable
 
     def note_loss(self, loss: torch.Tensor | float) -> None:
         """See :meth:`Job.note_loss`."""
@@ -53,5 +54,5 @@ class Checkpointing:
 
     def at_top(self, top: Top, parts: dict[str, Any]) -> None:
         """A batch top was published; make a checkpoint there if one is due."""
-        if self.reachable:
+        if self._reachable:
             self._start.checkpoints.at_top(top, parts, self._board)

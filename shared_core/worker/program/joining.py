@@ -69,12 +69,12 @@ class Joining:
         place, received = beginning.reach(self._position.entry, self._trained.replicas)
         let_in = received is not None and place.added
         if received is not None:
-            self._replays.own = received.replaying
+            self._replays.begin(received.replaying)
         self._updates.load(place.top.version, place.description, place.tensors)
         self._buckets.settle(place.records, place.top)
         with self._position.restoring(resized=place.resized, added=place.added):
             self._take_place(place)
-        self._position.rejoined = let_in
+        self._position.note_rejoined(let_in)
         self._news.began(place.top.index, beginning.reached(place))
         if let_in or received is None:
             # Where a checkpoint is there already, or others make none, none is made.

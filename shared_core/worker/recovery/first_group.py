@@ -32,6 +32,6 @@ def on_first_group(
     inject.point("startup")
     received = recovery.join()
     if recovery.newcomer:
-        replays.own = received.replaying
+        replays.begin(received.replaying)
         beginning.from_scratch()
         news.joined(None)

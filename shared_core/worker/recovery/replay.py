@@ -24,13 +24,21 @@ class Replays:
 
     Attributes:
         commits: by which the ranks agree how much is kept of what is logged.
-        own: set in a newcomer that runs on from a checkpoint, or from the beginning; whoever acts on it sets it back.
+        own: set in a newcomer that runs from a checkpoint, or from the beginning, until its replay has ended.
     """
 
     def __init__(self, runtime: Runtime, log: DiskLog, commits: Commits) -> None:
         self._runtime, self._log, self.commits = runtime, log, commits
         self._helper: Callable[[Replaying], None] | None = None
         self.own: Replaying | None = None
+
+    def begin(self, replaying: Replaying | None) -> None:
+        """This newcomer replays what its predecessor did; None: nothing is to be replayed."""
+        self.own = replaying
+
+    def end(self) -> None:
+        """This newcomer has replayed what its predecessor did."""
+        self.own = None
 
     def regroup(self, together: Sequence[int]) -> None:
         """From now on these ranks, this one among them, start again together: messages between them are not logged."""

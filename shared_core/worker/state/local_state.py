@@ -26,8 +26,8 @@ class Position:
         entry: number of the entry call (fit, validate, test, predict); -1 before the first.
         resized: what is being restored is that of another number of workers.
         added: what is being restored is a copy of another rank's, because this one has been added.
-        rejoined: this worker has been let in by others that had gone on without its predecessor; whoever acts on it
-            sets it back.
+        rejoined: this worker has been let in by others that had continued without its predecessor, and nobody has
+            acted on that yet.
     """
 
     tops: int = 0
@@ -35,6 +35,10 @@ class Position:
     resized: bool = False
     added: bool = False
     rejoined: bool = False
+
+    def note_rejoined(self, rejoined: bool) -> None:
+        """This worker was let in; or somebody has acted on it. See the attribute."""
+        self.rejoined = rejoined
 
     @contextmanager
     def restoring(self, *, resized: bool, added: bool) -> Iterator[None]:
