@@ -93,9 +93,9 @@ def test_the_missing_ranks_are_named_by_the_lowest_that_has_come(capsys: pytest.
     store, keys = Keys("b", "d"), {0: "a", 1: "b", 2: "c", 3: "d"}
     for rank in (1, 3):
         with pytest.raises(
-            WaitTimeout, match=rf"^rank {rank} waited 0.02 s \(wait_timeout_s\) for ranks 0, 2 to come\."
+            WaitTimeout, match=rf"^rank {rank} waited 0.2 s \(wait_timeout_s\) for ranks 0, 2 to come\."
         ):
-            wait_for(store, keys, lambda: False, 0.02, rank, "to come")
+            wait_for(store, keys, lambda: False, 0.2, rank, "to come")
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("[swift] rank 1 waits for ranks 0, 2 to come; ")
 

@@ -25,6 +25,12 @@ print(json.dumps(said), flush=True)
 """
 
 
+@pytest.fixture(autouse=True)
+def as_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process runs a script, also where it is a worker of ``pytest -n``."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)
+
+
 @pytest.mark.parametrize("how", [["script.py"], ["-X", "dev", "-m", "script"]], ids=["script", "module"])
 def test_script_arguments_and_flags_are_handed_over(tmp_path: Path, how: list[str]) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -101,7 +107,6 @@ def test_other_launchers_are_not_left(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_tasks_of_srun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """SLURM's variables are set by hand here; ``tests/test_slurm.py`` has them from SLURM itself."""
     monkeypatch.setattr(handover, "_warned", False)
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py")
     monkeypatch.setenv("SLURM_NTASKS", "2")  # of a batch script: nothing has been started yet
     monkeypatch.setenv("SLURM_PROCID", "0")
     handover.warn_srun_once()
