@@ -1,9 +1,8 @@
-"""Undo gives back parameters and optimizer state bit for bit; what cannot be undone is refused."""
+"""Undo gives back parameters and optimizer state bit for bit."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,147 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
+from undoing import AS_INT, DTYPES, KINDS, bits, build, fill, filled, network
 
 from shared_core.errors import UnsupportedOptimizer
 from shared_core.testing.digest import digest, optimizer_digest_data
 from shared_core.worker.state.undo import Undo, step_parameters
 
-SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-39, 3e38, -3e38, 1e-30, float("inf"), float("-inf"), float("nan"), 1.0, 1e4]
-#: NaNs with a payload and a sign, which arithmetic would not keep.
-ODD_NAN = {torch.float32: -0x3EDCC, torch.float64: -0x7EDCBA9876543, torch.bfloat16: -0x3D}
-AS_INT = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
-
-
-class Lamb(Optimizer):
-    """LAMB with the state of DeepSpeed's FusedLamb, which runs on GPUs only: steps as numbers, coefficients outside."""
-
-    def __init__(self, params: Iterable[torch.Tensor], lr: float = 1e-2, weight_decay: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        self.lamb_coeffs: list[torch.Tensor] = []
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        del self.lamb_coeffs[:]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                state["step"] += 1
-                state["exp_avg"].mul_(0.9).add_(p.grad, alpha=0.1)
-                state["exp_avg_sq"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
-                update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8) + group["weight_decay"] * p
-                trust = p.norm() / update.norm()
-                self.lamb_coeffs.append(trust)
-                p.sub_(update * trust * group["lr"])
-
-
-class Rebinding(Optimizer):
-    """Keeps history in every way that can be followed: new tensors, lists, keys that are no parameters, counters."""
-
-    def __init__(self, params: Iterable[torch.Tensor], lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "k": 0})
-        self.calls = 0
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        self.calls += 1
-        self.last = torch.tensor(self.calls)
-        self.state["all"] = {"n": self.calls}
-        for group in self.param_groups:
-            group["k"] += 1
-            group["seen"] = True
-            for p in group["params"]:
-                state = self.state[p]
-                state["history"] = [*state.get("history", []), p.clone()][-2:]
-                state.setdefault("grown", []).append((self.calls, p.sum()))
-                state["avg"] = p * 0.5 + state.get("avg", 0.0)
-                p.sub_(state["avg"] * group["lr"])
-
-
-def options(fixed: dict[str, Any] | None = None, paths: Sequence[str] = ("foreach",), **chosen: Any) -> Any:
-    """Options of an optimizer: some of each list, and the path."""
-    path = st.sampled_from(
-        [{}, {"foreach": False}, {"foreach": True}, *([{"fused": True}] if "fused" in paths else [])]
-    )
-    if not paths:
-        path = st.just({})
-    values = st.fixed_dictionaries({name: st.sampled_from(some) for name, some in chosen.items()})
-    return st.builds(lambda p, v: {**(fixed or {}), **v, **p}, path, values)
-
-
-DECAY = [0.0, 0.1]
-BOTH = [False, True]
-ADAM = options(paths=("foreach", "fused"), lr=[1e-3, 1.0], weight_decay=DECAY, amsgrad=BOTH, maximize=BOTH)
-KINDS: dict[str, Any] = {
-    "SGD": st.one_of(
-        options({"lr": 0.1}, paths=("foreach", "fused"), momentum=[0.0, 0.9], weight_decay=DECAY, maximize=BOTH),
-        options({"lr": 0.1, "nesterov": True}, paths=("foreach", "fused"), momentum=[0.9], weight_decay=DECAY),
-        options({"lr": 0.1}, momentum=[0.9], dampening=[0.0, 0.5]),
-    ),
-    "Adam": ADAM,
-    "AdamW": ADAM,
-    "NAdam": options(weight_decay=DECAY, decoupled_weight_decay=BOTH, maximize=BOTH),
-    "RAdam": options(weight_decay=DECAY, decoupled_weight_decay=BOTH, maximize=BOTH),
-    "Adamax": options(weight_decay=DECAY, maximize=BOTH),
-    "Adadelta": options(weight_decay=DECAY, maximize=BOTH),
-    "Adagrad": st.one_of(
-        options(lr_decay=[0.0, 0.1], weight_decay=DECAY, maximize=BOTH, initial_accumulator_value=[0.0, 0.5]),
-        st.just({"fused": True}),
-    ),
-    "RMSprop": options(momentum=[0.0, 0.9], centered=BOTH, weight_decay=DECAY, maximize=BOTH),
-    "Rprop": options(maximize=BOTH),
-    "ASGD": options(weight_decay=DECAY, maximize=BOTH, t0=[0.0, 1e6]),
-    "Adafactor": options(weight_decay=DECAY, maximize=BOTH),
-    "Muon": options(paths=(), momentum=[0.9], nesterov=BOTH, weight_decay=DECAY),
-    "Lamb": options(paths=(), weight_decay=DECAY),
-    "Rebinding": st.just({}),
-}
-DTYPES = {
-    "Muon": [torch.float32],
-    "Lamb": [torch.float32, torch.float64, torch.bfloat16],
-}
+SHAPES = st.lists(st.sampled_from([(), (1,), (7,), (3, 4), (2, 3, 2), (0,), (17, 5)]), min_size=1, max_size=4)
 
 
 def test_every_optimizer_of_torch_is_in_the_list() -> None:
     kinds = {n for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, Optimizer)}
     assert kinds - {"Optimizer", "LBFGS", "SparseAdam"} == KINDS.keys() - {"Lamb", "Rebinding"}
-
-
-def build(name: str, params: Any, **chosen: Any) -> Optimizer:
-    kind = {"Lamb": Lamb, "Rebinding": Rebinding}.get(name) or getattr(torch.optim, name)
-    made: Optimizer = kind(params, **chosen)
-    return made
-
-
-def bits(params: Sequence[torch.Tensor], optimizer: Optimizer, gradients: bool = False) -> str:
-    """All that undo puts back: values by their bits, keys, hyper-parameters, attributes, identity of the tensors."""
-    own = {k: v for k, v in vars(optimizer).items() if k in ("lamb_coeffs", "calls", "last")}
-    keys = [[k for k in optimizer.state if not isinstance(k, torch.Tensor)], optimizer.state.get("all")]  # type: ignore[call-overload]
-    has = [p in optimizer.state for p in params]
-    same = [[id(v) for v in optimizer.state[p].values()] if h else [] for p, h in zip(params, has, strict=True)]
-    grads = [p.grad for p in params] if gradients else []
-    return digest([list(params), grads, optimizer_digest_data(optimizer), own, keys, has, same])
-
-
-def filled(shape: Sequence[int], dtype: torch.dtype, seed: int, special: bool) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
-    if special and values.numel():
-        places = torch.randperm(values.numel(), generator=generator)[: max(1, values.numel() // 2)]
-        chosen = torch.tensor(SPECIAL, dtype=torch.float64)[
-            torch.randint(len(SPECIAL), places.shape, generator=generator)
-        ]
-        values.view(-1)[places] = chosen
-    result = values.to(dtype)
-    if special and result.numel():
-        result.view(AS_INT[dtype]).view(-1)[0] = ODD_NAN[dtype]
-    return result
-
-
-SHAPES = st.lists(st.sampled_from([(), (1,), (7,), (3, 4), (2, 3, 2), (0,), (17, 5)]), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("name", sorted(KINDS))
@@ -245,17 +115,6 @@ def test_the_second_moment_survives_a_spike(path: dict[str, bool]) -> None:
     undo.undo()
     assert (optimizer.state[p]["exp_avg_sq"] == torch.tensor(1e-10)).all()
     assert bits([p], optimizer) == original
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 3))
-
-
-def fill(net: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in net.parameters():
-        p.grad = torch.randn(p.shape, generator=generator)
 
 
 class Killed(BaseException):
@@ -539,80 +398,3 @@ def test_lamb_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     # Any other class that holds native code might keep something in it.
     with pytest.raises(UnsupportedOptimizer, match="Other.fused_lamb_cuda is a module"):
         Undo([type("Other", (fused_lamb.FusedLamb,), {})(net.parameters())])
-
-
-# -- what is refused -----------------------------------------------------------------------------------
-
-
-class Noisy(torch.optim.SGD):
-    """Rounds stochastically with a generator of its own."""
-
-    def __init__(self, params: Iterable[torch.Tensor]) -> None:
-        super().__init__(params, lr=0.1)
-        self.generator = torch.Generator()
-
-
-def test_optimizers_that_cannot_be_undone_are_refused() -> None:
-    net = network()
-    cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: torch.optim.LBFGS(net.parameters()), "LBFGS evaluates its closure several times"),
-        (lambda: torch.optim.SparseAdam(list(net.parameters())), "SparseAdam takes sparse gradients only"),
-        (lambda: torch.optim.SGD(net.parameters(), differentiable=True), "differentiable=True"),
-        (lambda: Noisy(net.parameters()), "Noisy.generator is a Generator"),
-        (lambda: nn.Linear(1, 1), "Linear is not a torch.optim.Optimizer; if it wraps one, give that one"),
-    ]
-    for make, message in cases:
-        with pytest.raises(UnsupportedOptimizer, match=message):
-            Undo([make()])
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    optimizer.state[next(net.parameters())]["sketch"] = {1, 2}
-    with pytest.raises(UnsupportedOptimizer, match=r"SGD.state\['sketch'\] is a set"):
-        Undo([optimizer])
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("name", ["SGD", "Adagrad"])
-@settings(max_examples=5, deadline=None, derandomize=True, database=None)
-@given(row=st.integers(0, 5))
-def test_sparse_gradients_are_refused_before_anything_changes(name: str, row: int) -> None:
-    torch.manual_seed(0)
-    net = nn.Embedding(6, 3, sparse=True)
-    optimizer = build(name, net.parameters(), lr=0.1)
-    undo = Undo([optimizer])
-    undo.arm()
-    original = bits([net.weight], optimizer)
-    net(torch.tensor([row])).sum().backward()
-    with pytest.raises(UnsupportedOptimizer, match=r"shape \(6, 3\) has a sparse gradient; \w+ cannot be undone"):
-        optimizer.step()
-    assert bits([net.weight], optimizer) == original
-    with pytest.raises(UnsupportedOptimizer, match="sparse gradient"):
-        Undo([optimizer])
-    undo.disarm()
-    optimizer.step()
-
-
-def test_state_that_appears_later_and_cannot_be_kept_is_refused_before_the_step() -> None:
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    undo = Undo([optimizer])
-    undo.arm()
-    optimizer.state[next(net.parameters())]["generator"] = torch.Generator()
-    fill(net, 0)
-    parameters = digest(list(net.parameters()))
-    with pytest.raises(UnsupportedOptimizer, match=r"SGD.state\['generator'\] is a Generator"):
-        optimizer.step()
-    assert digest(list(net.parameters())) == parameters and undo.undo() == 0
-
-
-def test_a_step_that_is_given_other_tensors_to_change_is_refused() -> None:
-    class Writes(torch.optim.SGD):
-        def step(self, closure: Any = None, output_params: Any = None) -> Any:  # as DeepSpeed's LAMB
-            return super().step(closure)
-
-    net = network()
-    optimizer = Writes(net.parameters(), lr=0.1)
-    undo = Undo([optimizer])
-    undo.arm()
-    fill(net, 0)
-    with pytest.raises(UnsupportedOptimizer, match="was given more than a closure"):
-        optimizer.step(output_params=[])

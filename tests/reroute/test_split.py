@@ -3,180 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from held_bytes import bytes_held, layers_waiting
+from splitting import (
+    MICRO_BATCHES,
+    Call,
+    Scale,
+    block,
+    check,
+    gpt2_block,
+    leaves,
+    randn,
+    residual,
+    results,
+    same,
+    split,
+)
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.pipelining._backward import stage_backward_input
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shared_core.reroute.split import BackwardOrder, StageBackward
-
-MICRO_BATCHES = 3
-Batch = tuple[Any, ...]
-
-
-def flat(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for one in value for t in flat(one)] if isinstance(value, tuple | list) else []
-
-
-def leaves(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
-    return type(value)(leaves(one) for one in value) if isinstance(value, tuple | list) else value
-
-
-def results(stage: nn.Module, outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> dict[str, list[Any]]:
-    return {
-        "outputs": [y.detach() for y in outputs],
-        "input gradients": list(inputs),
-        "parameter gradients": [p.grad for p in stage.parameters()],
-        "buffers": list(stage.buffers()),
-    }
-
-
-def seeds(outputs: Sequence[Tensor]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(y.shape, generator=generator).to(y.dtype) for y in outputs]
-
-
-def plain(stage: nn.Module, batches: Sequence[Batch], order: Sequence[int]) -> dict[str, list[Any]]:
-    """What torch alone gives when the backwards run in ``order``."""
-    torch.manual_seed(7)
-    given = [leaves(batch) for batch in batches]
-    outputs = [flat(stage(*batch)) for batch in given]
-    for i in order:
-        pairs = [(y, g) for y, g in zip(outputs[i], seeds(outputs[i]), strict=True) if y.requires_grad]
-        if pairs:
-            torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
-    return results(stage, [y for one in outputs for y in one], [x.grad for x in flat(given)])
-
-
-#: Names of what is done: the part, and the micro-batch.
-PLANS = {
-    "each": ["I0", "W0", "I1", "W1", "I2", "W2"],
-    "late": ["I0", "I1", "I2", "W0", "W1", "W2"],
-    "turned": ["I0", "I1", "I2", "W2", "W0", "W1"],
-    "mixed": ["I0", "B1", "I2", "W2", "W0"],
-    "whole": ["B0", "B1", "B2"],
-}
-
-
-def split(stage: nn.Module, batches: Sequence[Batch], plan: Sequence[str]) -> tuple[dict[str, list[Any]], list[Any]]:
-    torch.manual_seed(7)
-    done = [StageBackward.forward(stage, *batch) for batch in batches]
-    parts = [part for _, part in done]
-    outputs = [[y.detach() for y in flat(output)] for output, _ in done]
-    del done
-    inputs: dict[int, Sequence[Tensor | None]] = {}
-    for what, i in ((action[0], int(action[1:])) for action in plan):
-        if what == "B":
-            inputs[i] = parts[i].backward(seeds(outputs[i]))
-        elif what == "I":
-            inputs[i] = parts[i].backward_input(seeds(outputs[i]))
-        else:
-            parts[i].backward_weight()
-            assert bytes_held(parts[i]) == 0
-    ordered = [x for i in sorted(inputs) for x in inputs[i]]
-    return results(stage, [y for one in outputs for y in one], ordered), parts
-
-
-def same(expected: dict[str, list[Any]], got: dict[str, list[Any]]) -> None:
-    for name, values in expected.items():
-        assert len(values) == len(got[name]), name
-        for i, (a, b) in enumerate(zip(values, got[name], strict=True)):
-            assert (a is None) == (b is None), (name, i)
-            if a is not None:
-                assert a.dtype == b.dtype and a.is_sparse == b.is_sparse, (name, i)
-                a, b = (a.to_dense(), b.to_dense()) if a.is_sparse else (a, b)
-                assert torch.equal(a, b), (name, i, (a - b).abs().max())
-
-
-def check(stage: nn.Module, batches: Sequence[Batch], *, waiting: int | None = None, whole: bool = False) -> None:
-    """All plans against torch. ``waiting``: layers whose weight gradient waits; ``whole``: the split is refused."""
-    for name, plan in PLANS.items():
-        # Where the split is refused, I accumulates.
-        adds = "BI" if whole else "BW"
-        expected = plain(copy.deepcopy(stage), batches, [int(action[1:]) for action in plan if action[0] in adds])
-        got, parts = split(copy.deepcopy(stage), batches, plan)
-        try:
-            same(expected, got)
-        except AssertionError as error:
-            raise AssertionError(f"plan {name}: {error}") from None
-    _, parts = split(copy.deepcopy(stage), batches, ["I0", "I1", "I2"])
-    assert [bool(part.whole) for part in parts] == [whole] * MICRO_BATCHES
-    if waiting is not None:
-        assert [layers_waiting(part) for part in parts] == [waiting] * MICRO_BATCHES
-
-
-def randn(*shape: int, grad: bool = True, times: int = MICRO_BATCHES) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(shape, generator=generator).requires_grad_(grad),) for _ in range(times)]
-
-
-class Call(nn.Module):
-    """A stage of some layers and a function of them and the inputs."""
-
-    def __init__(self, fn: Callable[..., Any], **layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict(layers)
-        self.fn = fn
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.fn(self.layers, *inputs)
-
-
-def block(width: int = 16) -> nn.Module:
-    return nn.Sequential(
-        nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.2), nn.Linear(2 * width, width)
-    )
-
-
-def residual(width: int = 16, depth: int = 2) -> nn.Module:
-    def fn(layers: nn.ModuleDict, x: Tensor) -> Tensor:
-        for layer in layers.values():
-            x = x + layer(x)
-        return x
-
-    return Call(fn, **{str(i): block(width) for i in range(depth)})
-
-
-def gpt2_block() -> nn.Module:
-    from transformers import GPT2Config
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-
-    config = GPT2Config(n_embd=16, n_head=2, n_layer=1, n_positions=8, attn_implementation="sdpa")
-    inner = GPT2Block(config, layer_idx=0)
-    return Call(lambda layers, x: flat(layers["block"](x))[0], block=inner)
-
-
-class Scale(torch.autograd.Function):
-    """A user's function with a parameter: it computes both gradients, and counts its calls."""
-
-    calls = 0
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        Scale.calls += 1
-        x, _ = ctx.saved_tensors
-        _, weight = ctx.saved_tensors
-        return grad * weight, (grad * x).sum_to_size(weight.shape)
 
 
 def test_mlp_three_dimensions() -> None:
@@ -500,89 +350,3 @@ def test_order_of_the_parts() -> None:
         StageBackward(output, [torch.randn(2, requires_grad=True) * 2])
     with pytest.raises(ValueError, match="1 outputs need as many gradients, 2"):
         StageBackward(output, []).backward([output, output])
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes that operations made and that are still there; ``given`` was there before."""
-
-    def __init__(self, *given: Tensor) -> None:
-        super().__init__()
-        self._given = {tensor.untyped_storage().data_ptr() for tensor in given}
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in flat(result if isinstance(result, tuple | list) else [result]):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._given:
-                self._made[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, self.bytes())
-        return result
-
-    def bytes(self) -> int:
-        return sum(size for ref, size in self._made.values() if not ref.expired())
-
-
-def torch_split(stage: nn.Module, x: Tensor) -> Any:
-    """I of torch's own split; what it returns is what W needs."""
-    x = leaves(x)
-    y = stage(x)
-    _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], stage.parameters())
-    return groups
-
-
-def own_split(stage: nn.Module, x: Tensor) -> StageBackward:
-    y, part = StageBackward.forward(stage, x)
-    part.backward_input([torch.ones_like(y)])
-    return part
-
-
-def test_memory_between_the_parts() -> None:
-    depth, width, rows = 4, 32, 64
-    layer = [nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)]
-    stage = nn.Sequential(*(copy.deepcopy(one) for _ in range(depth) for one in layer))
-    (x,) = randn(rows, width)[0]
-    with Alive(x, *stage.parameters()) as alive:
-        part = own_split(stage, x)
-        own, held = alive.bytes(), bytes_held(part)
-    activation, norms = rows * width * 4, depth * 2 * width * 4
-    # A linear layer's input, output gradient and a stand-in of one number; of a normalisation its finished gradients.
-    assert held == depth * (2 * activation + 4) + norms
-    assert own == held
-    with Alive(x, *stage.parameters()) as alive:
-        groups = torch_split(stage, x)
-        theirs = alive.bytes()
-    assert groups and own < 0.6 * theirs, (own, theirs)
-    with alive:
-        part.backward_weight()
-    assert bytes_held(part) == 0
-
-
-def test_memory_is_freed_on_the_way() -> None:
-    """I needs no more at its peak than B does, but for the output gradients that wait."""
-    depth, width, rows = 6, 32, 64
-    stage = nn.Sequential(*(one for _ in range(depth) for one in (nn.Linear(width, width), nn.GELU(), nn.Softmax(-1))))
-    (x,) = randn(rows, width)[0]
-    peaks = {}
-    for how in ("backward", "backward_input"):
-        with Alive(x, *stage.parameters()) as alive:
-            y, part = StageBackward.forward(stage, x)
-            grad = torch.ones_like(y)
-            del y
-            alive.peak = 0
-            getattr(part, how)([grad])
-        peaks[how] = alive.peak
-        stage.zero_grad()
-    activation = rows * width * 4
-    assert peaks["backward_input"] <= peaks["backward"] + activation, peaks
-
-
-def test_cast_weights_are_freed() -> None:
-    """Under autocast the graph holds a copy of each weight for I; W does without."""
-    stage = nn.Linear(64, 64, bias=False)
-    y, part = StageBackward.forward(torch.autocast("cpu", dtype=torch.bfloat16)(stage), randn(4, 64)[0][0])
-    part.backward_input([torch.ones_like(y)])
-    assert bytes_held(part) < 64 * 64 * 2
-    part.backward_weight()
-    assert stage.weight.grad is not None

@@ -1,0 +1,238 @@
+"""How jobs under ``swiftrun`` end: crash loops, restarts, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from prelude import PRELUDE, shown
+from util import run, start, tagged
+
+
+def test_the_same_exception_twice_ends_the_job(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+def deep():
+    raise ValueError("bad record 17")
+if me.rank == 1:
+    deep()
+await_("never", 1)
+"""
+    )
+    job = run(tmp_path, script)
+    assert job.code == 1
+    assert "raised the same exception at the same place twice" in job.stderr
+    assert "ValueError: bad record 17" in job.stderr
+    assert "rank      : 1 (local_rank: 1)" in job.stderr
+    assert "in deep" in job.stderr
+    assert len(job.of("lost")) == 2
+    assert job.of("end")[0].fields["result"] == "failed"
+    # the worker's own traceback starts at the user's frame
+    own = job.stderr[job.stderr.index("Traceback") :].splitlines()[:2]
+    assert own[1].startswith(f'  File "{tmp_path / "script.py"}"')
+
+
+def test_a_crash_loop_ends_with_the_first_death(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+if me.rank == 0:
+    os._exit(9)
+await_("never", 1)
+"""
+    )
+    job = run(tmp_path, script)
+    assert job.code == 1
+    assert "died 3 times in a row without progress" in job.stderr
+    assert "rank      : 0 (local_rank: 0)" in job.stderr and "exitcode  : 9" in job.stderr
+    lost = job.of("lost")
+    assert len(lost) == 3
+    # back-off: at once, then after half a second
+    assert lost[2].time - lost[1].time >= 0.5
+
+
+def test_progress_breaks_a_crash_loop_and_the_budget_ends_it(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+if me.rank == 0:
+    progress_file.ProgressFile(me.rank_dir / "progress").top(me.incarnation + 1)
+    os._exit(9)
+await_("never", 1)
+"""
+    )
+    job = run(tmp_path, script, options=["--max-restarts", "4"])
+    assert job.code == 1
+    assert "no replacements are left (--max-restarts)" in job.stderr
+    assert [event.fields["tops"] for event in job.of("lost")] == [1, 2, 3, 4, 5]
+
+
+def test_a_worker_without_progress_is_replaced(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+if me.incarnation == 0:
+    progress = progress_file.ProgressFile(me.rank_dir / "progress")
+    progress.top(1)
+    if me.rank == 0:
+        progress.waiting(True)  # in a collective: does not count
+        generation(1)
+    else:
+        signal.pause()
+"""
+    )
+    job = run(tmp_path, script, env={"SWIFT_RECOVERY_DETECTION_PROGRESS_TIMEOUT_S": "0.5"})
+    assert job.code == 0, job.stderr
+    (lost,) = job.of("lost")
+    assert lost.rank == 1 and "no progress for 0.5 s" in lost.fields["cause"]
+
+
+def test_all_workers_lost_restarts_the_job(tmp_path: Path) -> None:
+    """The second attempt has its own store, and nothing of what the first one published."""
+    script = (
+        PRELUDE
+        + """
+if me.restart == 0:
+    (me.rank_dir).mkdir(exist_ok=True)
+    reach("up")
+    if me.rank == 0:
+        pids = [await_("up", 0), await_("up", 1)]
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os.system(f"(kill -9 {pids[1]} {pids[0]}; sleep 0.2; kill -CONT {os.getppid()}) & ")
+    signal.pause()
+assert not store.check(["test/up/0"]) and not me.rank_dir.exists()
+show(rank=me.rank, restart=me.restart, generation=me.generation, incarnation=me.incarnation)
+"""
+    )
+    job = run(tmp_path, script)
+    assert job.code == 0, job.stderr
+    assert sorted(one["rank"] for one in shown(job)) == [0, 1]
+    assert all((one["restart"], one["generation"], one["incarnation"]) == (1, 0, 0) for one in shown(job))
+    assert job.of("restart")[0].fields["reason"] == "all workers are lost"
+    assert len(job.of("start")) == 2
+
+
+def test_on_failure_restart_restarts_all(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+if me.restart == 0:
+    reach("up")
+    if me.rank == 0:
+        os.kill(await_("up", 1), signal.SIGKILL)
+    signal.pause()
+show(rank=me.rank, restart=me.restart)
+"""
+    )
+    job = run(tmp_path, script, options=["--on-failure", "restart", "--checkpoint-dir", "saved", "--max-restarts", "1"])
+    assert job.code == 0, job.stderr
+    assert sorted((one["rank"], one["restart"]) for one in shown(job)) == [(0, 1), (1, 1)]
+    assert "all 2 workers are back after" in job.stderr and "checkpoints: saved" in job.stderr
+
+
+def test_what_workers_say_is_done(tmp_path: Path) -> None:
+    """``divergent`` replaces, ``restart`` restarts all, ``fail`` ends the job with the worker's message."""
+    script = (
+        PRELUDE
+        + """
+reach(f"up{me.incarnation}")
+if me.rank == 0:
+    if me.restart == 0:
+        await_("up0", 1)
+        link.tell(store, "divergent", [1])
+        show(gen=generation(1))
+        await_("up1", 1)
+        link.tell(store, "restart", {"reason": "nobody can serve rank 1"})
+    else:
+        store.set(me.prefix + "fail", json.dumps({"rank": 1, "message": "ReplayDivergence: rank 1 differs"}))
+signal.pause()
+"""
+    )
+    job = run(tmp_path, script)
+    assert job.code == 1
+    (said,) = shown(job)
+    assert said["gen"]["cause"] == {"1": "its state differs from its replicas'"}
+    assert job.of("restart")[0].fields["reason"] == "nobody can serve rank 1"
+    assert "rank 1: ReplayDivergence: rank 1 differs" in job.stderr
+    assert "rank      : 1" in job.stderr
+    assert job.of("end")[0].fields["reason"] == "ReplayDivergence: rank 1 differs"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_everything(tmp_path: Path, number: signal.Signals) -> None:
+    """Workers that will not end by themselves are killed after the grace; exit code 1 is torchrun's."""
+    script = (
+        PRELUDE
+        + """
+import subprocess
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+if me.rank == 1:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+reach("up")
+if me.rank == 0:
+    await_("up", 1)
+    show(agent=os.getppid())
+while True:
+    signal.pause()
+"""
+    )
+    job = start(tmp_path, script, options=["--shutdown-timeout", "1"])
+    assert job.process.stdout is not None
+    agent = json.loads(job.process.stdout.readline())["agent"]
+    assert agent == job.process.pid
+    open_ports = [one for one in psutil.Process(agent).net_connections() if one.status == psutil.CONN_LISTEN]
+    assert len(open_ports) == 1, "the store of the attempt, and no rendezvous"
+    os.kill(agent, number)
+    job.finish(20)
+    job.check_nothing_left()
+    assert job.code == 1
+    assert f"received {number.name}" in job.stderr
+
+
+def test_a_dead_agent_takes_everything_with_it(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+reach("up")
+if me.rank == 0:
+    await_("up", 1)
+    os.kill(os.getppid(), signal.SIGKILL)
+while True:
+    signal.pause()
+"""
+    )
+    job = start(tmp_path, script)
+    job.finish(20)
+    assert job.code == -signal.SIGKILL
+    while tagged(job.tag):  # the kernel ends them; the test's time-out is the limit
+        os.sched_yield()
+
+
+def test_a_killed_standby_is_replaced(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+reach(f"up{me.incarnation}")
+if me.rank == 0:
+    await_("up0", 1)
+    agent = os.getppid()
+    mine = {os.getpid(), await_("up0", 1)}
+    tasks = open(f"/proc/{agent}/task/{agent}/children").read().split()
+    for pid in set(map(int, tasks)) - mine:
+        os.kill(pid, signal.SIGKILL)
+    os.kill(await_("up0", 1), signal.SIGKILL)
+    await_("up1", 1)
+elif me.incarnation == 0:
+    signal.pause()
+"""
+    )
+    job = run(tmp_path, script)
+    assert job.code == 0, job.stderr
+    assert "a standby died" in job.stderr
+    assert [event.fields["how"] for event in job.of("newcomer_start")] == ["standby"]

@@ -1,0 +1,371 @@
+"""The log on disk, damaged or on a disk that fails: every bit of it is noticed, and training continues."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import shutil
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from archives import WAIT_S, A, B, C, _place, files, flip, key, put, same
+
+from shared_core.errors import CorruptFile
+from shared_core.worker.messages import segments
+from shared_core.worker.messages.archive import Archive
+
+TOTAL = {A: range(9), B: range(3, 12), C: range(9)}
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """What a killed process left: closed segments and one that was open."""
+    archive = Archive(tmp_path / "live", segment_bytes=1400)
+    for step in range(9):
+        for channel, indices in TOTAL.items():
+            put(archive, channel, indices[step], top=step)
+    archive.flush(WAIT_S)
+    shutil.copytree(tmp_path / "live", tmp_path / "killed")
+    archive.remove()
+    assert len(files(tmp_path / "killed")) >= 4
+    return tmp_path / "killed"
+
+
+def readable(folder: Path) -> set[tuple[str, int]]:
+    """The records that can be read, each compared with what was put."""
+    archive = Archive.reopen(folder)
+    good = set()
+    for channel in archive.channels():
+        for index in archive.indices(channel):
+            try:
+                assert same(archive, channel, index, top=index - TOTAL[channel][0]), (channel, index)
+            except CorruptFile as error:
+                assert "offset" in str(error)
+            else:
+                good.add((channel, index))
+    for channel in TOTAL:
+        first, held = archive.first(channel), archive.indices(channel)
+        assert {(channel, index) for index in held} == {pair for pair in good if pair[0] == channel}
+        if first is not None:
+            assert held[-(held[-1] - first + 1) :] == list(range(first, held[-1] + 1))
+    archive.close()
+    for path in files(folder):  # of this reader
+        if path.stat().st_size == 0:
+            path.unlink()
+    return good
+
+
+EVERY = {(channel, index) for channel, indices in TOTAL.items() for index in indices}
+
+
+def test_undamaged(killed: Path) -> None:
+    assert readable(killed) == EVERY
+
+
+def test_truncation_at_every_byte_of_the_last_record(killed: Path) -> None:
+    last = Archive.reopen(killed)
+    place = _place(last, C, 8)
+    last.close()
+    path = place.segment.path
+    data = path.read_bytes()
+    assert len(data) == place.segment.size
+    for size in range(place.offset, len(data)):
+        path.write_bytes(data[:size])
+        archive = Archive.reopen(killed)
+        assert archive.first(A) == 0 and archive.first(B) == 3 and archive.first(C) == 0, size
+        assert archive.indices(C) == list(range(8)), size
+        archive.close()
+    path.write_bytes(data[: len(data) - 1])
+    assert readable(killed) == EVERY - {(C, 8)}
+    again = Archive.reopen(killed)
+    put(again, C, 8, top=8)
+    again.close()
+    assert readable(killed) == EVERY
+
+
+def test_truncation_anywhere(killed: Path, tmp_path: Path) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for _ in range(60):
+        path = chance.choice(files(killed))
+        data = path.read_bytes()
+        path.write_bytes(data[: chance.randrange(len(data))])
+        assert readable(killed) <= EVERY
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("flips", [1, 8])
+def test_bit_flips(killed: Path, flips: int) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for _ in range(150):
+        path = chance.choice(files(killed))
+        data = path.read_bytes()
+        for _ in range(flips):
+            flip(path, chance.randrange(len(data)), chance.randrange(8))
+        assert len(readable(killed)) >= len(EVERY) - flips, "damage costs the records it is in and no other"
+        path.write_bytes(data)
+
+
+def test_every_bit_of_a_frame_counts(killed: Path) -> None:
+    """Magic, lengths and checksums of a record in a segment without an index, and its first bytes."""
+    archive = Archive.reopen(killed)
+    channel, index, *_ = archive._index.segments[-1].entries[-1]
+    place = _place(archive, channel, index)
+    archive.close()
+    path = place.segment.path
+    data = path.read_bytes()
+    assert path == files(killed)[-1] and place.offset > segments.START
+    for at in (*range(segments.START), *range(place.offset, place.offset + segments._FIXED)):
+        flip(path, at, at % 8)
+        lost = set() if at < segments.START else {(channel, index)}
+        assert readable(killed) == EVERY - lost, at
+        path.write_bytes(data)
+
+
+def test_missing_swapped_and_copied_segments(killed: Path) -> None:
+    paths = files(killed)
+    held = {}
+    for path in paths:
+        data = path.read_bytes()
+        path.unlink()
+        held[path] = EVERY - readable(killed)
+        assert held[path]
+        path.write_bytes(data)
+    assert set().union(*held.values()) == EVERY and sum(map(len, held.values())) == len(EVERY)
+    paths[0].rename(killed / "x")
+    paths[1].rename(paths[0])
+    (killed / "x").rename(paths[1])
+    assert readable(killed) == EVERY, "a segment knows its number"
+    shutil.copy(paths[2], killed / "00000020.log")
+    assert readable(killed) == EVERY
+    flip(paths[0], 16)  # the number: what the name says is wrong for its records
+    assert readable(killed) == EVERY - held[paths[1]]
+
+
+def test_another_owner_and_another_format(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        archive = Archive(tmp_path / str(rank), owner=f"job 1 rank {rank}")
+        put(archive, C, rank)
+        archive.close()
+    shutil.copy(tmp_path / "0" / "00000000.log", tmp_path / "1" / "00000001.log")
+    again = Archive.reopen(tmp_path / "1", owner="job 1 rank 1")
+    assert again.indices(C) == [1]
+    again.close()
+    other = Archive.reopen(tmp_path / "1", owner="job 2 rank 1")
+    assert other.channels() == []
+    other.close()
+    assert capfd.readouterr().err.count("or the log of another rank") == 3
+    version, segments.FORMAT = segments.FORMAT, 2
+    try:
+        newer = Archive.reopen(tmp_path / "1", owner="job 1 rank 1")
+    finally:
+        segments.FORMAT = version
+    newer.close()
+    assert newer.channels() == [] and "has format 1, this version reads 2" in capfd.readouterr().err
+
+
+def test_little_is_read_for_each_of_many_bad_records(tmp_path: Path) -> None:
+    """A file of another rank consists of them: it is read a few times, not once for each."""
+
+    def read_so_far() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    path = tmp_path / f"{0:08d}{segments.SUFFIX}"
+    path.write_bytes(b"\x93SwRecd\n" * 20_000)
+    before = read_so_far()
+    Archive.reopen(tmp_path).close()
+    assert read_so_far() - before < 100 * path.stat().st_size
+
+
+def test_contents_that_look_like_records(tmp_path: Path) -> None:
+    """A record whose tensor is a copy of the log, and its own header damaged: nothing in it is taken for a record."""
+    archive = Archive(tmp_path / "live")
+    put(archive, A, 0)
+    archive.flush(WAIT_S)
+    data = files(tmp_path / "live")[0].read_bytes()
+    archive.put(key(C, 0), [torch.frombuffer(bytearray(data), dtype=torch.uint8)])
+    put(archive, A, 1)
+    archive.flush(WAIT_S)
+    shutil.copytree(tmp_path / "live", tmp_path / "copy")
+    inner = _place(archive, C, 0).offset
+    archive.remove()
+    path = tmp_path / "copy" / "00000000.log"
+    flip(path, segments.START + 60)  # record 0 of A
+    flip(path, inner + 40)  # the one with the copy
+    again = Archive.reopen(tmp_path / "copy")
+    assert again.indices(A) == [1] and again.channels() == [A]
+    again.close()
+
+
+# -- disk errors -----------------------------------------------------------------------------------
+
+
+class Failing(Archive):
+    """An archive whose segments are on a device that fails while ``bad`` is set."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.bad: int | None = None
+        super().__init__(folder, write=self._append, **options)
+
+    def _append(self, fd: int, parts: Sequence[bytes | memoryview[Any]]) -> None:
+        if self.bad == errno.ENOSPC:
+            with open("/dev/full", "wb", buffering=0) as full:
+                fd = full.fileno()
+                return segments.write_all(fd, parts)
+        if self.bad is not None:
+            raise OSError(self.bad, os.strerror(self.bad))
+        segments.write_all(fd, parts)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_error_stops_the_log_until_restart(
+    number: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    archive = Failing(tmp_path, owner="rank 3")
+    for index in range(3):
+        put(archive, A, index)
+    archive.flush(WAIT_S)
+    archive.bad = number
+    put(archive, A, 3)
+    archive.flush(WAIT_S)
+    assert archive.stats.failed == os.strerror(number) and archive.stats.stopped_times == 1
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("[swift] rank 3: messages are no longer logged in ")
+    assert os.strerror(number) in err and "goes back to its newest checkpoint" in err
+    assert ("make room" in err) == (number == errno.ENOSPC)
+    gone = torch.randn(4)
+    reference = weakref.ref(gone)
+    archive.put(key(A, 4), [gone])
+    del gone
+    assert reference() is None and archive.stats.bytes_waiting == 0
+    assert archive.first(A) is None and archive.indices(A) == []
+    archive.restart()
+    put(archive, A, 5)
+    archive.flush(WAIT_S)
+    assert archive.stats.stopped_times == 2 and capfd.readouterr().err == "", "the user is told once"
+    archive.bad = None
+    archive.restart()
+    put(archive, A, 6)
+    put(archive, A, 7)
+    archive.flush(WAIT_S)
+    assert archive.stats.failed is None and archive.first(A) == 6 and same(archive, A, 7)
+    archive.close()
+    assert len(files(tmp_path)) == 1, "what cannot be replayed does not fill the disk"
+    assert archive.stats.bytes_on_disk == files(tmp_path)[0].stat().st_size
+    again = Archive.reopen(tmp_path, owner="rank 3")
+    assert again.indices(A) == [6, 7] and again.first(A) == 6
+    again.close()
+
+
+def test_no_room_for_an_index(tmp_path: Path) -> None:
+    archive = Failing(tmp_path)
+    put(archive, A, 0)
+    archive.flush(WAIT_S)
+    archive.bad = errno.ENOSPC
+    archive.close()
+    again = Archive.reopen(tmp_path)
+    assert archive.stats.failed is None and again.first(A) == 0 and same(again, A, 0)
+    again.close()
+
+
+def test_limit_on_file_size(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    archive = Archive(tmp_path)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+        for index in range(10):
+            put(archive, A, index, size=20_000)
+        archive.flush(WAIT_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert archive.stats.failed == os.strerror(errno.EFBIG) and "make room" in capfd.readouterr().err
+    archive.close()
+    assert files(tmp_path) == []
+
+
+def test_full_device(small_device: Path) -> None:
+    archive = Archive(small_device / "log", segment_bytes=50_000)
+    for index in range(10):
+        put(archive, A, index, size=10_000)
+    archive.flush(WAIT_S)
+    assert archive.stats.failed == os.strerror(errno.ENOSPC)
+    archive.restart()  # its own segments filled it, and they are gone
+    put(archive, A, 10, size=10_000)
+    archive.close()
+    assert archive.stats.failed is None and archive.first(A) == 10
+    archive.remove()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    archive = Archive(tmp_path / "log", segment_bytes=300)
+    put(archive, A, 0)
+    archive.flush(WAIT_S)
+    archive.folder.chmod(0o500)
+    user = os.geteuid()
+    if user == 0:  # whom no mode stops
+        os.seteuid(65534)
+    try:
+        put(archive, A, 1)
+        archive.flush(WAIT_S)
+    finally:
+        os.seteuid(user)
+        archive.folder.chmod(0o700)
+    assert archive.stats.failed == os.strerror(errno.EACCES)
+    assert "no longer logged" in capfd.readouterr().err
+    archive.close()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    archive = Archive(tmp_path / "file" / "log")
+    put(archive, A, 0)
+    archive.flush(WAIT_S)
+    assert archive.stats.failed == os.strerror(errno.ENOTDIR)
+    assert capfd.readouterr().err.count("no longer logged") == 1
+    (tmp_path / "file").unlink()
+    archive.restart()
+    put(archive, A, 1)
+    archive.flush(WAIT_S)
+    assert archive.first(A) == 1 and same(archive, A, 1)
+    archive.close()
+
+
+def test_the_folder_is_removed_while_writing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    archive = Archive(tmp_path / "log")
+    put(archive, A, 0)
+    archive.flush(WAIT_S)
+    shutil.rmtree(tmp_path / "log")
+    with pytest.raises(CorruptFile, match="cannot be used"):
+        archive.read(A, 0)
+    put(archive, A, 1)
+    archive.flush(WAIT_S)
+    assert archive.stats.failed is not None and "deleted by someone else" in capfd.readouterr().err
+    assert archive.first(A) is None
+    archive.restart()
+    put(archive, A, 2)
+    archive.flush(WAIT_S)
+    assert archive.first(A) == 2 and same(archive, A, 2)
+    archive.close()
+
+
+def test_an_error_nobody_thought_of_does_not_hang_training(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> bytes:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(segments, "frame", broken)
+    archive = Archive(tmp_path, ring_bytes=1000)
+    for index in range(10):
+        put(archive, A, index)
+    archive.close()
+    assert archive.stats.failed == "MemoryError: no memory" and "MemoryError" in capfd.readouterr().err
