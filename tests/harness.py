@@ -6,10 +6,11 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -147,6 +148,27 @@ class Jobs:
         for server in (self._plain, self._warm):
             if server is not None:
                 server.close()
+
+
+_Found = TypeVar("_Found")
+
+
+def until(what: Callable[[], _Found], why_not: Callable[[], str], timeout_s: float = 30.0) -> _Found:
+    """Wait until ``what`` gives something true, and give that.
+
+    Args:
+        what: looks for it.
+        why_not: what to say when it does not come.
+        timeout_s: longest wait, in seconds.
+
+    Raises:
+        AssertionError: if it does not come.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not (found := what()):
+        assert time.monotonic() < deadline, why_not()
+        time.sleep(0.005)
+    return found
 
 
 def most(cases: Iterable[str], *rare: str) -> list[Any]:

@@ -11,13 +11,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from harness import SCRIPTS, Jobs
+from harness import SCRIPTS, Jobs, until
 
 from shared_core.faults import Fault
 from shared_core.faults.inject import STRUCK
@@ -216,10 +215,9 @@ def test_no_process_can_be_started(jobs: Jobs, whom: str) -> None:
             victim = next(one["pid"] for one in workers if one["rank"] == 1)
             _limit(other, (job.pid, standby), "1")
             os.kill(standby if whom == "standby" else victim, signal.SIGKILL)
-            deadline = time.monotonic() + 30.0
-            while "can be started" not in (out / "stderr.txt").read_text():
-                assert time.monotonic() < deadline and job.poll() is None, (out / "stderr.txt").read_text()
-                time.sleep(0.05)
+            said = (out / "stderr.txt").read_text
+            until(lambda: "can be started" in said() or job.poll() is not None, said)
+            assert job.poll() is None, said()
             _limit(other, (job.pid, standby) if whom == "worker" else (job.pid,), "4096")
         status = job.wait(60.0)
     finally:
@@ -242,11 +240,16 @@ def _limit(other: Sequence[str], pids: Sequence[int], processes: str) -> None:
 
 def _opened(gate: Path, job: subprocess.Popen[bytes]) -> BinaryIO:
     """The end of a named pipe that is written to, once somebody reads from it."""
-    while job.poll() is None:
+
+    def opened() -> BinaryIO | None:
+        assert job.poll() is None, "the job has ended"
         with contextlib.suppress(OSError):
             return os.fdopen(os.open(gate, os.O_WRONLY | os.O_NONBLOCK), "wb")
-        time.sleep(0.05)
-    raise AssertionError("the job has ended")
+        return None
+
+    end = until(opened, lambda: "nobody reads from the gate", 60.0)
+    assert end is not None
+    return end
 
 
 def _children(pid: int) -> list[int]:

@@ -6,6 +6,7 @@ The machines are agents at 127.0.0.1.
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import signal
@@ -13,7 +14,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import until
 from keeping import HEAD, rest
 from torch.distributed import TCPStore
 from util import Job, start_command
@@ -31,7 +32,8 @@ from shared_core.system import secret
 pytestmark = pytest.mark.nightly
 
 TRAINING = """
-import os, time
+import fcntl
+import os
 from pathlib import Path
 import torch, torch.distributed as dist
 import shared_core
@@ -47,8 +49,8 @@ for epoch in job.epochs(1):
         optimizer.zero_grad()
         if step == 20:
             Path(f"rank{dist.get_rank()}").touch()
-            while not Path("../go").exists():
-                time.sleep(0.01)
+            with open("../gate") as gate:
+                fcntl.flock(gate, fcntl.LOCK_SH)
 """
 
 
@@ -58,6 +60,8 @@ class Agents:
     def __init__(self, folder: Path, endpoint: str, homes: list[Path], *options: str) -> None:
         self.folder = folder
         self.jobs: list[Job] = []
+        self._gate = open(folder / "gate", "w")
+        fcntl.flock(self._gate, fcntl.LOCK_EX)
         for place, home in enumerate(homes):
             here = folder / str(place)
             here.mkdir()
@@ -73,11 +77,7 @@ class Agents:
 
     def until(self, what: Callable[[], object]) -> Any:
         """Wait for something; gives it."""
-        deadline = time.monotonic() + 60.0
-        while not (found := what()):
-            assert time.monotonic() < deadline, "\n".join(map(self.said, range(len(self.jobs))))
-            time.sleep(0.02)
-        return found
+        return until(what, lambda: "\n".join(map(self.said, range(len(self.jobs)))), 60.0)
 
     def trains(self) -> bool:
         """Whether both ranks stand in the middle of the training."""
@@ -85,10 +85,11 @@ class Agents:
 
     def go(self) -> None:
         """Let them end."""
-        (self.folder / "go").touch()
+        self._gate.close()
 
     def close(self) -> None:
         """End what is left."""
+        self._gate.close()
         for job in self.jobs:
             if job.process.poll() is None:
                 job.process.kill()

@@ -11,7 +11,8 @@ import random
 from pathlib import Path
 
 import pytest
-from cluster import Job, Loss, Stuck
+from cluster import Job
+from cluster_worker import Loss, Stuck
 
 from shared_core.protocol.worker_phase import TRANSITIONS, Event, IllegalEvent, Phase, transition
 

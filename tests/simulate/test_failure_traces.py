@@ -69,8 +69,8 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("# workers: 4\nsoon,-1\n", "is no trace"),
-        ("# workers: 4\n5,-1,7\n", "is no trace"),
+        ("# workers: 4\nsoon,-1\n", "is not a trace"),
+        ("# workers: 4\n5,-1,7\n", "is not a trace"),
         ("# workers: 4\n5,-5\n", "changes 4 of 4 workers by -5"),
         ("# workers: 4\n5,+1\n", "by \\+1"),
         ("5,-1\n", "does not say how many workers"),

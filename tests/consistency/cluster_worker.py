@@ -1,0 +1,400 @@
+"""The workers of a job without processes: their threads are generators, see :mod:`cluster`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shared_core.errors import GenerationAbandoned, RecoveryFailed
+from shared_core.protocol.admission import let_in
+from shared_core.protocol.cut import Offer, choose_cut
+from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top
+from shared_core.protocol.generation import Entry, Kind, generation_key, lane_key, let_in_key
+from shared_core.protocol.plan import Plan, decide
+from shared_core.protocol.worker_phase import Action, Event, Phase, heard, transition
+
+if TYPE_CHECKING:
+    from cluster import Job
+
+Pause = str | Callable[[], bool]
+Thread = Iterator[Pause]
+
+
+class Stuck(AssertionError):
+    """The simulated job cannot go on, or something was installed by halves."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One worker that is to be lost.
+
+    Attributes:
+        rank: which.
+        point: name of the place of one of its threads: ``step 3``, ``exchange 1`` (of generation 1).
+        incarnation: of the worker.
+        how: ``killed``, ``divergent`` (killed for its state), ``taken`` (its machine is taken for lost: it lives on) or
+            ``changed`` (nobody is lost, but a change of the number of workers begins and is given up at once).
+        also: ranks that are lost with it.
+    """
+
+    rank: int
+    point: str
+    incarnation: int = 0
+    how: str = "killed"
+    also: tuple[int, ...] = ()
+
+
+class Store:
+    """The job's store."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return self.values.setdefault(key, value.encode())
+
+
+class Worker:
+    """One incarnation of a rank."""
+
+    def __init__(self, job: Job, rank: int, incarnation: int, born: int) -> None:
+        self.job, self.rank, self.incarnation, self.born = job, rank, incarnation, born
+        self.phase, self.newest, self.generation = Phase.STARTING, born, -1
+        self.entries: dict[int, Entry] = {}
+        self.acting = self.offering = False
+        self.target: Top | None = None
+        #: What it has published; a newcomer: its predecessor.
+        self.board = list(job.boards[rank])
+        #: Optimizer steps.
+        self.version = 0
+        #: Collectives of the default group, one a step: issued, finished, logged, to serve.
+        self.issued = self.done = 0
+        self.log: set[int] = set()
+        self.replay: set[int] = set()
+        self.connected: int | None = None
+        self.threads: list[tuple[Thread, Pause]] = []
+        self.start(self.program())
+        self.start(self.watch())
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}" + (f" ({self.incarnation})" if self.incarnation else "")
+
+    # -- what the product's classes do around the decisions ----------------------------------------
+
+    def start(self, thread: Thread) -> None:
+        self.threads.append((thread, "begin"))
+
+    def ended(self, generation: int) -> bool:
+        return self.newest > generation
+
+    def step(self, event: Event) -> tuple[Action, ...]:
+        before = self.phase
+        self.phase, actions = transition(before, event)
+        self.job.rows.add((before, event))
+        does = f" [{', '.join(action.name for action in actions)}]" if actions else ""
+        if self.phase is not before or actions:
+            self.job.say(f"{self}: {before.value} -- {event.value} --> {self.phase.value}{does}")
+        return actions
+
+    def hear(self, entry: Entry) -> tuple[Action, ...]:
+        event = heard(entry, self.rank, self.incarnation)
+        if event not in (Event.OVER, Event.REPLACED):
+            self.entries[entry.generation], self.newest = entry, entry.generation
+        actions = self.step(event)
+        for action in actions:
+            if action is Action.EXIT:
+                self.job.exit(self)
+            elif action is Action.POST_FRONT:
+                self.post(entry.generation)
+            elif action is Action.WITHDRAW:
+                self.start(self.withdraw(entry))
+            elif action is not Action.STOP_WATCHING:
+                act = {Action.RECOVER: self.recover, Action.GO_ON: self.go_on, Action.HAND_ON: self.hand_on}[action]
+                self.start(act(entry))
+        return actions
+
+    def watch(self) -> Thread:
+        if self.incarnation:
+            self.hear(self.job.entry(self.born))
+        actions: tuple[Action, ...] = ()
+        while Action.STOP_WATCHING not in actions:
+            yield lambda: self.job.store.check([generation_key(self.newest + 1)])
+            actions = self.hear(self.job.entry(self.newest + 1))
+
+    def await_all(self, name: str, ranks: range | tuple[int, ...], generation: int) -> Iterator[Pause]:
+        keys = [f"{generation_key(generation)}/{name}/{rank}" for rank in ranks]
+        yield lambda: self.ended(generation) or self.job.store.check(keys)
+        if not self.job.store.check(keys):
+            raise GenerationAbandoned(name)
+
+    # -- forming -----------------------------------------------------------------------------------
+
+    @property
+    def joins(self) -> bool:
+        return self.incarnation > 0 and self.generation < 0
+
+    def front(self, tops: tuple[Top, ...] = ()) -> Frontier:
+        if self.joins:
+            return Frontier(self.rank, self.incarnation, True, 0, tuple(self.board))
+        log = sorted(self.log | self.replay)
+        group = GroupFrontier(tuple(self.job.ranks), self.issued, Done(self.done).to_json(), log, [])
+        return Frontier(self.rank, self.incarnation, False, self.version, tops, {"world": group})
+
+    def post(self, generation: int, tops: tuple[Top, ...] = ()) -> None:
+        self.job.store.set(f"{generation_key(generation)}/front/{self.rank}", self.front(tops).to_json())
+
+    def fronts(self, generation: int) -> dict[int, Frontier]:
+        raw = (self.job.store.get(f"{generation_key(generation)}/front/{rank}") for rank in self.job.ranks)
+        return {rank: Frontier.from_json(each.decode()) for rank, each in enumerate(raw)}
+
+    def meet(self, generation: int) -> Iterator[Pause]:
+        """Connect, move, and stand at the barrier until all do."""
+        yield f"connect {generation}"
+        if self.ended(generation):
+            raise GenerationAbandoned("connected too late")
+        yield f"exchange {generation}"
+        self.job.store.set(f"{generation_key(generation)}/barrier/{self.rank}", "1")
+        yield from self.await_all("barrier", self.job.ranks, generation)
+        yield f"installing {generation}"
+
+    def form(self, generation: int) -> Iterator[Pause]:
+        joins = self.joins
+        self.post(generation)
+        yield f"frontier {generation}"
+        self.job.store.set(f"{generation_key(generation)}/ready/{self.rank}", "1")
+        yield from self.await_all("front", self.job.ranks, generation)
+        fronts = self.fronts(generation)
+        plan = decide(fronts)
+        if joins and plan.tops.get(self.rank) != self.target:
+            self.job.say(f"{self}: its batch top is no longer reachable")
+            self.job.exit(self)
+            yield lambda: False
+        yield from self.await_all("ready", self.job.ranks, generation)
+        yield from self.meet(generation)
+        self.install(plan, fronts, generation, joins, Event.INSTALLED)
+
+    def install(self, plan: Plan, fronts: dict[int, Frontier], generation: int, joins: bool, event: Event) -> None:
+        late = self.ended(generation)
+        if late and event is Event.INSTALLED:
+            raise GenerationAbandoned("a loss was announced at the last moment")
+        self.job.agree(generation, plan)
+        self.step(Event.LET_IN_LATE if late else event)
+        self.generation, self.connected = generation, None if late else generation
+        if joins and (top := plan.tops[self.rank]) is not None:
+            self.issued = self.done = top.groups["world"]
+            # Over lanes, who goes through the batch again does nothing in updates that the state contains.
+            self.version = fronts[plan.donors[self.rank]].version if self.job.lanes else top.version
+        for each in plan.transfers:
+            if each.destination == self.rank:
+                self.replay |= set(each.entries["world"])
+        if not late:
+            self.job.issued.setdefault(generation, {})[self.rank] = self.issued
+
+    def holding(self, body: Iterator[Pause]) -> Thread:
+        """With the lock that one acting thread holds at a time."""
+        yield lambda: not self.acting
+        self.acting = True
+        try:
+            yield from body
+        except GenerationAbandoned:
+            pass
+        except RecoveryFailed as error:
+            self.job.restart(f"{self}: {error}")
+        finally:
+            self.acting = False
+
+    def break_off(self, entry: Entry) -> bool:
+        """As :meth:`Lifecycle.break_off`."""
+        if self.generation >= entry.generation:
+            return False
+        self.connected = None
+        return not self.ended(entry.generation)
+
+    # -- actions -----------------------------------------------------------------------------------
+
+    def recover(self, entry: Entry) -> Thread:
+        def body() -> Iterator[Pause]:
+            if not self.break_off(entry):
+                return
+            self.offering = False
+            yield "severed"
+            yield from self.form(entry.generation)
+
+        return self.holding(body())
+
+    def go_on(self, entry: Entry) -> Thread:
+        def body() -> Iterator[Pause]:
+            self.break_off(entry)
+            if not self.ended(entry.generation):
+                self.offering = False
+            yield "severed"
+
+        return self.holding(body())
+
+    def withdraw(self, entry: Entry) -> Thread:
+        def body() -> Iterator[Pause]:
+            if not self.ended(entry.generation):
+                self.offering = False
+            yield "withdrawn"
+
+        return self.holding(body())
+
+    def hand_on(self, entry: Entry) -> Thread:
+        def body() -> Iterator[Pause]:
+            generation, store = entry.generation, self.job.store
+            if not self.break_off(entry):
+                return
+            self.offering = True  # no batch top is passed from here on
+            yield "offer"
+            key = generation_key(generation)
+            tops = tuple((top.index, top.version, top.kind) for top in self.board)
+            offer = Offer(self.rank, 0, tops, None if self.joins else self.version)
+            store.set(f"{key}/offer/{self.rank}", offer.to_json())
+            yield from self.await_all("offer", entry.stay, generation)
+            offers = (Offer.from_json(store.get(f"{key}/offer/{rank}").decode()) for rank in entry.stay)
+            try:
+                cut = choose_cut({offer.rank: offer for offer in offers})
+                if self.job.rng is not None and self.job.rng.random() < 0.2:
+                    raise RecoveryFailed("the state cannot be written")
+            except RecoveryFailed as error:
+                self.job.declined(generation, str(error))
+                return
+            if self.rank in cut.donors.values():
+                store.set(f"{key}/handed/{self.rank}", "1")
+            yield "cut"
+            if self.rank == min(entry.stay):
+                yield from self.await_all("handed", tuple(cut.donors.values()), generation)
+                self.job.handed(generation, cut.top)
+
+        return self.holding(body())
+
+    # -- the program -------------------------------------------------------------------------------
+
+    def program(self) -> Thread:
+        """The user's script: up to the default group, then a step after the other."""
+        try:
+            if self.incarnation:
+                yield from self.find_place()
+            yield "script"
+            if self.phase is Phase.KNOCKING:
+                yield from self.knock()
+            else:
+                yield from self.join()
+            while self.version < self.job.steps:
+                yield from self.train()
+            self.job.store.set(f"done/{self.rank}", "1")
+        except RecoveryFailed as error:
+            self.job.restart(f"{self}: {error}")
+
+    def find_place(self) -> Iterator[Pause]:
+        yield lambda: self.born in self.entries
+        while self.phase is Phase.STARTING:
+            generation = self.newest
+            self.post(generation)
+            try:
+                yield from self.await_all("front", self.job.ranks, generation)
+            except GenerationAbandoned:
+                continue
+            self.target = decide(self.fronts(generation)).tops.get(self.rank)
+            yield "place found"
+            if self.phase is Phase.STARTING:
+                self.step(Event.NO_TOP if self.target is None else Event.TOP_FOUND)
+                if self.ended(generation):
+                    self.post(self.newest)
+
+    def join(self) -> Iterator[Pause]:
+        self.step(Event.ARRIVED)
+        while self.generation < 0:
+            yield lambda: self.newest == 0 or self.entries[self.newest].kind is not Kind.HAND_ON
+            generation = self.newest
+            yield from self.holding(self.form(generation))
+            if self.generation < 0:
+                yield lambda seen=generation: self.ended(seen)  # type: ignore[misc]
+
+    def train(self) -> Iterator[Pause]:
+        """One step: publish the batch top, issue its collective, finish it."""
+        yield lambda: not self.offering
+        self.job.publish(self)
+        if self.job.lanes:
+            yield from self.train_over_lane()
+            return
+        yield f"step {self.version + 1}"
+        step, self.issued = self.issued, self.issued + 1
+        if self.connected is not None:
+            self.job.issued[self.connected][self.rank] = self.issued
+        yield lambda: not self.offering and (step in self.replay or self.job.complete(self, step))
+        self.replay.discard(step)
+        assert step == self.done == self.version, "every step is made once, in order"
+        self.done, self.version, self.log = step + 1, step + 1, {step}
+        yield f"stepped {self.version}"
+
+    # -- on_failure="reroute" ----------------------------------------------------------------------
+
+    def train_over_lane(self) -> Iterator[Pause]:
+        """One step of those that are present; then newcomers that have knocked are let in."""
+        job = self.job
+        job.store.set(lane_key(self.rank, self.incarnation), "1")
+        yield "lane"
+        yield lambda: self.phase is Phase.WITHOUT or self.newest == self.generation
+        if self.phase is not Phase.WITHOUT and self.newest != self.generation:
+            return
+        generation, absent = self.newest, self.entries[self.newest].absent if self.phase is Phase.WITHOUT else None
+        meeting = job.lane(self, generation, absent or frozenset())
+        yield f"step {self.version + 1}"
+        yield lambda: self.ended(generation) or meeting.over
+        if not meeting.over:
+            del meeting.here[self.rank]
+            return
+        yield f"stepped {self.version}"
+        if absent and meeting.lets_in:
+            job.store.set(f"{generation_key(generation)}/letting", "1")
+            yield from self.holding(self.let_in(generation))
+
+    def knock(self) -> Iterator[Pause]:
+        self.job.store.set(f"knock/{self.rank}.{self.incarnation}", "1")
+        while self.phase is Phase.KNOCKING and self.generation < 0:
+            generation = self.newest
+            key = f"{generation_key(generation)}/letting"
+            yield lambda: self.ended(generation) or self.job.store.check([key])  # noqa: B023 (used at once)
+            if self.job.store.check([key]):
+                yield from self.holding(self.let_in(generation))
+            if self.generation < 0:
+                yield lambda: self.ended(generation)  # noqa: B023 (used at once)
+
+    def let_in(self, generation: int) -> Iterator[Pause]:
+        joins, key, store = self.joins, let_in_key(generation), self.job.store
+        self.post(generation, tuple(self.board[-1:]))
+        yield f"let in {generation}"
+        yield from self.await_all("front", self.job.ranks, generation)
+        fronts = self.fronts(generation)
+        plan = let_in(fronts)
+        try:
+            yield from self.meet(generation)
+            word = store.compare_set(key, "", "yes")
+            yield f"agreed {generation}"
+        except GenerationAbandoned:
+            if not store.check([key]):
+                raise
+            word = store.get(key)
+        if word != b"yes":
+            raise GenerationAbandoned("another loss came first")
+        self.install(plan, fronts, generation, joins, Event.LET_IN)
+        if joins:
+            self.board = list(fronts[plan.donors[self.rank]].tops)
+
+
+class Meeting:
+    """A step over a lane: it is made when all that are present have come, for all of them at once."""
+
+    def __init__(self, ranks: frozenset[int]) -> None:
+        self.ranks, self.here, self.over, self.lets_in = ranks, dict[int, Worker](), False, False
