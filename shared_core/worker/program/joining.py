@@ -91,6 +91,7 @@ class Joining:
         self._trained.set_gradients(parts.get("swift.gradients", {}))
         self._buckets.eligible = parts.get("swift.eligible", 0)
         images, outside = parts.get("swift.images", False), parts.get("swift.outside", False)
-        self._updates.resume(self._position.tops, images=images, outside=outside)
+        again = bool(place.tier) or place.resized
+        self._updates.resume(self._position.tops, images=images, outside=outside, again=again)
         inject.set_step(self._position.tops)
         self._progress.top(self._position.tops)

@@ -144,10 +144,18 @@ class Updates:
                     register_optimizer_step_post_hook(self._after),
                 ]
 
-    def resume(self, top: int, *, images: bool, outside: bool) -> None:
-        """Newcomer, at its batch top: keep what the predecessor kept; all ranks must agree."""
+    def resume(self, top: int, *, images: bool, outside: bool, again: bool) -> None:
+        """Newcomer, at its batch top: keep what the predecessor kept; all ranks must agree.
+
+        Args:
+            top: its number.
+            images: whether the predecessor kept parameters before each update.
+            outside: whether it had seen changes outside updates.
+            again: all workers were started again, perhaps with another script.
+        """
         self._several = images
-        self.outside.resume(top, self._applied, outside, exact=not self._skip)
+        watched = 0 if again else self._applied
+        self.outside.resume(top, self._applied, outside, exact=not self._skip, watched=watched)
 
     def next_batch(self) -> None:
         """A batch begins, at a recovery point or not."""
