@@ -70,7 +70,7 @@ class Joining:
         let_in = received is not None and place.added
         if received is not None:
             self._replays.own = received.replaying
-        self._updates.load(place.top.version, place.description, place.tensors)
+        self._updates.load(place.top.version, place.description, place.tensors, owned=place.owned)
         self._buckets.settle(place.records, place.top)
         with self._position.restoring(resized=place.resized, added=place.added):
             self._take_place(place)

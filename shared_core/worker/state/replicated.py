@@ -109,9 +109,14 @@ class Replicated:
         }
         return description, tensors
 
-    def load(self, description: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+    def load(self, description: dict[str, Any], tensors: Sequence[torch.Tensor], *, owned: bool = False) -> None:
         """Put exported state in place. Optimizer state is left alone when no optimizer is attached (between two
         entry calls).
+
+        Args:
+            description: of the state.
+            tensors: of the state; some may be the parameters here, which are as they should be.
+            owned: nobody else uses the tensors, so that optimizers can have them.
 
         Raises:
             ReplicaMismatch: if the parameters here differ in number or shape from the donor's.
@@ -126,7 +131,8 @@ class Replicated:
                 raise ReplicaMismatch(
                     f"parameter {name} has shape {tuple(own.shape)} here and {tuple(theirs.shape)} at the donor"
                 )
-            own.data.copy_(theirs)
+            if own.data_ptr() != theirs.data_ptr():
+                own.data.copy_(theirs)
         if not self.optimizers:
             return
         for optimizer in self.optimizers:
@@ -134,7 +140,7 @@ class Replicated:
         for number, place, entries in description["states"]:
             state = self.optimizers[number].state[self.parameters[place]]
             for key, kind, value in entries:
-                state[key] = tensors[value].clone() if kind == "tensor" else value
+                state[key] = value if kind != "tensor" else tensors[value] if owned else tensors[value].clone()
 
     def summed(self, leave_out: Collection[int] = ()) -> list[tuple[int, torch.Tensor]]:
         """What replicas have in common, in an order that all share: each tensor with its parameter's place. Plain

@@ -322,18 +322,37 @@ class Updates:
         """A newcomer is about to join: it is no donor until :meth:`load`."""
         self._installing = True
 
-    def load(self, version: int, description: dict[str, Any] | None, tensors: Sequence[torch.Tensor]) -> None:
+    def load(
+        self,
+        version: int,
+        description: dict[str, Any] | None,
+        tensors: Sequence[torch.Tensor],
+        *,
+        owned: bool = False,
+    ) -> None:
         """Take over a donor's state at a batch top of ``version``; updates that the state already contains will do
         nothing.
+
+        Args:
+            version: updates at the batch top.
+            description: of the state; None for the one that is here.
+            tensors: of the state.
+            owned: nobody else uses them.
         """
         with self._condition:
             self._applied = version
             self._skip = 0
             if description is not None and self.replicated is not None:
-                self.replicated.load(description, tensors)
+                self.replicated.load(description, tensors, owned=owned)
                 self._skip = max(0, description["version"] - version)
                 self._images = [
-                    (v, dict(zip(places, (t.clone() for t in tensors[at : at + len(places)]), strict=True)))
+                    (
+                        v,
+                        {
+                            p: t if owned else t.clone()
+                            for p, t in zip(places, tensors[at : at + len(places)], strict=True)
+                        },
+                    )
                     for v, places, at in description["images"]
                 ]
                 if self._skip and self._images:
