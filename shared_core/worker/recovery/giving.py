@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shared_core.errors import RecoveryFailed
+from shared_core.faults import inject
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.plan import Plan
 from shared_core.worker.comm.gloo import InnerGroup
@@ -125,6 +126,7 @@ class Giving:
 
 def _send(inner: InnerGroup, newcomer: int, tensors: Sequence[torch.Tensor], wanted: dict[str, Any]) -> int:
     spans = [Span(*row) for row in wanted["spans"]]
+    inject.point("recovery.giving")
     send_spans(inner, newcomer, tensors, spans)
     return sum(span.size for span in spans)
 

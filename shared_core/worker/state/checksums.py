@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from shared_core.worker.spans import Span, divided
 
 _SIDE = 64
 #: Bytes of a block.
@@ -44,39 +45,11 @@ def checksum(tensor: torch.Tensor) -> int:
     return _between(raw, 0, raw.numel())
 
 
-@dataclass(frozen=True)
-class Span:
-    """A part of one tensor.
-
-    Attributes:
-        tensor: its place in a list.
-        start: first byte, a multiple of :data:`BLOCK`.
-        stop: byte after the last: the end of the tensor, or a multiple of :data:`BLOCK`.
-    """
-
-    tensor: int
-    start: int
-    stop: int
-
-
 def parts(sizes: Sequence[int], least: int = _LEAST) -> list[list[Span]]:
-    """Divide tensors of ``sizes`` bytes into at most eight parts of about the same size, and at least ``least`` bytes
+    """Divide tensors of ``sizes`` bytes into at most eight parts of about the same size, of at least ``least`` bytes
     where there are several.
     """
-    budget = max(least, -(-sum(sizes) // _PARTS))
-    found: list[list[Span]] = [[]]
-    room = budget
-    for tensor, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            if room <= 0:
-                found.append([])
-                room = budget
-            stop = min(size, start + -(-room // BLOCK) * BLOCK)
-            found[-1].append(Span(tensor, start, stop))
-            room -= stop - start
-            start = stop
-    return found
+    return divided(sizes, max(1, min(_PARTS, sum(sizes) // least)), BLOCK)
 
 
 class RunningSums:
