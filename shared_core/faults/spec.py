@@ -52,6 +52,8 @@ POINTS: tuple[str, ...] = (
     # Others know where this worker listens, and connect to it.
     "recovery.connecting",
     "recovery.connected",
+    # A newcomer has said which part of its state this worker gives it; others give theirs.
+    "recovery.giving",
     "recovery.exchanged",
     "recovery.installed",
     # A survivor has sent one more message from its log on disk to a newcomer that replays.

@@ -49,6 +49,7 @@ _COMMON = (
     "recovery.severed",
     "recovery.frontier",
     "recovery.connected",
+    "recovery.giving",
     "recovery.exchanged",
     "recovery.installed",
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from util import run
+
 from shared_core.worker.start import preload
 
 
@@ -66,3 +68,31 @@ def test_modules_beside_the_script_are_not_taken_from_elsewhere(tmp_path: Path) 
     chosen = preload.modules_for(tmp_path / "train.py")
     assert {"timm", "torchvision"} <= set(chosen)
     assert not {"datasets", "torchmetrics", "torchmetrics.text"} & set(chosen)
+
+
+def test_a_worker_of_a_plain_script_finds_the_product_imported(tmp_path: Path) -> None:
+    """Everything that it imports itself is added to the stall of each recovery."""
+    job = run(
+        tmp_path,
+        """
+import sys
+before = set(sys.modules)
+import shared_core, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+shared_core.install()
+dist.init_process_group("gloo")
+net = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.AdamW(net.parameters())
+job = shared_core.attach(net, optimizer)
+for epoch in job.epochs(1):
+    for step, batch in job.steps(torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=2)):
+        net(batch).sum().backward()
+        optimizer.step()
+late = sorted(name for name in set(sys.modules) - before if name.startswith("shared_core"))
+print("imported", late)
+dist.destroy_process_group()
+""",
+        nproc=1,
+    )
+    assert job.code == 0, job.stderr
+    assert "imported []" in job.stdout

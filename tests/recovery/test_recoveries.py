@@ -43,6 +43,17 @@ def test_a_second_loss_at_each_stage_of_a_recovery(name: str, jobs: Jobs) -> Non
     assert "willRetry" not in result.stderr and "connectFullMesh" not in result.stderr, result.tail()
 
 
+@pytest.mark.parametrize(
+    "giver", [2, pytest.param(0, marks=pytest.mark.nightly)], ids=["one_of_several", "the_donor_of_all"]
+)
+def test_a_loss_while_a_large_state_is_given_leaves_nothing_half_installed(giver: int, jobs: Jobs) -> None:
+    """Its parameters are received in place, from two at once: what the other had sent when this one is lost is of no
+    use."""
+    faults = [FIRST, Fault(giver, ANY_STEP, "recovery.giving", "SIGKILL")]
+    result = jobs.check(TRAIN, nproc=3, faults=faults, args=["--steps", "6", "--width", "2500", "--bucket-mb", "25"])
+    assert result.kinds("newcomer_ready")[0].fields["bytes_moved"] > 64 << 20, result.tail()
+
+
 def test_the_minority_of_three_is_replaced(jobs: Jobs) -> None:
     result = jobs.run(CORRUPT, nproc=3, faults=[Fault(1, 4, "bucket", "SIGKILL")], args=["2", "40"])
     assert result.status == 0, result.tail()

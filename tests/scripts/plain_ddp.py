@@ -15,9 +15,10 @@ from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report, generators_digest
 
 
-def model(norm: bool) -> nn.Module:
-    middle = [nn.BatchNorm1d(32)] if norm else []
-    return nn.Sequential(nn.Linear(16, 32), *middle, nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 32), nn.Linear(32, 4))
+def model(norm: bool, width: int) -> nn.Module:
+    middle = [nn.BatchNorm1d(width)] if norm else []
+    first, last = nn.Linear(16, width), nn.Linear(width, 4)
+    return nn.Sequential(first, *middle, nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, width), last)
 
 
 def main() -> None:
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--norm", action="store_true", help="with BatchNorm")
     parser.add_argument("--optimizer", default="AdamW")
+    parser.add_argument("--width", type=int, default=32, help="of the model")
     parser.add_argument("--bucket-mb", type=float, default=0.002, help="small, so that there are several buckets")
     parser.add_argument("--mistake", default="", help="a mistake users make: unseeded, branch, model, raise")
     args = parser.parse_args()
@@ -38,7 +40,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(1000 * (args.mistake == "model" and rank == 1))
-    net = model(args.norm)
+    net = model(args.norm, args.width)
     if args.mistake == "model" and rank == 1:
         net = nn.Sequential(*net, nn.Linear(4, 4))
     ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=args.bucket_mb)

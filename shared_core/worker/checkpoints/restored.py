@@ -24,6 +24,7 @@ class Restored:
         records: results of start-up operations, and of DDP's agreement on buckets.
         description: of the replicated state; None for the one that this worker begins with.
         tensors: of the replicated state.
+        owned: nobody else uses the tensors.
         resized: it was another number of workers.
         added: this rank had no predecessor; ``parts`` are another's.
         main: what rank 0 had published last, where another takes its place.
@@ -38,6 +39,7 @@ class Restored:
     records: list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
     description: dict[str, Any] | None
     tensors: list[torch.Tensor] = field(default_factory=list)
+    owned: bool = False
     resized: bool = False
     added: bool = False
     main: dict[str, Any] = field(default_factory=dict)

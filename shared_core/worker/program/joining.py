@@ -70,7 +70,7 @@ class Joining:
         let_in = received is not None and place.added
         if received is not None:
             self._replays.begin(received.replaying)
-        self._updates.load(place.top.version, place.description, place.tensors)
+        self._updates.load(place.top.version, place.description, place.tensors, owned=place.owned)
         self._buckets.settle(place.records, place.top)
         with self._position.restoring(resized=place.resized, added=place.added):
             self._take_place(place)
@@ -91,6 +91,7 @@ class Joining:
         self._trained.set_gradients(parts.get("swift.gradients", {}))
         self._buckets.eligible = parts.get("swift.eligible", 0)
         images, outside = parts.get("swift.images", False), parts.get("swift.outside", False)
-        self._updates.resume(self._position.tops, images=images, outside=outside)
+        again = bool(place.tier) or place.resized
+        self._updates.resume(self._position.tops, images=images, outside=outside, again=again)
         inject.set_step(self._position.tops)
         self._progress.top(self._position.tops)

@@ -114,4 +114,4 @@ class Publishing:
         self._board.drop_before(stable)
         self._updates.at_top(top.index, stable)
         self._passes.at_top()
-        self._replicas.compare(self._trained.compared)
+        self._replicas.compare(self._trained.compared, last=top.kind != "batch")

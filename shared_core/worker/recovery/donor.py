@@ -49,12 +49,27 @@ class Donor:
         return {"top": outside.top, "kept": outside.tops.indices, "outside": outside.active}
 
     @contextmanager
-    def frozen(self, min_version: int, top: int) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+    def frozen(
+        self, min_version: int, top: int, *, wait: bool = True
+    ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         """The state at a batch top, or at a moment when no update runs and at least ``min_version`` steps are in it; no
         update begins inside. See :meth:`Updates.frozen`.
+
+        Args:
+            min_version: updates at the batch top.
+            top: its number.
+            wait: for such a moment.
         """
-        with self._updates.frozen(min_version, self._env.config.detection.wait_timeout_s, top) as exported:
+        timeout_s = self._env.config.detection.wait_timeout_s if wait else 0.0
+        with self._updates.frozen(min_version, timeout_s, top) as exported:
             yield exported
+
+    def places(self, count: int) -> list[torch.Tensor]:
+        """A newcomer's parameters, into which those of its donor are received: it has no state of its own yet. None
+        where the donor has not as many.
+        """
+        state = self._updates.replicated
+        return [] if state is None or len(state.parameters) != count else [p.detach() for p in state.parameters]
 
     def offer(self) -> Offer:
         """Say what this worker has, and pass no batch top and no update any more; see :meth:`withdraw`."""

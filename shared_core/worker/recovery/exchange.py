@@ -19,9 +19,10 @@ from shared_core.worker.comm.gloo import InnerGroup, finish
 from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.messages.group_log import Signature, read_signature
 from shared_core.worker.recovery.donor import Donor
+from shared_core.worker.recovery.giving import Giving
 from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.rank_copy import pack
-from shared_core.worker.recovery.transfer import receive, send
+from shared_core.worker.recovery.transfer import nbytes, receive, send
 from shared_core.worker.state.publications import Board
 
 #: Results to serve: per group and sequence number, what was called and what it gave.
@@ -81,16 +82,19 @@ class Exchange:
         lifecycle: says when a generation is given up.
         board: what this rank has published.
         donor: its replicated state.
-
-    Attributes:
-        received: what the newest attempt has moved.
     """
 
     def __init__(self, env: WorkerEnv, runtime: Runtime, lifecycle: Lifecycle, board: Board, donor: Donor) -> None:
         self._rank, self._world_size = env.rank, env.world_size
-        self._runtime, self._lifecycle, self._board, self._donor = runtime, lifecycle, board, donor
+        self._runtime, self._lifecycle, self._board = runtime, lifecycle, board
+        self._giving = Giving(env.rank, env.world_size, donor)
         self._inner: InnerGroup | None = None
-        self.received = Received()
+        self._received = Received()
+
+    def take(self) -> Received:
+        """What the newest attempt has moved, which is not kept here any longer."""
+        received, self._received = self._received, Received()
+        return received
 
     def sever(self) -> None:
         """A further loss is known: cut what is being connected. Call it under the runtime's lock."""
@@ -129,14 +133,14 @@ class Exchange:
 
         assert runtime.world is not None
         inner = runtime.new_inner(runtime.world, generation, attempt)
-        self.received = Received(top=plan.tops.get(self._rank), generation=generation)
+        self._received = Received(top=plan.tops.get(self._rank), generation=generation)
         try:
             with runtime.lock:
                 if given_up():
                     raise GenerationAbandoned("connected too late")
                 self._inner = inner
             inject.point("recovery.connected")
-            self._move(inner, plan, self.received)
+            self._move(inner, plan, self._received)
             inject.point("recovery.exchanged")
             last = inner.pg.barrier(dist.BarrierOptions())
             finish(last, given_up, "the last barrier", self._exchanged(plan))
@@ -175,11 +179,17 @@ class Exchange:
             top = plan.tops[newcomer]
             if top is None:
                 continue  # starts from the beginning: computes its state itself
+            others = self._giving.others(plan, newcomer, top)
             if self._rank == donor:
-                self._give(inner, newcomer, top, received, copies=plan.copies)
+                received.nbytes += self._giving.give(inner, newcomer, top)
+                if plan.copies:
+                    packed = pack(self._board, top.index, self._runtime.groups)
+                    send(inner, newcomer, {}, [torch.frombuffer(bytearray(packed), dtype=torch.uint8)])
+            elif self._rank in others:
+                received.nbytes += self._giving.help(inner, newcomer, top)
             elif self._rank == newcomer:
-                received.description, received.tensors = receive(inner, donor)
-                received.nbytes += _nbytes(received.tensors)
+                received.description, received.tensors = self._giving.take(inner, donor, others)
+                received.nbytes += nbytes(received.tensors)
                 if plan.copies:
                     _, (received.local,) = receive(inner, donor)
 
@@ -188,23 +198,15 @@ class Exchange:
             if self._rank == transfer.source:
                 rows, tensors = self._logged(transfer.entries)
                 send(inner, transfer.destination, {"rows": rows}, tensors)
-                received.nbytes += _nbytes(tensors)
+                received.nbytes += nbytes(tensors)
             elif self._rank == transfer.destination:
                 head, tensors = receive(inner, transfer.source)
-                received.nbytes += _nbytes(tensors)
+                received.nbytes += nbytes(tensors)
                 at = 0
                 for name, seq, sig, count in head["rows"]:
                     received.replay.setdefault(name, {})[seq] = (read_signature(sig), tensors[at : at + count])
                     at += count
                 received.replayed += len(head["rows"])
-
-    def _give(self, inner: InnerGroup, newcomer: int, top: Top, received: Received, *, copies: bool) -> None:
-        with self._donor.frozen(top.version, top.index) as (description, tensors):
-            send(inner, newcomer, description, tensors)
-            received.nbytes += _nbytes(tensors)
-        if copies:
-            packed = pack(self._board, top.index, self._runtime.groups)
-            send(inner, newcomer, {}, [torch.frombuffer(bytearray(packed), dtype=torch.uint8)])
 
     def _logged(self, entries: dict[str, list[int]]) -> tuple[list[list[Any]], list[torch.Tensor]]:
         rows: list[list[Any]] = []
@@ -215,7 +217,3 @@ class Exchange:
                 rows.append([name, seq, sig, len(results)])
                 tensors += results
         return rows, tensors
-
-
-def _nbytes(tensors: list[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)

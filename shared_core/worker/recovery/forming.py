@@ -32,6 +32,7 @@ from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.recovery.exchange import Exchange, Received, Replay, Replaying
 from shared_core.worker.recovery.fronts import Fronts
 from shared_core.worker.recovery.lifecycle import Lifecycle
+from shared_core.worker.recovery.transfer import StillWriting
 from shared_core.worker.state.publications import Board
 
 #: Exit code of a newcomer that prepared for a batch top which a further loss made useless; the agent starts another.
@@ -114,8 +115,8 @@ class Forming:
             os._exit(EXIT_STALE)
         what = self._lifecycle.why("reach the training loop", generation)
         fronts.collect(store, "ready", range(self._env.world_size), generation, what)
-        inner = self._exchange.connect(plan, generation)
-        received = self._exchange.received
+        inner = self._connect(plan, generation)
+        received = self._exchange.take()
         survivors = tuple(sorted(frontiers.keys() - plan.tops.keys()))
         logs = any(frontiers[rank].together for rank in survivors)
         replayed = tuple(r for r, top in sorted(plan.tops.items()) if logs and (top is None or top.saved))
@@ -144,7 +145,16 @@ class Forming:
         inner = self._agree(plan, store, generation)
         self._install(plan, inner, generation, {}, joins, lets_in=True)
         inject.point("recovery.installed")
-        return self._exchange.received
+        return self._exchange.take()
+
+    def _connect(self, plan: Plan, generation: int) -> InnerGroup:
+        """See :meth:`Exchange.connect`."""
+        try:
+            return self._exchange.connect(plan, generation)
+        except StillWriting:
+            message = "a message that was cut may still arrive in its parameters, starting over"
+            self._events.emit("warning", rank=self._env.rank, generation=generation, message=message)
+            os._exit(EXIT_STALE)
 
     def _agree(self, plan: Plan, store: Store, generation: int) -> InnerGroup | None:
         """Connect, move, and settle whether the newcomers are in. A group, or None if another loss has ended the
@@ -155,7 +165,7 @@ class Forming:
         """
         inner, key = None, let_in_key(generation)
         try:
-            inner = self._exchange.connect(plan, generation)
+            inner = self._connect(plan, generation)
             # Whoever is first says whether the newcomers are in: one of us, or an agent that has seen another loss.
             said = store.compare_set(key, "", "yes")
             inject.point("lane.agreed")

@@ -1,4 +1,8 @@
-"""Replicas are compared after each recovery: a minority is replaced, without a majority the job ends."""
+"""Replicas are compared after each recovery: a minority is replaced, without a majority the job ends.
+
+A large state is not summed at one batch top, which would be a second stall, but part by part at several: each part at
+the same batch top on all ranks, between two steps, while nothing changes it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import threads
 from shared_core.waiting import wait_for
 from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.state.checksums import RunningSums, combined, nbytes
+from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.updates import Updates
 
 _WAIT_S = 60.0
@@ -23,7 +29,7 @@ class Sums:
     """What a rank says of its replicated state.
 
     Attributes:
-        version: optimizer steps that it contains.
+        version: optimizer steps that it contained when its last part was summed.
         sums: checksums, by parameter.
     """
 
@@ -54,29 +60,49 @@ class Replicas:
 
     def __init__(self, env: WorkerEnv, recovery: Recovery, updates: Updates) -> None:
         self._env, self._recovery, self._updates = env, recovery, updates
-        self._compared = 0
+        self._compared = self._summed = 0
+        self._sums = RunningSums([])
 
-    def compare(self, ranks: Sequence[int]) -> None:
-        """Call at each batch top; acts at the first one after all have stepped beyond a recovery.
+    def compare(self, ranks: Sequence[int], *, last: bool = False) -> None:
+        """Call at each batch top; acts at the first ones after all have stepped beyond a recovery.
 
         Args:
             ranks: those that hold the same state, this one among them.
+            last: there may be none after this one soon.
         """
         due, generation = self._recovery.forming.verify_version, self._recovery.runtime.generation
         if due is None or not self._env.config.state.verify_checksums or generation <= self._compared:
             return
         if self._updates.version < due:
             return
-        self._compared = generation
         state = self._updates.replicated
         if state is None or len(ranks) < 2 or self._updates.state_version != self._updates.version:
+            self._compared = generation
             return
+        sums = self._sum(state, generation, last=last)
+        if sums is None:
+            return
+        self._compared = generation
         key = f"sums/{generation}/{due}"
-        report = Sums(self._updates.version, state.checksums(self._updates.outside.local))
+        report = Sums(self._updates.version, sums)
         self._recovery.store.below().set(f"{key}/{self._env.rank}", json.dumps(asdict(report)))
         if self._env.rank == min(ranks):
             args = (key, ranks, list(state.names))
             threads.start(self._judge, args, name="swift-compare")
+
+    def _sum(self, state: Replicated, generation: int, *, last: bool) -> list[int] | None:
+        """Sum the next part of the state, or with ``last`` all that is left. Returns the checksums of all, by
+        parameter, when it is the last part.
+        """
+        found = state.summed(self._updates.outside.local)
+        tensors, sizes = [data for _, data in found], [nbytes(data) for _, data in found]
+        if self._summed != generation or self._sums.sizes != sizes:
+            self._summed, self._sums = generation, RunningSums(sizes)
+        self._sums.add_part(tensors)
+        while last and self._sums.complete is None:
+            self._sums.add_part(tensors)
+        sums = self._sums.complete
+        return None if sums is None else combined(len(state.names), [place for place, _ in found], sums)
 
     def _judge(self, key: str, members: Sequence[int], names: list[str]) -> None:
         runtime, store = self._recovery.runtime, self._recovery.store.below()

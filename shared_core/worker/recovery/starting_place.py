@@ -174,14 +174,15 @@ class Beginning:
             parts = unpack(self._board, received.local.numpy().tobytes())
             self._board.forget_tops()
             state = received.description, received.tensors
-            return Restored(received.top, parts, {}, [], *state, added=True), received
+            return Restored(received.top, parts, {}, [], *state, owned=True, added=True), received
         received = self._recovery.join()
         top = received.top
         assert top is not None
         if self._saved is not None:
             return replace(self._saved, top=top, records=self._board.records()), received
         parts, records = self._board.read_top(top.index), self._board.records()
-        return Restored(top, parts, {}, records, received.description, received.tensors), received
+        state = received.description, received.tensors
+        return Restored(top, parts, {}, records, *state, owned=True), received
 
     def _collect(self, restored: Restored, collect: Collect, replicas: Sequence[int]) -> None:
         """Now it is known which layers this stage has."""

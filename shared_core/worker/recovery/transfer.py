@@ -1,48 +1,32 @@
-"""Plain data and tensors between two members of a group that is being formed, in chunks."""
+"""Plain data and tensors between two members of a group that is being formed. Large tensors go from the memory where
+they are to the memory where they belong; small ones travel in bundles.
+"""
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from shared_core.errors import GenerationAbandoned
 from shared_core.waiting import Wait
-from shared_core.worker.comm.gloo import InnerGroup, finish_message
+from shared_core.worker.comm.flow import Flow, Message, NotGivenBack
+from shared_core.worker.comm.gloo import InnerGroup
+from shared_core.worker.spans import Span, bundled
 from shared_core.worker.state.replicated import pack, unpack
 
 _TAG = 2**30
-#: Gloo's own time-out of a message; ours ends it before, and a loss at once.
-_FOREVER = timedelta(days=10)
-_CHUNK = 32 << 20
+#: What is smaller travels in bundles, and the size of these, in bytes.
+_ALONE, _BUNDLE = 256 << 10, 4 << 20
 
 
-def _chunks(sizes: list[int]) -> list[list[int]]:
-    """Consecutive places whose sizes add up to at most one chunk (or a single larger one)."""
-    out: list[list[int]] = []
-    total = _CHUNK
-    for place, size in enumerate(sizes):
-        if total + size > _CHUNK or not out:
-            out.append([])
-            total = 0
-        out[-1].append(place)
-        total += size
-    return out
+class StillWriting(GenerationAbandoned):
+    """What was to be received may still be written into memory that is in use."""
 
 
-def _wait(inner: InnerGroup, place: int, what: str, limit_s: float | None = None, *, idle: bool = False) -> Wait:
-    """For one chunk."""
-    return Wait(
-        f"rank {inner.rank}",
-        f"rank {inner.members[place]} {what}",
-        inner.wait_timeout_s if limit_s is None else limit_s,
-        bound="wait_timeout_s" if limit_s is None else "a fixed limit",
-        advice="It may hang, or the network is too slow: raise wait_timeout_s.",
-        speaks=lambda: not idle,
-    )
-
-
-def send(inner: InnerGroup, destination: int, head: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+def send(inner: InnerGroup, destination: int, head: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
     """Send plain data and tensors to a rank of the group, which calls :func:`receive`.
 
     Raises:
@@ -50,20 +34,14 @@ def send(inner: InnerGroup, destination: int, head: dict[str, Any], tensors: lis
         GenerationAbandoned: if the group was cut.
         WaitTimeout: if the other does not take part in time.
     """
+    packed = pack({"head": head, "layout": layout(tensors)})
 
-    def put(tensor: torch.Tensor) -> None:
-        wait = _wait(inner, destination, "to take over what this one sends it in the recovery")
-        finish_message(inner.pg.send([tensor], destination, _TAG), inner, _FOREVER, wait)
+    def messages() -> Iterator[Message]:
+        yield torch.tensor([packed.numel()]), ()
+        yield packed, ()
+        yield from _messages([_flat(t) for t in tensors], whole(tensors), gather=True)
 
-    layout = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
-    packed = pack({"head": head, "layout": layout})
-    put(torch.tensor([packed.numel()]))
-    put(packed)
-    views = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
-    for places in _chunks([v.numel() for v in views]):
-        chunk = torch.cat([views[p] for p in places]) if len(places) > 1 else views[places[0]]
-        if chunk.numel():
-            put(chunk)
+    _outgoing(inner, destination, messages())
 
 
 def receive(
@@ -80,7 +58,7 @@ def receive(
         inner: the group.
         source: place of the sender in it.
         what: the sender is to do, for the line that a long wait prints.
-        limit_s: of one chunk; ``wait_timeout_s`` if None.
+        limit_s: of one message; ``wait_timeout_s`` if None.
         idle: nothing depends on this message, so that a long wait is not worth a line.
 
     Raises:
@@ -89,22 +67,137 @@ def receive(
         WaitTimeout: if the other does not take part in time.
     """
 
-    def get(tensor: torch.Tensor) -> torch.Tensor:
-        wait = _wait(inner, source, what, limit_s, idle=idle)
-        finish_message(inner.pg.recv([tensor], source, _TAG), inner, _FOREVER, wait)
-        return tensor
+    def get(messages: Iterable[Message]) -> None:
+        _incoming(inner, source, messages).finish(lambda: _wait(inner, source, what, limit_s, idle=idle))
 
-    size = get(torch.zeros(1, dtype=torch.int64))
-    described = unpack(get(torch.empty(int(size), dtype=torch.uint8)))
-    tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in described["layout"]]
-    sizes = [t.numel() * t.element_size() for t in tensors]
-    for places in _chunks(sizes):
-        total = sum(sizes[p] for p in places)
-        if not total:
-            continue
-        chunk = get(torch.empty(total, dtype=torch.uint8))
-        at = 0
-        for place in places:
-            tensors[place].view(-1).view(torch.uint8).copy_(chunk[at : at + sizes[place]])
-            at += sizes[place]
+    size = torch.zeros(1, dtype=torch.int64)
+    get([(size, ())])
+    packed = torch.empty(int(size), dtype=torch.uint8)
+    get([(packed, ())])
+    described = unpack(packed)
+    tensors = room(described["layout"])
+    if tensors:
+        get(_messages([_flat(t) for t in tensors], whole(tensors), gather=False))
     return described["head"], tensors
+
+
+def send_spans(inner: InnerGroup, destination: int, tensors: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
+    """Send parts of tensors whose layout the other knows; it calls :func:`receive_spans`.
+
+    Raises:
+        RuntimeError: if a connection breaks.
+        GenerationAbandoned: if the group was cut.
+        WaitTimeout: if the other does not take part in time.
+    """
+    messages = _messages([_flat(t) for t in tensors], spans, gather=True)
+    _outgoing(inner, destination, messages)
+
+
+def receive_spans(
+    inner: InnerGroup, tensors: Sequence[torch.Tensor], spans: Mapping[int, Sequence[Span]], stuck_s: float
+) -> None:
+    """Fill contiguous tensors with what several members give at once.
+
+    Args:
+        inner: the group.
+        tensors: to fill.
+        spans: by place of the member that gives them.
+        stuck_s: how long gloo may take to let the tensors go after a cut.
+
+    Raises:
+        RuntimeError: if a connection breaks.
+        StillWriting: if the group was cut and something may still be written into the tensors.
+        GenerationAbandoned: if the group was cut.
+        WaitTimeout: if one of the others does not take part in time.
+    """
+    views = [_flat(t) for t in tensors]
+    flows = {place: _incoming(inner, place, _messages(views, each, gather=False)) for place, each in spans.items()}
+    failed: RuntimeError | None = None
+    for place, flow in flows.items():
+        new_wait = partial(_wait, inner, place, "to send state in the recovery")
+        try:
+            flow.finish(new_wait, stuck_s)
+        except NotGivenBack as error:
+            failed = StillWriting(str(error))
+        except RuntimeError as error:
+            failed = failed or error
+            inner.sever()
+    if failed is not None:
+        raise failed
+
+
+def layout(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Shapes and types, as plain data."""
+    return [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
+
+
+def room(described: Sequence[Sequence[Any]], places: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    """Contiguous tensors of a layout.
+
+    Args:
+        described: from :func:`layout`.
+        places: existing ones for the first of them, which are taken where they fit.
+    """
+    found = []
+    for number, (shape, dtype) in enumerate(described):
+        kind: torch.dtype = getattr(torch, dtype)
+        place = places[number] if number < len(places) else None
+        if place is not None and list(place.shape) == shape and place.dtype == kind and place.is_contiguous():
+            found.append(place)
+        else:
+            found.append(torch.empty(shape, dtype=kind))
+    return found
+
+
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of all values."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def whole(tensors: Sequence[torch.Tensor]) -> list[Span]:
+    """All of them."""
+    return [Span(place, 0, nbytes([t])) for place, t in enumerate(tensors) if t.numel()]
+
+
+def _messages(views: Sequence[torch.Tensor], spans: Sequence[Span], *, gather: bool) -> Iterator[Message]:
+    """Both ends make the same of the same spans.
+
+    Args:
+        views: bytes of the tensors.
+        spans: to move.
+        gather: bundles are filled now (to send them), or dealt out when they are there.
+    """
+    for bundle in bundled(spans, _ALONE, _BUNDLE):
+        parts = [views[span.tensor][span.start : span.stop] for span in bundle]
+        if len(parts) == 1:
+            yield parts[0], ()
+        elif gather:
+            yield torch.cat(parts), ()
+        else:
+            yield torch.empty(sum(span.size for span in bundle), dtype=torch.uint8), parts
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _outgoing(inner: InnerGroup, place: int, messages: Iterable[Message]) -> None:
+    pg, what = inner.pg, "to take over what this one sends it in the recovery"
+    Flow(inner, lambda tensor: pg.send([tensor], place, _TAG), messages).finish(lambda: _wait(inner, place, what))
+
+
+def _incoming(inner: InnerGroup, place: int, messages: Iterable[Message]) -> Flow:
+    pg = inner.pg
+    return Flow(inner, lambda tensor: pg.recv([tensor], place, _TAG), messages)
+
+
+def _wait(inner: InnerGroup, place: int, what: str, limit_s: float | None = None, *, idle: bool = False) -> Wait:
+    """For one message."""
+    return Wait(
+        f"rank {inner.rank}",
+        f"rank {inner.members[place]} {what}",
+        inner.wait_timeout_s if limit_s is None else limit_s,
+        bound="wait_timeout_s" if limit_s is None else "a fixed limit",
+        advice="It may hang, or the network is too slow: raise wait_timeout_s.",
+        speaks=lambda: not idle,
+    )

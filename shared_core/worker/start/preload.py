@@ -15,8 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Every worker needs these.
-ALWAYS = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors", "shared_core")
+#: Every worker needs these. The face of this product imports its parts only when they are asked for.
+ALWAYS = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "shared_core",
+    "shared_core.job",
+    "shared_core.loop",
+    "shared_core.sharing",
+)
 _LIGHTNING = ("lightning", "lightning_swift")
 #: This product, which is at work already when the program begins.
 _OURS = frozenset({"shared_core", "lightning_swift", "accelerate_swift"})

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from shared_core.worker.state.replicated import Replicated, checksum
+from shared_core.worker.state.checksums import checksum
+from shared_core.worker.state.replicated import Replicated
 
 #: So many times all values are looked at.
 _WHOLE = 2
@@ -28,6 +29,10 @@ class Watch:
         self._versions: list[int] | None = None
         self._sums: list[tuple[int, int, int]] = []
         self._noted = self._place = self._start = 0
+
+    def resume(self, updates: int) -> None:
+        """This newcomer's predecessor has watched so many updates; values that it has seen whole are not again."""
+        self._noted = min(updates, _WHOLE)
 
     def note(self, *, values: bool = True) -> None:
         """What there is now was there at the start, or was made by an update."""

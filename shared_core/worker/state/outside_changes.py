@@ -95,7 +95,7 @@ class Outside:
             self._watch.note()
         self.top = index
 
-    def resume(self, index: int, version: int, active: bool, *, exact: bool) -> None:
+    def resume(self, index: int, version: int, active: bool, *, exact: bool, watched: int) -> None:
         """Newcomer, at its batch top.
 
         Args:
@@ -103,9 +103,11 @@ class Outside:
             version: updates made.
             active: what was published there.
             exact: the state is that of the batch top.
+            watched: updates that its predecessor has watched.
         """
         self.active, self.top = active, index
         if self._watch is not None:
+            self._watch.resume(watched)
             if exact:
                 self.at_top(index, version)
             self._first = False

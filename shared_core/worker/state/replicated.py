@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import zlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 
 from shared_core.errors import CorruptFile, ReplicaMismatch, Unsupported, UnsupportedOptimizer
 from shared_core.plain_json import parse
+from shared_core.worker.state.checksums import checksum, combined
 
 
 class Replicated:
@@ -109,9 +109,14 @@ class Replicated:
         }
         return description, tensors
 
-    def load(self, description: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+    def load(self, description: dict[str, Any], tensors: Sequence[torch.Tensor], *, owned: bool = False) -> None:
         """Put exported state in place. Optimizer state is left alone when no optimizer is attached (between two
         entry calls).
+
+        Args:
+            description: of the state.
+            tensors: of the state; some may be the parameters here, which are as they should be.
+            owned: nobody else uses the tensors, so that optimizers can have them.
 
         Raises:
             ReplicaMismatch: if the parameters here differ in number or shape from the donor's.
@@ -126,7 +131,8 @@ class Replicated:
                 raise ReplicaMismatch(
                     f"parameter {name} has shape {tuple(own.shape)} here and {tuple(theirs.shape)} at the donor"
                 )
-            own.data.copy_(theirs)
+            if own.data_ptr() != theirs.data_ptr():
+                own.data.copy_(theirs)
         if not self.optimizers:
             return
         for optimizer in self.optimizers:
@@ -134,32 +140,33 @@ class Replicated:
         for number, place, entries in description["states"]:
             state = self.optimizers[number].state[self.parameters[place]]
             for key, kind, value in entries:
-                state[key] = tensors[value].clone() if kind == "tensor" else value
+                state[key] = value if kind != "tensor" else tensors[value] if owned else tensors[value].clone()
+
+    def summed(self, leave_out: Collection[int] = ()) -> list[tuple[int, torch.Tensor]]:
+        """What replicas have in common, in an order that all share: each tensor with its parameter's place. Plain
+        values of optimizers come as tensors of bytes.
+
+        Args:
+            leave_out: places of parameters that may differ.
+        """
+        found = [((i, -1, ""), p.detach()) for i, p in enumerate(self.parameters) if i not in leave_out]
+        for number, optimizer in enumerate(self.optimizers):
+            for parameter, state in optimizer.state.items():
+                place = self.index_of(parameter)
+                for key, value in state.items():
+                    data = value.detach() if isinstance(value, torch.Tensor) else pack(repr(value))
+                    found.append(((place, number, key), data))
+        found.sort(key=lambda each: each[0])  # optimizers have their parameters in the order of first gradients
+        return [(place, data) for (place, _, _), data in found]
 
     def checksums(self, leave_out: Collection[int] = ()) -> list[int]:
         """64-bit checksum of each parameter together with its optimizer state.
 
         Args:
-            leave_out: places of parameters that may differ; they get 0.
+            leave_out: places of parameters that may differ: only their optimizer state counts.
         """
-        sums = [0 if i in leave_out else checksum(p) for i, p in enumerate(self.parameters)]
-        for optimizer in self.optimizers:
-            for parameter, state in optimizer.state.items():
-                place = self.index_of(parameter)
-                for key in sorted(state):
-                    value = state[key]
-                    part = checksum(value) if isinstance(value, torch.Tensor) else zlib.crc32(repr(value).encode())
-                    sums[place] = (sums[place] * 1_000_003 + part) & 0xFFFF_FFFF_FFFF_FFFF
-        return sums
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """64 bits that stand for the values of a tensor."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    if not flat.numel():
-        return 0
-    data: Any = flat.view(torch.uint8).numpy()
-    return (zlib.crc32(data) << 32) | zlib.adler32(data)
+        found = self.summed(leave_out)
+        return combined(len(self.parameters), [place for place, _ in found], [checksum(data) for _, data in found])
 
 
 def pack(description: Any) -> torch.Tensor:

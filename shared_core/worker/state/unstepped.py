@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.publications import Board
-from shared_core.worker.state.replicated import Replicated, checksum
+from shared_core.worker.state.replicated import Replicated
 
 #: Parameters up to this size are copied in case the script turns out to change them, in bytes.
 SMALL = 16 << 20

@@ -144,10 +144,18 @@ class Updates:
                     register_optimizer_step_post_hook(self._after),
                 ]
 
-    def resume(self, top: int, *, images: bool, outside: bool) -> None:
-        """Newcomer, at its batch top: keep what the predecessor kept; all ranks must agree."""
+    def resume(self, top: int, *, images: bool, outside: bool, again: bool) -> None:
+        """Newcomer, at its batch top: keep what the predecessor kept; all ranks must agree.
+
+        Args:
+            top: its number.
+            images: whether the predecessor kept parameters before each update.
+            outside: whether it had seen changes outside updates.
+            again: all workers were started again, perhaps with another script.
+        """
         self._several = images
-        self.outside.resume(top, self._applied, outside, exact=not self._skip)
+        watched = 0 if again else self._applied
+        self.outside.resume(top, self._applied, outside, exact=not self._skip, watched=watched)
 
     def next_batch(self) -> None:
         """A batch begins, at a recovery point or not."""
@@ -314,18 +322,37 @@ class Updates:
         """A newcomer is about to join: it is no donor until :meth:`load`."""
         self._installing = True
 
-    def load(self, version: int, description: dict[str, Any] | None, tensors: Sequence[torch.Tensor]) -> None:
+    def load(
+        self,
+        version: int,
+        description: dict[str, Any] | None,
+        tensors: Sequence[torch.Tensor],
+        *,
+        owned: bool = False,
+    ) -> None:
         """Take over a donor's state at a batch top of ``version``; updates that the state already contains will do
         nothing.
+
+        Args:
+            version: updates at the batch top.
+            description: of the state; None for the one that is here.
+            tensors: of the state.
+            owned: nobody else uses them.
         """
         with self._condition:
             self._applied = version
             self._skip = 0
             if description is not None and self.replicated is not None:
-                self.replicated.load(description, tensors)
+                self.replicated.load(description, tensors, owned=owned)
                 self._skip = max(0, description["version"] - version)
                 self._images = [
-                    (v, dict(zip(places, (t.clone() for t in tensors[at : at + len(places)]), strict=True)))
+                    (
+                        v,
+                        {
+                            p: t if owned else t.clone()
+                            for p, t in zip(places, tensors[at : at + len(places)], strict=True)
+                        },
+                    )
                     for v, places, at in description["images"]
                 ]
                 if self._skip and self._images:

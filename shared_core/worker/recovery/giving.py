@@ -1,0 +1,139 @@
+"""A newcomer is given its replicated state: by a donor, and where that is large by others that have the same, at once.
+
+The donor says what there is; the newcomer divides it, asks the others for their shares, and tells the donor what is
+left for it. Whoever cannot give exactly that state at once declines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from shared_core.errors import RecoveryFailed
+from shared_core.faults import inject
+from shared_core.protocol.frontier import Top
+from shared_core.protocol.plan import Plan
+from shared_core.worker.comm.gloo import InnerGroup
+from shared_core.worker.recovery.donor import Donor
+from shared_core.worker.recovery.transfer import layout, nbytes, receive, receive_spans, room, send, send_spans
+from shared_core.worker.spans import Span, divided
+from shared_core.worker.state.checksums import checksum
+from shared_core.worker.state.replicated import pack
+
+#: So many give at most; and only where there is more than so much, in bytes.
+_GIVERS, _SEVERAL = 3, 64 << 20
+#: Tensors are divided at multiples of so many bytes.
+_UNIT = 64 << 10
+#: Gloo lets go at once what was to be received. A newcomer that has no luck with it cannot use its parameters again.
+_STUCK_S = 2.0
+
+
+def helpers(donor: int, replicas: Collection[int], newcomers: Collection[int]) -> list[int]:
+    """Those that may give state together with ``donor``: the next ones after it.
+
+    Args:
+        donor: gives what they do not.
+        replicas: ranks that train the same.
+        newcomers: those among them that have nothing to give.
+    """
+    able = sorted(set(replicas).difference(newcomers, [donor]))
+    later = [rank for rank in able if rank > donor]
+    return (later + able)[: min(_GIVERS - 1, len(able))]
+
+
+class Giving:
+    """Gives state, and takes it.
+
+    Args:
+        rank: of this worker.
+        world_size: number of ranks.
+        donor: its replicated state.
+    """
+
+    def __init__(self, rank: int, world_size: int, donor: Donor) -> None:
+        self._rank, self._world_size, self._donor = rank, world_size, donor
+
+    def others(self, plan: Plan, newcomer: int, top: Top) -> list[int]:
+        """Those that may give ``newcomer`` its state, beside its donor."""
+        return helpers(plan.donors[newcomer], top.replicas or range(self._world_size), plan.tops)
+
+    def give(self, inner: InnerGroup, newcomer: int, top: Top) -> int:
+        """As donor. Returns the bytes that were sent.
+
+        Raises:
+            RuntimeError: if a connection breaks.
+            GenerationAbandoned: if the group was cut.
+            RecoveryFailed: if the state cannot be had.
+            WaitTimeout: if the newcomer does not take part in time.
+        """
+        with self._donor.frozen(top.version, top.index) as (description, tensors):
+            send(inner, newcomer, {"description": description, "layout": layout(tensors)}, [])
+            wanted, _ = receive(inner, newcomer, "to say what it is to be sent")
+            return _send(inner, newcomer, tensors, wanted)
+
+    def help(self, inner: InnerGroup, newcomer: int, top: Top) -> int:
+        """As one of the others. Returns the bytes that were sent.
+
+        Raises:
+            RuntimeError: if a connection breaks.
+            GenerationAbandoned: if the group was cut.
+            RecoveryFailed: if the state was changed meanwhile.
+            WaitTimeout: if the newcomer does not take part in time.
+        """
+        wanted, _ = receive(inner, newcomer, "to say what it is to be sent")
+        if not wanted["spans"]:
+            return 0
+        with ExitStack() as stack:
+            try:
+                description, tensors = stack.enter_context(self._donor.frozen(top.version, top.index, wait=False))
+                gives = _digest(description, layout(tensors)) == wanted["digest"]
+            except RecoveryFailed:
+                gives = False
+            send(inner, newcomer, {"gives": gives}, [])
+            return _send(inner, newcomer, tensors, wanted) if gives else 0
+
+    def take(self, inner: InnerGroup, donor: int, others: Sequence[int]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """As newcomer. Returns the description of the state and its tensors. The first of them are the parameters of
+        this worker, where they are alike.
+
+        Raises:
+            RuntimeError: if a connection breaks.
+            StillWriting: if the group was cut, and something may still be written into the parameters.
+            GenerationAbandoned: if the group was cut.
+            WaitTimeout: if a giver does not take part in time.
+        """
+        head, _ = receive(inner, donor)
+        description, described = head["description"], head["layout"]
+        tensors = room(described, self._donor.places(description["parameters"]))
+        sizes = [nbytes([each]) for each in tensors]
+        several = sum(sizes) >= _SEVERAL
+        mine, *shares = divided(sizes, 1 + len(others) if several else 1, _UNIT)
+        digest, spans = _digest(description, described), {donor: mine}
+        asked = dict(zip(others, shares or [[] for _ in others], strict=True))
+        for rank, share in asked.items():
+            send(inner, rank, {"digest": digest, "spans": _rows(share)}, [])
+        for rank, share in asked.items():
+            if share:
+                answer, _ = receive(inner, rank, "to say whether it gives its share of the state")
+                spans[rank if answer["gives"] else donor] = share if answer["gives"] else spans[donor] + share
+        send(inner, donor, {"spans": _rows(spans[donor])}, [])
+        receive_spans(inner, tensors, spans, _STUCK_S)
+        return description, tensors
+
+
+def _send(inner: InnerGroup, newcomer: int, tensors: Sequence[torch.Tensor], wanted: dict[str, Any]) -> int:
+    spans = [Span(*row) for row in wanted["spans"]]
+    inject.point("recovery.giving")
+    send_spans(inner, newcomer, tensors, spans)
+    return sum(span.size for span in spans)
+
+
+def _rows(spans: Sequence[Span]) -> list[list[int]]:
+    return [[span.tensor, span.start, span.stop] for span in spans]
+
+
+def _digest(description: dict[str, Any], described: list[list[Any]]) -> int:
+    return checksum(pack([description, described]))
