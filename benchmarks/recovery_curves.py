@@ -1,0 +1,259 @@
+"""How the stall after a lost worker grows: with the place in the epoch, the script's start-up, the model, the workers.
+
+Each point is a job of its own under this system, torchrun with a checkpoint every 20 steps, and torchft where it is
+installed. The job is plain DDP over a ``DataLoader``; the last rank is killed (SIGKILL) when it has come to the place.
+
+- stall: from the kill until the next step has returned on all ranks, those made again not counted;
+- delay: by how much later than without the kill the job is 20 steps further. What follows the stall, such as a
+  comparison of the replicas or a cold cache, is part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.common import (
+    WORKERS,
+    Row,
+    Workers,
+    arguments,
+    at_most,
+    finish,
+    has_torchft,
+    leave_nothing,
+    lighthouse,
+    say,
+    scratch,
+)
+from benchmarks.recovery_curves_plot import draw
+
+SCRIPT = Path(__file__).with_name("recovery_curves_worker.py")
+#: Seconds that a job may take to its next step; the slowest start-up and the most workers stay far below.
+PATIENCE_S = 300.0
+#: Steps before a kill at the beginning of the epoch: enough for the usual step time.
+FIRST = 20
+AFTER = 20
+#: The stall in the hardest place over that in the easiest.
+WORST_TARGET = 1.5
+SYSTEMS = {"swift": "this", "torchrun": "torchrun, checkpoint every 20 steps", "torchft": "torchft"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One job.
+
+    Attributes:
+        curve: which quantity grows.
+        x: its value.
+        place: batches of the epoch before the kill.
+        read_ms: time to read one of the 8 samples of a batch.
+        loader_workers: of each rank's ``DataLoader``.
+        startup_s: time that the script takes before its loop.
+        parameters: of the model.
+        workers: in the job.
+        quick: also measured by ``--quick``.
+        only_this: other systems are left out.
+    """
+
+    curve: str
+    x: float
+    place: int = FIRST
+    read_ms: float = 0.0
+    loader_workers: int = 0
+    startup_s: float = 0.0
+    parameters: int = 0
+    workers: int = WORKERS
+    quick: bool = False
+    only_this: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        return f"{self.curve}: {self.x:g}"
+
+
+POINTS = [
+    Point("batches before the loss, 8 samples of 1 ms each", 20, read_ms=1, quick=True),
+    Point("batches before the loss, 8 samples of 1 ms each", 400, 400, read_ms=1, quick=True),
+    Point("batches before the loss, 8 samples of 1 ms each", 1000, 1000, read_ms=1),
+    Point("batches before the loss, 8 samples of 1 ms each", 10_000, 10_000, read_ms=1),
+    Point("the same with a loader worker", 20, read_ms=1, loader_workers=1, only_this=True),
+    Point("the same with a loader worker", 1000, 1000, read_ms=1, loader_workers=1, only_this=True),
+    Point("the same with a loader worker", 10_000, 10_000, read_ms=1, loader_workers=1, only_this=True),
+    Point("seconds of start-up", 0, quick=True),
+    Point("seconds of start-up", 10, startup_s=10, quick=True),
+    Point("million parameters", 1, parameters=1_000_000, quick=True),
+    Point("million parameters", 10, parameters=10_000_000, quick=True),
+    Point("million parameters", 50, parameters=50_000_000),
+    Point("workers", 2, workers=2, only_this=True),
+    Point("workers", 4, workers=4, quick=True),
+    Point("workers", 8, workers=8, quick=True, only_this=True),
+    Point("workers", 16, workers=16),
+    Point("workers", 32, workers=32, only_this=True),
+    Point("batch 10,000, samples of 1 ms, seconds of start-up", 8, 10_000, read_ms=1, startup_s=8, only_this=True),
+]
+#: The easiest place, with which the last of the points is compared.
+EASIEST, HARDEST = POINTS[7], POINTS[-1]
+
+
+@dataclass
+class Trace:
+    """The last steps of one rank, as it has noted them."""
+
+    path: Path
+    read_to: int = 0
+    steps: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=600))  # step, time, pid
+
+    def refresh(self) -> None:
+        """Read what is new; a line that is being written is read next time."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.read_to)
+            whole = file.read().rpartition(b"\n")[0]
+        if whole:
+            self.read_to += len(whole) + 1
+            for line in whole.split(b"\n"):
+                noted = json.loads(line)
+                self.steps.append((noted["step"], noted["time"], noted["pid"]))
+
+    @property
+    def last(self) -> int:
+        """The step made last; 0 before the first."""
+        return self.steps[-1][0] if self.steps else 0
+
+    def first_beyond(self, step: int, after: float) -> float | None:
+        """When it first made a step with a higher number, after a time."""
+        return next((at for number, at, _ in self.steps if number > step and at > after), None)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a loss cost at one point, in seconds."""
+
+    stall_s: float
+    delay_s: float
+    step_s: float
+
+
+@contextlib.contextmanager
+def job(system: str, point: Point, out: Path) -> Iterator[Workers]:
+    """The job of a point under a system."""
+    args = ["--system", system, "--out", str(out), "--steps", str(point.place + 400)]
+    args += ["--read-ms", str(point.read_ms), "--loader-workers", str(point.loader_workers)]
+    args += ["--startup-s", str(point.startup_s), "--parameters", str(point.parameters)]
+    env = {"BENCH_TORCHFT_TIMEOUT_S": "5"}
+    with contextlib.ExitStack() as stack:
+        if system == "torchft":
+            env["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(1, 1000))
+        yield stack.enter_context(Workers(system, SCRIPT, args, out, restarts=3, env=env, nproc=point.workers))
+
+
+def measure(system: str, point: Point, out: Path) -> Loss:
+    """Run the job, kill its last rank at the place, and wait until it is 20 steps further."""
+    out.mkdir()
+    traces = [Trace(out / f"trace{rank}.jsonl") for rank in range(point.workers)]
+    with job(system, point, out) as workers:
+
+        def wait(done: Callable[[], bool], pause_s: float) -> None:
+            deadline, furthest = time.monotonic() + PATIENCE_S, 0
+            while not done():
+                workers.check()
+                if (now := max(trace.last for trace in traces)) > furthest:
+                    deadline, furthest = time.monotonic() + PATIENCE_S, now
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{system} made no step for {PATIENCE_S:.0f} s\n{workers.tail()}")
+                time.sleep(pause_s)
+                for trace in traces:
+                    trace.refresh()
+
+        wait(lambda: min(trace.last for trace in traces) >= max(point.place - FIRST, 1), 0.2)
+        wait(lambda: min(trace.last for trace in traces) >= point.place, 0.005)
+        times = [at for _, at, _ in traces[0].steps][-200:]
+        step_s = statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+        lost = traces[-1]
+        at, pid, rank = time.time(), lost.steps[-1][2], point.workers - 1
+        os.kill(pid, signal.SIGKILL)
+        if rank in workers.processes:
+            workers.processes[rank].wait()
+            workers.start_replica(rank)
+        for trace in traces:
+            trace.refresh()
+        furthest = max(trace.last for trace in traces)
+        wait(lambda: all(trace.first_beyond(furthest + AFTER, at) is not None for trace in traces), 0.005)
+        stall = max(trace.first_beyond(furthest, at) or at for trace in traces) - at
+        later = max(trace.first_beyond(furthest + AFTER, at) or at for trace in traces) - at
+    return Loss(stall, later - (AFTER + 1) * step_s, step_s)
+
+
+def rows_of(measured: dict[tuple[str, Point], Loss]) -> list[Row]:
+    """The table."""
+    rows = []
+    for (system, point), loss in measured.items():
+        case = f"{point.name}, {SYSTEMS[system]}"
+        rows.append(Row(case, "stall", loss.stall_s, "s"))
+        rows.append(Row(case, "delay after 20 steps", loss.delay_s, "s"))
+        rows.append(Row(case, "step time without failures, median", 1e3 * loss.step_s, "ms"))
+    easiest, hardest = measured.get(("swift", EASIEST)), measured.get(("swift", HARDEST))
+    if easiest is not None and hardest is not None:
+        ratio = hardest.stall_s / easiest.stall_s
+        rows.append(at_most("batch 10,000 with 1 ms samples and 8 s of start-up, this", "stall / that at batch 20 "
+                            "without either", ratio, "ratio", WORST_TARGET))  # fmt: skip
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns 1 if a target is missed."""
+    parser = arguments("recovery_curves", "How the stall grows with place, start-up, model and workers.")
+    parser.add_argument("--only", metavar="TEXT", help="only points whose name contains this")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
+    parser.add_argument("--kills", type=int, default=3, help="jobs for each point under this system; the median counts")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the curves there")
+    options = parser.parse_args(argv)
+    leave_nothing()
+    systems = [system for system in options.systems if system != "torchft" or has_torchft()]
+    measured: dict[tuple[str, Point], Loss] = {}
+    with scratch() as folder:
+        for point in POINTS:
+            if (options.quick and not point.quick) or (options.only and options.only not in point.name):
+                continue
+            for system in systems:
+                if system != "swift" and point.only_this:
+                    continue
+                again = 1 if options.quick or system != "swift" or point.place >= 1000 else options.kills
+                losses = []
+                for number in range(again):
+                    try:
+                        losses.append(measure(system, point, folder / f"{len(measured)}-{number}"))
+                    except (RuntimeError, subprocess.SubprocessError) as error:
+                        if system == "swift":
+                            raise
+                        say(f"{point.name}, {SYSTEMS[system]}: no result. {str(error).splitlines()[0]}")
+                if not losses:
+                    continue
+                one = sorted(losses, key=lambda loss: loss.stall_s)[len(losses) // 2]
+                measured[system, point] = one
+                said = f"stalled {one.stall_s:.2f} s, {one.delay_s:.2f} s late in the end"
+                say(f"{point.name}, {SYSTEMS[system]}: {said}")
+    rows = rows_of(measured)
+    if options.plot:
+        curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for (system, point), loss in measured.items():
+            curves.setdefault(point.curve, {}).setdefault(SYSTEMS[system], []).append((point.x, loss.stall_s))
+        draw(curves, options.plot)
+    return finish(rows, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
