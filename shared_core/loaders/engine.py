@@ -253,11 +253,6 @@ class Engine:
         if self.kind is Kind.RESTORE and self.in_process:
             self._watch = watch_of(self.loader.dataset, self.loader.collate_fn, self.owned)
 
-    @property
-    def watches(self) -> bool:
-        """Whether somebody looks out for what reading changes in this process."""
-        return self._watch is not None
-
     def count_changes(self, worker: int, told: Note, record: Record) -> None:
         """A loader worker has told how many batches have changed what cannot be put back."""
         if told.times > self.times[worker] + bool(told.changed) and len(self.pool) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import dis
 import functools
 import types
 from collections import deque
@@ -36,10 +37,11 @@ class Watch:
     Args:
         roots: by name, what to look at.
         owned: what is put back exactly; changes of that do not count.
+        alone: nothing but the reading of batches changes them in this process.
     """
 
-    def __init__(self, roots: Mapping[str, object], owned: OwnedState) -> None:
-        self._roots, self._owned = roots, owned
+    def __init__(self, roots: Mapping[str, object], owned: OwnedState, alone: bool = False) -> None:
+        self._roots, self._owned, self._alone = roots, owned, alone
         self._indices: list[Any] = []
         self._points: list[tuple[str, Any]] = []
         self._before: list[list[Any]] = []
@@ -49,7 +51,11 @@ class Watch:
         """A batch with these indices is about to be read."""
         several = isinstance(indices, Sequence) and not isinstance(indices, (str, bytes))
         self._indices = list(indices)[:_MAX_POINTS] if several else [indices]
-        self._before = [self._glance(item) for _, item in self._points]
+        known = self._before if self._alone and self._before else None
+        self._before = [
+            known[number] if known and not _is_large(item) else self._glance(item)
+            for number, (_, item) in enumerate(self._points)
+        ]
 
     def changed(self) -> str:
         """Name of what has changed since :meth:`look`; empty if nothing has.
@@ -72,7 +78,8 @@ class Watch:
             if type(item) in _VALUES or isinstance(item, _CODE) or id(item) in seen:
                 continue
             seen.add(id(item))
-            self._points.append((name, item))
+            if not (isinstance(item, types.FunctionType) and not any(_held(item))):
+                self._points.append((name, item))
             if depth < _MAX_DEPTH:
                 todo.extend((f"{name}.{key}", value, depth + 1) for key, value in _children(item))
 
@@ -97,6 +104,13 @@ class Watch:
             if not held or type(value) not in SCALARS:
                 values += (key, value)
         return values
+
+
+def _is_large(item: Any) -> bool:
+    """Whether only some of its entries are compared."""
+    if isinstance(item, _CONTAINERS):
+        return len(item) > _SMALL
+    return isinstance(item, np.ndarray) and item.nbytes > _SMALL_BYTES
 
 
 def _children(item: Any) -> Iterator[tuple[str, Any]]:
@@ -144,10 +158,16 @@ def _held(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:  # not yet filled
             continue
-    for name in function.__code__.co_names:
+    for name in _global_names(function.__code__):
         value = function.__globals__.get(name)
         if not isinstance(value, _CODE):
             yield name, value
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Of the variables that its instructions read or write; ``co_names`` has those of attributes as well."""
+    return tuple({str(each.argval): None for each in dis.get_instructions(code) if each.opname.endswith("_GLOBAL")})
 
 
 def _of_a_library(item: Any) -> bool:
@@ -178,7 +198,9 @@ def _numbers(item: Any, indices: list[Any]) -> list[Any]:
 
 
 def _same(one: list[Any], two: list[Any]) -> bool:
-    return len(one) == len(two) and all(
-        a is b or (type(a) is type(b) and type(a) in _VALUES and (a == b or a != a))
-        for a, b in zip(one, two, strict=True)
-    )
+    if len(one) != len(two):
+        return False
+    for a, b in zip(one, two, strict=True):
+        if a is not b and (type(a) is not type(b) or type(a) not in _VALUES or a != b):
+            return False
+    return True

@@ -13,6 +13,9 @@ from shared_core.loaders.place import Record
 from shared_core.loaders.randomness import DrawLog, RawRandom
 from shared_core.loaders.reader import MANY, Note
 
+#: Before so many batches of a pass the state is kept in any case: most of what happens once happens then.
+_MARKED = 4
+
 
 @dataclass
 class _Mark:
@@ -87,6 +90,8 @@ class Position(Iterator[Any]):
             raise
         if mark is not None:
             self._note(mark)
+        if what := engine.changed():
+            self._note_change(what, mark.pack() if mark is not None else None)
         if told is not None:
             self._note_told(told)
         record.delivered += 1
@@ -150,7 +155,7 @@ class Position(Iterator[Any]):
         engine = self._engine
         if not engine.in_process:
             return None
-        if not (self._ahead or engine.stream or engine.watches or self.record.delivered == 0):
+        if not (self._ahead or engine.stream or self.record.delivered < _MARKED):
             return None
         where = engine.where() if self._ahead or engine.kind is Kind.RESTORE else None
         return _Mark(RawRandom(), engine.owned.capture(), where)
@@ -163,8 +168,6 @@ class Position(Iterator[Any]):
         if engine.stream or engine.indices is None and record.delivered == 0:
             self._log.note(record.delivered, mark.random, RawRandom())
             record.fetches = self._log.notes
-        if what := engine.changed():
-            self._note_change(what, mark.pack())
 
     def _note_told(self, told: Note) -> None:
         """What the worker has told that read this batch."""
@@ -179,13 +182,14 @@ class Position(Iterator[Any]):
             number, state = self._told.popleft()
             record.loader_workers[number % workers] = state
 
-    def _note_change(self, what: str, before: dict[str, Any]) -> None:
+    def _note_change(self, what: str, before: dict[str, Any] | None) -> None:
         rereads = self.record.rereads
         if rereads is None:
             return
-        rereads[self.record.delivered] = before
-        if len(rereads) > MANY:
+        if before is None or len(rereads) == MANY:
             self._engine.give_up(self.record, what)
+        else:
+            rereads[self.record.delivered] = before
 
     def _where(self) -> Any:
         first = self._recent[0].where if self._ahead and self._recent else None

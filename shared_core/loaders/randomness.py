@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import random
 import warnings
 from collections.abc import Mapping
@@ -20,14 +21,20 @@ _MANY_NOTES = 256
 class RawRandom:
     """The global generators as the libraries hand them out; cheap to take (about 10 us), compared and packed on
     demand.
+
+    Args:
+        earlier: of the same process; what has not moved since is taken from there, which is cheaper still.
     """
 
-    __slots__ = ("torch", "python", "numpy")
+    __slots__ = ("torch", "python", "numpy", "_words")
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: RawRandom | None = None) -> None:
         self.torch = torch.default_generator.get_state()
         self.python = random.getstate()
-        self.numpy: Any = np.random.get_state(legacy=True)
+        self._words = _numpy_words()
+        # A normal number that is kept for the next draw (index 3) can be used up while the words stay.
+        still = earlier is not None and self._words == earlier._words and not earlier.numpy[3]
+        self.numpy: Any = earlier.numpy if earlier is not None and still else np.random.get_state(legacy=True)
 
     def pack(self, names: frozenset[str] | None = None) -> RandomParts:
         """Plain data of the named generators, of all where ``names`` is None."""
@@ -43,6 +50,14 @@ class RawRandom:
         return parts
 
 
+def _numpy_words() -> bytes:
+    """Words and position of NumPy's global generator, as they lie in memory: 100 times faster than its state."""
+    source = np.random.get_bit_generator()
+    if type(source) is not np.random.MT19937:
+        return repr(np.random.get_state(legacy=False)).encode()
+    return ctypes.string_at(source.ctypes.state_address, 4 * (624 + 1))
+
+
 def changed(before: RawRandom, after: RawRandom) -> frozenset[str]:
     """Names of the generators that were drawn from between the two."""
     names = set()
@@ -51,7 +66,7 @@ def changed(before: RawRandom, after: RawRandom) -> frozenset[str]:
     if before.python != after.python:
         names.add("python")
     one, two = before.numpy, after.numpy
-    if one[2:] != two[2:] or not np.array_equal(one[1], two[1]):
+    if one is not two and (one[2:] != two[2:] or not np.array_equal(one[1], two[1])):
         names.add("numpy")
     return frozenset(names)
 

@@ -71,6 +71,7 @@ class Reader:
             self._init_fn(worker)
         self._look_around()
         self._random, self._started = RawRandom(), self._own_state()
+        self._latest = self._random
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -103,7 +104,7 @@ class Reader:
         self._owned = OwnedState({"dataset": self._dataset, "collate_fn": self._collate_fn})
         self._watch: Watch | None = None
         if self._times <= MANY:  # where there were more, all will be read again
-            self._watch = watch_of(self._dataset, self._collate_fn, self._owned)
+            self._watch = watch_of(self._dataset, self._collate_fn, self._owned, alone=True)
 
     def _obey(self, asked: Any) -> Any:
         index = asked
@@ -123,7 +124,8 @@ class Reader:
         return {"scalars": owned["scalars"], "generators": owned["generators"], "stream": stream}
 
     def _state(self) -> dict[str, Any]:
-        random, own = RawRandom(), self._own_state()
+        random, own = RawRandom(self._latest), self._own_state()
+        self._latest = random
         state: dict[str, Any] = {name: each for name, each in own.items() if each != self._started[name]}
         if "stream" in state:
             state["stream"] = self._dataset.state_dict()
@@ -143,10 +145,10 @@ class Reader:
 MANY = 16
 
 
-def watch_of(dataset: Any, collate_fn: Any, owned: OwnedState) -> Watch:
+def watch_of(dataset: Any, collate_fn: Any, owned: OwnedState, alone: bool = False) -> Watch:
     """Looks at what reading changes. A data set that can say where it is has no other state."""
     roots = {"collate_fn": collate_fn} | ({} if has_state(dataset) else {"dataset": dataset})
-    return Watch(roots, owned)
+    return Watch(roots, owned, alone)
 
 
 def has_state(item: Any) -> bool:
