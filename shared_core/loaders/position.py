@@ -114,9 +114,11 @@ class Position(Iterator[Any]):
     def up_to_date(self) -> Record:
         """The record, with what is not noted at each fetch."""
         engine, record = self._engine, self.record
-        if engine.kind is Kind.STATE and self.begun:
-            # Who draws from a global generator may do so only once, at the start; nobody can see that.
-            record.stream = None if record.fetches else self._where()
+        if engine.kind is Kind.STATE:
+            # Before its first item it says where the pass before it ended. And who draws from a global generator may
+            # do so only once, at the start, which nobody can see.
+            begun = record.delivered > self._ahead and not record.fetches
+            record.stream = self._where() if begun else None
         return record
 
     def start_anew(self, epoch: int) -> None:
