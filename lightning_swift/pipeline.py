@@ -90,7 +90,7 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
         config: Mapping[str, Any] | str | Path | None = None,
         standbys: int = 1,
         on_failure: Literal["replace", "reroute", "restart"] = "replace",
-        data: Literal["refetch", "seeded"] = "refetch",
+        data: Literal["restore", "refetch", "seeded"] = "restore",
         checkpoint_dir: str | None = None,
         checkpoint_every_steps: int = 0,
         seed: int = 0,

@@ -44,7 +44,7 @@ class SwiftDDPStrategy(RecoveringStrategy):
         standbys: processes kept ready to replace a lost worker, when this strategy starts ``swiftrun`` itself.
         on_failure: ``replace`` a lost worker, ``reroute``: have the others compute its batches too until a newcomer is
             there, ``shrink``: go on with fewer, or ``restart`` all from the newest checkpoint.
-        data: ``refetch`` or ``seeded``; see :class:`shared_core.SwiftConfig`.
+        data: ``restore``, ``refetch`` or ``seeded``; see :class:`shared_core.SwiftConfig`.
         checkpoint_dir: where checkpoints for ``restart`` are written.
         checkpoint_every_steps: batch tops between two of them; 0 writes none.
         seed: seed of ``data="seeded"``.
@@ -74,7 +74,7 @@ class SwiftDDPStrategy(RecoveringStrategy):
         self,
         standbys: int = 1,
         on_failure: Literal["replace", "reroute", "shrink", "restart"] = "replace",
-        data: Literal["refetch", "seeded"] = "refetch",
+        data: Literal["restore", "refetch", "seeded"] = "restore",
         checkpoint_dir: str | None = None,
         checkpoint_every_steps: int = 0,
         seed: int = 0,

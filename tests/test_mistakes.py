@@ -71,7 +71,7 @@ def test_an_unknown_option_of_the_strategy() -> None:
     strategy = pytest.importorskip("lightning_swift").SwiftDDPStrategy
     with pytest.raises((TypeError, ConfigError), match="on_failur"):
         strategy(on_failur="replace")
-    with pytest.raises(ConfigError, match="data must be one of 'refetch', 'seeded', got 'seedy'"):
+    with pytest.raises(ConfigError, match="data must be one of 'restore', 'refetch', 'seeded', got 'seedy'"):
         strategy(data="seedy")
 
 

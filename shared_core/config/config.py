@@ -79,11 +79,12 @@ class SwiftConfig(Section):
         "([resizing.md](resizing.md)). `restart`: all workers start again from the newest checkpoint",
     )
     data: str = option(
-        "refetch",
-        Choice(("refetch", "seeded")),
-        "how a newcomer regains its place in the data. `refetch`: skipped items are read again, exact, cost in "
-        "proportion. `seeded`: an item's randomness is a function of seed, rank, epoch and batch, constant cost; "
-        "random augmentations differ from those of a run without it",
+        "restore",
+        Choice(("restore", "refetch", "seeded")),
+        "how a newcomer regains its place in the data ([loops.md](loops.md#what-is-read-again)). `restore`: what "
+        "reading items had changed is put back; what cannot be put back is read again. `refetch`: all that was read of "
+        "the pass is read again, cost in proportion. `seeded`: an item's randomness is a function of seed, rank, epoch "
+        "and batch; random augmentations differ from those of a run without it",
         late=True,
     )
     seed: int = option(0, Whole(-MOST - 1), 'of `data: "seeded"` and `replay.randomness: "seeded"`', late=True)

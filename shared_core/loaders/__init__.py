@@ -1,7 +1,9 @@
 """Loaders that can be put back to where a lost worker was; knows ``torch.utils.data``, no framework."""
 
+from shared_core.loaders.engine import Orders
+from shared_core.loaders.position import Position
 from shared_core.loaders.randomness import RandomParts, changed, read_random, seed_random, write_random
-from shared_core.loaders.resumable import Orders, Position, ResumableLoader, wrap_loader
+from shared_core.loaders.resumable import ResumableLoader, wrap_loader
 from shared_core.loaders.shards import Shards
 from shared_core.loaders.tracked import Loaders, TrackedLoader
 

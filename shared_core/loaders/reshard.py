@@ -120,6 +120,10 @@ def taken_up(state: Mapping[str, Any], indices: list[Any]) -> dict[str, Any]:
         "fetches": {},
         "draws": {},
         "owned_first": {},
+        "rereads": {},
+        "indices_sum": None,
+        "loader_workers": {},
+        "stream": None,
     }
     return {"iterations": [record], "recent": [], "indices": indices}
 

@@ -17,8 +17,11 @@ from torch.utils.data import DataLoader
 
 from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
+from shared_core.loaders.engine import Orders
+from shared_core.loaders.place import of_a_peer
+from shared_core.loaders.position import Position
 from shared_core.loaders.randomness import read_random, write_random
-from shared_core.loaders.resumable import Orders, Position, of_a_peer, wrap_loader
+from shared_core.loaders.resumable import wrap_loader
 from shared_core.loaders.script import held_by, variables_of
 
 #: Loaders that no variable holds are remembered as long as they are among the last so many.

@@ -25,7 +25,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"resize.grow_after_s": None}, "number of at least 0"),
     ({"resize.grow_after_s": 1e300}, "at most"),
     ({"resize.data": "guess"}, "'exact', 'drop'"),
-    ({"data": "skip"}, "'refetch', 'seeded'"),
+    ({"data": "skip"}, "'restore', 'refetch', 'seeded'"),
     ({"state.preimages": True}, "'auto', 'always', 'never'"),
     ({"checkpoint.dir": ""}, "a folder or a URL"),
     ({"checkpoint.dir": 3}, "a folder or a URL"),

@@ -52,7 +52,7 @@ def test_options_of_ours() -> None:
     assert SwiftDDPStrategy(options={"detection.wait_timeout_s": 5}).config.detection.wait_timeout_s == 5
     with pytest.raises(ConfigError, match="did you mean 'detection.wait_timeout_s'"):
         SwiftDDPStrategy(options={"wait_timeout": 5})
-    with pytest.raises(ConfigError, match="'refetch', 'seeded'"):
+    with pytest.raises(ConfigError, match="'restore', 'refetch', 'seeded'"):
         SwiftDDPStrategy(data="fast")  # type: ignore[arg-type]
 
 

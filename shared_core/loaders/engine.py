@@ -1,0 +1,348 @@
+"""How a loader is iterated: itself, or a copy whose sampler and loader workers can be put anywhere."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from shared_core.errors import Unsupported
+from shared_core.events import console_once
+from shared_core.loaders.indices import Drawing, Follow, Indices, all_known, may_list
+from shared_core.loaders.opaque import Watch
+from shared_core.loaders.owned import OwnedState
+from shared_core.loaders.place import Record
+from shared_core.loaders.randomness import RawRandom, changed, restore_raw
+from shared_core.loaders.reader import MANY, Note, Reader, Told, has_state, watch_of
+from shared_core.loaders.seeded import SeededDataset
+
+#: Passes whose order is kept: a publication may name the one before the last.
+_ORDERS_KEPT = 3
+
+
+class Orders(Protocol):
+    """Where the order of each pass over the data is published.
+
+    Attributes:
+        may_drop: samples may be left out when the number of workers changes.
+        asked: the number may change while the job runs. Otherwise it may only between two starts, and orders are
+            published where that changes nothing else.
+    """
+
+    may_drop: bool
+    asked: bool
+
+    def write(self, indices: list[Any]) -> str:
+        """Publish the indices of a pass, batch by batch. Returns the name for :meth:`read`."""
+
+    def read(self, name: str) -> list[Any]:
+        """What was published under ``name``."""
+
+    def drop(self, name: str) -> None:
+        """It will not be asked for any more."""
+
+
+class _Notary:
+    """Publishes the order of each pass and notes its name."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        self.record: Record | None = None
+        self._names: deque[str] = deque()
+
+    def __call__(self, indices: list[Any]) -> None:
+        name = self.orders.write(indices)
+        if self.record is not None:
+            self.record.order = name
+        self._names.append(name)
+        while len(self._names) > _ORDERS_KEPT:
+            self.orders.drop(self._names.popleft())
+
+
+class Kind(enum.Enum):
+    """What a newcomer does about the items that its predecessor had been given."""
+
+    REREAD = "they are read again"
+    RESTORE = "what reading them changed is put back"
+    STATE = "the loader, or its data set, is told where it was"
+    SEEDED = "nothing: what an item draws is a function of its place"
+
+
+def kind_of(loader: Any, mode: str) -> Kind:
+    """Which kind a loader is.
+
+    Args:
+        loader: any iterable.
+        mode: the option ``data``.
+    """
+    stock = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    maps = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if maps and mode == "seeded":
+        return Kind.SEEDED
+    if mode == "refetch":
+        return Kind.REREAD
+    if maps and stock:
+        return Kind.RESTORE
+    if not getattr(loader, "num_workers", 0):  # the random numbers of loader workers are in no state_dict
+        return Kind.STATE if has_state(loader) or stock and has_state(loader.dataset) else Kind.REREAD
+    return Kind.REREAD
+
+
+class Engine:
+    """Iterates a loader and notes what is needed to do so again.
+
+    Args:
+        loader: any iterable.
+        mode: the option ``data``.
+        place: seed, rank and number of the pass; the last is set when a pass begins.
+        orders: where the order of each pass is published; None where that will not be asked for.
+        beside: objects, by name, that reading the loader may change although it does not show that it holds them.
+
+    Attributes:
+        kind: see :class:`Kind`.
+        iterated: the object whose iterator is taken.
+        indices: in the place of its sampler; None where that is the loader's own.
+        in_process: items are read in this process.
+        stream: items cannot be read in another order, or left out.
+        workers: loader workers that can be told what to do.
+        owned: generators and counters of the loader.
+        says_where: the loader or its data set, if it can say where it is; None if neither can.
+        pool: the passes that shape the next one, and the newest.
+
+    Raises:
+        Unsupported: for ``in_order=False``, where the order of batches depends on time.
+    """
+
+    def __init__(
+        self, loader: Any, mode: str, place: list[int], orders: Orders | None, beside: Mapping[str, object]
+    ) -> None:
+        self.loader, self.place = loader, place
+        self.kind = kind_of(loader, mode)
+        self.iterated: Any = loader
+        self.indices: Indices | None = None
+        self.notary = _Notary(orders) if orders is not None else None
+        self.in_process, self.stream, self.workers = True, True, 0
+        self.says_where: Any = None
+        if self.kind in (Kind.STATE, Kind.RESTORE):
+            each = (loader, getattr(loader, "dataset", None))
+            self.says_where = next((one for one in each if has_state(one)), None)
+        self.pool: list[Record] = []
+        self.times = [0]  # by loader worker, batches whose reading changed what cannot be put back
+        self._roots = {"loader": loader, **beside}
+        self._last: Callable[[], Any] = lambda: None
+        if isinstance(loader, DataLoader):
+            if loader.num_workers > 0 and not loader.in_order:
+                raise Unsupported(
+                    "DataLoader(in_order=False) delivers batches in an order that depends on time, so a lost "
+                    "worker's data cannot be read again; use in_order=True"
+                )
+            self.in_process = loader.num_workers == 0
+            self.stream = isinstance(loader.dataset, IterableDataset)
+            listed = orders is not None and (orders.asked or may_list(loader))
+            known = all_known(loader)
+            if not self.stream and (self.kind is not Kind.REREAD or not known or listed):
+                self._copy(known, listed)
+        self.owned = OwnedState(self._roots)
+        self.cheap = mode == "refetch" or isinstance(loader, (list, tuple, range))
+        self._watch: Watch | None = None
+        self._said = False
+
+    def _copy(self, known: bool, listed: bool) -> None:
+        """Iterate a shallow copy. The user's loader stays as it is; both share data set, sampler and generator."""
+        loader = self.loader
+        self.iterated = copy.copy(loader)
+        name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+        self.workers = loader.num_workers if self.kind is Kind.RESTORE else 0
+        place = self.place if self.kind is Kind.SEEDED else None
+        self.indices = Indices(getattr(loader, name), name == "batch_sampler", known, self.workers, place)
+        if listed:
+            self.indices.announce = self.notary  # without a reference to this: a cycle would keep worker processes
+        # Written past __setattr__: DataLoader forbids changing these names once it is built.
+        own: dict[str, Any] = {name: self.indices, "_iterator": None}
+        if self.kind is Kind.SEEDED:
+            own["dataset"] = SeededDataset(loader.dataset)
+        vars(self.iterated).update(own)
+        self.times = [0] * max(1, self.workers)
+
+    # -- iterating ----------------------------------------------------------------------------------------------------
+
+    def start(self, record: Record, follow: Follow | None = None) -> Iterator[Any]:
+        """``iter()`` of the loader, noting what it draws from.
+
+        Args:
+            record: of the pass.
+            follow: what the sampler is to do.
+        """
+        continues = self.continues()
+        self.look_around()
+        record.owned = self.owned.capture()
+        if self.kind is Kind.RESTORE:
+            record.rereads = {}
+        if self.workers:
+            reader = Reader(self.loader.dataset, self.loader.collate_fn, self.loader.worker_init_fn)
+            vars(self.iterated).update(dataset=reader, collate_fn=reader.collate, worker_init_fn=reader.begin)
+        self.place[2] = record.epoch
+        before = RawRandom()
+        if self.notary is not None:
+            self.notary.record = record
+        if self.indices is not None:
+            self.indices.watch = self._watch
+            self.indices.follow = follow or Follow()
+        inner: Iterator[Any] = iter(self.iterated)
+        if self.indices is not None:
+            self.indices.follow = Follow()
+        if self.kind is not Kind.SEEDED:
+            record.before = before.pack(changed(before, RawRandom()))
+        self._enter(record, inner, continues)
+        return inner
+
+    def _enter(self, record: Record, inner: Iterator[Any], continues: bool) -> None:
+        """``record`` is the newest pass."""
+        if continues and inner is self._last():
+            self.pool = [*self.pool, record]
+        else:  # of those before it there is nothing but what they changed in the data set
+            self.pool = [*(each for each in self.pool if self.in_process and each.rereads), record]
+            self.times = [0] * len(self.times)
+        try:
+            self._last = weakref.ref(inner)
+        except TypeError:  # some built-in iterators have no weak references; only a loader that is its own matters
+            own = self.loader if inner is self.loader else None
+            self._last = lambda: own
+
+    @property
+    def drawing(self) -> Drawing | None:
+        """What draws the indices of the pass that was started last."""
+        return self.indices.newest if self.indices is not None else None
+
+    def continues(self) -> bool:
+        """Whether earlier passes shape the next one: persistent workers, or a loader that is its own iterator."""
+        last = self._last()
+        return last is not None and (last is self.loader or last is getattr(self.iterated, "_iterator", None))
+
+    def fetch(self, inner: Iterator[Any]) -> tuple[Any, Note | None]:
+        """The next item, and what a loader worker tells with it."""
+        if self.kind is Kind.SEEDED and self.in_process:
+            outside = RawRandom()
+            try:
+                return next(inner), None
+            finally:
+                restore_raw(outside)
+        item = next(inner)
+        if type(item) is Told:
+            return item[0], item[1]
+        return item, None
+
+    def changed(self) -> str:
+        """Name of what reading the last batch changed in this process that cannot be put back; empty if nothing."""
+        name = self._watch.changed() if self._watch is not None else ""
+        if name:
+            self.look_around()
+            if self.indices is not None:
+                self.indices.watch = self._watch
+        return name
+
+    def look_around(self) -> None:
+        """There may be other objects than there were."""
+        self.owned = OwnedState(self._roots)
+        self._watch = None
+        if self.kind is Kind.RESTORE and self.in_process:
+            self._watch = watch_of(self.loader.dataset, self.loader.collate_fn, self.owned)
+
+    def count_changes(self, worker: int, told: Note, record: Record) -> None:
+        """A loader worker has told how many batches have changed what cannot be put back."""
+        if told.times > self.times[worker] + bool(told.changed) and len(self.pool) > 1:
+            before = self.pool[-2]  # among the batches that were on their way when it was left
+            if before.rereads is not None:
+                before.rereads[before.delivered] = {}
+        self.times[worker] = told.times
+        if told.times > MANY and record.rereads is not None:
+            self.give_up(record, "its data set")
+
+    def where(self) -> Any:
+        """What the loader or its data set say of their place, as a copy; None if neither can."""
+        return copy.deepcopy(self.says_where.state_dict()) if self.says_where is not None and self.in_process else None
+
+    def go_to(self, where: Any) -> None:
+        """Inverse of :meth:`where`."""
+        if where is not None:
+            self.says_where.load_state_dict(copy.deepcopy(where))
+
+    def restore_owned(self, owned: Mapping[str, Any], where: Any = None) -> None:
+        """Put back generators and counters; not those of what is told where it was."""
+        leave = None if where is None else "loader" if self.says_where is self.loader else "loader.dataset"
+        self.owned.restore(owned, leave)
+
+    def finish(self, state: Mapping[str, Any]) -> None:
+        """The place of a predecessor is reached: take over what it had changed in all."""
+        last = state["iterations"][-1] if state["iterations"] else {}
+        where = state.get("where")
+        self.restore_owned(state["owned"], where if where is not None else last.get("stream"))
+        self.go_to(where)
+
+    def forget_passes(self) -> None:
+        """What this process has begun does not count."""
+        self.pool, self._last = [], lambda: None
+
+    def replace(self, record: Record) -> None:
+        """What is known of the newest pass comes from a predecessor."""
+        if self.notary is not None and self.notary.record is not None:
+            record.order = self.notary.record.order or record.order
+            self.notary.record = record
+        self.pool[-1] = record
+
+    def deal_out(self, record: Record | None, state: Mapping[str, Any]) -> None:
+        """Iterate what was dealt out to this rank, if the pass is such; None for the sampler's indices."""
+        if self.indices is None:
+            return
+        self.indices.listed, self.indices.first = None, 0
+        if record is not None and record.dealt and self.notary is not None:
+            orders = self.notary.orders
+            if "indices" in state:  # it is never dropped: worker processes that last may need it much later
+                record.order = orders.write(state["indices"])
+            self.indices.listed, self.indices.first = orders.read(record.order), record.first
+
+    def follow_attribute(self, name: str, value: Any) -> None:
+        """The user has set an attribute of the loader."""
+        replaced = self.workers and name in ("collate_fn", "worker_init_fn")
+        if self.iterated is not self.loader and not replaced:
+            vars(self.iterated)[name] = value
+
+    def give_up(self, record: Record, what: str) -> None:
+        """All batches of this pass are to be read again: reading them changes too much that cannot be put back."""
+        record.rereads = None
+        self._watch = None
+        if self.indices is not None:
+            self.indices.watch = None
+        self.say_in_proportion(f"reading batches changes {what}, which cannot be put back")
+
+    def tell_cost(self, record: Record) -> None:
+        """Say so, once, if a loss takes time in proportion to the place in the pass."""
+        again = record.delivered and record.rereads is None and record.stream is None
+        if again and self.kind in (Kind.REREAD, Kind.STATE) and not self.cheap:
+            self.say_in_proportion("it is a stream that cannot be told where it was")
+
+    def say_in_proportion(self, why: str) -> None:
+        """A loss will take time in proportion to the place in the pass."""
+        if not self._said:
+            self._said = True
+            kind = type(self.loader).__name__
+            console_once(
+                f"data-{kind}",
+                f"a replacement for a lost worker will read again what its predecessor has read of this pass over a "
+                f"{kind}, which takes time in proportion to the place in the pass: {why} (docs/loops.md)",
+            )
+
+    def stop(self, inner: Iterator[Any] | None) -> None:
+        """End an iterator, and workers that this process has started."""
+        attributes = getattr(self.iterated, "__dict__", {})
+        for iterator in (inner, attributes.get("_iterator")):
+            shutdown = getattr(iterator, "_shutdown_workers", None)
+            if shutdown is not None:
+                shutdown()
+        if attributes.get("_iterator") is not None:
+            attributes["_iterator"] = None

@@ -1,0 +1,272 @@
+"""Stands for a loader's sampler: watches what it draws, and draws without reading."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain, count
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from shared_core.loaders.opaque import Watch
+from shared_core.loaders.owned import OwnedState
+from shared_core.loaders.place import Draws, Way
+from shared_core.loaders.randomness import DrawLog, RawRandom, restore_raw, seed_random, write_random
+from shared_core.loaders.reader import Asked
+from shared_core.loaders.seeded import SeededBatch, SeededIndex, place_seed
+
+_SAMPLER = -1
+#: Samplers known to draw global randomness at most with their first index: nothing to watch later.
+_KNOWN_SAMPLERS = (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+
+@dataclass(frozen=True)
+class Follow:
+    """What a newcomer's sampler is to do, instead of drawing one index after the other.
+
+    Attributes:
+        way: which indices are given to be read.
+        draws: what the sampler drew from.
+        prepare: called with the number of each index before it is drawn.
+        states: of loader workers, by the number of the batch before which each is put back.
+        ends: no index is given.
+    """
+
+    way: Way = field(default_factory=lambda: Way((), 0))
+    draws: Draws = field(default_factory=dict)
+    prepare: Callable[[int], None] | None = None
+    states: Mapping[int, Any] = field(default_factory=dict)
+    ends: bool = False
+
+
+class Drawing(Iterator[Any]):
+    """One iterator over the indices of a pass; watches what is drawn.
+
+    Args:
+        source: of the sampler.
+        known: it draws global randomness at most with its first index.
+        workers: of the loader, if they can be told what to do.
+        follow: what is drawn without being read.
+        told: states that loader workers have not been given yet, by worker; shared by the passes of a loader.
+        watch: told of each index before it is read in this process; asked for each time.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[Any],
+        known: bool,
+        workers: int,
+        follow: Follow,
+        told: dict[int, Any],
+        watch: Callable[[], Watch | None],
+    ) -> None:
+        self._source, self._known, self._workers = source, known, workers
+        self._follow, self._told, self._watch = follow, told, watch
+        self._wanted = chain(follow.way.lead, count(follow.way.begin))
+        self._log = DrawLog()
+        self._number, self._drawn = 0, None
+        self._sums: deque[tuple[int, int]] = deque([(0, 0)])
+
+    @property
+    def draws(self) -> Draws:
+        """What its draws started from, where they consumed global randomness."""
+        return self._log.notes
+
+    def sum_at(self, number: int) -> int | None:
+        """Checksum of the first ``number`` indices; smaller numbers are not asked for later."""
+        while len(self._sums) > 1 and self._sums[0][0] < number:
+            self._sums.popleft()
+        at, found = self._sums[0]
+        return found if at == number else None
+
+    def arrive(self) -> None:
+        """All that a predecessor had read is drawn, and the next is asked for as in any pass."""
+        if not self._follow.ends:
+            with suppress(StopIteration):
+                self._draw_up_to(self._follow.way.begin - 1)
+        self._follow = replace(self._follow, prepare=None)
+
+    def __next__(self) -> Any:
+        if self._follow.ends:
+            raise StopIteration
+        wanted = next(self._wanted)
+        if wanted is None:
+            return Asked(passed_over=True)
+        begin = self._follow.way.begin
+        if wanted == begin:
+            self._tell_later()
+        try:
+            self._draw_up_to(wanted)
+        except StopIteration:
+            self._tell_later()
+            raise
+        if (watch := self._watch()) is not None:
+            watch.look(self._drawn)
+        state = self._told.pop(wanted % self._workers, None) if self._told else None
+        if wanted < begin:
+            state = self._follow.states.get(wanted) or state
+        return Asked(self._drawn, state) if state else self._drawn
+
+    def _tell_later(self) -> None:
+        """States of loader workers are put back before batches that are wanted."""
+        begin = self._follow.way.begin
+        later = {number % self._workers: state for number, state in self._follow.states.items() if number >= begin}
+        self._told.update(later)
+
+    def _draw_up_to(self, wanted: int) -> None:
+        while self._number <= wanted:
+            number = self._number
+            if self._follow.prepare is not None:
+                self._follow.prepare(number)
+            write_random(self._follow.draws.get(number, {}))
+            if self._known and number:
+                self._drawn = next(self._source)
+            else:
+                before = RawRandom()
+                self._drawn = next(self._source)
+                self._log.note(number, before, RawRandom())
+            self._number += 1
+            self._sums.append((self._number, zlib.crc32(repr(self._drawn).encode(), self._sums[-1][1])))
+
+
+class Indices:
+    """Stands for a loader's batch sampler (or sampler): skips, seeds and watches its draws.
+
+    Args:
+        inner: the sampler that the user's loader has.
+        batched: whether it yields the indices of a batch, or one index.
+        known: whether it draws global randomness at most with its first index.
+        workers: of the loader, if they can be told what to do.
+        place: seed, rank and epoch in seeded mode, read when an iteration starts; else None.
+    """
+
+    def __init__(self, inner: Any, batched: bool, known: bool, workers: int, place: list[int] | None) -> None:
+        self.inner = inner
+        self._batched, self._known, self._workers, self._place = batched, known, workers, place
+        #: Taken over by iterators made while it is set (a loader with workers makes two).
+        self.follow = Follow()
+        #: What to draw instead of the sampler's indices, and the number of its first.
+        self.listed: list[Any] | None = None
+        self.first = 0
+        #: Given the indices of an iteration before the first is drawn, where they must be known in advance.
+        self.announce: Callable[[list[Any]], None] | None = None
+        #: Told of each index before it is read in this process.
+        self.watch: Watch | None = None
+        #: The iterator made last; None in seeded mode.
+        self.newest: Drawing | None = None
+        self._told: dict[int, Any] = {}  # states that loader workers have not been given yet
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # while unpickling
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        source = self._source(self.listed)
+        if self._place is not None:
+            return self._seeded(source, (self._place[0], self._place[1], self._place[2]), self.follow, self.first)
+        if self.listed is None and self.announce is None:
+            source = iter(self.inner)  # a sampler may draw in here, which is before the loader draws
+        self.newest = Drawing(source, self._known, self._workers, self.follow, self._told, lambda: self.watch)
+        return self.newest
+
+    def _source(self, listed: list[Any] | None) -> Iterator[Any]:
+        """Indices of an iteration, drawn when the first is asked for."""
+        if listed is not None or self.announce is None:
+            yield from self.inner if listed is None else listed
+            return
+        random, owner = RawRandom(), OwnedState({"sampler": self.inner})
+        owned = owner.capture()
+        drawn = list(self.inner)
+        self.announce(drawn)
+        if self._known:
+            # Drawn again as they are asked for: a pass that the script leaves early has drawn less, and at the end a
+            # RandomSampler draws once more.
+            restore_raw(random)
+            owner.restore(owned)
+            yield from self.inner
+        else:
+            yield from drawn
+
+    def _seeded(
+        self, iterator: Iterator[Any], place: tuple[int, int, int], follow: Follow, first: int
+    ) -> Iterator[Any]:
+        seed, rank, epoch = place
+        number = first
+        skip = follow.way.begin + first
+        # The sampler's draws are a stream of their own, swapped in where they can happen. It starts the same on every
+        # rank, as after seed_everything: samplers that split one permutation rely on it.
+        swapped, outside = True, RawRandom()
+        seed_random(place_seed(seed, _SAMPLER, epoch))
+        while True:
+            try:
+                while number < skip:
+                    next(iterator)
+                    number += 1
+                drawn = next(iterator)
+            except StopIteration:
+                if swapped:
+                    restore_raw(outside)
+                return
+            stream = RawRandom() if swapped else None
+            if swapped:
+                restore_raw(outside)
+            where = (seed, rank, epoch, number)
+            if self._batched:
+                batch = SeededBatch(drawn)
+                batch.place = where
+                yield batch
+            else:
+                yield SeededIndex(drawn, where)
+            number += 1
+            swapped = not self._known
+            if swapped and stream is not None:
+                outside = RawRandom()
+                restore_raw(stream)
+
+
+def all_known(loader: DataLoader[Any]) -> bool:
+    """Whether no sampler of the loader can draw global randomness after its first index."""
+    samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    return all(s is None or type(s) in _KNOWN_SAMPLERS or _is_distributed_wrapper(s) for s in samplers)
+
+
+def may_list(loader: DataLoader[Any]) -> bool:
+    """Whether nobody can see when its indices are drawn, so that all may be drawn with the first."""
+    inner = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)  # Accelerate's share of another's
+    samplers = [inner, getattr(inner, "sampler", loader.sampler)]
+    return all(
+        s is None or type(s) in _KNOWN_SAMPLERS or _is_distributed_wrapper(s) or _is_seedable(s) for s in samplers
+    )
+
+
+def _is_seedable(sampler: Any) -> bool:
+    # Accelerate's: it counts its passes when one ends, but is told the number before each.
+    return isinstance(sampler, RandomSampler) and type(sampler).__module__.startswith("accelerate.")
+
+
+def _is_distributed_wrapper(sampler: Any) -> bool:
+    # A subclass that does not draw by itself: its indices come from a list made once an epoch.
+    return isinstance(sampler, DistributedSampler) and type(sampler).__module__.startswith("lightning.")

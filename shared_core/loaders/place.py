@@ -1,0 +1,153 @@
+"""Where a pass over the data is, as plain data, and how a newcomer gets there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared_core.loaders.owned import changes
+from shared_core.loaders.randomness import RandomParts
+
+#: Number of a draw and the random parts it started from, for each draw that consumed global randomness.
+Draws = dict[int, RandomParts]
+
+
+@dataclass
+class Record:
+    """What is needed to run one ``iter()`` of a loader again.
+
+    Attributes:
+        epoch: number of the pass.
+        before: what ``iter()`` drew from, as it was.
+        owned: generators and counters of the loader before ``iter()``.
+        owned_first: the same before the first fetch, where most samplers start.
+        loaded: ``state_dict`` given to the loader before ``iter()``.
+        fetches: what fetches of a stream drew from.
+        draws: what the sampler drew from.
+        delivered: batches fetched.
+        exhausted: the end was reached.
+        order: name under which its indices were published.
+        first: number of its first batch, where the rest of a pass was dealt out anew.
+        dealt: its indices are the published ones, not the sampler's.
+        length: of the pass, then.
+        rereads: batches whose reading changed what cannot be put back, with the state in which each was read. None:
+            all batches are such, or nobody knows.
+        indices_sum: checksum of the indices of the batches delivered; None where nobody has computed it.
+        loader_workers: state of each loader worker before the first batch that it has to read again.
+        stream: state of a loader or data set that can say where it is, before the first batch to be read.
+    """
+
+    epoch: int = 0
+    before: RandomParts = field(default_factory=dict)
+    owned: dict[str, Any] = field(default_factory=dict)
+    owned_first: dict[str, Any] = field(default_factory=dict)
+    loaded: Any = None
+    fetches: Draws = field(default_factory=dict)
+    draws: Draws = field(default_factory=dict)
+    delivered: int = 0
+    exhausted: bool = False
+    order: str = ""
+    first: int = 0
+    dealt: bool = False
+    length: int = 0
+    rereads: dict[int, Any] | None = None
+    indices_sum: int | None = None
+    loader_workers: dict[int, Any] = field(default_factory=dict)
+    stream: Any = None
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to reach a place.
+
+    Attributes:
+        lead: batches that are read only for what reading them changes, in order. None: a loader worker is passed over,
+            so that each batch is read by the worker that read it before.
+        begin: the first batch whose items are wanted; those before it that are not in ``lead`` are drawn, not read.
+    """
+
+    lead: Sequence[int | None]
+    begin: int
+
+
+def way_to(record: Record, *, ahead: int, workers: int, seeded: bool = False, taken: int = 0) -> Way:
+    """How a newcomer reaches the place of its predecessor.
+
+    Args:
+        record: of the pass.
+        ahead: items that were fetched before their use.
+        workers: of the loader.
+        seeded: what an item draws is a function of its place.
+        taken: items that this process has taken of a loader that cannot be started anew.
+    """
+    begin = record.delivered - min(ahead, record.delivered)
+    if seeded or record.stream is not None:
+        return Way((), begin)
+    if record.rereads is None:
+        return Way(range(min(taken, record.delivered), max(begin, taken)), max(begin, taken))
+    return Way(_by_turns([number for number in sorted(record.rereads) if number < begin], begin, workers), begin)
+
+
+def _by_turns(numbers: Collection[int], begin: int, workers: int) -> list[int | None]:
+    """``numbers``, with None wherever the next loader worker is not the one that has to read what comes next."""
+    lead: list[int | None] = []
+    for number in (*numbers, begin):
+        while workers and (number - len(lead)) % workers:
+            lead.append(None)
+        if number != begin:
+            lead.append(number)
+    return lead
+
+
+def needed(records: Sequence[Record], *, ahead: int, workers: int) -> list[tuple[Record, bool]]:
+    """The passes that shape a loader's next one, where they do: its workers last, or it is its own iterator.
+
+    A pass is needed if it changed what cannot be put back, or if the next that is needed begins with loader workers
+    that have not told their state in it. In the first pass the workers are started.
+
+    Returns:
+        Each with whether it has to be read; otherwise it is only begun.
+    """
+    if records and records[-1].stream is not None:
+        return [(records[-1], True)]
+    found: list[tuple[Record, bool]] = []
+    wanted = True
+    for number in reversed(range(len(records))):
+        each = records[number]
+        read = wanted or each.rereads != {}
+        if read or number == 0:
+            found.append((each, read))
+        if read:
+            wanted = each.rereads != {} or each.delivered - ahead < workers
+    return found[::-1]
+
+
+def of_a_peer(state: Mapping[str, Any]) -> dict[str, Any]:
+    """As :func:`as_copy`, for a loader whose place in the data somebody else keeps."""
+    owned = {**state["owned"], "scalars": state["moved"]}
+    return {**state, "owned": owned, "iterations": [], "recent": [], "live": False}
+
+
+def as_copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A place in the data without what sampler and data set were built with, nor what only its rank has read."""
+
+    def moved(owned: Mapping[str, Any]) -> dict[str, Any]:
+        return {**owned, "scalars": changes(state["built"], owned["scalars"])} if owned else {}
+
+    iterations = [
+        {
+            **each,
+            "owned": moved(each["owned"]),
+            "owned_first": moved(each["owned_first"]),
+            "rereads": None,
+            "stream": None,
+        }
+        for each in state["iterations"]
+    ]
+    recent = [{**each, "owned": moved(each["owned"]), "where": None} for each in state["recent"]]
+    return {**state, "owned": moved(state["owned"]), "iterations": iterations, "recent": recent, "where": None}

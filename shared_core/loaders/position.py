@@ -1,0 +1,198 @@
+"""One pass over a loader: the iterator that the training code reads, and what it notes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared_core.loaders.engine import Engine, Kind
+from shared_core.loaders.indices import Drawing
+from shared_core.loaders.place import Record
+from shared_core.loaders.randomness import DrawLog, RawRandom
+from shared_core.loaders.reader import MANY, Note
+
+#: Before so many batches of a pass the state is kept in any case: most of what happens once happens then.
+_MARKED = 4
+
+
+@dataclass
+class _Mark:
+    """The state of this process before a fetch."""
+
+    random: RawRandom = field(default_factory=RawRandom)
+    owned: dict[str, Any] = field(default_factory=dict)
+    where: Any = None
+
+    def pack(self) -> dict[str, Any]:
+        return {"random": self.random.pack(), "owned": self.owned, "where": self.where}
+
+
+class Position(Iterator[Any]):
+    """The iterator that a ``ResumableLoader`` hands out.
+
+    Args:
+        engine: that it iterates.
+        record: of the pass.
+        ahead: items that are fetched before their use.
+        keep: how many items delivered last are kept.
+        lazy: begin at the first fetch.
+
+    Attributes:
+        record: of the pass.
+        last_items: after a restore, items that were fetched ahead of their use.
+        begun: the iterator of the loader exists.
+    """
+
+    def __init__(self, engine: Engine, record: Record, ahead: int, keep: int, lazy: bool) -> None:
+        self._engine, self.record = engine, record
+        self._keep, self._ahead = keep, ahead
+        self.inner: Iterator[Any] | None = None
+        self._log = DrawLog()
+        self._drawing: Drawing | None = None
+        self._recent: deque[_Mark] = deque(maxlen=max(ahead, 1))
+        self._told: deque[tuple[int, dict[str, Any]]] = deque()  # loader workers' states after the last batches
+        self.last_items: list[Any] = []
+        if not lazy:
+            self._begin()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the iterator of the loader exists."""
+        return self.inner is not None
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the end was reached."""
+        return self.record.exhausted
+
+    @property
+    def left(self) -> int | None:
+        """Items not yet fetched, where the rest of the pass was dealt out to another number of workers."""
+        return self.record.length - self.record.delivered if self.record.dealt else None
+
+    @property
+    def delivered(self) -> int:
+        """Items fetched so far."""
+        return self.record.delivered
+
+    def __next__(self) -> Any:
+        engine, record = self._engine, self.record
+        inner = self.inner if self.inner is not None else self._begin()
+        mark = self._mark()
+        if mark is not None and record.delivered == 0:
+            record.owned_first = mark.owned
+        try:
+            item, told = engine.fetch(inner)
+        except StopIteration:
+            record.exhausted = True
+            raise
+        if mark is not None:
+            self._note(mark)
+        if what := engine.changed():
+            self._note_change(what, mark.pack() if mark is not None else None)
+        if told is not None:
+            self._note_told(told)
+        record.delivered += 1
+        if self._drawing is not None:
+            record.indices_sum = self._drawing.sum_at(record.delivered)
+        if self._keep:
+            self.last_items = (self.last_items + [item])[-self._keep :]
+        return item
+
+    def fetches_ahead(self, ahead: int) -> None:
+        """So many items are fetched before their use."""
+        self._ahead = ahead
+        if self._recent.maxlen != max(ahead, 1):
+            self._recent = deque(self._recent, maxlen=max(ahead, 1))
+
+    def plain_recent(self) -> list[dict[str, Any]]:
+        """State of this process before each of the items that may not have been used, as plain data."""
+        return [mark.pack() for mark in self._recent] if self._ahead else []
+
+    def up_to_date(self) -> Record:
+        """The record, with what is not noted at each fetch."""
+        engine, record = self._engine, self.record
+        if engine.kind is Kind.STATE:
+            # Before its first item it says where the pass before it ended. And who draws from a global generator may
+            # do so only once, at the start, which nobody can see.
+            begun = record.delivered > self._ahead and not record.fetches
+            record.stream = self._where() if begun else None
+        return record
+
+    def start_anew(self, epoch: int) -> None:
+        """It is another pass than was thought."""
+        self.record.epoch = epoch
+
+    def take_up(self, record: Record, inner: Iterator[Any], drawing: Drawing | None, items: list[Any]) -> None:
+        """Go on where the pass of a predecessor was.
+
+        Args:
+            record: of that pass.
+            inner: the loader's iterator, at that place.
+            drawing: what draws its indices.
+            items: those fetched last.
+        """
+        self.inner, self.record, self._drawing, self.last_items, self._keep = inner, record, drawing, items, 0
+        self._log.notes = record.fetches
+        if drawing is not None:
+            record.draws = drawing.draws
+
+    def end(self) -> None:
+        """There is nothing to iterate."""
+        self.inner, self.record, self._drawing, self._keep = iter(()), Record(exhausted=True), None, 0
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> Iterator[Any]:
+        self.inner = self._engine.start(self.record)
+        self._drawing = self._engine.drawing
+        if self._drawing is not None:
+            self.record.draws = self._drawing.draws
+        return self.inner
+
+    def _mark(self) -> _Mark | None:
+        """The state before a fetch, where it may be asked for: what a fetch changes is known only after it."""
+        engine = self._engine
+        if not engine.in_process:
+            return None
+        if not (self._ahead or engine.stream or self.record.delivered < _MARKED):
+            return None
+        where = engine.where() if self._ahead or engine.kind is Kind.RESTORE else None
+        return _Mark(RawRandom(), engine.owned.capture(), where)
+
+    def _note(self, mark: _Mark) -> None:
+        engine, record = self._engine, self.record
+        self._recent.append(mark)
+        # A stream may carry on what each of its items drew, such as a shuffle buffer; a sampler nobody watches starts
+        # with the first.
+        if engine.stream or engine.indices is None and record.delivered == 0:
+            self._log.note(record.delivered, mark.random, RawRandom())
+            record.fetches = self._log.notes
+
+    def _note_told(self, told: Note) -> None:
+        """What the worker has told that read this batch."""
+        engine, record = self._engine, self.record
+        number, workers = record.delivered, engine.workers
+        if told.changed:
+            before = [state for other, state in self._told if (number - other) % workers == 0]
+            self._note_change(told.changed, before[-1] if before else record.loader_workers.get(number % workers, {}))
+        engine.count_changes(number % workers, told, record)
+        self._told.append((number, told.state))
+        while len(self._told) > self._ahead:
+            number, state = self._told.popleft()
+            record.loader_workers[number % workers] = state
+
+    def _note_change(self, what: str, before: dict[str, Any] | None) -> None:
+        rereads = self.record.rereads
+        if rereads is None:
+            return
+        if before is None or len(rereads) == MANY:
+            self._engine.give_up(self.record, what)
+        else:
+            rereads[self.record.delivered] = before
+
+    def _where(self) -> Any:
+        first = self._recent[0].where if self._ahead and self._recent else None
+        return first if first is not None else self._engine.where()

@@ -1,0 +1,156 @@
+"""What a loader worker does besides reading: it tells its state with each batch, and goes back to one it is given."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from shared_core.loaders.opaque import Watch
+from shared_core.loaders.owned import OwnedState
+from shared_core.loaders.randomness import RawRandom, changed, restore_raw, write_random
+
+_PASSED_OVER = object()
+
+
+class Asked:
+    """An index, or those of a batch, with what else the loader worker is to do.
+
+    Args:
+        index: as the sampler gave it.
+        state: put back before it is read; see :attr:`Told.state`.
+        passed_over: nothing is read.
+    """
+
+    def __init__(self, index: Any = None, state: dict[str, Any] | None = None, passed_over: bool = False) -> None:
+        self.index, self.state, self.passed_over = index, state, passed_over
+
+
+class Note:
+    """What a loader worker tells with a batch; no container, so that pinning memory does not look into it.
+
+    Attributes:
+        state: its generators, those and counters of its data set, and ``state_dict`` of that, after the batch was
+            read: as plain data, without what is as it was when the worker had started.
+        changed: what reading the batch changed that cannot be put back; empty if nothing.
+        times: batches so far whose reading did so.
+    """
+
+    def __init__(self, state: dict[str, Any], changed: str, times: int) -> None:
+        self.state, self.changed, self.times = state, changed, times
+
+
+class Told(list[Any]):
+    """A batch and the :class:`Note` with it: a list, which is pinned as one."""
+
+
+class Reader:
+    """Stands for data set, ``collate_fn`` and ``worker_init_fn`` of a loader in its workers.
+
+    Args:
+        dataset: the user's; ``get_worker_info()`` shows it.
+        collate_fn: the user's.
+        worker_init_fn: the user's.
+    """
+
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[Any], Any], worker_init_fn: Callable[[int], Any] | None
+    ) -> None:
+        self._dataset, self._collate_fn, self._init_fn = dataset, collate_fn, worker_init_fn
+        self._has_state = has_state(dataset)
+        self._times = 0
+
+    def begin(self, worker: int) -> None:
+        """This is a new loader worker."""
+        # Older versions and newer ones forbid this in different ways; the user is to see the own data set.
+        object.__setattr__(get_worker_info(), "dataset", self._dataset)
+        if self._init_fn is not None:
+            self._init_fn(worker)
+        self._look_around()
+        self._random, self._started = RawRandom(), self._own_state()
+        self._latest = self._random
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, asked: Any) -> Any:
+        index = self._obey(asked)
+        return index if index is _PASSED_OVER else self._dataset[index]
+
+    def __getitems__(self, asked: Any) -> Any:
+        indices = self._obey(asked)
+        if indices is _PASSED_OVER:
+            return indices
+        fetch_many = getattr(self._dataset, "__getitems__", None)
+        return fetch_many(indices) if fetch_many else [self._dataset[index] for index in indices]
+
+    def collate(self, items: Any) -> Told:
+        """The batch, and what reading it did."""
+        if items is _PASSED_OVER:
+            return Told([None, None])
+        batch = self._collate_fn(items)
+        changed = self._watch.changed() if self._watch is not None else ""
+        if changed:
+            self._times += 1
+            self._look_around()
+        return Told([batch, Note(self._state(), changed, self._times)])
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _look_around(self) -> None:
+        self._owned = OwnedState({"dataset": self._dataset, "collate_fn": self._collate_fn})
+        self._watch: Watch | None = None
+        if self._times <= MANY:  # where there were more, all will be read again
+            self._watch = watch_of(self._dataset, self._collate_fn, self._owned, alone=True)
+
+    def _obey(self, asked: Any) -> Any:
+        index = asked
+        if isinstance(asked, Asked):
+            if asked.passed_over:
+                return _PASSED_OVER
+            index = asked.index
+            if asked.state:
+                self._go_to(asked.state)
+        if self._watch is not None:
+            self._watch.look(index)
+        return index
+
+    def _own_state(self) -> dict[str, Any]:
+        owned = self._owned.capture()
+        stream = pickle.dumps(self._dataset.state_dict()) if self._has_state else b""
+        return {"scalars": owned["scalars"], "generators": owned["generators"], "stream": stream}
+
+    def _state(self) -> dict[str, Any]:
+        random, own = RawRandom(self._latest), self._own_state()
+        self._latest = random
+        state: dict[str, Any] = {name: each for name, each in own.items() if each != self._started[name]}
+        if "stream" in state:
+            state["stream"] = self._dataset.state_dict()
+        if names := changed(self._random, random):
+            state["random"] = random.pack(names)
+        return state
+
+    def _go_to(self, state: dict[str, Any]) -> None:
+        restore_raw(self._random)
+        write_random(state.get("random", {}))
+        self._owned.restore({name: state.get(name, self._started[name]) for name in ("scalars", "generators")})
+        if "stream" in state:
+            self._dataset.load_state_dict(copy.deepcopy(state["stream"]))
+
+
+#: So many batches whose reading changes what cannot be put back are read again; where there are more, all are.
+MANY = 16
+
+
+def watch_of(dataset: Any, collate_fn: Any, owned: OwnedState, alone: bool = False) -> Watch:
+    """Looks at what reading changes. A data set that can say where it is has no other state."""
+    roots = {"collate_fn": collate_fn} | ({} if has_state(dataset) else {"dataset": dataset})
+    return Watch(roots, owned, alone)
+
+
+def has_state(item: Any) -> bool:
+    """Whether an object can say where it is, and be put there."""
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))

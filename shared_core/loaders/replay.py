@@ -1,0 +1,158 @@
+"""A newcomer reaches its predecessor's place in a pass."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shared_core.loaders.engine import Engine, Kind
+from shared_core.loaders.indices import Drawing, Follow
+from shared_core.loaders.place import Record, needed, way_to
+from shared_core.loaders.randomness import write_random
+from shared_core.waiting import Wait
+
+#: A record, the loader's iterator at its place, and what draws its indices.
+Reached = tuple[Record, Iterator[Any], Drawing | None]
+
+
+def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[Any]) -> Reached | None:
+    """Put the loader where its newest pass was.
+
+    Args:
+        engine: of the loader.
+        state: of a predecessor's loader.
+        taken: items that this process has taken of a loader that cannot be started anew.
+        items: receives the last ones delivered.
+
+    Returns:
+        None if there was no pass.
+    """
+    records = [Record(**values) for values in state["iterations"]]
+    if engine.kind is Kind.SEEDED:
+        records = records[-1:]
+    engine.forget_passes()
+    reached = None
+    for record, read in needed(records, ahead=state["ahead"], workers=engine.workers):
+        already = min(taken, record.delivered)
+        taken -= already
+        engine.deal_out(record, state)
+        one = _Replay(engine, record, state, already, items, newest=record is records[-1])
+        reached = one.run() if read else one.begin_only()
+        engine.replace(record)
+    engine.deal_out(None, state)
+    return reached
+
+
+class _Replay:
+    """One pass, run again."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        record: Record,
+        state: Mapping[str, Any],
+        already: int,
+        items: deque[Any],
+        newest: bool,
+    ) -> None:
+        self._engine, self._record, self._items = engine, record, items
+        self._ahead, self._already = state["ahead"], already
+        self._recent = state["recent"] if newest else []
+        workers = engine.workers if record.rereads is not None else 0
+        self._way = way_to(record, ahead=self._ahead, workers=workers, seeded=engine.kind is Kind.SEEDED, taken=already)
+
+    def run(self) -> Reached:
+        """Go to the place of the pass."""
+        reached = self._run()
+        record, drawing = self._record, reached[2]
+        known = drawing.sum_at(record.delivered) if drawing is not None and record.rereads is not None else None
+        if known is not None and record.indices_sum not in (None, known):
+            # The sampler draws otherwise without the items in between: it reads the data set, or shares a generator.
+            self._engine.give_up(record, "what the sampler draws from")
+            self._engine.stop(reached[1])
+            self._way = way_to(record, ahead=self._ahead, workers=0)
+            self._items.clear()
+            reached = self._run()
+        return reached
+
+    def begin_only(self) -> Reached:
+        """Make the iterator, for what that draws and starts."""
+        return self._start(Follow(ends=True))
+
+    def _run(self) -> Reached:
+        engine, record, way = self._engine, self._record, self._way
+        if engine.indices is not None:
+            reached = self._start(self._follow())
+        else:
+            reached = self._start(Follow())
+        inner = reached[1]
+        done = 0
+        wait = Wait(
+            f"rank {engine.place[1]}",
+            lambda: f"its place in the data: {done} of {len(way.lead)} batches of its predecessor are read again",
+            math.inf,
+            ends="it takes as long as reading them did before",
+        )
+        for number in way.lead:
+            wait.look()
+            self._fetch(inner, number)
+            done += 1
+        for number in range(way.begin, record.delivered):
+            self._items.append(self._fetch(inner, number))
+        if reached[2] is not None:
+            reached[2].arrive()
+        if record.exhausted:
+            next(inner, None)
+        return reached
+
+    def _start(self, follow: Follow) -> Reached:
+        engine, record = self._engine, self._record
+        if not self._already:
+            engine.owned.restore(record.owned)
+        if record.loaded is not None:
+            engine.loader.load_state_dict(record.loaded)
+        engine.go_to(record.stream)
+        write_random(record.before)
+        inner = engine.start(Record(epoch=record.epoch), follow)
+        return record, inner, engine.drawing
+
+    def _follow(self) -> Follow:
+        record = self._record
+        states: dict[int, Any] = {}
+        if record.rereads is not None:
+            workers, begin = self._engine.workers, self._way.begin
+            states = dict(record.rereads) if workers else {}
+            for worker, each in record.loader_workers.items():
+                states[begin + (worker - begin) % workers] = each
+        prepare = self._prepare if self._engine.in_process and self._engine.kind is not Kind.SEEDED else None
+        return Follow(self._way, record.draws, prepare, states)
+
+    def _prepare(self, number: int) -> None:
+        """Put this process where it was before a batch was drawn and read."""
+        engine, record = self._engine, self._record
+        if number >= record.delivered:
+            return  # its predecessor had not come to this one
+        if number == 0 and record.owned_first:
+            engine.restore_owned(record.owned_first, record.stream)
+        write_random(record.fetches.get(number, {}))
+        mark = record.rereads.get(number) if record.rereads else None
+        if number >= record.delivered - len(self._recent):
+            mark = self._recent[number - record.delivered]
+        if mark:
+            engine.restore_owned(mark["owned"], mark["where"])
+            if engine.kind is Kind.RESTORE:
+                engine.go_to(mark["where"])
+            write_random(mark["random"])
+
+    def _fetch(self, inner: Iterator[Any], number: int | None) -> Any:
+        engine = self._engine
+        if number is not None and engine.indices is None:
+            self._prepare(number)
+        item, told = engine.fetch(inner)
+        if told is not None:
+            engine.count_changes((number or 0) % engine.workers, told, self._record)
+        else:
+            engine.changed()
+        return item

@@ -1,0 +1,98 @@
+"""Each kind of loader gives a newcomer what its predecessor would have been given, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kinds import KINDS, LOG, ROWS, SIZE, Counter, Life, Stateful
+
+from shared_core.loaders import read_random
+
+EPOCHS = 3
+#: Kinds that change with each batch what nobody can put back: all is read again, for which the model must not draw from
+#: the same generators, and what they were before the epoch in progress is lost.
+ALL_AGAIN = {"cache", "slots", "averaged", "mixing", "counting", "count_globally", "remembering"}
+IN_PROCESS = [name for name in KINDS if not name.startswith(("workers", "lasting"))]
+
+
+def assert_same(one: Any, two: Any, what: str) -> None:
+    assert (one is None) == (two is None), what
+    assert one is None or torch.equal(one, two), (what, one, two)
+
+
+def live_and_die(name: str, ahead: int, leave: int, losses: list[tuple[int, int]]) -> None:
+    """One life as stock has it, beside another in which workers are lost before given batches."""
+    draws = name not in ALL_AGAIN
+    stock = Life(name, ahead, leave, wrapped=False, draws=draws)
+    expected: list[tuple[tuple[int, int], Any, Any]] = []
+    while stock.epoch < EPOCHS:
+        place, before = (stock.epoch, stock.number), read_random()
+        expected.append((place, before, stock.next()))
+    after = read_random()
+    worker = Life(name, ahead, leave, draws=draws)
+    for place, before, batch in expected:
+        assert (worker.epoch, worker.number) == place
+        state = worker.state()  # as at every batch top
+        if place in losses:
+            del worker
+            torch.rand(5), random.random(), np.random.rand()
+            worker = Life(name, ahead, leave, state=state, draws=draws)
+        assert read_random() == before, place
+        assert_same(worker.next(), batch, f"{name} at {place}")
+    assert read_random() == after
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_in_process(name: str, ahead: int) -> None:
+    """Lost in the first epoch, twice; in the second; at the last one's first and last batch."""
+    later = [] if name in ALL_AGAIN else [(1, 0), (1, 5), (2, 0), (2, 9)]
+    live_and_die(name, ahead, 0, [(0, 0), (0, 4), (0, 7), *later])
+
+
+@pytest.mark.parametrize("name", ["plain", "lazy", "reading"])
+def test_left_early(name: str) -> None:
+    live_and_die(name, 0, 5, [(0, 3), (1, 0), (1, 5), (2, 2)])
+
+
+@pytest.mark.parametrize("leave, ahead", [(0, 0), (5, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in IN_PROCESS])
+def test_with_loader_workers(name: str, leave: int, ahead: int) -> None:
+    live_and_die(name, ahead, leave, [(0, 1), (1, 0), (2, 0)] if leave == 1 else [(0, 4), (1, 0), (1, 3), (2, 5)])
+
+
+@pytest.mark.parametrize("name", ["plain", "workers", "lasting"])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_delivered_items_are_not_read_again(
+    name: str, ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Life(name, ahead, 0)
+    used = 7
+    for _ in range(used):
+        worker.next()
+    state = worker.state()
+    del worker
+    monkeypatch.setenv(LOG, str(tmp_path / "reads"))
+    newcomer = Life(name, ahead, 0, state=state)
+    while newcomer.number < SIZE // ROWS - ahead:  # an item ahead would be the next epoch's
+        newcomer.next()
+    reads = (tmp_path / "reads").read_text().split()
+    assert len(reads) == len(set(reads)) == SIZE - used * ROWS
+
+
+@pytest.mark.parametrize("kind", [Counter, Stateful])
+def test_who_can_say_where_it_is_is_told(kind: Any) -> None:
+    name = kind.__name__.lower()
+    worker = Life(name, 0, 0)
+    for _ in range(9):
+        worker.next()
+    state = worker.state()
+    kind.reads = 0
+    newcomer = Life(name, 0, 0, state=state)
+    newcomer.next()
+    assert kind.reads <= ROWS
