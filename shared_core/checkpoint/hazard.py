@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from shared_core.checkpoint.history import Run
-
-#: Where a job may go back to: memory of the same machine, of another, and storage. One that a replica mends is none.
-TIERS = ("memory", "peer", "storage")
 #: Weights and mean times between faults of one worker, in hours, that the prior is a mixture of, each counting as one
 #: fault. Together one in some 280 worker-hours; a few real ones tell which of the scales holds.
 PRIOR = ((0.001, 1.0), (0.01, 10.0), (0.1, 100.0), (0.5, 1e3), (0.3, 1e4), (0.089, 1e5))
@@ -19,7 +14,7 @@ _NEAREST = 1e-3
 
 @dataclass(frozen=True)
 class Hazard:
-    """Posterior of the faults of one tier: a mixture of Gamma distributions.
+    """Posterior of the faults that roll back: a mixture of Gamma distributions.
 
     Its mean is the best single value: expected overhead is linear in the hazard.
 
@@ -62,12 +57,3 @@ class Hazard:
         scale = 1 / (mean * math.gamma(1 + 1 / self.shape))
         age = max(since_restart_s, _NEAREST / mean) / scale
         return self.shape / scale * math.pow(age, self.shape - 1)
-
-
-def by_tier(runs: Iterable[Run], prior: Hazard | None = None) -> dict[str, Hazard]:
-    """What earlier runs tell of each tier, on top of ``prior``."""
-    found = dict.fromkeys(TIERS, prior or Hazard())
-    for run in runs:
-        for tier in TIERS:
-            found[tier] = found[tier].seen(run.rolled_back.get(tier, 0), run.worker_s)
-    return found

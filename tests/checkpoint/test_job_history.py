@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.checkpoint.hazard import Hazard, by_tier
+from shared_core.checkpoint.hazard import Hazard
 from shared_core.checkpoint.history import SILENT_S, Run, append, read
 from shared_core.checkpoint.run_ends import Ending, from_history
 from shared_core.errors import ConfigError
@@ -145,9 +145,3 @@ def test_the_hazard_is_learned_over_scales() -> None:
     assert sure.mean(1) == pytest.approx(1 / 360_000) and sure.seen(3, 0.0).mean(1) == pytest.approx(4 / 360_000)
     with pytest.raises(ValueError):
         Hazard(prior=())
-
-
-def test_each_tier_has_its_own_hazard() -> None:
-    runs = [Run("a", "stopped", 1e5, 4e5, {"memory": 3, "storage": 1}), Run("b", "killed", 1e5, 4e5, {"memory": 2})]
-    found = by_tier(runs)
-    assert found["memory"] == Hazard(5, 8e5) and found["storage"] == Hazard(1, 8e5) and found["peer"] == Hazard(0, 8e5)

@@ -180,7 +180,9 @@ class Checkpoints:
             return
         if self.pricing is not None:
             self.pricing.name = self.run
-            self.pricing.step(top.index, self._snapshots.waited_s)
+            trained = self._updates.replicated
+            optimizers = trained.optimizers if trained is not None else ()
+            self.pricing.step(top.index, self._snapshots.waited_s, top.version, optimizers)
         if self._decisions.pending > top.version:
             return
         due = self.pricing is not None and self.pricing.due(top.index)

@@ -94,7 +94,7 @@ class Commits:
             least = sum(logged) * log_budget.PARTS * log_budget.FEWEST_BATCHES // max(1, batches)
             console_once(
                 "log budget",
-                f"log.budget_bytes={self._budget} is too small: {batches} batch(es) log a third of it, and no checkpoint "
-                "is written so soon. When it is full, messages wait in memory, up to log.ring_bytes; then nothing is "
-                f"logged until the next checkpoint. Set it to {least} at least, or log less (log.groups)",
+                f"log.budget_bytes={self._budget} is too small: {batches} batch(es) log a third of it, and no "
+                "checkpoint is written so soon. When it is full, messages wait in memory, up to log.ring_bytes; then "
+                f"nothing is logged until the next checkpoint. Set it to {least} at least, or log less (log.groups)",
             )
