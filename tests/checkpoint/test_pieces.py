@@ -126,7 +126,7 @@ def test_which_rule_holds_is_said_once_and_when_it_changes(
     history.append(path, Run("before", "killed", 1000.0, 4000.0, {}, "train.py"))
     pricing = priced(tmp_path, 4, **{"checkpoint.history": str(path)})
     (line,) = lines(pricing)
-    assert "value: expected loss against price" in line
+    assert "value's own rule" in line
     monkeypatch.setattr(pricing, "_ending", None)
     assert lines(pricing) == [], "not more often than every ten minutes"
     monkeypatch.setattr(pricing, "_rule_said", -math.inf)

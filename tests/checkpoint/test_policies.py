@@ -114,12 +114,12 @@ def test_without_a_history_and_a_price_value_is_young_s_rule_and_says_so() -> No
             assert interval_of(Value(guards=FREE), ending=graceful, **known) == pytest.approx(wanted, abs=0.011)
     now = Situation(100, 100.0, 0, 0.0, 1.0, 1e-4, Cost(1.0))
     assert "no job history and no price, Young's rule" in Value().due(now).reason
-    assert "no killed run" in Value().due(replace(now, ending=Ending.constant(1e-3, 0.0))).reason
+    assert "no known run was killed" in Value().due(replace(now, ending=Ending.constant(1e-3, 0.0))).reason
     missing = replace(now, ending=Ending.constant(1e-3, 1.0), fit_note="fitting the loss needs NumPy: pip install x")
     assert "needs NumPy: pip install x), Young's rule" in Value().due(missing).reason
-    assert all(each.rule.startswith("Young's rule, ") for each in map(Value().due, (now, missing)))
+    assert all(each.rule.startswith("Young's rule (") for each in map(Value().due, (now, missing)))
     falls = replace(missing, fit_note="", curve=Curve(0.1, 2.0, 0.5))
-    assert Value().due(falls).rule.startswith("value: ") and not Young().due(now).rule
+    assert Value().due(falls).rule.startswith("value's own rule") and not Young().due(now).rule
 
 
 @pytest.mark.parametrize("abrupt", [0.3, 1.0])

@@ -91,13 +91,15 @@ class Coci:
         reference = young(cost.seconds, now.hazard)
         if fit is None or fit.decay >= 0:
             why = "coci, no descending fit, Young's rule"
-            rule = "Young's rule, because no descending fit of the loss is there for coci"
+            rule = "Young's rule (coci needs a fit of a loss that descends)"
             return replace(self.guards.by_interval(now, cost, reference, why), rule=rule)
         wanted = corrected_step(fit.loss(0), fit.decay / now.step_s, cost.seconds, now.hazard)
         fallen = fit.loss(now.saved_step) - fit.loss(now.step)
         due = fallen >= wanted or now.age_s >= self.guards.longest * reference
         due = due and now.age_s + now.step_s / 2 >= self.guards.shortest_s(now, cost)
-        return Decision(due, f"coci: fell by {fallen:.3g} of {wanted:.3g}", "coci: equal falls of the fitted loss")
+        return Decision(
+            due, f"coci: fell by {fallen:.3g} of {wanted:.3g}", "coci's own rule (equal falls of the fitted loss)"
+        )
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Value:
         assert now.cost is not None
         cost_s = _cost(now.cost.seconds, now.hazard)
         at_risk_s, price_s, why = now.expected_rework_s, 0.0, self._plain(now)
-        rule = f"Young's rule, the form of value with {why}" if why else "value: expected loss against price"
+        rule = f"Young's rule ({why})" if why else "value's own rule (expected loss against price)"
         if why:
             why += ", Young's rule"
         else:
@@ -64,7 +64,7 @@ class Value:
                 why = f"expected loss{', ' + now.fit_note if now.fit_note else ''}"
             else:
                 why = "the fitted loss falls no more, Young's rule"
-                rule = "Young's rule, the form of value where the fitted loss falls no more"
+                rule = "Young's rule (the fitted loss falls no more)"
         shortest_s = self.guards.shortest_s(now, now.cost)
         short = now.age_s + now.step_s / 2 < shortest_s
         # An accumulator that lags behind a risen hazard must not put the next checkpoint off without bound.
@@ -81,7 +81,7 @@ class Value:
         if graceful and not self.price:
             if now.ending is None:
                 return "no job history and no price"
-            return "no killed run in the job history and no price"
+            return "no known run was killed, and no price"
         if now.curve is None:
             return f"no fit of the loss ({now.fit_note})" if now.fit_note else "no fit of the loss"
         return ""
