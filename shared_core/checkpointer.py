@@ -399,7 +399,7 @@ class Alone:
             if self.loss is not None:
                 self._pricing.loss(self.tops, self.loss)
                 self.loss = None
-            self._pricing.step(self.tops, self._snapshots.waited_s)
+            self._pricing.step(self.tops, self._snapshots.waited_s, self.version, self._replicated.optimizers)
             if self._decisions.pending <= self.version and self._pricing.due(self.tops):
                 self._decisions.add(self.version)
 

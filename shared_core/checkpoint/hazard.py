@@ -14,7 +14,7 @@ _NEAREST = 1e-3
 
 @dataclass(frozen=True)
 class Hazard:
-    """Posterior of the faults of one tier: a mixture of Gamma distributions.
+    """Posterior of the faults that roll back: a mixture of Gamma distributions.
 
     Its mean is the best single value: expected overhead is linear in the hazard.
 

@@ -210,8 +210,8 @@ class LogOptions(Section):
     budget_bytes: int = option(
         0,
         _COUNT,
-        "pipelines: most bytes that all logs together may take between two checkpoints, for `groups: plan`; 0 means "
-        "no limit",
+        "pipelines: what the files of all logs together may take at any time. Checkpoints are made more often, or with "
+        "`groups: plan` groups are widened, so that they fit; 0 is no limit ([logging.md](logging.md))",
     )
     dir: str | None = option(
         None,

@@ -17,13 +17,18 @@ import torch.distributed as dist
 from shared_core.job import Job
 from shared_core.pipeline.grouping import Budget, ChainMachine, ChainProfile, drifted, plan_groups
 from shared_core.pipeline.instrumented_engine import InstrumentedEngine
+from shared_core.worker.messages.log_budget import PARTS
+
+#: Groups are planned again where the time between checkpoints has changed by more than this share.
+INTERVAL_DRIFT = 0.2
 
 
 def profile_of(rows: Sequence[Sequence[float]], stages: int, steps: int, micro_batches: int) -> ChainProfile:
     """The profile of a chain of stages.
 
     Args:
-        rows: of each stage: seconds of computing in a step, and bytes that cross to and from the next stage in a step.
+        rows: of each stage: seconds of computing in a step, bytes that cross to and from the next stage in a step, and
+            what else it says.
         stages: of each machine.
         steps: between two checkpoints.
         micro_batches: of a step.
@@ -73,24 +78,28 @@ class PlannedGroups:
         self._before = (engine.compute_s, engine.timed)
         made = (engine.timed - timed) / engine.micro_batches
         # 0 if this process has computed nothing: it begins here, or others have computed for it.
-        row = [(engine.compute_s - compute_s) / made if made else 0.0, float(engine.bytes_to_next())]
+        # An interval that the budget has cut short says nothing of the policy's: it is tried twice as long.
+        wanted = every * (1 + self._job.replays.commits.pressed)
+        row = [(engine.compute_s - compute_s) / made if made else 0.0, float(engine.bytes_to_next()), float(wanted)]
         mine = torch.tensor(row, dtype=torch.float64)
         all_rows = [torch.zeros_like(mine) for _ in range(self._job.world_size)]
         with self._job.runtime.unchecked():  # a newcomer measures something else, and is served what was said
             dist.all_gather(all_rows, mine)
-        self._plan([each.tolist() for each in all_rows], every)
+        self._plan([each.tolist() for each in all_rows])
 
-    def _plan(self, rows: list[list[float]], every: int) -> None:
-        if not all(compute_s for compute_s, _ in rows):
+    def _plan(self, rows: list[list[float]]) -> None:
+        if not all(row[0] for row in rows):
             return
+        every = int(rows[0][2])
         engine, config = self._engine, self._job.config
         profile = profile_of(rows, self._stages, every, engine.micro_batches)
         if self._planned is not None:
+            before = int(self._planned[0][2])
             planned = profile_of(self._planned, self._stages, every, engine.micro_batches)
-            if not drifted(profile, planned):
+            if not drifted(profile, planned) and abs(every - before) <= INTERVAL_DRIFT * before:
                 return
         self._planned = rows
-        plan = plan_groups(profile, Budget(storage_bytes=config.log.budget_bytes or None))
+        plan = plan_groups(profile, Budget(storage_bytes=config.log.budget_bytes / PARTS or None))
         mine = next(group for group in plan.groups if engine.stage_id // self._stages in group)
         self._together = [
             engine.grid.stage_to_global(stage_id=machine * self._stages + stage)

@@ -19,7 +19,7 @@ PARTS = (0.01, 0.1, 0.5, 0.9)
 
 
 def format_policies(results: Sequence[PolicyResult]) -> str:
-    """A row for each policy; shares are per cent of the whole job, with standard errors."""
+    """A row for each policy; shares are per cent of the whole job, with standard errors. Then which rule holds."""
     header = ["policy", "checkpoints", *(f"interval at {100 * part:g} %" for part in PARTS)]
     simulated = any(one.lost is not None for one in results)
     rows = [[*header, "stall %", "rework %", "both %", "utility lost %"] if simulated else header]
@@ -29,7 +29,7 @@ def format_policies(results: Sequence[PolicyResult]) -> str:
             both = 100 * (one.stall.mean + one.rework.mean)
             row += [_percent(one.stall), _percent(one.rework), f"{both:.3f}", _percent(one.lost)]
         rows.append(row)
-    return columns(rows)
+    return "\n".join([columns(rows), *(f"{one.policy} follows {one.rule}" for one in results if one.rule)])
 
 
 def policy_to_dict(one: PolicyResult) -> dict[str, Any]:

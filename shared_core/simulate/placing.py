@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import fit_exponential
-from shared_core.checkpoint.policy import Exponential, LossCurve, Policy, Situation
+from shared_core.checkpoint.policy import Decision, Exponential, LossCurve, Policy, Situation
 from shared_core.checkpoint.run_ends import Ending
 from shared_core.errors import ConfigError
 from shared_core.kinds import open_regular
@@ -220,9 +220,10 @@ class Knowledge:
     Attributes:
         ending: law of early ends; None for no history.
         fitted: gives the curve that is fitted after so many steps, None while there is none; unset for the true one.
-        exponential: COCI's fit, over slots.
+        exponential: COCI's fit, over slots; with ``by_worker`` over steps.
         one_hazard: whether it is told the job's average hazard throughout, as COCI and its baseline are.
         hazard_factor: believed hazard over the true one.
+        by_worker: whether it is told how many workers there are, and the fit at their speed, as COCI's theorem 4.2 is.
     """
 
     ending: Ending | None
@@ -230,12 +231,53 @@ class Knowledge:
     exponential: Exponential | None = None
     one_hazard: bool = False
     hazard_factor: float = 1.0
+    by_worker: bool = False
 
 
-def exponential_of(job: SimulatedJob) -> Exponential | None:
-    """COCI's fit of the whole true curve, over slots."""
+def exponential_of(job: SimulatedJob, by_worker: bool = False) -> Exponential | None:
+    """COCI's fit of the whole true curve, over slots; with ``by_worker`` over steps."""
+    if by_worker:
+        steps = np.linspace(0, Clock(job).step(job.horizon_s), 400)
+        return fit_exponential(steps, np.array([job.curve.loss(step) for step in steps]))
     curve, slots = TrueCurve(Clock(job)), np.linspace(0, job.horizon_s / job.step_s, 400)
     return fit_exponential(slots, np.array([curve.loss(slot) for slot in slots]))
+
+
+def at_speed(fit: Exponential, slot: float, step: float, share: float) -> Exponential:
+    """A fit over steps as one over slots around ``slot``, each of which makes ``share`` of a step."""
+    return Exponential(fit.decay * share, fit.level + fit.decay * (step - slot * share))
+
+
+def asked(job: SimulatedJob, policy: Policy, known: Knowledge, slot: int, saved: int, clock: Clock) -> Decision:
+    """What a policy answers at the batch top after so many slots, with its last checkpoint after ``saved``."""
+    useful_s, step = slot * job.step_s, clock.step(slot * job.step_s)
+    piece = clock.piece(useful_s)
+    share = float(clock.shares[piece])
+    curve: LossCurve | None = TrueCurve(clock)
+    if known.fitted is not None:
+        fitted = known.fitted(step)
+        curve = _AtThisSpeed(fitted, slot, step, share) if fitted is not None else None
+    exponential = known.exponential
+    if known.by_worker and exponential is not None:
+        exponential = at_speed(exponential, slot, step, share)
+    since = clock.rework_s(saved * job.step_s, useful_s) * known.hazard_factor
+    return policy.due(
+        Situation(
+            step=slot,
+            useful_s=useful_s,
+            saved_step=saved,
+            saved_s=saved * job.step_s,
+            step_s=job.step_s,
+            hazard=(clock.mean_hazard() if known.one_hazard else clock.hazard(useful_s)) * known.hazard_factor,
+            cost=job.cost,
+            rework_s=None if known.one_hazard else since,
+            curve=curve,
+            exponential=exponential,
+            ending=known.ending,
+            horizon_s=job.horizon_s,
+            workers=job.workers[min(piece, len(job.workers) - 1)][1] if known.by_worker else 1,
+        )
+    )
 
 
 def places(job: SimulatedJob, policy: Policy, known: Knowledge) -> list[float]:
@@ -244,33 +286,11 @@ def places(job: SimulatedJob, policy: Policy, known: Knowledge) -> list[float]:
     A batch top comes every ``step_s``; with fewer workers it is thought to be a smaller part of a step.
     """
     clock = Clock(job)
-    true, mean = TrueCurve(clock), clock.mean_hazard() * known.hazard_factor
     slots, saved, gap = math.ceil(job.horizon_s / job.step_s) - 1, 0, 64
     found: list[float] = []
 
     def due(slot: int) -> bool:
-        useful_s, step = slot * job.step_s, clock.step(slot * job.step_s)
-        fitted = known.fitted(step) if known.fitted is not None else None
-        curve: LossCurve | None = true
-        if known.fitted is not None:
-            share = float(clock.shares[clock.piece(useful_s)])
-            curve = _AtThisSpeed(fitted, slot, step, share) if fitted is not None else None
-        since = clock.rework_s(saved * job.step_s, useful_s) * known.hazard_factor
-        situation = Situation(
-            step=slot,
-            useful_s=useful_s,
-            saved_step=saved,
-            saved_s=saved * job.step_s,
-            step_s=job.step_s,
-            hazard=mean if known.one_hazard else clock.hazard(useful_s) * known.hazard_factor,
-            cost=job.cost,
-            rework_s=None if known.one_hazard else since,
-            curve=curve,
-            exponential=known.exponential,
-            ending=known.ending,
-            horizon_s=job.horizon_s,
-        )
-        return policy.due(situation).due
+        return asked(job, policy, known, slot, saved, clock).due
 
     while True:
         # The older the last checkpoint, the more willing is every policy: look for the first batch top by doubling.

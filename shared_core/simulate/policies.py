@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shared_core.checkpoint.policy import POLICIES, Fixed, Policy, Value, make_policy
+from shared_core.checkpoint.policy import POLICIES, CociLiteral, Fixed, Policy, Value, make_policy
 from shared_core.simulate.checkpointed_runs import RunOutcomes, SimulatedRuns, mean_and_error, simulate_runs
-from shared_core.simulate.placing import Knowledge, SimulatedJob, exponential_of, places
+from shared_core.simulate.placing import Clock, Knowledge, SimulatedJob, asked, exponential_of, places
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class PolicyResult:
         hours: useful hours of the job.
         stall: spent on checkpoints, as a share of the useful time of the whole job; None if nothing was simulated.
         rework: work done again, likewise.
+        rule: what it follows at half of the useful time, where that may be another rule than its name says.
         lost: utility lacking at the end, as a share of what the whole job gains.
     """
 
@@ -38,6 +39,7 @@ class PolicyResult:
     stall: Share | None = None
     rework: Share | None = None
     lost: Share | None = None
+    rule: str = ""
 
     def interval_s(self, part: float) -> float | None:
         """Between the checkpoints around this part of the useful time; None where there are none around."""
@@ -69,14 +71,18 @@ def compare(
     """
     policies = {name: chosen(name, job) for name in names}
     known = Knowledge(job.ending, exponential=exponential_of(job))
+    by_worker = replace(known, exponential=exponential_of(job, by_worker=True), by_worker=True)
+    clock, middle = Clock(job), max(1, round(job.horizon_s / job.step_s / 2))
     drawn = SimulatedRuns.draw(job, lives, seed) if lives else None
     found = []
     for name, policy in policies.items():
-        made = places(job, policy, known)
+        told = by_worker if name == CociLiteral.name else known
+        made = places(job, policy, told)
         if drawn is None:
-            found.append(PolicyResult(name, tuple(made), job.hours))
+            result = PolicyResult(name, tuple(made), job.hours)
         else:
-            found.append(_simulated(name, made, job, simulate_runs(job, made, drawn)))
+            result = _simulated(name, made, job, simulate_runs(job, made, drawn))
+        found.append(replace(result, rule=asked(job, policy, told, middle, middle - 1, clock).rule))
     return found
 
 

@@ -192,6 +192,14 @@ class _StateRelay(_Relay):
         """Batch top of the newest checkpoint that this rank knows to be committed; 0 for none."""
         return self._worker.start.checkpoints.newest_top
 
+    def due_top(self) -> int:
+        """The newest batch top at which a checkpoint was due; 0 for none."""
+        return self._worker.start.checkpoints.due_top
+
+    def presses(self) -> bool:
+        """In rank 0: whether the logs on disk need a checkpoint."""
+        return self._worker.replays.commits.presses
+
 
 def wire(env: WorkerEnv) -> Worker:
     """The parts of the worker that this process is.
@@ -225,8 +233,10 @@ def wire(env: WorkerEnv) -> Worker:
     buckets = Buckets(runtime, board, position)
     passes = Passes(runtime, board, updates, parts, state_relay.joining, position)
     news = News(env, events, runtime, updates, state_relay.rolled_back, store.report)
-    replays = Replays(runtime, log, Commits(runtime, log, state_relay.newest_top))
-    start = Start(runtime, store, endings, events, updates, parts, board, recovery, lanes)
+    budget = config.log.budget_bytes
+    commits = Commits(runtime, log, state_relay.newest_top, state_relay.due_top, env.rank, env.world_size, budget)
+    replays = Replays(runtime, log, commits)
+    start = Start(runtime, store, endings, events, updates, parts, board, recovery, lanes, state_relay.presses)
     checkpoints = Checkpointing(start, position, board)
     trained = Trained(config, runtime, updates, parts, buckets, passes)
     publishing = Publishing(

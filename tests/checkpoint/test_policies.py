@@ -26,7 +26,6 @@ from shared_core.checkpoint.policy import (
     Situation,
     Value,
     Young,
-    due_tier,
     grown,
     make_policy,
     price_of_delay,
@@ -115,9 +114,12 @@ def test_without_a_history_and_a_price_value_is_young_s_rule_and_says_so() -> No
             assert interval_of(Value(guards=FREE), ending=graceful, **known) == pytest.approx(wanted, abs=0.011)
     now = Situation(100, 100.0, 0, 0.0, 1.0, 1e-4, Cost(1.0))
     assert "no job history and no price, Young's rule" in Value().due(now).reason
-    assert "no run was killed" in Value().due(replace(now, ending=Ending.constant(1e-3, 0.0))).reason
+    assert "no known run was killed" in Value().due(replace(now, ending=Ending.constant(1e-3, 0.0))).reason
     missing = replace(now, ending=Ending.constant(1e-3, 1.0), fit_note="fitting the loss needs NumPy: pip install x")
-    assert "needs NumPy: pip install x, Young's rule" in Value().due(missing).reason
+    assert "needs NumPy: pip install x), Young's rule" in Value().due(missing).reason
+    assert all(each.rule.startswith("Young's rule (") for each in map(Value().due, (now, missing)))
+    falls = replace(missing, fit_note="", curve=Curve(0.1, 2.0, 0.5))
+    assert Value().due(falls).rule.startswith("value's own rule") and not Young().due(now).rule
 
 
 @pytest.mark.parametrize("abrupt", [0.3, 1.0])
@@ -245,6 +247,26 @@ def test_coci_s_formula_lacks_a_square_root() -> None:
     assert objective(0.00065) > 20 * objective(1 / best - 1e-15)
 
 
+def test_coci_s_theorem_for_data_parallel_jobs() -> None:
+    """Theorem 4.2 by hand, in minutes, and what it is in terms of the decay that all workers are seen to make."""
+    theta, cost, rate = -0.05, 0.01, 0.00417
+    for workers, speedup in ((1, 1.0), (4, 1.0), (8, 0.8)):
+        wanted = (1 - math.exp(speedup * theta * workers * cost)) * (1 / (2 * rate) - 1 / (2 * speedup * theta))
+        found = literal_step(theta / 60, cost * 60, rate / 60, workers, speedup)
+        assert found == pytest.approx(wanted, rel=1e-12)
+        observed = speedup * workers * theta / 60
+        assert literal_step(observed / workers, cost * 60, rate / 60, workers) == pytest.approx(wanted, rel=1e-12)
+    assert literal_step(theta / 60, cost * 60, 0.0, 4) == math.inf
+
+
+def test_coci_literal_follows_the_theorem_of_its_number_of_workers() -> None:
+    fit = Exponential(-1e-5, 0.0)  # of a step of 0.01 s: -1e-3 a second, of all workers
+    for workers in (1, 4):
+        wanted = literal_step(-1e-3 / workers, 0.05, 1e-3, workers)
+        found = interval_of(CociLiteral(), exponential=fit, hazard=1e-3, cost=Cost(0.05), workers=workers)
+        assert 1 - fit.loss(found * 100) == pytest.approx(wanted, rel=0.01)
+
+
 def test_coci_makes_checkpoints_at_equal_progress() -> None:
     fit = Exponential(-1e-5, 0.0)  # of a step of 0.01 s: -1e-3 a second
     known = {"exponential": fit, "hazard": 1e-3, "cost": Cost(0.05)}
@@ -257,24 +279,6 @@ def test_coci_makes_checkpoints_at_equal_progress() -> None:
         saved += found
     assert interval_of(Coci(), **(known | {"exponential": None})) == pytest.approx(10.0, abs=0.02), "Young's rule"
     assert interval_of(Coci(), **(known | {"exponential": Exponential(0.0, 1.0)})) == pytest.approx(10.0, abs=0.02)
-
-
-def test_a_deeper_tier_serves_the_shallow_one() -> None:
-    """``sqrt(2 c1 / lambda_soft)`` and ``sqrt(2 c2 / lambda_hard)``: here 100 and 1000 s."""
-
-    def asked(memory_age: int, storage_age: int) -> str | None:
-        now = [
-            Situation(10_000, 10_000.0, 10_000 - age, 10_000.0 - age, 1.0, hazard, Cost(cost))
-            for age, hazard, cost in ((memory_age, 1e-4, 0.5), (storage_age, 1e-5, 5.0))
-        ]
-        return due_tier(Young(), [("memory", now[0]), ("storage", now[1])])[0]
-
-    assert (asked(50, 500), asked(100, 500), asked(50, 1000), asked(100, 1000)) == (
-        None,
-        "memory",
-        "storage",
-        "storage",
-    )
 
 
 def test_policies_by_name() -> None:

@@ -124,7 +124,7 @@ def test_every_bit_of_a_frame_counts(killed: Path) -> None:
     path = place.segment.path
     data = path.read_bytes()
     assert path == files(killed)[-1] and place.offset > segments.START
-    for at in (*range(segments.START), *range(place.offset, place.offset + segments._FIXED)):
+    for at in (*range(segments.START), *range(place.offset, place.offset + segments.FIXED)):
         flip(path, at, at % 8)
         lost = set() if at < segments.START else {(channel, index)}
         assert readable(killed) == EVERY - lost, at

@@ -160,11 +160,12 @@ QUICK = ["policy", "--hours", "2", "--step-s", "5", "--lives", "200", "--policie
 def test_the_policy_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(QUICK) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:2] == ["policy", "checkpoints"] and "stall" not in lines[0] and len(lines) == 5
+    assert lines[0].split()[:2] == ["policy", "checkpoints"] and "stall" not in lines[0] and len(lines) == 6
+    assert lines[5].startswith("value follows Young's rule (")
     assert lines[2].split()[2:] == lines[3].split()[2:], "without early ends and a price value is Young's rule"
     assert main([*QUICK, "--simulate", "--end-h", "1", "--abrupt", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("utility lost %") and all("±" in line for line in lines[2:])
+    assert lines[0].endswith("utility lost %") and all("±" in line for line in lines[2:5])
     path = tmp_path / "runs.jsonl"
     for number in range(12):
         append(path, Run(str(number), "killed", 1800.0 + number, time=1.0))

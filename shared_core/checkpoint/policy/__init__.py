@@ -15,7 +15,6 @@ from shared_core.checkpoint.policy.situation import (
     Situation,
     grown,
 )
-from shared_core.checkpoint.policy.tiers import due_tier
 from shared_core.checkpoint.policy.timed import CheckFreq, Daly, Exact, Fixed, Young
 from shared_core.checkpoint.policy.value import Value, price_of_delay
 from shared_core.errors import ConfigError
@@ -65,7 +64,6 @@ __all__ = [
     "Value",
     "Young",
     "best_fall",
-    "due_tier",
     "grown",
     "make_policy",
     "price_of_delay",

@@ -62,6 +62,7 @@ class Situation:
         fit_note: what the fit says of itself, for the reader.
         ending: when runs end early, and how; None without a history.
         horizon_s: useful seconds after which the job is planned to end; None if nobody knows.
+        workers: that train at present.
     """
 
     step: int
@@ -78,6 +79,7 @@ class Situation:
     fit_note: str = ""
     ending: Ending | None = None
     horizon_s: float | None = None
+    workers: int = 1
 
     @property
     def age_s(self) -> float:
@@ -106,10 +108,13 @@ class Decision:
     Attributes:
         due: whether to make a checkpoint at this batch top.
         reason: why, or why not, in words.
+        rule: what the policy follows at present, and why, where it may follow another rule than its name says; empty
+            where nothing was decided by a rule.
     """
 
     due: bool
     reason: str
+    rule: str = ""
 
     def __bool__(self) -> bool:
         return self.due

@@ -51,7 +51,10 @@ class Value:
         assert now.cost is not None
         cost_s = _cost(now.cost.seconds, now.hazard)
         at_risk_s, price_s, why = now.expected_rework_s, 0.0, self._plain(now)
-        if not why:
+        rule = f"Young's rule ({why})" if why else "value's own rule (expected loss against price)"
+        if why:
+            why += ", Young's rule"
+        else:
             assert now.curve is not None
             ending = now.ending or unknown_end(now)
             worth = price_of_delay(now.curve, ending, now)
@@ -61,6 +64,7 @@ class Value:
                 why = f"expected loss{', ' + now.fit_note if now.fit_note else ''}"
             else:
                 why = "the fitted loss falls no more, Young's rule"
+                rule = "Young's rule (the fitted loss falls no more)"
         shortest_s = self.guards.shortest_s(now, now.cost)
         short = now.age_s + now.step_s / 2 < shortest_s
         # An accumulator that lags behind a risen hazard must not put the next checkpoint off without bound.
@@ -69,17 +73,17 @@ class Value:
         ahead_s = at_risk_s * now.step_s / max(now.age_s, now.step_s)
         due = not short and (old or at_risk_s + ahead_s >= cost_s + price_s)
         bound = f", not before {shortest_s:.3g} s" if short else ""
-        return Decision(due, f"value, {why}: {at_risk_s:.3g} s at risk, price {cost_s + price_s:.3g} s{bound}")
+        return Decision(due, f"value, {why}: {at_risk_s:.3g} s at risk, price {cost_s + price_s:.3g} s{bound}", rule)
 
     def _plain(self, now: Situation) -> str:
         """Why this is Young's rule; empty where it is not."""
         graceful = now.ending is None or now.ending.abrupt == 0
         if graceful and not self.price:
             if now.ending is None:
-                return "no job history and no price, Young's rule"
-            return "no run was killed and no price, Young's rule"
+                return "no job history and no price"
+            return "no known run was killed, and no price"
         if now.curve is None:
-            return f"{now.fit_note or 'no fit of the loss'}, Young's rule"
+            return f"no fit of the loss ({now.fit_note})" if now.fit_note else "no fit of the loss"
         return ""
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -24,7 +24,7 @@ from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import check_place
 from shared_core.encoding.plain import dumps
 from shared_core.errors import ConfigError, CorruptFile, DamagedRecord, RecoveryFailed, SwiftError, WaitTimeout
-from shared_core.events import EventLog, console
+from shared_core.events import EventLog, console, console_once
 from shared_core.faults import inject
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.protocol import progress_file
@@ -75,10 +75,11 @@ class Checkpoints:
         endings: Endings,
         events: EventLog,
         updates: Updates,
+        presses: Callable[[], bool],
         fixed: str = "",
     ) -> None:
         self._env, self._runtime, self._job_store, self._endings = env, runtime, store, endings
-        self._events, self._updates = events, updates
+        self._events, self._updates, self._presses = events, updates, presses
         config = env.config
         self._dir = config.checkpoint.dir
         self._every = config.checkpoint.every_steps if config.checkpoint.chosen_policy == "fixed" else 0
@@ -178,11 +179,24 @@ class Checkpoints:
             return
         if self._is_ending():
             self._decisions.add(top.version, last=True)
-        elif self.pricing is not None:
+            return
+        if self.pricing is not None:
             self.pricing.name = self.run
-            self.pricing.step(top.index, self._snapshots.waited_s)
-            if self._decisions.pending <= top.version and self.pricing.due(top.index):
-                self._decisions.add(top.version)
+            trained = self._updates.replicated
+            optimizers = trained.optimizers if trained is not None else ()
+            self.pricing.step(top.index, self._snapshots.waited_s, top.version, optimizers)
+        if self._decisions.pending > top.version:
+            return
+        due = self.pricing is not None and self.pricing.due(top.index)
+        if not due and self._presses():
+            due = True
+            console_once(
+                "log budget",
+                f"log.budget_bytes={self._env.config.log.budget_bytes}: checkpoints are made more often than "
+                "checkpoint.policy asks for, to make room for logged messages",
+            )
+        if due:
+            self._decisions.add(top.version)
 
     def _is_ending(self) -> bool:
         """Whether the agent of any machine was told to end; said once."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from shared_core.checkpoint import history
 from shared_core.checkpoint.cost import CostMeter
 from shared_core.checkpoint.curve import CurveFitter, Fit
 from shared_core.checkpoint.hazard import Hazard
 from shared_core.checkpoint.history import Run
+from shared_core.checkpoint.pieces import Pieces
 from shared_core.checkpoint.policy import Situation, grown, make_policy
 from shared_core.checkpoint.run_ends import Ending, from_history
 from shared_core.config import SwiftConfig
@@ -50,7 +52,7 @@ class Pricing:
         )
         self._policy = make_policy(config.checkpoint.chosen_policy, **options)
         self._meter = CostMeter()
-        self._fitter = CurveFitter()
+        self._fitter, self._pieces = CurveFitter(), Pieces()
         self._losses: list[tuple[int, torch.Tensor | float]] = []
         self._fit, self._fitted = Fit(why="no loss is known"), 0.0
         self._ending: Ending | None = None
@@ -58,6 +60,7 @@ class Pricing:
         self._begun: dict[int, float] = {}
         self._last = self._waited = self._said = 0.0
         self._unwritten = False
+        self._rule, self._rule_said = "", -SAY_S
         self._top = self._saved_top = 0
         self._useful_s = self._saved_s = self._rework_s = self._worker_s = 0.0
         self._undone: tuple[int, float, float] = (0, 0.0, 0.0)
@@ -74,13 +77,19 @@ class Pricing:
 
     # -- what happens ------------------------------------------------------------------------------
 
-    def step(self, top: int, waited_s: float) -> None:
+    def step(self, top: int, waited_s: float, version: int, optimizers: Iterable[Optimizer]) -> None:
         """A batch top is passed.
 
         Args:
             top: its number.
             waited_s: seconds that updates have waited for checkpoints, in all.
+            version: updates made.
+            optimizers: which make them.
         """
+        if self._wants_curve:
+            rates = [float(group.get("lr", 0.0)) for optimizer in optimizers for group in optimizer.param_groups]
+            if why := self._pieces.at_top(top, version, rates):
+                self._fitter.restart(top + 1, why)
         now = time.monotonic()
         if self._last:
             stall = waited_s - self._waited
@@ -142,7 +151,15 @@ class Pricing:
             self._feed()
             self._fit = self._fitter.fit()
         self._tell(now)
-        return bool(self._policy.due(self._situation(top)))
+        decision = self._policy.due(self._situation(top))
+        self._say_rule(decision.rule, now)
+        return decision.due
+
+    def _say_rule(self, rule: str, now: float) -> None:
+        """Say which rule decides, once, and again when it is another; not more often than every ten minutes."""
+        if rule and rule != self._rule and now - self._rule_said >= SAY_S:
+            self._rule, self._rule_said = rule, now
+            console(f"checkpoints follow {rule}")
 
     def _situation(self, top: int) -> Situation:
         return Situation(
@@ -159,6 +176,7 @@ class Pricing:
             exponential=self._fit.exponential,
             fit_note=self._fit.why,
             ending=self._ending,
+            workers=self._world_size,
         )
 
     def _hazard(self) -> float:
@@ -210,6 +228,7 @@ class Pricing:
             "saved": [self._saved_top, self._saved_s, self._rework_s],
             "worker_s": self._worker_s,
             "rolled_back": self._rolled_back,
+            "workers": self._world_size,
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
@@ -219,3 +238,5 @@ class Pricing:
         self._worker_s, self._rolled_back = values["worker_s"], values["rolled_back"] + int(self.went_back)
         self.went_back = False
         self._last = 0.0
+        if values.get("workers", self._world_size) != self._world_size:
+            self._fitter.restart(self._top + 1, f"{self._world_size} workers instead of {values['workers']}")

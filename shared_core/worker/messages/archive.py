@@ -34,6 +34,13 @@ __all__ = ["Archive", "Key", "Stats"]
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
+class BudgetUsed(Exception):
+    """What is to be logged has room neither on disk, by ``log.budget_bytes``, nor in memory."""
+
+    strerror = "log.budget_bytes and log.ring_bytes are used up"
+    errno = -1
+
+
 class Archive:
     """The log of one rank.
 
@@ -155,13 +162,24 @@ class Archive:
                 )
 
     def drop_before(self, top: int) -> None:
-        """Remove the segments in which every record is older than batch top ``top``. The files are deleted in the
-        background.
+        """Remove what waits from before batch top ``top``, and the segments in which every record is older. The files
+        are deleted in the background.
         """
         with self._changed:
+            self._writer.drop_before(top)
             for segment in [one for one in self._index.segments if one.top < top]:
                 self._index.drop(segment)
             self._changed.notify_all()
+
+    def lease(self, limit: int) -> None:
+        """Take at most so many bytes on disk from now on; what needs more waits in memory. Not less than is taken."""
+        with self._changed:
+            self._writer.lease(limit)
+
+    def keep(self) -> int:
+        """Give back half of what is free of the lease; how many bytes may still be taken in all."""
+        with self._changed:
+            return self._writer.keep()
 
     def restart(self) -> None:
         """Log again, after logging stopped: to a new segment, from the next ``put`` on."""
@@ -278,8 +296,10 @@ class Archive:
         whom, ends = "its disk to take logged messages", "nothing more is logged to disk"
         try:
             Wait(f"the log in {self.folder}", whom, self._stall_s, bound="a fixed limit", ends=ends).until(
-                self._changed, room
+                self._changed, lambda: room() or self._writer.out_of_room
             )
+            if not room():  # and none before this batch ends, which waits for this
+                self._stop(BudgetUsed())
         except WaitTimeout:
             self._stop(TimeoutError(errno.ETIMEDOUT, f"the disk is too slow: waited {self._stall_s:g} s for it"))
         finally:
@@ -297,10 +317,16 @@ class Archive:
         if number in self._told:
             return
         self._told.add(number)
-        who = f"{self.owner}: " if self.owner else ""
-        what_to_do = "make room there" if number in _FULL else "see to this disk"
+        if isinstance(error, BudgetUsed):
+            what_to_do = "it begins again after the next checkpoint. Give it more, or make checkpoints more often"
+        else:
+            see = "make room there" if number in _FULL else "see to this disk"
+            what_to_do = f"to have the log again, {see} or choose another folder"
         console(
-            f"{who}messages are no longer logged in {self.folder} ({why}). Training continues, but when a worker is "
-            "lost whose state no other one holds, the job goes back to its newest checkpoint. "
-            f"To have the log again, {what_to_do} or choose another folder"
+            f"{self._who()}messages are no longer logged in {self.folder} ({why}). Training continues, but when a worker "
+            "is lost whose state no other one holds, the job goes back to its newest checkpoint. "
+            f"{what_to_do[0].upper()}{what_to_do[1:]}"
         )
+
+    def _who(self) -> str:
+        return f"{self.owner}: " if self.owner else ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.system import threads
-from shared_core.worker.messages import segments
+from shared_core.worker.messages import log_budget, segments
 from shared_core.worker.messages.archive_index import Index, Record
 from shared_core.worker.messages.segments import Place, Segment
 
@@ -28,7 +28,8 @@ class Stats:
     Attributes:
         records: written by this process.
         bytes_written: by this process.
-        bytes_on_disk: of the segments that are there now.
+        bytes_on_disk: of the segments that are there now, with what is being written.
+        bytes_put: by this process, written or not.
         bytes_waiting: put and not yet written.
         blocked_times: how often ``put`` had to wait for the disk.
         blocked_s: how long in all, in seconds.
@@ -39,6 +40,7 @@ class Stats:
     records: int = 0
     bytes_written: int = 0
     bytes_on_disk: int = 0
+    bytes_put: int = 0
     bytes_waiting: int = 0
     blocked_times: int = 0
     blocked_s: float = 0.0
@@ -79,6 +81,8 @@ class Writer:
         self._changed, self._index, self._stats, self._failed = changed, index, stats, failed
         self.put = self.done = 0
         self._ring: deque[Record] = deque()
+        self._lease: int | None = None
+        self._reserved = 0  # for the record that is written now
         self._closing = False
         # The thread's alone.
         self._open: Segment | None = None
@@ -109,6 +113,7 @@ class Writer:
         self._ring.append(record)
         self._index.waiting[(record.key.channel, record.key.index)] = record
         self._stats.bytes_waiting += record.size
+        self._stats.bytes_put += record.size
         self.put += 1
         self._changed.notify_all()
 
@@ -120,8 +125,43 @@ class Writer:
         self._stats.bytes_waiting = 0
         self._changed.notify_all()
 
+    def drop_before(self, top: int) -> None:
+        """Give up what waits from before batch top ``top``."""
+        while self._ring and self._ring[0].key.top < top:
+            record = self._ring.popleft()
+            del self._index.waiting[(record.key.channel, record.key.index)]
+            self._stats.bytes_waiting -= record.size
+            self.done += 1
+
+    def lease(self, limit: int) -> None:
+        """Take at most so many bytes on disk from now on. What needs more waits."""
+        self._lease = limit
+        self._changed.notify_all()
+
+    def keep(self) -> int:
+        """Give back a part of the lease; how much is left. See :mod:`shared_core.worker.messages.log_budget`."""
+        assert self._lease is not None
+        self._lease = log_budget.kept(self._lease, self._stats.bytes_on_disk + self._reserved)
+        return self._lease
+
+    @property
+    def out_of_room(self) -> bool:
+        """Whether what waits cannot be written within the lease, and nothing is being deleted."""
+        return bool(self._ring) and not self._fits(self._ring[0]) and not self._index.doomed
+
+    def _fits(self, record: Record) -> bool:
+        return self._room_for(_most(record))
+
+    def _room_for(self, more: int) -> bool:
+        return self._lease is None or self._stats.bytes_on_disk + self._reserved + more <= self._lease
+
+    def _count(self, segment: Segment, more: int) -> None:
+        """Count what is going to be written, before it is."""
+        segment.taken += more
+        self._stats.bytes_on_disk += more
+
     def close(self) -> None:
-        """Write what waits, then end."""
+        """Write what waits, then end. What has no room on disk is given up."""
         self._closing = True
         self._changed.notify_all()
 
@@ -143,9 +183,13 @@ class Writer:
         tensors end with the call.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._ring or self._index.doomed or self._closing)
+            self._reserved = 0
+            self._changed.wait_for(
+                lambda: (self._ring and self._fits(self._ring[0])) or self._index.doomed or self._closing
+            )
             doomed = self._index.doomed[0] if self._index.doomed else None
-            record = self._ring[0] if self._ring else None
+            record = self._ring[0] if self._ring and self._fits(self._ring[0]) else None
+            self._reserved = _most(record) if record is not None else 0
         if doomed is not None:
             self._delete(doomed)
         if record is not None:
@@ -162,12 +206,14 @@ class Writer:
         segment, key, stats = self._room(record), record.key, self._stats
         head = segments.frame(self._seed, segment, record.header, parts)
         payload = sum(part.nbytes for part in parts)
+        with self._changed:
+            self._reserved = 0
+            self._count(segment, len(head) + payload)
         self._write(segment.fd, [head, *parts])
         if not os.fstat(segment.fd).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "the file was deleted by someone else")
         with self._changed:
             offset, segment.size = segment.size, segment.size + len(head) + payload
-            stats.bytes_on_disk += len(head) + payload
             if not self._is_next(record):
                 return
             if not segment.gone:
@@ -199,20 +245,24 @@ class Writer:
         with self._changed:
             self._open = segment
             self._index.segments.append(segment)
-            self._stats.bytes_on_disk += segment.size
+            self._count(segment, segment.size)
+            self._reserved -= segment.size
             if not self._is_next(record):  # stopped meanwhile
                 self._index.drop(segment)
         self._write(segment.fd, [segments.segment_header(self._seed, number)])
         return segment
 
     def _seal(self, segment: Segment) -> None:
-        """Close a segment with its index. Without one it is read through when reopened, so a full disk is no harm."""
+        """Close a segment with its index, where there is room: without one it is read through when it is reopened."""
         with suppress(OSError):
             text = segments.index_bytes(self._seed, segment)
-            self._write(segment.fd, [text])
             with self._changed:
+                room = self._room_for(len(text))
+                if room:
+                    self._count(segment, len(text))
+            if room:
+                self._write(segment.fd, [text])
                 segment.size += len(text)
-                self._stats.bytes_on_disk += len(text)
         self._open = None
         segment.close()
 
@@ -225,8 +275,13 @@ class Writer:
             segment.path.unlink()
         with self._changed:
             self._index.doomed.popleft()
-            self._stats.bytes_on_disk -= segment.size
+            self._stats.bytes_on_disk -= segment.taken
             self._changed.notify_all()
+
+
+def _most(record: Record) -> int:
+    """Bytes that a record takes on disk, in a file of its own."""
+    return segments.START + segments.FIXED + record.size
 
 
 def make_folder(folder: Path) -> None:

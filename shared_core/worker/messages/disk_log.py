@@ -19,6 +19,7 @@ from shared_core.config import ranges_of
 from shared_core.errors import ConfigError
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system.jobdir import log_folder, own
+from shared_core.worker.messages import log_budget
 from shared_core.worker.messages.archive import Archive, Key
 from shared_core.worker.messages.group_log import Entry, Logged, read_signature
 
@@ -67,6 +68,7 @@ class DiskLog:
         self.archive: Archive | None = None
         self._note: dict[str, Any] = {}
         self._commits = [0, 0]
+        self._put_before = 0
         self._groups: list[tuple[int, frozenset[int]]] = []  # from a batch top on: who starts again together
 
     def open(self, top: int) -> bool:
@@ -91,7 +93,13 @@ class DiskLog:
         again = folder.is_dir()
         make = Archive.reopen if again else Archive
         config = env.config
-        archive = make(folder, ring_bytes=config.log.ring_bytes, segment_bytes=config.log.segment_bytes, owner=owner)
+        budget = config.log.budget_bytes
+        size = log_budget.segment_bytes(config.log.segment_bytes, budget, env.world_size)
+        archive = make(folder, ring_bytes=config.log.ring_bytes, segment_bytes=size, owner=owner)
+        if budget:
+            # Files of earlier attempts may still be there, and who was lost may have had less than an equal part.
+            first = not env.restart and not env.incarnation
+            archive.lease(budget // env.world_size if first else archive.stats.bytes_on_disk)
         if again:
             archive.verify()  # what is damaged is written again by the replay, what is whole is not
         self.archive = archive
@@ -111,6 +119,26 @@ class DiskLog:
         not logged.
         """
         self._groups.append((top, frozenset(ranks)))
+
+    # -- within the budget -------------------------------------------------------------------------
+
+    def keep(self) -> tuple[int, int]:
+        """With ``log.budget_bytes``: bytes that this log keeps of its lease, and those that were put since the last
+        :meth:`checkpoint_due`.
+        """
+        if self.archive is None:
+            return 0, 0
+        return self.archive.keep(), self.archive.stats.bytes_put - self._put_before
+
+    def lease(self, limit: int) -> None:
+        """See :meth:`Archive.lease`."""
+        if self.archive is not None:
+            self.archive.lease(limit)
+
+    def checkpoint_due(self) -> None:
+        """What is put from now on is logged for a checkpoint that is made now."""
+        if self.archive is not None:
+            self._put_before = self.archive.stats.bytes_put
 
     # -- writing and reading -----------------------------------------------------------------------
 

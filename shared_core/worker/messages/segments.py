@@ -44,7 +44,7 @@ _PLACE = struct.Struct("<QQ")  # number of the segment, offset
 #: Bytes before the first record.
 START = _SEGMENT.size + _CRC.size
 #: Bytes of a record before its header.
-_FIXED = _FRAME.size + _CRC.size
+FIXED = _FRAME.size + _CRC.size
 _CHUNK = 1 << 20
 _LEAST = 512  # of a file of many bad records little is read for each
 _BUFFERS = 1024  # the system takes so many in one call
@@ -75,6 +75,7 @@ class Segment:
         path: the file.
         number: names it and is part of its checksums.
         size: bytes of whole records in it, its header included.
+        taken: bytes that are counted for it: also those that are being written.
         top: newest batch top of its records; -1 without any.
         fd: open for writing, else -1.
         gone: its records are dropped and the file is deleted soon, or is already.
@@ -84,6 +85,7 @@ class Segment:
     path: Path
     number: int
     size: int = START
+    taken: int = 0
     top: int = -1
     fd: int = -1
     gone: bool = False
@@ -264,7 +266,7 @@ def read_record(seed: int, place: Place, channel: str, index: int) -> tuple[Key,
             parts = [view_bytes(tensor) for tensor in tensors]
             if (key.channel, key.index) != (channel, index):
                 raise damaged("another record is there")
-            at = place.offset + _FIXED + len(found.header)
+            at = place.offset + FIXED + len(found.header)
             _vectored(parts, lambda buffers, done: os.preadv(file.fileno(), buffers, at + done))
     except (OSError, ValueError) as error:
         raise damaged(error) from error
@@ -300,7 +302,7 @@ def load_segment(path: Path, seed: int, number: int) -> tuple[Segment, list[Key]
                 if version != FORMAT:
                     raise CorruptFile(f"{path} has format {version}, this version reads {FORMAT}")
                 number = written
-        segment = Segment(path, number, size)
+        segment = Segment(path, number, size, size)
         if _load_index(file, seed, segment):
             return segment, []
         return segment, _scan(file, seed, segment)
@@ -315,7 +317,7 @@ def _load_index(file: BinaryIO, seed: int, segment: Segment) -> bool:
     if magic != _TAIL or offset > segment.size:
         return False
     found = _frame_at(file, seed, segment.number, offset, _INDEX, segment.size)
-    if found is None or offset + _FIXED + len(found.header) + _INDEX_TAIL.size != segment.size:
+    if found is None or offset + FIXED + len(found.header) + _INDEX_TAIL.size != segment.size:
         return False
     entries = _index_entries(found.header, offset)
     for channel, index, top, at, header, payload in entries or ():
@@ -339,13 +341,13 @@ def _index_entries(text: bytes, end: int) -> list[Any] | None:
 def _scan(file: BinaryIO, seed: int, segment: Segment) -> list[Key]:
     """Fill ``segment`` record by record; after damage, on from the next good header."""
     at, damaged = START, []
-    while 0 <= at <= segment.size - _FIXED:
+    while 0 <= at <= segment.size - FIXED:
         found = _frame_at(file, seed, segment.number, at, _RECORD, HEADER_LIMIT)
         if found is None:
             at = _next_magic(file, at + 1)
             continue
         key, _ = _parsed(found.header)
-        start = at + _FIXED + len(found.header)
+        start = at + FIXED + len(found.header)
         if start + found.payload > segment.size:
             break
         if _payload_crc(file, start, found.payload) == found.payload_crc:
@@ -359,13 +361,13 @@ def _scan(file: BinaryIO, seed: int, segment: Segment) -> list[Key]:
 
 def _frame_at(file: BinaryIO, seed: int, number: int, at: int, magic: bytes, limit: int) -> _Frame | None:
     """The frame at an offset, without its payload; None where there is no good one."""
-    fixed = _read(file, at, _FIXED)
-    if len(fixed) < _FIXED:
+    fixed = _read(file, at, FIXED)
+    if len(fixed) < FIXED:
         return None
     found, length, payload, payload_crc = _FRAME.unpack_from(fixed)
     if found != magic or length > limit:
         return None
-    header = _read(file, at + _FIXED, length)
+    header = _read(file, at + FIXED, length)
     if len(header) < length:
         return None
     if _header_crc(seed, number, at, fixed[: _FRAME.size], header) != _CRC.unpack_from(fixed, _FRAME.size)[0]:

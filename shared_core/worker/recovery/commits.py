@@ -1,4 +1,8 @@
-"""The ranks agree on the newest checkpoint that all know to be committed, by a collective that each batch has."""
+"""The ranks agree on the newest checkpoint that all know to be committed, by a collective that each batch has.
+
+With ``log.budget_bytes`` it also says what each rank keeps of the budget and what it has logged, so that the ranks
+share it, and rank 0 knows when their logs need a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,45 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shared_core.events import console_once
 from shared_core.worker.comm import Runtime
+from shared_core.worker.messages import log_budget
 from shared_core.worker.messages.disk_log import DiskLog
+from shared_core.worker.messages.log_budget import Advice
 
 
 class Commits:
-    """Cuts the log on disk back.
+    """Cuts the log on disk back, and keeps it within its budget.
 
     Args:
         runtime: the groups.
         log: on disk.
         newest_top: batch top of the newest checkpoint that this rank knows to be committed; 0 for none.
+        due_top: the newest batch top at which a checkpoint was due; 0 for none.
+        rank: logical rank.
+        world_size: number of ranks.
+        budget: ``log.budget_bytes``; 0 is no limit.
+
+    Attributes:
+        presses: in rank 0: the logs since the last checkpoint take their part of the budget, so one is to be made.
+        pressed: in rank 0: the last checkpoint was made for that reason.
     """
 
-    def __init__(self, runtime: Runtime, log: DiskLog, newest_top: Callable[[], int]) -> None:
-        self._runtime, self._log, self._newest_top = runtime, log, newest_top
-        self._mark: tuple[Any, torch.Tensor] | None = None
+    def __init__(
+        self,
+        runtime: Runtime,
+        log: DiskLog,
+        newest_top: Callable[[], int],
+        due_top: Callable[[], int],
+        rank: int,
+        world_size: int,
+        budget: int,
+    ) -> None:
+        self._runtime, self._log, self._newest_top, self._due_top = runtime, log, newest_top, due_top
+        self._rank, self._world_size, self._budget = rank, world_size, budget
+        self._mark: tuple[Any, torch.Tensor, int] | None = None
+        self._seen_due = 0
+        self.presses = self.pressed = False
 
     def mark(self) -> None:
         """Tell all ranks that this one has published a batch top, and which checkpoint it knows to be committed; call
@@ -32,9 +59,42 @@ class Commits:
         What the ranks have all left behind is dropped from the logs.
         """
         if self._mark is not None:
-            work, newest = self._mark
+            work, said, top = self._mark
             work.wait()
-            self._log.committed(int(newest))
-        newest = torch.tensor(self._newest_top())
-        with self._runtime.unchecked():  # a newcomer may know of a newer one
-            self._mark = dist.all_reduce(newest, op=dist.ReduceOp.MAX, async_op=True), newest
+            values = said.tolist()
+            self._log.committed(values[0])
+            if self._budget:
+                self._share(values[1 : 1 + self._world_size], values[1 + self._world_size :], top)
+        newest = torch.tensor([self._newest_top(), *self._report()])
+        with self._runtime.unchecked():  # a newcomer may know of a newer one, and has logged something else
+            work = dist.all_reduce(newest, op=dist.ReduceOp.MAX, async_op=True)
+        self._mark = work, newest, self._runtime.top
+
+    def _report(self) -> list[int]:
+        """What every rank keeps and has logged, as far as this one knows: its own."""
+        if not self._budget:
+            return []
+        if (due := self._due_top()) > self._seen_due:
+            self._seen_due = due
+            self._log.checkpoint_due()
+            self.pressed, self.presses = self.presses, False
+        kept, logged = [0] * self._world_size, [0] * self._world_size
+        kept[self._rank], logged[self._rank] = self._log.keep()
+        return kept + logged
+
+    def _share(self, kept: list[int], logged: list[int], top: int) -> None:
+        """Take this rank's lease, and find out whether the logs need a checkpoint. They were measured at ``top``."""
+        self._log.lease(log_budget.leases(kept, self._budget)[self._rank])
+        if self._rank or top < self._due_top():
+            return
+        batches = top - self._seen_due
+        advice = log_budget.advice(sum(logged), batches, self._budget)
+        self.presses = advice is Advice.CHECKPOINT
+        if advice is Advice.MORE:
+            least = sum(logged) * log_budget.PARTS * log_budget.FEWEST_BATCHES // max(1, batches)
+            console_once(
+                "log budget",
+                f"log.budget_bytes={self._budget} is too small: {batches} batch(es) log a third of it, and no "
+                "checkpoint is written so soon. When it is full, messages wait in memory, up to log.ring_bytes; then "
+                f"nothing is logged until the next checkpoint. Set it to {least} at least, or log less (log.groups)",
+            )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shared_core.events import EventLog
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
@@ -29,6 +31,7 @@ class Start:
         board: publications of this rank.
         recovery: forms generations.
         lanes: by which a newcomer is let in.
+        presses: whether the logs on disk need a checkpoint; asked in rank 0.
 
     Attributes:
         checkpoints: of this rank.
@@ -52,10 +55,11 @@ class Start:
         board: Board,
         recovery: Recovery,
         lanes: Lanes,
+        presses: Callable[[], bool],
     ) -> None:
         self._runtime, self._store, self._endings, self._events = runtime, store, endings, events
         self._updates, self._parts, self._board = updates, parts, board
-        self._recovery, self._lanes = recovery, lanes
+        self._recovery, self._lanes, self._presses = recovery, lanes, presses
 
     def begin(self, env: WorkerEnv) -> None:
         """Say where checkpoints are made, and find the one from which this worker starts.
@@ -66,7 +70,9 @@ class Start:
         config, fixed = env.config, ""
         if config.on_failure == "reroute":
             fixed = "with on_failure='reroute' each worker is to compute the share of any other"
-        checkpoints = Checkpoints(env, self._runtime, self._store, self._endings, self._events, self._updates, fixed)
+        checkpoints = Checkpoints(
+            env, self._runtime, self._store, self._endings, self._events, self._updates, self._presses, fixed
+        )
         if (pricing := checkpoints.pricing) is not None:
             self._parts.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
         beginning = Beginning(env, self._recovery, self._lanes, checkpoints, self._updates)

@@ -1,0 +1,129 @@
+"""How the ranks share ``log.budget_bytes``, and what a log does that has used its part."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared_core.worker.messages import log_budget
+from shared_core.worker.messages.archive import Archive, Key
+from shared_core.worker.messages.log_budget import Advice
+
+WAIT_S = 30.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_leases_never_exceed_the_budget(seed: int) -> None:
+    """Ranks that log and drop as they like pass batch tops at their own pace: one is at most waiting for the next
+    collective while others have not yet heard of the last.
+    """
+    rng = random.Random(seed)
+    ranks, budget = rng.randint(1, 6), rng.randint(10, 10_000)
+    lease, used, tops = [budget // ranks] * ranks, [0] * ranks, [0] * ranks
+    said: list[dict[int, int]] = [{}]  # of each batch top, what each rank has kept
+    for _ in range(2000):
+        rank = rng.randrange(ranks)
+        if rng.random() < 0.5:  # log, within the lease, or drop
+            used[rank] = rng.randint(used[rank] if rng.random() < 0.8 else 0, max(lease[rank], used[rank]))
+        else:
+            before = said[tops[rank]]
+            if tops[rank] and len(before) < ranks:
+                continue  # others have not come to the top before
+            if tops[rank]:
+                lease[rank] = log_budget.leases([before[each] for each in range(ranks)], budget)[rank]
+            tops[rank] += 1
+            said += [{} for _ in range(tops[rank] - len(said) + 1)]
+            lease[rank] = said[tops[rank]][rank] = log_budget.kept(lease[rank], used[rank])
+        assert sum(lease) <= budget and all(use <= most for use, most in zip(used, lease, strict=True))
+    assert min(tops) > 10
+
+
+def test_who_logs_gets_the_room() -> None:
+    """One rank of four logs 10 bytes a batch, the others nothing: most of the budget goes to it."""
+    lease, used = [100] * 4, [0] * 4
+    while used[0] + 10 <= lease[0]:
+        used[0] += 10
+        lease = log_budget.leases([log_budget.kept(*each) for each in zip(lease, used, strict=True)], 400)
+    assert used[0] >= 320
+
+
+def test_what_the_logs_call_for() -> None:
+    assert log_budget.advice(10**12, 100, 0) is Advice.NOTHING
+    assert log_budget.advice(99, 10, 300) is Advice.NOTHING
+    assert log_budget.advice(100, 10, 300) is Advice.CHECKPOINT
+    assert log_budget.advice(100, 3, 300) is Advice.MORE, "no checkpoint can be written so soon"
+    assert log_budget.segment_bytes(1 << 26, 0, 4) == 1 << 26
+    assert log_budget.segment_bytes(1 << 26, 16 << 20, 4) == 1 << 19
+    assert log_budget.segment_bytes(1000, 16 << 20, 4) == 1000
+
+
+def put(archive: Archive, index: int, top: int) -> None:
+    archive.put(Key("a", index, top), [torch.full((250,), index, dtype=torch.float32)])
+
+
+def taken(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.log"))
+
+
+def test_what_has_no_room_waits_for_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    archive = Archive(tmp_path, segment_bytes=2500, ring_bytes=5000, owner="rank 1")
+    archive.lease(5500)
+    for index in range(8):
+        put(archive, index, top=index)
+    with archive._changed:
+        assert archive._changed.wait_for(lambda: archive._writer.out_of_room, WAIT_S)
+    held = archive.stats
+    assert 4000 < taken(tmp_path) == held.bytes_on_disk <= 5500 and held.bytes_waiting > 3000 and not held.failed
+    assert [float(archive.read("a", index)[1][0][0]) for index in range(8)] == list(range(8)), "from disk or memory"
+    archive.drop_before(4)
+    archive.flush(WAIT_S)
+    assert archive.first("a") == 4 and archive.stats.bytes_waiting == 0 and taken(tmp_path) <= 5500
+    archive.close()
+    assert taken(tmp_path) <= 5500
+    again = Archive.reopen(tmp_path, owner="rank 1")
+    assert again.first("a") == 4
+    again.close()
+    assert not capfd.readouterr().err
+
+
+def test_what_waits_and_is_dropped_is_never_written(tmp_path: Path) -> None:
+    archive = Archive(tmp_path)
+    archive.lease(0)
+    for index in range(4):
+        put(archive, index, top=index)
+    archive.drop_before(3)
+    assert archive.indices("a") == [3]
+    archive.lease(10_000)
+    archive.flush(WAIT_S)
+    assert archive.stats.records == 1 and archive.first("a") == 3
+    archive.close()
+
+
+def test_no_room_in_memory_either(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody waits: the batch would never end, and no checkpoint be made."""
+    archive = Archive(tmp_path, ring_bytes=3000, owner="rank 1", stall_s=WAIT_S)
+    archive.lease(2500)
+    for index in range(8):
+        put(archive, index, top=index)
+    assert archive.stats.failed and archive.stats.blocked_s < WAIT_S
+    told = capfd.readouterr().err
+    assert "rank 1: messages are no longer logged" in told and "after the next checkpoint" in told, told
+    archive.flush(WAIT_S)
+    archive.restart()
+    put(archive, 8, top=8)
+    archive.flush(WAIT_S)
+    assert archive.first("a") == 8 and taken(tmp_path) <= 2500
+    archive.close()
+
+
+def test_a_lease_is_given_back_by_halves(tmp_path: Path) -> None:
+    archive = Archive(tmp_path)
+    archive.lease(4096)
+    put(archive, 0, top=0)
+    archive.flush(WAIT_S)
+    used = taken(tmp_path)
+    assert archive.keep() == used + (4096 - used) // 2
+    archive.close()
