@@ -88,7 +88,6 @@ def replan(
     timeline = found.timeline
     there = [one for actions in (*done.values(), *kept.values()) for one in actions]
     slots = timeline.slots if measured is None else simulate(schedule, clock, done=there).slots
-    bound, optimal = found.bound, found.cost <= found.bound * (1 + 1e-9)
     new = replace(
         plan,
         lost=gone,
@@ -96,9 +95,9 @@ def replan(
         route=route,
         slots=timeline.slots,
         period=timeline.period,
-        bound=bound,
+        bound=found.bound,
         solver="greedy",
-        optimal=optimal,
+        optimal=found.optimal,
     )
     return Remainder(new, {**done, **kept}, slots - without.slots)
 

@@ -54,7 +54,7 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     picture = tmp_path / "plan.txt"
     assert swiftctl.main([*EXAMPLE, "--failed", "1:2", "--draw", str(picture)]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "staggered, lost: W1_2; 29 slots, period 30 (period optimal; greedy)"
+    assert out[0] == "staggered, lost: W1_2; 29 slots, period 30 (period optimal for this route; greedy)"
     assert out[2:] == picture.read_text().splitlines() and len(out) == 13
 
 
