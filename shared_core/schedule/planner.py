@@ -17,7 +17,7 @@ from shared_core.schedule.greedy import EFFORT, FoundSchedule, greedy
 from shared_core.schedule.optimal import improve
 from shared_core.schedule.problem import Problem, Variant
 from shared_core.schedule.routing import Route, deal
-from shared_core.schedule.schedule import Schedule, Topology, Worker, one_f_one_b
+from shared_core.schedule.schedule import Schedule, Topology, Worker, held_without_loss, one_f_one_b
 from shared_core.schedule.timing import Times, simulate
 
 _WORKER = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
@@ -215,9 +215,7 @@ def plan(
 def _healthy(problem: Problem) -> IterationPlan | None:
     """1F1B; None if it does not fit into the memory."""
     topology, schedule = problem.topology, one_f_one_b(problem.topology)
-    if any(
-        min(topology.stages - s, topology.micro_batches) > problem.memory.at(Worker(d, s)) for d, s in schedule.rows
-    ):
+    if any(held_without_loss(topology, worker.stage) > problem.memory.at(worker) for worker in schedule.rows):
         return None
     timeline = simulate(schedule, problem.times, staggered=problem.staggered)
     healthy = FoundSchedule(problem, schedule, timeline, lower_bound(problem))

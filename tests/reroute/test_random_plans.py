@@ -11,12 +11,18 @@ from examiner import Case, Wrong, examine
 from random_jobs import some_lost, some_times
 
 from shared_core.errors import InvalidSchedule
+from shared_core.reroute.room import room_of
 from shared_core.schedule.check import Memory, check
 from shared_core.schedule.planner import IterationPlan, plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import replan
 from shared_core.schedule.schedule import Kind, Topology, Worker
 from shared_core.schedule.timing import StageTimes, Times, simulate
+
+
+def one_f_one_bs(topology: Topology) -> Memory:
+    """Room for what 1F1B holds, and no more."""
+    return Memory.of_stages(topology, room_of(topology, 0))
 
 
 def case_of(topology: Topology, times: Times, memory: Memory) -> Case:
@@ -31,7 +37,10 @@ def test_random_plans(seed: int) -> None:
     for _ in range(40):
         topology = Topology(rng.randint(2, 4), rng.randint(1, 5), rng.randint(1, 7))
         lost, times = some_lost(topology, rng, rng.randint(0, 4)), some_times(topology, rng)
-        memory, variant = Memory(rng.choice([None, 1.0, 2.0, 5.0])), rng.choice(list(Variant))
+        memory, variant = (
+            rng.choice([Memory(), Memory(1), Memory(5), one_f_one_bs(topology)]),
+            rng.choice(list(Variant)),
+        )
         ordered = rng.random() < 0.5
         found = plan(topology, lost, times=times, variant=variant, memory=memory, ordered=ordered, effort=1500)
         examine(json.loads(found.to_json()), case_of(topology, times, memory))
@@ -49,9 +58,10 @@ def test_random_remainders(seed: int) -> None:
         timeline = simulate(first.schedule, times)
         when = rng.uniform(0, timeline.slots)
         progress = {w: sum(slot.end <= when for slot in row[:-1]) for w, row in timeline.rows.items()}
-        rest = replan(first, progress, some_lost(topology, rng, rng.randint(1, 3)), times=times, effort=500)
+        lost, memory = some_lost(topology, rng, rng.randint(1, 3)), rng.choice([Memory(), one_f_one_bs(topology)])
+        rest = replan(first, progress, lost, times=times, memory=memory, effort=500)
         done = {str(worker): [one.text(worker) for one in row] for worker, row in rest.done.items()}
-        examine(json.loads(rest.plan.to_json()), replace(case_of(topology, times, Memory()), done=done))
+        examine(json.loads(rest.plan.to_json()), replace(case_of(topology, times, memory), done=done))
 
 
 def test_the_examiner_and_the_checker_see_what_is_wrong() -> None:
