@@ -70,7 +70,7 @@ EXPLAINED = (
     "where 0.4 to 7.7 % were measured.",
     "This system: its overhead is of CPU workers that share cores; stalls of re-routing are the design's target. It "
     "goes back to the checkpoint, and waits, when a pipeline has lost both ends, and survivors stay at their stages. "
-    "Rows that say 'not built' count both in; a rack of 8 is a whole pipeline, so there this is most of the difference.",
+    "Rows that say 'not built' count both in. A rack of 8 is a whole pipeline, so there they differ most.",
     "ReCycle's tables by frequency of failures (3.35B) and of 18.4B to 145.6B: the published numbers are not at hand, "
     "nor the layout, micro-batches, steps and returns behind them; the rows are of assumed ones (see the source), and "
     "nothing is compared.",
