@@ -45,6 +45,7 @@ ABOVE = {((3, 4, 6, ((1, 0),)), Variant.COUPLED): 29}
 MEASURED = Times((StageTimes(1.0, 1.1, 0.8, 2.5),), 0.1)
 #: Micro-batches that peers may hold: slots coupled and decoupled, from an exact model written apart from this planner.
 LIMITS = {4: (34, 29), 3: (34, 30), 2: (36, 32)}
+HELD_SIZES = ((3, 4, 6), (4, 8, 32))
 SIZES = ((4, 8, 32), (8, 16, 64), (16, 32, 128), (32, 64, 256))
 GREEDY_OVER_BEST, LARGEST_S, LOOK_UP_MS, REPLAN_MS = 1.05, 60.0, 10.0, 300.0
 
@@ -198,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments("planner", __doc__ or "").parse_args(argv)
     rows = quality(1.0 if options.quick else 30.0)
     rows += limit_rows(1.0 if options.quick else 30.0)
-    rows += memory_rows(((3, 4, 6), (4, 8, 32)))
+    rows += memory_rows(HELD_SIZES)
     rows += at_a_loss()
     rows += speed(SIZES[:2] if options.quick else SIZES)
     assert all(row.value is None or math.isfinite(row.value) for row in rows)

@@ -18,8 +18,8 @@ from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.system.memory import free_bytes
 
-WIDE = Topology(4, 8, 32)
-EQUAL = [{"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0, "OPT": 3.0}] * 8
+WIDE = Topology(3, 4, 12)
+EQUAL = [{"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0, "OPT": 3.0}] * 4
 
 
 def test_room_is_what_fits_and_never_less_than_without_a_loss() -> None:
@@ -70,11 +70,11 @@ def test_free_memory_becomes_less_when_it_is_taken() -> None:
 def test_a_job_plans_within_its_room(tmp_path: Path) -> None:
     """Before anything is measured, for steps to come and for the one under way."""
     past = PlanHistory(Plans(WIDE, Variant.STAGGERED, False, tmp_path, 0))
-    room = {str(worker): 8.0 - worker.stage for worker in WIDE.workers()}
+    room = {str(worker): 4.0 - worker.stage for worker in WIDE.workers()}
     places = {f"{d}:{s}": [0, 8] for d, s in WIDE.workers()}
     past.change({"generation": 0, "lost": [], "ready": False, "at": dict.fromkeys(places, [0, 0])})
     past.change(
-        {"generation": 1, "lost": [[1, 4]], "ready": False, "at": {w: p for w, p in places.items() if w != "1:4"}}
+        {"generation": 1, "lost": [[1, 2]], "ready": False, "at": {w: p for w, p in places.items() if w != "1:2"}}
     )
     running, following = past.steps[0], past.begin(1)
     done = {str(worker): [one.text(worker) for one in row] for worker, row in running.done.items()}
@@ -82,4 +82,4 @@ def test_a_job_plans_within_its_room(tmp_path: Path) -> None:
     examine(running.plan.to_dict(), Case(EQUAL, apart=True, room=room, done=done))
     case = Case(EQUAL, apart=True, room=room)
     held = examine(following.plan.to_dict(), case)
-    assert held[str(Worker(0, 4))] == 4 and following.plan.lost == (Worker(1, 4),)
+    assert held[str(Worker(0, 2))] == 2 and following.plan.lost == (Worker(1, 2),)
