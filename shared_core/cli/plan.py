@@ -134,7 +134,7 @@ def _times(text: str) -> Times:
 
 def _summary(found: IterationPlan) -> str:
     lost = ", ".join(str(worker) for worker in found.lost) or "none"
-    best = "optimal" if found.optimal else f"at least {found.bound:g}"
+    best = "optimal for this route" if found.optimal else f"at least {found.bound:g}"
     measure = "period" if found.variant is Variant.STAGGERED else "slots"
     return (
         f"{found.variant.value}, lost: {lost}; {found.slots:g} slots, period {found.period:g} "

@@ -153,6 +153,12 @@ class RerouteOptions(Section):
         "pipelines: for how many further losses plans are made in advance, in the background; 0 makes each plan when "
         "it is needed",
     )
+    held_micro_batches: int = option(
+        0,
+        _COUNT,
+        "pipelines: plans let a worker hold at most so many micro-batches between forward and backward, and never "
+        "fewer than it holds without a loss; 0: as many as fit into half of the host's free memory, as measured",
+    )
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ class Rerouting:
         self._me = Worker(grid.get_data_parallel_rank(), grid.get_stage_id())
         variant, ordered = Variant(options.reroute.plan), options.reroute.reduction == "ordered"
         folder = job.env.job_dir / f"plans{job.env.restart}"
-        self._plans = Plans(self._topology, variant, ordered, folder, options.reroute.ahead)
+        ahead, held = options.reroute.ahead, options.reroute.held_micro_batches
+        self._plans = Plans(self._topology, variant, ordered, folder, ahead, held)
         self._prepared: tuple[frozenset[Worker], bool] = (frozenset(), False)
         self._layers = _Layers(engine, job)
         self._executor = Executor(

@@ -194,6 +194,14 @@ def raw_tensors(node: Node) -> Iterator[Any]:
         yield from value if isinstance(value, tuple | list) else (value,)
 
 
+def kept_tensors(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """What the graph of ``outputs`` keeps for its backward."""
+    for node in _edges([one.grad_fn for one in outputs if one.grad_fn is not None]):
+        for raw in raw_tensors(node):
+            if isinstance(raw.data, torch.Tensor):
+                yield raw.data
+
+
 def _edges(roots: list[Node]) -> Edges:
     """Where all nodes that ``roots`` lead to lead: each node comes before those that it leads to, and those by edge."""
     found: Edges = {}

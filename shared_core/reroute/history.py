@@ -152,7 +152,13 @@ class PlanHistory:
                 progress[worker] = max((progress[w] for w in at if w.stage == worker.stage), default=0)
         planner = self._planner
         rest: Remainder = replan(
-            step.plan, progress, now, times=planner.planned_times, measured=planner.times, before=step.done
+            step.plan,
+            progress,
+            now,
+            times=planner.planned_times,
+            measured=planner.times,
+            before=step.done,
+            memory=planner.memory,
         )
         self.extra[number] = rest.extra
         there = [one for actions in rest.done.values() for one in actions]

@@ -6,8 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
 from shared_core.reroute.planning import EQUAL, Plans, agree, from_dict, to_dict
+from shared_core.reroute.room import MemoryUse, bytes_held, spare_bytes
 from shared_core.reroute.step import WorkerPlace
 from shared_core.schedule.profile import COMMUNICATION, Profile
 from shared_core.schedule.schedule import Kind
@@ -28,6 +31,7 @@ class Measuring:
         self._place, self._planner = place, planner
         self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
         self._profile = Profile()
+        self._held_bytes: int | None = None
         #: First step of the job; the same at all workers once they have told each other.
         self._first: int | None = None
 
@@ -45,20 +49,28 @@ class Measuring:
         if self.takes(step):
             self._profile.add(kind, time.perf_counter() - began)
 
+    def measure_held(self, step: int, tensors: Tensors, outputs: Tensors, parameters: Sequence[Tensor]) -> None:
+        """A forward is over: take what it holds until its backward, once."""
+        if self._held_bytes is None and self.takes(step):
+            self._held_bytes = bytes_held(tensors, outputs, parameters)
+
     def view(self) -> dict[str, Any]:
         """What others are told after a loss; plain data."""
-        times = self._planner.times
-        return {"began": self._first, "times": None if times is None else to_dict(times)}
+        planner = self._planner
+        if planner.times is None:
+            return {"began": self._first, "times": None}
+        return {"began": self._first, "times": to_dict(planner.times), "room": list(planner.room)}
 
     def learn(self, views: Mapping[int, Any]) -> None:
         """Take over the times that others go by, or from which step on they measure."""
         self._first = min((view["began"] for view in views.values() if view["began"] is not None), default=None)
-        known = next((view["times"] for view in views.values() if view["times"] is not None), None)
+        known = next((view for view in views.values() if view["times"] is not None), None)
         if known is not None and self._planner.times is None:
-            self._planner.adopt(from_dict(known))
+            self._planner.adopt(from_dict(known["times"]), tuple(known["room"]))
 
     def agree(self, channel: MessageChannel, step: int, activations: Sequence[Tensors]) -> None:
-        """At the end of the last step that is measured, all workers tell what they found, and go by the same times.
+        """At the end of the last step that is measured, all workers tell what they found, and go by the same times
+        and limits of memory.
 
         Args:
             channel: joins the workers that are there.
@@ -73,10 +85,12 @@ class Measuring:
             return
         lane = channel.lane
         self._ping(channel, step, lane.exchange(bool(activations)), activations[:1])
-        found = lane.exchange(self._profile.medians())
-        workers = self._place.workers()
-        times = agree(((workers[rank].stage, one) for rank, one in found.items()), self._topology.stages)
-        self._planner.adopt(EQUAL if times is None else times)
+        use = MemoryUse(self._held_bytes, spare_bytes())
+        found = lane.exchange({"medians": self._profile.medians(), "memory": list(use)})
+        stages = {rank: worker.stage for rank, worker in self._place.workers().items()}
+        times = agree(((stages[rank], one["medians"]) for rank, one in found.items()), self._topology.stages)
+        room = self._planner.room_for((stages[rank], MemoryUse(*one["memory"])) for rank, one in found.items())
+        self._planner.adopt(EQUAL if times is None else times, room)
 
     def _ping(self, channel: MessageChannel, step: int, sends: Mapping[int, bool], parts: Sequence[Tensors]) -> None:
         """Measure how long activations take to the next stage: half of the way there and back, in turn."""

@@ -14,6 +14,8 @@ from typing import Any
 
 from shared_core.errors import ConfigError, CorruptFile, SwiftError, WaitTimeout
 from shared_core.events import console
+from shared_core.schedule.check import Memory
+from shared_core.schedule.greedy import EFFORT
 from shared_core.schedule.planner import IterationPlan, plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
@@ -24,16 +26,36 @@ from shared_core.system.process import PACKAGE_ROOT, die_with_parent, run_module
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a plan depends on besides the losses; see ``planner.plan``."""
+    """All that a plan depends on besides the losses; see ``planner.plan``. ``room`` is the micro-batches that a worker
+    of each stage can hold; empty for no limit.
+    """
 
     topology: Topology
     times: Times = Times()
     variant: Variant = Variant.STAGGERED
     ordered: bool = False
+    room: tuple[int, ...] = ()
+
+    @property
+    def memory(self) -> Memory:
+        """The limits of the workers."""
+        return Memory.of_stages(self.topology, self.room)
 
     def plan(self, lost: Collection[Worker] = ()) -> IterationPlan:
         """Plan for some losses; raises what ``planner.plan`` does."""
-        return plan(self.topology, lost, times=self.times, variant=self.variant, ordered=self.ordered)
+        return self.plan_within(lost, EFFORT)
+
+    def plan_within(self, lost: Collection[Worker], effort: int) -> IterationPlan:
+        """The same with another effort."""
+        return plan(
+            self.topology,
+            lost,
+            times=self.times,
+            variant=self.variant,
+            memory=self.memory,
+            ordered=self.ordered,
+            effort=effort,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -54,6 +76,7 @@ class Settings:
                 Times(stages, times["communication"], times["data_apart"]),
                 Variant(data["variant"]),
                 data["ordered"],
+                tuple(data["room"]),
             )
         except ConfigError:
             raise

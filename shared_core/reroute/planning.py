@@ -17,7 +17,9 @@ from typing import Any
 
 from shared_core.errors import ConfigError
 from shared_core.reroute.plan_cache import Filling, PlanStore, Settings
-from shared_core.schedule.planner import IterationPlan, plan
+from shared_core.reroute.room import MemoryUse, room_of
+from shared_core.schedule.check import Memory
+from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.profile import COMMUNICATION
 from shared_core.schedule.remainder import EFFORT
@@ -95,23 +97,33 @@ class Plans:
         ordered: see :func:`~shared_core.schedule.planner.plan`.
         folder: shared by the workers of a machine and removed with the job.
         losses: plans are made for so many more losses than there are.
+        held: micro-batches that a worker may hold, or those of 1F1B if they are more; 0: as many as fit into the
+            memory, once that is measured.
 
     Attributes:
         times: durations that all workers go by; None until they are known: then plans are made for equal slots.
+        room: micro-batches that a worker of each stage may hold.
     """
 
-    def __init__(self, topology: Topology, variant: Variant, ordered: bool, folder: Path, losses: int) -> None:
+    def __init__(
+        self, topology: Topology, variant: Variant, ordered: bool, folder: Path, losses: int, held: int = 0
+    ) -> None:
         self._topology, self._variant, self._ordered = topology, variant, ordered
-        self._folder, self._losses = folder, losses
+        self._folder, self._losses, self._held = folder, losses, held
         self.times: Times | None = None
+        self.room = room_of(topology, held)
         self._known: dict[frozenset[Worker], IterationPlan] = {}
         self._looked_up: dict[frozenset[Worker], tuple[bool, float]] = {}
         self._store: PlanStore | None = None
         self._filling: Filling | None = None
 
-    def adopt(self, times: Times) -> None:
-        """Go by these times from now on."""
-        self.times = times
+    def room_for(self, found: Iterable[tuple[int, MemoryUse]]) -> tuple[int, ...]:
+        """What workers may hold, from what all have measured, given as (stage, use)."""
+        return room_of(self._topology, self._held, found)
+
+    def adopt(self, times: Times, room: tuple[int, ...]) -> None:
+        """Go by these times, and hold so much, from now on."""
+        self.times, self.room = times, room
         self._known.clear()
         self._looked_up.clear()
         self._store = PlanStore(self._folder, self._settings)
@@ -119,12 +131,17 @@ class Plans:
     @property
     def _settings(self) -> Settings:
         times = EQUAL if self.times is None else rounded(self.times)
-        return Settings(self._topology, times, self._variant, ordered=self._ordered)
+        return Settings(self._topology, times, self._variant, self._ordered, self.room)
 
     @property
     def planned_times(self) -> Times:
         """Durations that plans are made for: rounded, in no unit."""
         return self._settings.times
+
+    @property
+    def memory(self) -> Memory:
+        """What every worker may hold."""
+        return self._settings.memory
 
     def lies_ready(self, lost: frozenset[Worker]) -> bool:
         """Whether this worker has the plan for these losses; reads one file, the first time."""
@@ -146,7 +163,7 @@ class Plans:
         if ready and self._store is not None:
             found = self._store.look_up(lost) or self._settings.plan(lost)
         if found is None:
-            found = self._quick(lost)
+            found = self._settings.plan_within(lost, EFFORT)
         self._known[lost] = found
         self._looked_up[lost] = ready, time.perf_counter() - began
 
@@ -155,10 +172,6 @@ class Plans:
         if lost not in self._known:
             self.choose(lost, False)
         return self._known[lost]
-
-    def _quick(self, lost: frozenset[Worker]) -> IterationPlan:
-        topology, times = self._topology, self.planned_times
-        return plan(topology, lost, times=times, variant=self._variant, ordered=self._ordered, effort=EFFORT)
 
     def seconds(self, schedule: Schedule, staggered: bool) -> float:
         """What an iteration takes, by the measured times."""
@@ -173,8 +186,8 @@ class Plans:
         """Begin to make plans for further losses, and say what is planned for now. Not on the way of a loss.
 
         Returns:
-            Plain data: the ``times``, the ``period_s`` that is expected, whether the plan was ``ready``, and after
-            how many seconds it was there (``planned_s``).
+            Plain data: the ``times``, the ``room``, the ``period_s`` that is expected, whether the plan was ``ready``,
+            and after how many seconds it was there (``planned_s``).
         """
         now = self.plan(lost)
         ready, seconds = self._looked_up[lost]
@@ -183,6 +196,7 @@ class Plans:
             "lost": [list(worker) for worker in sorted(lost)],
             "period_s": self.seconds(now.schedule, staggered),
             "times": to_dict(self.times) if self.times is not None else None,
+            "room": list(self.room),
             "ready": ready,
             "planned_s": seconds,
         }

@@ -112,6 +112,7 @@ class RowRunner:
             ends = differentiable(outputs, self._last)
             step.records[place] = StageBackward(ends, leaves, apart=self._options.ordered), outputs
             self._measuring.add(step.number, Kind.F, began)
+            self._measuring.measure_held(step.number, leaves, outputs, self._model.parameters)
             if self._last:
                 step.losses[place] = float(outputs[1].detach())
                 return None

@@ -36,6 +36,11 @@ class Memory:
         limit = self.workers.get(worker, self.micro_batches)
         return math.inf if limit is None else limit
 
+    @classmethod
+    def of_stages(cls, topology: Topology, room: Sequence[float]) -> Memory:
+        """The same limit for all workers of a stage; no entries are no limits."""
+        return cls(workers={worker: room[worker.stage] for worker in topology.workers()} if room else {})
+
 
 NO_LIMIT = Memory()
 

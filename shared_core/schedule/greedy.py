@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from shared_core.schedule.bound import lower_bound
 from shared_core.schedule.listing import Arrays, Rule
-from shared_core.schedule.problem import Problem, Variant, lower_bound
+from shared_core.schedule.problem import Problem, Variant
 from shared_core.schedule.schedule import Schedule
 from shared_core.schedule.timing import ROUNDS, SimulatedTimes, Timeline
 
@@ -23,7 +24,7 @@ class FoundSchedule:
         problem: what it solves.
         schedule: the rows.
         timeline: when everything runs.
-        bound: what to aim at; see ``lower_bound``.
+        bound: no schedule of the problem costs less.
     """
 
     problem: Problem
@@ -35,6 +36,11 @@ class FoundSchedule:
     def cost(self) -> float:
         """What is minimised: the period if staggered, else the slots."""
         return objective(self.problem, self.timeline)
+
+    @property
+    def optimal(self) -> bool:
+        """Whether nothing can cost less."""
+        return self.cost <= self.bound * (1 + _SAME)
 
 
 def objective(problem: Problem, timeline: Timeline) -> float:

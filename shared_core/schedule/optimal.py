@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -40,16 +41,19 @@ def has_solver() -> bool:
         return False
 
 
-def improve(found: FoundSchedule, time_limit: float, workers: int = 2) -> tuple[FoundSchedule, bool]:
-    """A better plan if there is one, and whether it was proven that there is none better than that.
+def improve(found: FoundSchedule, time_limit: float, workers: int = 2) -> FoundSchedule:
+    """A better plan if there is one, with the bound that was proven.
 
-    Micro-batches of a pipeline that pass the same workers keep their order in F and in I at every stage, which costs
-    nothing: two that do not can be exchanged from there on.
+    The solver may split every backward. Micro-batches of a pipeline that pass the same workers keep their order in F
+    and in I at every stage, which costs nothing: two that do not can be exchanged from there on.
 
     Args:
         found: the greedy's plan of a whole iteration.
         time_limit: seconds.
         workers: threads.
+
+    Returns:
+        Nothing is proven beyond the bound of ``found`` where durations are no whole numbers of a common tick.
 
     Raises:
         MissingExtra: OR-tools is not installed.
@@ -63,14 +67,16 @@ def improve(found: FoundSchedule, time_limit: float, workers: int = 2) -> tuple[
     solver.parameters.max_time_in_seconds = time_limit
     solver.parameters.num_workers = workers
     status = solver.solve(model.model)
-    proven = bool(status == cp_model.OPTIMAL)
+    if model.exact and status in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
+        proven = model.tick * math.ceil(solver.best_objective_bound - 1e-6)
+        found = replace(found, bound=max(found.bound, proven))
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return found, bool(status == cp_model.INFEASIBLE)
+        return found
     schedule = model.schedule(solver)
     timeline = simulate(schedule, problem.times, staggered=problem.staggered)
     if objective(problem, timeline) >= found.cost * (1 - 1e-9):
-        return found, proven
-    return FoundSchedule(problem, schedule, timeline, found.bound), proven
+        return found
+    return FoundSchedule(problem, schedule, timeline, found.bound)
 
 
 class _Model:
@@ -86,17 +92,21 @@ class _Model:
         self.ends: dict[Action, Any] = {}
         self.at: dict[Action, Worker] = {}
         self.intervals: dict[Worker, list[Any]] = {}
+        self.whole: dict[Action, Any] = {}  # of an I: whether it and its W are run as B, which then is shorter
+        stages = range(problem.topology.stages)
+        self.begins = [self.model.new_int_var(0, self.horizon, f"begin {s}") for s in stages]
         self._actions()
         self._dependencies()
         self._memory()
         for intervals in self.intervals.values():
             self.model.add_no_overlap(intervals)
         # A tick of rounding for every action on the longest way, if times are not whole.
-        slack = 0 if self._exact() else 2 * (problem.topology.stages + problem.topology.micro_batches)
+        self.exact = self._is_exact()
+        slack = 0 if self.exact else 2 * (problem.topology.stages + problem.topology.micro_batches)
         self._objective(self._ticks(found.bound) - slack, self._ticks(found.cost) + slack)
         self._hint(found)
 
-    def _exact(self) -> bool:
+    def _is_exact(self) -> bool:
         return all(abs(value / self.tick - round(value / self.tick)) < 1e-6 for value in _durations(self.problem))
 
     def _ticks(self, value: float) -> int:
@@ -106,12 +116,28 @@ class _Model:
         return self.problem.times.at(worker)
 
     def _add(self, action: Action, worker: Worker) -> None:
-        length = self._ticks(self._times(worker).of(action.kind))
+        length = self._length(action, worker)
         start = self.model.new_int_var(0, self.horizon, str(action))
-        self.starts[action], self.ends[action], self.at[action] = start, start + length, worker
-        self.intervals.setdefault(worker, []).append(
-            self.model.new_interval_var(start, length, start + length, f"{action}")
-        )
+        if isinstance(length, int):
+            end = start + length
+        else:  # an interval takes no sum of two variables
+            end = self.model.new_int_var(0, 2 * self.horizon, "")
+        self.starts[action], self.ends[action], self.at[action] = start, end, worker
+        interval = self.model.new_interval_var(start, length, end, f"{action}")
+        self.intervals.setdefault(worker, []).append(interval)
+
+    def _length(self, action: Action, worker: Worker) -> Any:
+        """Ticks of an action. A backward that is shorter in one piece is run as B (in the place of I) or as I and W."""
+        times = self._times(worker)
+        length, whole = self._ticks(times.of(action.kind)), self._ticks(times.of(Kind.B))
+        if action.kind not in (Kind.I, Kind.W) or whole >= self._ticks(times.of(Kind.I)) + self._ticks(
+            times.of(Kind.W)
+        ):
+            return length
+        if action.kind is Kind.W:
+            return length - length * self.whole[action._replace(kind=Kind.I)]
+        chosen = self.whole[action] = self.model.new_bool_var(f"{action} whole")
+        return length + (whole - length) * chosen
 
     def _actions(self) -> None:
         topology = self.problem.topology
@@ -139,6 +165,8 @@ class _Model:
                     forward, backward = Action(s, Kind.F, j, d), self.backward(d, s, j)
                     if s:
                         add(self.starts[forward] >= self.ends[Action(s - 1, Kind.F, j, d)] + communication)
+                    elif self.problem.times.data_apart and self.at[forward].pipeline != d:
+                        add(self.starts[forward] >= self.begins[-1] + communication)
                     if s + 1 < topology.stages:
                         add(self.starts[backward] >= self.ends[self.backward(d, s + 1, j)] + communication)
                     add(self.starts[backward] >= self.ends[forward])
@@ -181,17 +209,16 @@ class _Model:
     def _objective(self, bound: int, cost: int) -> None:
         problem, topology = self.problem, self.problem.topology
         self.cost = self.model.new_int_var(max(0, bound), max(bound, cost), "cost")
-        begins = [self.model.new_int_var(0, self.horizon, f"begin {s}") for s in range(topology.stages)]
         ends = [self.model.new_int_var(0, self.horizon, f"end {s}") for s in range(topology.stages)]
         for d in range(topology.pipelines):
             for s in range(topology.stages):
                 for j in range(topology.micro_batches):
                     self.model.add(ends[s] >= self.ends[self.weight(d, s, j)])
-                    self.model.add(begins[s] <= self.starts[Action(s, Kind.F, j, d)])
+                    self.model.add(self.begins[s] <= self.starts[Action(s, Kind.F, j, d)])
         for s in range(topology.stages):
             if problem.staggered:
                 steps = [self._times(Worker(d, s)).optimizer for d in range(topology.pipelines)]
-                self.model.add(self.cost >= ends[s] - begins[s] + self._ticks(max(steps)))
+                self.model.add(self.cost >= ends[s] - self.begins[s] + self._ticks(max(steps)))
             else:
                 self.model.add(self.cost >= ends[s])
         self.model.minimize(self.cost)
@@ -212,7 +239,12 @@ class _Model:
         """The rows in the order of the solution."""
         rows: dict[Worker, list[tuple[int, Action]]] = {}
         for action, worker in self.at.items():
-            rows.setdefault(worker, []).append((solver.value(self.starts[action]), action))
+            named = action
+            if action.kind in (Kind.I, Kind.W) and self._is_whole(solver, action):
+                if action.kind is Kind.W:
+                    continue
+                named = action._replace(kind=Kind.B)
+            rows.setdefault(worker, []).append((solver.value(self.starts[action]), named))
         order = {Kind.F: 0, Kind.I: 1, Kind.B: 1, Kind.W: 2, Kind.OPT: 3}
         return Schedule(
             {
@@ -223,6 +255,10 @@ class _Model:
                 for worker, row in sorted(rows.items())
             }
         )
+
+    def _is_whole(self, solver: Any, action: Action) -> bool:
+        chosen = self.whole.get(action._replace(kind=Kind.I))
+        return chosen is not None and bool(solver.value(chosen))
 
 
 def _durations(problem: Problem) -> list[float]:

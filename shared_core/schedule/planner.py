@@ -10,13 +10,14 @@ from typing import Any
 
 from shared_core.errors import ConfigError, InvalidSchedule
 from shared_core.plain_json import is_count, parse
+from shared_core.schedule.bound import lower_bound
 from shared_core.schedule.check import NO_LIMIT, Memory
 from shared_core.schedule.fusing import fuse
-from shared_core.schedule.greedy import EFFORT, greedy
+from shared_core.schedule.greedy import EFFORT, FoundSchedule, greedy
 from shared_core.schedule.optimal import improve
 from shared_core.schedule.problem import Problem, Variant
 from shared_core.schedule.routing import Route, deal
-from shared_core.schedule.schedule import Schedule, Topology, Worker, one_f_one_b
+from shared_core.schedule.schedule import Schedule, Topology, Worker, held_without_loss, one_f_one_b
 from shared_core.schedule.timing import Times, simulate
 
 _WORKER = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
@@ -35,9 +36,10 @@ class IterationPlan:
         route: who computes the micro-batches of lost workers: (home pipeline, stage, micro-batch) to the worker.
         slots: predicted time from the first action to the end of the last backward, in the unit of the times.
         period: predicted time from one iteration to the next, with the optimizer.
-        bound: the least slots (``staggered``: period) of a plan that is not faster than 1F1B without a loss.
+        bound: no plan with this route takes fewer slots (``staggered``: a shorter period).
         solver: ``1f1b``, ``greedy`` or ``cp-sat``.
-        optimal: whether the bound is reached, or the solver has proven that it cannot be.
+        optimal: whether the bound is reached. With another route, so with micro-batches dealt out to peers in another
+            way, there may still be a better plan.
     """
 
     topology: Topology
@@ -190,10 +192,9 @@ def plan(
     if not gone and (healthy := _healthy(problem)) is not None:
         return healthy
     found, solver = greedy(problem, effort), "greedy"
-    optimal = found.cost <= found.bound * (1 + 1e-9)
-    if time_limit > 0 and not optimal:
-        better, optimal = improve(found, time_limit)
-        solver = "greedy" if better is found else "cp-sat"
+    if time_limit > 0 and not found.optimal:
+        better = improve(found, time_limit)
+        solver = "greedy" if better.schedule is found.schedule else "cp-sat"
         found = better
     found = fuse(found)
     return IterationPlan(
@@ -207,20 +208,27 @@ def plan(
         period=found.timeline.period,
         bound=found.bound,
         solver=solver,
-        optimal=optimal or found.cost <= found.bound * (1 + 1e-9),
+        optimal=found.optimal,
     )
 
 
 def _healthy(problem: Problem) -> IterationPlan | None:
     """1F1B; None if it does not fit into the memory."""
     topology, schedule = problem.topology, one_f_one_b(problem.topology)
-    if any(
-        min(topology.stages - s, topology.micro_batches) > problem.memory.at(Worker(d, s)) for d, s in schedule.rows
-    ):
+    if any(held_without_loss(topology, worker.stage) > problem.memory.at(worker) for worker in schedule.rows):
         return None
     timeline = simulate(schedule, problem.times, staggered=problem.staggered)
-    slots, period = timeline.slots, timeline.period
-    cost = period if problem.staggered else slots
+    healthy = FoundSchedule(problem, schedule, timeline, lower_bound(problem))
     return IterationPlan(
-        topology, problem.variant, (), problem.ordered, schedule, {}, slots, period, cost, "1f1b", True
+        topology,
+        problem.variant,
+        (),
+        problem.ordered,
+        schedule,
+        {},
+        timeline.slots,
+        timeline.period,
+        healthy.bound,
+        "1f1b",
+        healthy.optimal,
     )

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from shared_core.schedule.check import NO_LIMIT, Memory
 from shared_core.schedule.routing import Route
-from shared_core.schedule.schedule import Action, Kind, Topology, Worker
+from shared_core.schedule.schedule import Action, Topology, Worker
 from shared_core.schedule.timing import Times
 
 
@@ -69,52 +69,3 @@ class Problem:
         if stage in self.lost_stages:
             return True
         return micro_batch >= self.topology.micro_batches - self.split_last
-
-
-def lower_bound(problem: Problem) -> float:
-    """The least that a plan can take (slots without optimizer, or the period if staggered) that is not faster than 1F1B
-    without a loss.
-
-    The larger of two: what 1F1B takes at least; and, of every worker of a stage with a loss, the way to its first
-    action (staggered: its optimizer instead), all its work, and (coupled) the way back from its last backward. Of an
-    iteration under way: the most work that a worker has left.
-    """
-    topology, times = problem.topology, problem.times
-    counts = {worker: topology.micro_batches for worker in topology.workers() if worker not in problem.lost}
-    for worker in problem.route.values():
-        if worker in counts:  # else it was lost later, after its stage had stepped
-            counts[worker] += 1
-    heads, tails = _ways(problem)
-    best = 0.0
-    for worker, count in counts.items():
-        at, s = times.at(worker), worker.stage
-        step = at.optimizer if problem.staggered else 0.0
-        whole = at.forward + at.of(Kind.B)
-        split = at.forward + at.backward_input + at.backward_weight
-        work = count * (split if problem.splits(*worker, 0) else whole)
-        if problem.done:
-            left = work - sum(at.of(one.kind) for one in problem.done.get(worker, ()) if one.kind is not Kind.OPT)
-            best = max(best, left)
-            continue
-        best = max(best, heads[s] + topology.micro_batches * whole + tails[s] + step)
-        if s in problem.lost_stages:
-            # What may be last is a W, behind which there is no way back; staggered, the way there is of no account.
-            if problem.variant is Variant.COUPLED:
-                work += heads[s] + tails[s]
-            elif problem.staggered:
-                work += step
-            else:
-                work += heads[s]
-            best = max(best, work)
-    return best
-
-
-def _ways(problem: Problem) -> tuple[list[float], list[float]]:
-    """Shortest way from stage 0 to each stage, and back from the end of its backward to the end of stage 0's."""
-    topology, times = problem.topology, problem.times
-    heads, tails = [0.0], [0.0]
-    for s in range(topology.stages - 1):
-        near = [times.at(Worker(d, s)) for d in range(topology.pipelines) if Worker(d, s) not in problem.lost]
-        heads.append(heads[-1] + min(at.forward for at in near) + times.communication)
-        tails.append(tails[-1] + min(at.of(Kind.B) for at in near) + times.communication)
-    return heads, tails

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from shared_core.errors import Unsupported
+from shared_core.schedule.check import NO_LIMIT, Memory
 from shared_core.schedule.greedy import greedy
 from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Problem
@@ -43,6 +44,7 @@ def replan(
     times: Times | None = None,
     measured: Times | None = None,
     before: Executed | None = None,
+    memory: Memory = NO_LIMIT,
     effort: int = EFFORT,
 ) -> Remainder:
     """Plan the rest of an iteration after a loss.
@@ -57,10 +59,12 @@ def replan(
         times: durations.
         measured: durations that ``extra`` is reckoned with; ``times`` where left out.
         before: ``done`` of the earlier ``Remainder``, if there was one.
+        memory: limits of the workers; what survivors hold counts.
         effort: actions that the greedy may place.
 
     Raises:
         ConfigError: a stage has nobody left.
+        InvalidSchedule: no order fits into the memory.
         Unsupported: the optimizer of a lost worker's stage has stepped, and a result of that worker is still needed.
     """
     times = Times() if times is None else times
@@ -76,7 +80,7 @@ def replan(
     again = _moved(plan, lost, stepped)
     route = dict(plan.route) | _deal_again(plan, again, done, gone, times)
     problem = Problem(
-        plan.topology, times, plan.variant, frozenset(gone), route, ordered=plan.ordered, done={**done, **kept}
+        plan.topology, times, plan.variant, frozenset(gone), route, memory, plan.ordered, done={**done, **kept}
     )
     found = greedy(problem, effort)
     rest = {worker: row[:-1] if _has_stepped(done[worker]) else row for worker, row in found.schedule.rows.items()}
@@ -88,7 +92,6 @@ def replan(
     timeline = found.timeline
     there = [one for actions in (*done.values(), *kept.values()) for one in actions]
     slots = timeline.slots if measured is None else simulate(schedule, clock, done=there).slots
-    bound, optimal = found.bound, found.cost <= found.bound * (1 + 1e-9)
     new = replace(
         plan,
         lost=gone,
@@ -96,9 +99,9 @@ def replan(
         route=route,
         slots=timeline.slots,
         period=timeline.period,
-        bound=bound,
+        bound=found.bound,
         solver="greedy",
-        optimal=optimal,
+        optimal=found.optimal,
     )
     return Remainder(new, {**done, **kept}, slots - without.slots)
 

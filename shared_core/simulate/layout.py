@@ -81,6 +81,14 @@ def count_stages(layout: Layout, places: Iterable[int]) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def has_lost_both_ends(pattern: Pattern) -> bool:
+    """Whether a pipeline has neither its first nor its last stage, which alone have its data."""
+    last = pattern.layout.stages - 1
+    return last > 0 and any(
+        place % pattern.layout.stages == 0 and place + last in pattern.vacant for place in pattern.vacant
+    )
+
+
 def spread(layout: Layout, failures: int) -> tuple[int, ...]:
     """Failures by stage after normalisation: as even as possible, the odd ones in early stages, which cost least."""
     each, odd = divmod(failures, layout.stages)

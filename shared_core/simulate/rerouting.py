@@ -6,8 +6,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shared_core.simulate.engine import LossCost
-from shared_core.simulate.layout import Layout, Pattern, Variant, fault_scaled, rerouted, wiped_out
+from shared_core.simulate.layout import (
+    Layout,
+    Pattern,
+    Variant,
+    count_stages,
+    fault_scaled,
+    has_lost_both_ends,
+    period,
+    rerouted,
+    wiped_out,
+)
 from shared_core.simulate.trace import TraceEvent
+
+#: What follows the name of a system that is credited with what is not built.
+UNBUILT = ", were losses normalised and lost ends survived (not built)"
 
 
 @dataclass(frozen=True)
@@ -98,31 +111,48 @@ class MeasuredStalls:
 class ThisSystem:
     """This product, by what it does when a worker is lost.
 
-    - ``reroute``: peers compute what the lost worker would (staggered optimizer, failures normalised). In the step of
-      the loss what it had accumulated is computed again by its peers: on average half of its micro-batches.
+    - ``reroute``: peers compute what the lost worker would (staggered optimizer). In the step of the loss what it had
+      accumulated is computed again by its peers: on average half of its micro-batches. If a stage has nobody left, or
+      a pipeline has lost both its ends and with them its data, all go back to the checkpoint and wait for a newcomer.
     - ``replace``: all wait until the place is filled; then the newcomer runs its part of the step, on average half.
     - ``replay``: the same without a replica: the newcomer runs all steps since the checkpoint with logged messages,
       alone and so without bubbles, in ``m / (m + S - 1)`` of their time (Swift, arXiv 2302.06173).
+
+    Attributes:
+        layout: without failures.
+        on_failure: what is done.
+        measured: times.
+        checkpoints: where it starts again when state or data are gone.
+        unbuilt: count in what no job does yet: survivors move until losses are spread evenly over the stages, and both
+            ends of a pipeline may be lost. It shows what building that is worth.
     """
 
     layout: Layout
     on_failure: Literal["reroute", "replace", "replay"] = "reroute"
     measured: MeasuredStalls = MeasuredStalls()
     checkpoints: CheckpointInterval = CheckpointInterval()
+    unbuilt: bool = False
 
     @property
     def name(self) -> str:
         """With the mode."""
-        return f"this, {self.on_failure}"
+        return f"this, {self.on_failure}{UNBUILT if self.unbuilt else ''}"
 
     def throughput(self, pattern: Pattern) -> float:
         """Of the re-routed schedule, or all or nothing where lost workers are waited for."""
-        share = rerouted(self.layout, pattern.live) if self.on_failure == "reroute" else float(not pattern.vacant)
+        if self.on_failure != "reroute":
+            share = float(not pattern.vacant)
+        elif self.unbuilt:
+            share = rerouted(self.layout, pattern.live)
+        elif has_lost_both_ends(pattern):
+            share = 0.0
+        else:
+            share = self.layout.slots / period(self.layout, count_stages(self.layout, pattern.vacant))
         return share / self.measured.overhead
 
     def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
         """See the class."""
-        if wiped_out(before, event.lost) and self.on_failure != "replay":
+        if self.on_failure != "replay" and self._must_go_back(before, event):
             return self.checkpoints.cost
         if self.on_failure != "reroute":
             return LossCost() if after.vacant else self._replacement()
@@ -135,6 +165,14 @@ class ThisSystem:
         if self.on_failure == "reroute":
             return LossCost(self.measured.admit_s)
         return LossCost() if after.vacant else self._replacement()
+
+    def _must_go_back(self, before: Pattern, event: TraceEvent) -> bool:
+        """Whether state that a newcomer would need, or data of the step, are gone."""
+        if self.unbuilt:
+            return wiped_out(before, event.lost)
+        now = before.after(event.lost, ())
+        gone = any(lost >= self.layout.pipelines for lost in count_stages(self.layout, now.vacant))
+        return gone or (self.on_failure == "reroute" and has_lost_both_ends(now))
 
     def _replacement(self) -> LossCost:
         ready_s = self.measured.replace_s + self.measured.copy_s

@@ -14,6 +14,7 @@ from shared_core.schedule.timing import StageTimes, Times
 TOPOLOGY = Topology(3, 2, 4)
 STAGES = StageTimes(0.101, 0.098, 0.103, 0.31, 0.2), StageTimes(0.05, 0.04, 0.06, 0.1, 0.16)
 MEASURED = Times(STAGES, 0.001, data_apart=True)
+ROOM = (3, 3)
 LOST = frozenset({Worker(1, 1)})
 
 
@@ -41,7 +42,7 @@ def test_plans_are_made_for_whole_parts() -> None:
 def test_what_lies_ready_is_what_was_planned_and_is_found_at_once(tmp_path: Path) -> None:
     first, second = plans(tmp_path), plans(tmp_path)
     for each in (first, second):
-        each.adopt(MEASURED)
+        each.adopt(MEASURED, ROOM)
         assert not each.lies_ready(LOST)
     try:
         first.prepare(frozenset())
@@ -63,6 +64,6 @@ def test_what_lies_ready_is_what_was_planned_and_is_found_at_once(tmp_path: Path
 def test_a_plan_that_is_not_there_everywhere_is_made_by_each(tmp_path: Path) -> None:
     first, second = plans(tmp_path / "a"), plans(tmp_path / "b", losses=0)
     for each in (first, second):
-        each.adopt(MEASURED)
+        each.adopt(MEASURED, ROOM)
         each.choose(LOST, False)
     assert first.plan(LOST) == second.plan(LOST)

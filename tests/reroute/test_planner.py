@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import golden
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from random_jobs import some_lost
 from timelines import check_times
 
 from shared_core.errors import ConfigError, InvalidSchedule
 from shared_core.schedule.check import Memory, check
 from shared_core.schedule.greedy import greedy
+from shared_core.schedule.optimal import improve
 from shared_core.schedule.planner import IterationPlan, parse_worker, plan
 from shared_core.schedule.problem import Problem, Variant
 from shared_core.schedule.routing import deal, loads
@@ -71,6 +71,46 @@ def test_exact_plans_reach_the_closed_forms(lost: tuple[Worker, ...]) -> None:
         if of == lost:
             found = plan(golden.TOPOLOGY, lost, variant=variant, time_limit=30)
             assert verified(found) == slots and found.optimal
+
+
+def test_few_micro_batches_take_less_than_1f1b() -> None:
+    """Healthy workers split backwards, too; "optimal" says that no plan with this route is faster, 1F1B or not."""
+    topology, times = Topology(4, 4, 3), Times((StageTimes(1, 1, 1, 3),), 1)
+    healthy = plan(topology, times=times, variant=DECOUPLED)
+    assert (healthy.slots, healthy.bound, healthy.optimal) == (26, 19, False)
+    found = plan(topology, workers((0, 3)), times=times, variant=DECOUPLED)
+    assert verified(found, times) == 21 == found.bound and found.optimal
+    found = plan(topology, workers((0, 3)), times=times, variant=STAGGERED)
+    assert verified(found, times) <= 24 and not found.optimal
+
+
+def test_the_solver_proves_what_the_bound_does_not() -> None:
+    """Whole backwards may be shorter than their halves: the solver chooses for each, as the greedy cannot."""
+    topology, times = Topology(3, 2, 2), Times((StageTimes(1, 1, 1, 3, 1.5), StageTimes(1, 1, 1, 3)), 0.5)
+    first = plan(topology, workers((1, 0)), times=times, variant=DECOUPLED)
+    best = plan(topology, workers((1, 0)), times=times, variant=DECOUPLED, time_limit=30)
+    assert first.bound < verified(first, times) and not first.optimal
+    assert first.bound < best.bound == verified(best, times) < first.slots and best.optimal
+
+
+@pytest.mark.nightly
+def test_no_plan_beats_the_bound() -> None:
+    """The solver is not told the bound, and may split every backward."""
+    rng, reached = random.Random(1), 0
+    for _ in range(60):
+        topology = Topology(rng.randint(2, 3), rng.randint(1, 4), rng.randint(1, 4))
+        lost = some_lost(topology, rng, rng.randint(0, 2))
+        stages = tuple(
+            StageTimes(rng.randint(1, 2), rng.randint(1, 3), rng.randint(0, 2), 3, rng.choice([None, 0.5, 1.5, 2]))
+            for _ in range(topology.stages)
+        )
+        times = Times(stages, rng.choice([0, 0.5, 1]), data_apart=rng.random() < 0.3)
+        problem = Problem(topology, times, rng.choice(list(Variant)), frozenset(lost), deal(topology, lost))
+        found = greedy(problem, 20_000)
+        best = improve(replace(found, bound=0.0), 2.0)
+        assert found.bound * (1 - 1e-9) <= best.cost <= found.cost and best.bound <= best.cost * (1 + 1e-9)
+        reached += best.optimal
+    assert reached > 40
 
 
 def test_data_that_come_late_are_used_late() -> None:
@@ -136,35 +176,6 @@ def test_memory_costs_slots() -> None:
     assert verified(small, memory=Memory(1)) > 40
 
 
-@given(
-    shape=st.tuples(st.integers(2, 4), st.integers(1, 5), st.integers(1, 7)),
-    seed=st.integers(0, 10**6),
-    variant=st.sampled_from(Variant),
-    ordered=st.booleans(),
-    limit=st.sampled_from([None, 1.0, 2.0, 5.0]),
-)
-@settings(max_examples=60, deadline=None)
-def test_every_plan_can_be_executed(
-    shape: tuple[int, int, int], seed: int, variant: Variant, ordered: bool, limit: float | None
-) -> None:
-    topology, rng = Topology(*shape), random.Random(seed)
-    places = topology.workers()
-    lost: list[Worker] = []
-    for worker in rng.sample(places, rng.randint(1, min(4, len(places)))):
-        if sum(one.stage == worker.stage for one in lost) < topology.pipelines - 1:
-            lost.append(worker)
-    stages = tuple(
-        StageTimes(
-            rng.uniform(0.5, 2), rng.uniform(0.5, 2), rng.uniform(0, 2), rng.uniform(0, 4), rng.choice([None, 2.5])
-        )
-        for _ in range(topology.stages)
-    )
-    times, memory = Times(stages, rng.choice([0.0, 0.3])), Memory(limit)
-    found = plan(topology, lost, times=times, variant=variant, memory=memory, ordered=ordered, effort=3000)
-    verified(found, times, memory)
-    assert IterationPlan.from_json(found.to_json()) == found
-
-
 def test_exact_plans_with_other_times() -> None:
     """Times that are no whole numbers, a limit of memory, in order: never worse than the greedy's."""
     times = Times((StageTimes(1.13, 1.02, 0.7, 2.2), StageTimes(0.9, 1.21, 0.88, 2.0)), 0.07)
@@ -212,10 +223,7 @@ def test_the_greedy_is_close_to_the_best_known() -> None:
     rng = random.Random(5)
     for _ in range(24):
         topology = Topology(rng.randint(2, 4), rng.randint(2, 5), rng.randint(3, 8))
-        lost: list[Worker] = []
-        for worker in rng.sample(topology.workers(), rng.randint(1, 2)):
-            if sum(one.stage == worker.stage for one in lost) < topology.pipelines - 1:
-                lost.append(worker)
+        lost = some_lost(topology, rng, rng.randint(1, 2))
         stages = tuple(StageTimes(1, rng.uniform(0.8, 1.2), rng.uniform(0.6, 1.1), 2.5) for _ in range(topology.stages))
         times, memory = Times(stages, rng.choice([0, 0.1, 0.3])), Memory(rng.choice([None, 4, 6]))
         variant, ordered = rng.choice(list(Variant)), rng.random() < 0.3
@@ -223,4 +231,4 @@ def test_the_greedy_is_close_to_the_best_known() -> None:
         for limit in (0.0, 10.0):
             found = plan(topology, lost, times=times, variant=variant, memory=memory, ordered=ordered, time_limit=limit)
             costs.append(verified(found, times, memory))
-        assert costs[0] <= 1.05 * costs[1]
+        assert costs[0] <= 1.07 * costs[1]

@@ -76,4 +76,5 @@ def test_plans_go_by_measured_times(jobs: Jobs) -> None:
     before, after = [event.fields for event in result.kinds("planned")]
     assert before["lost"] == [] and after["lost"] == [[1, 1]], result.tail()
     assert before["times"] == after["times"] and len(before["times"]["stages"]) == 2
+    assert before["room"] == after["room"] and len(set(before["room"])) == 1, "more than 1F1B holds: it all fits"
     assert {tuple(event.fields["rest_s"]) for event in result.kinds("rerouted")} == {("4",)}

@@ -196,6 +196,21 @@ def test_cost_of_a_replacement_and_of_a_rerouted_loss() -> None:
     assert reroute.join(one, whole) == LossCost(0.4)
 
 
+def test_what_no_job_does_yet_is_counted_where_it_is_said_only() -> None:
+    """6 x 4: a pipeline without both ends has no data, and survivors stay at their stages."""
+    now, then = (ThisSystem(GCP, measured=MeasuredStalls(overhead=1.0), unbuilt=unbuilt) for unbuilt in (False, True))
+    assert "not built" in then.name and "not built" not in now.name
+    ends, two_of_a_stage = Pattern(GCP, frozenset({4, 7})), Pattern(GCP, frozenset({1, 5}))
+    assert now.throughput(ends) == 0 and then.throughput(ends) == then.throughput(two_of_a_stage) == 1
+    assert now.throughput(two_of_a_stage) == pytest.approx((3 * 15 + 3) / (3 * 18 + 3))
+    assert now.throughput(Pattern(GCP, frozenset({4, 11}))) == 1, "the ends of two pipelines"
+    one, other = Pattern(GCP, frozenset({4})), TraceEvent(0.0, (7,))
+    assert now.loss(one, ends, other) == now.checkpoints.cost != then.loss(one, ends, other)
+    all_of_stage_1 = TraceEvent(0.0, tuple(range(1, 24, 4)))
+    assert now.loss(Pattern(GCP), Pattern(GCP), all_of_stage_1) == now.checkpoints.cost
+    assert ThisSystem(Layout(3)).throughput(Pattern(Layout(3), frozenset({0}))) > 0, "data parallel: no ends"
+
+
 def test_replay_takes_its_share_of_the_time_since_the_checkpoint() -> None:
     layout = Layout(1, 4, 4)
     system = ThisSystem(layout, "replay", MeasuredStalls(overhead=1.0), CheckpointInterval(1000.0))

@@ -13,6 +13,7 @@ from benchmarks import total_time as total_time_benchmark
 from benchmarks import traces
 from benchmarks.recycle_published import LARGE, MEDIUM
 from shared_core.cli.swiftctl import main
+from shared_core.simulate.rerouting import UNBUILT
 from shared_core.simulate.total_time import Training, total_time
 
 
@@ -31,6 +32,24 @@ def test_large_jobs() -> None:
     at = "100000 workers, single losses: "
     assert rows[at + "ReCycle, ideal"] >= rows[at + "this, reroute, no overhead"] > rows[at + "Oobleck"]
     assert rows[at + "Oobleck"] > rows[at + "checkpoint restart, 1 % spare"] > rows[at + "checkpoint restart"]
+
+
+def test_racks_are_whole_pipelines() -> None:
+    """What is not built is most of the difference there, and has its own row."""
+    rows = {
+        row.case.partition(": ")[2]: row.value or 0.0 for row in traces.scale_rows(10_000, 1) if "racks" in row.case
+    }
+    built = rows["this, reroute, no overhead"]
+    assert built < 0.97 < 0.999 < rows[f"this, reroute{UNBUILT}, no overhead"]
+
+
+def test_published_tables_without_their_numbers() -> None:
+    rows = {row.case: row.value or 0.0 for row in [*traces.frequency_rows(1), *traces.large_rows(20)]}
+    for hours in ("6", "2", "0.5"):
+        at = f"3.35B, a loss every {hours} h, back after 2 h (assumed): "
+        assert rows[at + "ReCycle, ideal"] >= rows[at + "this, reroute"] > 0
+    assert rows["145.6B, 19 of 192 workers gone, layout assumed: ReCycle, ideal"] > 0.8
+    assert all("assumed" in case for case in rows)
 
 
 def test_total_time_of_a_training() -> None:

@@ -1,0 +1,28 @@
+"""Losses and durations by chance."""
+
+from __future__ import annotations
+
+import random
+
+from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.timing import StageTimes, Times
+
+
+def some_lost(topology: Topology, rng: random.Random, number: int) -> list[Worker]:
+    """At most so many losses that can be survived."""
+    lost: list[Worker] = []
+    for worker in rng.sample(topology.workers(), min(number, len(topology.workers()))):
+        if sum(one.stage == worker.stage for one in lost) < topology.pipelines - 1:
+            lost.append(worker)
+    return lost
+
+
+def some_times(topology: Topology, rng: random.Random) -> Times:
+    """Other durations for each stage."""
+    stages = tuple(
+        StageTimes(
+            rng.uniform(0.5, 2), rng.uniform(0.5, 2), rng.uniform(0, 2), rng.uniform(0, 4), rng.choice([None, 2.5])
+        )
+        for _ in range(topology.stages)
+    )
+    return Times(stages, rng.choice([0.0, 0.3]), data_apart=rng.random() < 0.5)

@@ -1,0 +1,85 @@
+"""What workers may hold, and plans that keep to it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from examiner import Case, examine
+
+from shared_core.reroute.history import PlanHistory
+from shared_core.reroute.planning import Plans
+from shared_core.reroute.room import MemoryUse, bytes_held, room_of
+from shared_core.schedule.problem import Variant
+from shared_core.schedule.schedule import Topology, Worker
+from shared_core.system.memory import free_bytes
+
+WIDE = Topology(3, 4, 12)
+EQUAL = [{"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0, "OPT": 3.0}] * 4
+
+
+def test_room_is_what_fits_and_never_less_than_without_a_loss() -> None:
+    topology = Topology(2, 3, 4)
+    assert room_of(topology, 0) == (3, 2, 1), "nothing is known yet"
+    assert room_of(topology, 2) == (3, 2, 2) and room_of(topology, 99) == (8, 8, 8)
+    found = [(0, MemoryUse(100, 450)), (0, MemoryUse(100, 10_000)), (1, MemoryUse(100, 199)), (2, MemoryUse(7, 10_000))]
+    assert room_of(topology, 0, found) == (4, 2, 8), "the least of a stage counts"
+    assert room_of(topology, 0, [*found, (2, MemoryUse(None, 10_000))]) == (4, 2, 1), "one has not measured"
+    assert room_of(topology, 5, found) == (5, 5, 5), "who gives a number is believed"
+
+
+def test_what_a_forward_holds() -> None:
+    """As many bytes as autograd's own hooks see."""
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 32), torch.nn.ReLU())
+    inputs = torch.randn(16, 64, requires_grad=True)
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = layers(inputs)
+    parameters = {one.untyped_storage().data_ptr() for one in layers.parameters()}
+    wanted = sum(size for place, size in seen.items() if place not in parameters)
+    assert bytes_held([inputs], [kept], layers.parameters()) == wanted
+    plain = layers(inputs)
+    assert bytes_held([inputs], [plain], layers.parameters()) == wanted == 4 * 16 * (64 + 128 + 32)
+
+
+def test_free_memory_becomes_less_when_it_is_taken() -> None:
+    size = 256 << 20
+    program = (
+        "import sys; from shared_core.system.memory import free_bytes; a = free_bytes();"
+        f"taken = b'1' * {size}; b = free_bytes(); print(a - b)"
+    )
+    root = Path(__file__).parents[2]
+    for _ in range(5):  # others take and give memory, too
+        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root, check=True)
+        if size / 2 < int(run.stdout) < 2 * size:
+            break
+    else:
+        pytest.fail(f"{run.stdout} bytes less free after {size} were taken")
+    assert free_bytes() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_a_job_plans_within_its_room(tmp_path: Path) -> None:
+    """Before anything is measured, for steps to come and for the one under way."""
+    past = PlanHistory(Plans(WIDE, Variant.STAGGERED, False, tmp_path, 0))
+    room = {str(worker): 4.0 - worker.stage for worker in WIDE.workers()}
+    places = {f"{d}:{s}": [0, 8] for d, s in WIDE.workers()}
+    past.change({"generation": 0, "lost": [], "ready": False, "at": dict.fromkeys(places, [0, 0])})
+    past.change(
+        {"generation": 1, "lost": [[1, 2]], "ready": False, "at": {w: p for w, p in places.items() if w != "1:2"}}
+    )
+    running, following = past.steps[0], past.begin(1)
+    done = {str(worker): [one.text(worker) for one in row] for worker, row in running.done.items()}
+    assert max(map(len, done.values())) == 8
+    examine(running.plan.to_dict(), Case(EQUAL, apart=True, room=room, done=done))
+    case = Case(EQUAL, apart=True, room=room)
+    held = examine(following.plan.to_dict(), case)
+    assert held[str(Worker(0, 2))] == 2 and following.plan.lost == (Worker(1, 2),)
