@@ -31,6 +31,7 @@ class Op:
             already.
         value: what the future delivers.
         copy_results: the log must copy ``results``, because they are the caller's own tensors.
+        borrowed: ``results`` are buckets of DDP, which the log copies only if it needs them for longer than DDP.
         lazy: ``install`` may wait until somebody calls ``wait()``: DDP's reducer takes the future's value and needs
             no copy.
         redo: for rank-specific operations: as ``start``, but into scratch outputs.
@@ -44,6 +45,7 @@ class Op:
         "attempt",
         "awaited",
         "begun",
+        "borrowed",
         "checksum",
         "copy_results",
         "full",
@@ -71,6 +73,7 @@ class Op:
         install: Callable[[Sequence[torch.Tensor]], None] | None = None,
         value: Any = None,
         copy_results: bool = True,
+        borrowed: bool = False,
         lazy: bool = False,
         redo: Start | None = None,
         kept: list[torch.Tensor] | None = None,
@@ -88,7 +91,7 @@ class Op:
         self.install = install
         self.installed = False
         self.value = value
-        self.copy_results = copy_results
+        self.copy_results, self.borrowed = copy_results, borrowed
         self.lazy = lazy
         self.redo = redo
         self.kept = kept or []
