@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -18,6 +19,9 @@ from shared_core.worker.messages.spilling import Spilling
 
 #: Who waits for a peer waits for its replay too, which may take longer than a program expects of an operation.
 _REPLAY = timedelta(days=1)
+#: Before gradients are copied for ranks that are late, these are waited for: so long, or while so much is copied.
+_PATIENCE_S, _COPIED_PER_S = 0.05, 2e9
+_POLL_S = 1e-4
 
 
 class Results:
@@ -95,17 +99,33 @@ class Results:
         return True
 
     def release(self) -> None:
-        """DDP is about to overwrite its buckets. What somebody may still ask for is copied; mostly all ranks have
-        published a batch top since, and nothing is.
+        """DDP is about to overwrite its buckets. What somebody may still ask for is copied.
+
+        Mostly all ranks have published a batch top since, and nothing is. Ranks that have not are waited for, for about
+        as long as a copy takes: the first reduction of this backward waits for them anyway.
         """
         if self._marks is None:
             return
+        self._await_marks(self._marks)
         with self._state.lock:
             if not self._state.broken and (lowest := self._marks.lowest()) > self._state.stable:
                 self.settle(lowest)
             for group in self._groups.all():
                 for _, entry in group.log.borrowed():
                     group.log.own(entry)
+
+    def _await_marks(self, marks: TopMarks) -> None:
+        state = self._state
+        with state.lock:
+            kept = [entry for group in self._groups.all() for _, entry in group.log.borrowed()]
+            newest = max((entry.top for entry in kept), default=state.top)
+            size = sum(result.nbytes for entry in kept for result in entry.results or ())
+        if newest == state.top:
+            return  # nothing is there, or this rank itself has published nothing since
+        end, pause_s = time.monotonic() + max(_PATIENCE_S, size / _COPIED_PER_S), _POLL_S
+        while not state.broken and marks.lowest() <= newest and time.monotonic() < end:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 10 * _POLL_S)
 
     def mark(self, top: int) -> None:
         """This rank has published a batch top, or starts from it."""
