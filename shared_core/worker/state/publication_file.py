@@ -39,7 +39,7 @@ def write_file(
     Raises:
         OSError: it cannot be written; nothing of it is left.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = f"{path}.tmp"
     if spare is not None:
         with suppress(FileNotFoundError):
             os.rename(spare, temporary)
@@ -58,7 +58,7 @@ def write_file(
         os.rename(temporary, path)
     except OSError:
         with suppress(OSError):
-            temporary.unlink()
+            os.unlink(temporary)
         raise
     finally:
         os.close(fd)
