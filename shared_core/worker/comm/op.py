@@ -175,8 +175,8 @@ def describe(logged: Signature) -> str:
     return f"{name}({', '.join(tensors)})"
 
 
-#: Inputs up to so many elements are summed whole, larger ones by as many evenly spaced elements.
-_SAMPLE = 512
+#: Inputs up to so many elements are summed whole, of larger ones as many: runs of 16, evenly spaced.
+_SAMPLE, _RUN = 512, 16
 
 
 def input_checksum(tensors: Sequence[torch.Tensor]) -> int:
@@ -184,9 +184,9 @@ def input_checksum(tensors: Sequence[torch.Tensor]) -> int:
     crc = 1
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
-        if flat.numel() > _SAMPLE:
-            flat = flat[:: flat.numel() // _SAMPLE]
+        if flat.numel() > _SAMPLE:  # a run is a line of the processor's cache: to fetch it is what takes time
+            flat = flat.as_strided((_SAMPLE // _RUN, _RUN), (flat.numel() // (_SAMPLE // _RUN), 1))
         if flat.numel():
-            data: Any = flat.contiguous().view(torch.uint8).numpy()
+            data: Any = flat.contiguous().view(-1).view(torch.uint8).numpy()
             crc = zlib.crc32(data, crc)
     return crc

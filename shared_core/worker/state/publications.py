@@ -20,7 +20,6 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +153,7 @@ class Board:
             top: the batch top.
             parts: rank-local state; :data:`LOOSE` in it says for each of those tensors with which top it was written.
         """
-        head = json.dumps(asdict(top)).encode()
+        head = json.dumps(vars(top)).encode()
         self._refers[top.index] = frozenset(parts.get(LOOSE, {}).values())
         if self._orders:
             self._names[top.index] = _orders_in(parts)
