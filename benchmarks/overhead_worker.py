@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.common import Line
+from benchmarks.overhead_parts import Parts
 
 Loss = Callable[[nn.Module], torch.Tensor]
 
@@ -127,6 +128,7 @@ def main() -> None:
     line = Line(connection)
     line.send({"system": options.system, "rank": int(os.environ["RANK"])})
     trainer: Trainer | None = None
+    parts: Parts | None = None
     before: dict[str, int] = {}
     while True:
         message = line.receive()
@@ -145,6 +147,13 @@ def main() -> None:
         elif "run" in message:
             assert trainer is not None
             line.send(trainer.run(message["run"]))
+        elif "parts" in message:
+            assert trainer is not None
+            parts = parts or Parts()
+            trainer.run(3)
+            parts.take(1)
+            trainer.run(message["parts"])
+            line.send(parts.take(message["parts"]))
         elif "memory" in message:
             line.send({"before": before, "after": memory()})
         else:
