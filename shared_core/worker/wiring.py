@@ -123,7 +123,8 @@ class _GroupsRelay(_Relay):
         return self._worker.updates.exact
 
     def before_bucket(self) -> None:
-        self._worker.passes.before_bucket()
+        if self._worker.buckets.modules:
+            self._worker.passes.before_bucket()
 
     def bucket_input(self, bucket: torch.Tensor) -> BucketInput | None:
         return self._worker.buckets.input_of(bucket)

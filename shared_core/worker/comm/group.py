@@ -57,8 +57,11 @@ class SwiftProcessGroup(GroupIdentity):
         _dense("all_reduce", tensors)
         # DDP's reducer calls from inside the autograd engine and takes the future's value.
         bucket = called_by_reducer()
-        if bucket:
+        if (
+            bucket or torch._C._current_graph_task_id() != -1
+        ):  # a communication hook of DDP's calls inside backward, too
             self._runtime.listener.before_bucket()
+        if bucket:
             source = self._runtime.listener.bucket_input(tensors[0]) if self._runtime.results.borrows(tensors) else None
             if source is not None:
                 return self._in_place(tensors, opts, source)

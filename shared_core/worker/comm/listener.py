@@ -47,7 +47,7 @@ class Listener(Protocol):
         """False while a newcomer computes with newer parameters than its predecessor did: its inputs differ then."""
 
     def before_bucket(self) -> None:
-        """DDP hands over a gradient bucket."""
+        """DDP hands over a gradient bucket, or a collective is called in a backward pass."""
 
     def bucket_input(self, bucket: torch.Tensor) -> BucketInput | None:
         """Where the content of the bucket that DDP hands over can be computed from; None if that is not known."""
