@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.common import Line
+from benchmarks.overhead_parts import Parts
 
 Loss = Callable[[nn.Module], torch.Tensor]
 
@@ -81,16 +82,16 @@ class Trainer:
             assert self.job is not None, "not started by swiftrun"
             self.job.attach([self.model], [optimizer])
 
-    def run(self, steps: int) -> float:
-        """Seconds for ``steps`` steps."""
-        begin = time.perf_counter()
+    def run(self, steps: int) -> dict[str, float]:
+        """Seconds for ``steps`` steps: by the clock, and of the processor on all threads."""
+        begin, busy = time.perf_counter(), time.process_time()
         for _ in range(steps):
             if self.job is not None:
                 self.job.batch_top()
             self.optimizer.zero_grad()
             self.loss(self.model).backward()
             self.optimizer.step()
-        return time.perf_counter() - begin
+        return {"seconds": time.perf_counter() - begin, "processor": time.process_time() - busy}
 
     def close(self) -> None:
         """Stop what torchft has started."""
@@ -127,6 +128,7 @@ def main() -> None:
     line = Line(connection)
     line.send({"system": options.system, "rank": int(os.environ["RANK"])})
     trainer: Trainer | None = None
+    parts: Parts | None = None
     before: dict[str, int] = {}
     while True:
         message = line.receive()
@@ -144,7 +146,14 @@ def main() -> None:
             line.send({"parameters": trainer.parameters})
         elif "run" in message:
             assert trainer is not None
-            line.send({"seconds": trainer.run(message["run"])})
+            line.send(trainer.run(message["run"]))
+        elif "parts" in message:
+            assert trainer is not None
+            parts = parts or Parts()
+            trainer.run(3)
+            parts.take(1)
+            trainer.run(message["parts"])
+            line.send(parts.take(message["parts"]))
         elif "memory" in message:
             line.send({"before": before, "after": memory()})
         else:

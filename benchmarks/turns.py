@@ -19,6 +19,9 @@ from typing import Any
 from benchmarks.common import WORKERS, Line, Workers, scratch
 
 PATIENCE_S = 300.0
+#: The same of glibc's allocator on all sides, which otherwise follows from what each has allocated and freed so far:
+#: blocks up to 32 MB come from memory that the process keeps.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ def sides(
             out = folder / f"job{number}"
             out.mkdir()
             args = [*start.args, "--socket", address]
-            workers = Workers(start.launcher, script, args, out, env=start.env, nproc=nproc, standbys=standbys)
+            env = MALLOC | dict(start.env)
+            workers = Workers(start.launcher, script, args, out, env=env, nproc=nproc, standbys=standbys)
             jobs[system] = stack.enter_context(workers)
         called: dict[tuple[str, int], Line] = {}
         deadline = time.monotonic() + PATIENCE_S

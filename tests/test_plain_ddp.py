@@ -32,6 +32,20 @@ CASES: dict[str, list[Fault]] = {
 }
 
 
+#: Buckets are reduced in place, and are what a newcomer is given until the next backward overwrites them. Without
+#: BatchNorm nothing in a forward waits for other ranks, so that survivors get as far as to overwrite them.
+IN_PLACE: dict[str, list[Fault]] = {
+    "others_are_a_top_ahead": [Fault(1, 5, "batch_top", "SIGKILL")],
+    "it_stops_and_others_are_a_top_ahead": [Fault(2, 5, "batch_top", "SIGSTOP")],
+    "reductions_are_cut_off": [Fault(3, 4, "bucket", "SIGKILL", nth=2), Fault(0, 6, "bucket", "SIGKILL")],
+    "of_three": [Fault(1, 4, "bucket", "SIGKILL", nth=2), Fault(0, 5, "batch_top", "SIGKILL")],
+    "the_newcomer_in_the_same_batch": [
+        Fault(1, 5, "batch_top", "SIGKILL"),
+        Fault(1, 5, "collective.after", "SIGKILL", nth=2, incarnation=1),
+    ],
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
     jobs.check("plain_ddp.py", nproc=4, faults=CASES[name], args=NORM)
@@ -40,6 +54,14 @@ def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
 @pytest.mark.nightly
 def test_without_standbys_a_fresh_process_takes_the_place(jobs: Jobs) -> None:
     jobs.check("plain_ddp.py", nproc=4, faults=[Fault(1, 4, "bucket", "SIGKILL")], args=NORM, standbys=0)
+
+
+@pytest.mark.parametrize(
+    "way", most(["view", "hook", "builtin", "accumulate", "double"], "view", "hook", "builtin", "double")
+)
+def test_ways_of_gradients(way: str, jobs: Jobs) -> None:
+    """Whatever DDP puts into its buckets: a bucket that cannot be computed again is copied."""
+    jobs.check("plain_ddp.py", nproc=3, faults=IN_PLACE["of_three"], args=["--way", way])
 
 
 @pytest.mark.parametrize("optimizer", most(["SGD", "Adam", "RMSprop", "Adagrad", "Adamax"], "RMSprop", "Adagrad"))
@@ -58,3 +80,11 @@ def test_the_reference_is_what_torchrun_gives(jobs: Jobs) -> None:
     """Reference workers are forked from one process to save imports; that changes no bit."""
     plain = jobs.reference("plain_ddp.py", args=NORM)
     compare(plain, jobs.reference("plain_ddp.py", args=NORM, launcher="torchrun"))
+
+
+@pytest.mark.parametrize(
+    "name", most(IN_PLACE, "of_three", "it_stops_and_others_are_a_top_ahead", "the_newcomer_in_the_same_batch")
+)
+def test_buckets_that_are_the_log(name: str, jobs: Jobs) -> None:
+    result = jobs.check("plain_ddp.py", nproc=4, faults=IN_PLACE[name])
+    assert result.kinds("lost")

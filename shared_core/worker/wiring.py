@@ -20,7 +20,9 @@ from shared_core.protocol.frontier import Top
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
 from shared_core.worker.comm import Runtime
+from shared_core.worker.comm.listener import BucketInput
 from shared_core.worker.comm.op import Op
+from shared_core.worker.comm.top_marks import TopMarks
 from shared_core.worker.endings import Endings
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
@@ -121,7 +123,11 @@ class _GroupsRelay(_Relay):
         return self._worker.updates.exact
 
     def before_bucket(self) -> None:
-        self._worker.passes.before_bucket()
+        if self._worker.buckets.modules:
+            self._worker.passes.before_bucket()
+
+    def bucket_input(self, bucket: torch.Tensor) -> BucketInput | None:
+        return self._worker.buckets.input_of(bucket)
 
     def bucket_order(self, ddp: DistributedDataParallel, op: Op) -> None:
         self._worker.buckets.note(ddp, op)
@@ -223,6 +229,7 @@ def wire(env: WorkerEnv) -> Worker:
         wait_timeout_s=config.detection.wait_timeout_s,
         checksums=config.state.verify_checksums,
         log_spill_bytes=config.log.spill_bytes,
+        marks=_marks(env),
     )
     donor = Donor(env, board, updates, state_relay.joining)
     store = JobStore(env)
@@ -278,6 +285,13 @@ def wire(env: WorkerEnv) -> Worker:
         relay.complete(worker)
     start.begin(env)
     return worker
+
+
+def _marks(env: WorkerEnv) -> TopMarks | None:
+    """What all ranks share, where they are on one machine."""
+    if len(env.machines) > 1:
+        return None
+    return TopMarks(env.job_dir / f"tops{env.restart}.{env.world_size}", env.rank, env.world_size)
 
 
 def _mirror(env: WorkerEnv) -> Mirror | None:

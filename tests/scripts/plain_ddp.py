@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report, generators_digest
@@ -28,6 +29,9 @@ def main() -> None:
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--width", type=int, default=32, help="of the model")
     parser.add_argument("--bucket-mb", type=float, default=0.002, help="small, so that there are several buckets")
+    parser.add_argument(
+        "--way", default="", help="what DDP does with gradients: view, hook, builtin, accumulate, double"
+    )
     parser.add_argument("--mistake", default="", help="a mistake users make: unseeded, branch, model, raise")
     args = parser.parse_args()
     report = Report()
@@ -43,7 +47,15 @@ def main() -> None:
     net = model(args.norm, args.width)
     if args.mistake == "model" and rank == 1:
         net = nn.Sequential(*net, nn.Linear(4, 4))
-    ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=args.bucket_mb)
+    if args.way == "double":
+        net[-1].double()
+        net[-2].register_forward_hook(lambda module, inputs, output: output.double())
+    view = args.way == "view"
+    ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=args.bucket_mb, gradient_as_bucket_view=view)
+    if args.way == "hook":
+        ddp.register_comm_hook(None, fp16_compress_hook)
+    if args.way == "builtin":
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     optimizer = getattr(torch.optim, args.optimizer)(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     torch.manual_seed(rank)
@@ -67,6 +79,9 @@ def main() -> None:
         if args.mistake == "raise" and rank == 1 and loop["step"] == 3:
             raise ZeroDivisionError("a mistake of the user's")
         optimizer.zero_grad()
+        if args.way == "accumulate":
+            with ddp.no_sync():
+                (ddp(x.flip(0)) - y.flip(0)).pow(2).mean().backward()
         loss = (ddp(x) - y).pow(2).mean()
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)

@@ -17,6 +17,7 @@ import torch.distributed
 from shared_core.errors import Unsupported
 from shared_core.worker.comm.compat import agreeing_on_buckets, called_by_reducer
 from shared_core.worker.comm.group_identity import GroupIdentity
+from shared_core.worker.comm.listener import BucketInput
 from shared_core.worker.comm.op import Op, SwiftWork, input_checksum, signature
 
 Tensors = list[torch.Tensor]
@@ -54,6 +55,16 @@ class SwiftProcessGroup(GroupIdentity):
         opts = opts or dist.AllreduceOptions()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         _dense("all_reduce", tensors)
+        # DDP's reducer calls from inside the autograd engine and takes the future's value.
+        bucket = called_by_reducer()
+        if (
+            bucket or torch._C._current_graph_task_id() != -1
+        ):  # a communication hook of DDP's calls inside backward, too
+            self._runtime.listener.before_bucket()
+        if bucket:
+            source = self._runtime.listener.bucket_input(tensors[0]) if self._runtime.results.borrows(tensors) else None
+            if source is not None:
+                return self._in_place(tensors, opts, source)
         # Reduce into pooled buffers: the caller's tensors stay as the input of a retry, the buffers become the log.
         buffers = [self._runtime.results.buffer(t) for t in tensors]
 
@@ -66,20 +77,41 @@ class SwiftProcessGroup(GroupIdentity):
             for tensor, result in zip(tensors, results, strict=True):
                 tensor.data.copy_(result)
 
-        # DDP's reducer calls from inside the autograd engine and takes the future's value: it gets the buffer itself.
-        bucket = called_by_reducer()
         op = Op(
             signature("all_reduce", tensors, _reduce_detail(opts)),
             start,
             buffers,
             install=install,
-            value=buffers if bucket else tensors,
+            value=buffers if bucket else tensors,  # DDP gets the buffer itself
             copy_results=False,
             lazy=bucket,
             checksum=self._inputs_checksum(tensors) if not bucket or self._runtime.bucket_checksums else 0,
         )
-        if bucket:
-            self._runtime.listener.before_bucket()
+        return self._run(op, tensors)
+
+    def _in_place(self, tensors: Tensors, opts: Any, source: BucketInput) -> SwiftWork:
+        """Reduce a bucket of DDP where it is. It is the log until DDP's next backward, and its input can be computed
+        again.
+        """
+        checksum = input_checksum(tensors)
+        started = False
+
+        def start(inner: Any) -> Any:
+            nonlocal started
+            if started:
+                source.write(tensors[0], checksum)
+            started = True
+            return inner.allreduce(tensors, opts)
+
+        op = Op(
+            signature("all_reduce", tensors, _reduce_detail(opts)),
+            start,
+            tensors,
+            value=tensors,
+            copy_results=False,
+            borrowed=True,
+            checksum=checksum if self._runtime.bucket_checksums else 0,
+        )
         return self._run(op, tensors)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SwiftWork:

@@ -14,6 +14,17 @@ from shared_core.worker.comm.op import Op
 from shared_core.worker.messages.group_log import Logged
 
 
+class BucketInput(Protocol):
+    """Where the content of a gradient bucket can be computed from while its reduction is under way."""
+
+    def write(self, bucket: torch.Tensor, checksum: int) -> None:
+        """Put into the bucket what was there before its reduction.
+
+        Raises:
+            RecoveryFailed: the result does not have this checksum, of :func:`input_checksum`.
+        """
+
+
 class Listener(Protocol):
     """Given to :class:`~shared_core.worker.comm.runtime.Runtime`. Called on any thread."""
 
@@ -36,7 +47,10 @@ class Listener(Protocol):
         """False while a newcomer computes with newer parameters than its predecessor did: its inputs differ then."""
 
     def before_bucket(self) -> None:
-        """DDP hands over a gradient bucket."""
+        """DDP hands over a gradient bucket, or a collective is called in a backward pass."""
+
+    def bucket_input(self, bucket: torch.Tensor) -> BucketInput | None:
+        """Where the content of the bucket that DDP hands over can be computed from; None if that is not known."""
 
     def bucket_order(self, ddp: DistributedDataParallel, op: Op) -> None:
         """DDP agrees on the order of its buckets by this operation."""

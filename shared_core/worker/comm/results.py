@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -11,12 +12,16 @@ from shared_core.errors import Unsupported
 from shared_core.worker.comm.groups import Groups, GroupState
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.state import SharedState
+from shared_core.worker.comm.top_marks import TopMarks
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import BufferPool, Entry, Logged
 from shared_core.worker.messages.spilling import Spilling
 
 #: Who waits for a peer waits for its replay too, which may take longer than a program expects of an operation.
 _REPLAY = timedelta(days=1)
+#: Before gradients are copied for ranks that are late, these are waited for: so long, or while so much is copied.
+_PATIENCE_S, _COPIED_PER_S = 0.05, 2e9
+_POLL_S = 1e-4
 
 
 class Results:
@@ -29,8 +34,17 @@ class Results:
         peak_bytes: what a group's log took of memory at most.
     """
 
-    def __init__(self, state: SharedState, groups: Groups, disk: DiskLog, pool: BufferPool, max_bytes: int) -> None:
+    def __init__(
+        self,
+        state: SharedState,
+        groups: Groups,
+        disk: DiskLog,
+        pool: BufferPool,
+        max_bytes: int,
+        marks: TopMarks | None = None,
+    ) -> None:
         self._state, self._groups, self._disk, self.pool, self.max_bytes = state, groups, disk, pool, max_bytes
+        self._marks = marks
         self._spilling = Spilling(state.rank)
         self.spilled_bytes = self.peak_bytes = 0
 
@@ -59,7 +73,7 @@ class Results:
         elif op.copy_results:
             entry = Entry(op.signature, op.top, [t.detach().clone() for t in op.results])
         else:
-            entry = Entry(op.signature, op.top, op.results, pooled=True)
+            entry = Entry(op.signature, op.top, op.results, pooled=not op.borrowed, borrowed=op.borrowed)
         group.log.put(op.seq, entry)
         if op.full and group is self._groups.world and op.top > self._state.stable:
             # Every rank has contributed, so every rank has published this top: nothing older can be asked for.
@@ -68,6 +82,55 @@ class Results:
             self.spilled_bytes += self._spilling.spill(group.log, self.max_bytes)
         self.peak_bytes = max(self.peak_bytes, group.log.nbytes)
         return entry
+
+    # -- buckets of DDP, which are the log until they are overwritten ------------------------------
+
+    def borrows(self, buckets: Sequence[torch.Tensor]) -> bool:
+        """Whether buckets that DDP hands over may be reduced in place and be the log themselves."""
+        if self._marks is None or self._disk.archive is not None or len(buckets) != 1:
+            return False
+        with self._state.lock:
+            for group in self._groups.all():
+                for seq, entry in list(group.log.borrowed()):
+                    if entry.results and entry.results[0].data_ptr() == buckets[0].data_ptr():
+                        # Overwritten without a forward that was announced: nobody can be given it any more.
+                        group.log.drop(seq)
+                        return False
+        return True
+
+    def release(self) -> None:
+        """DDP is about to overwrite its buckets. What somebody may still ask for is copied.
+
+        Mostly all ranks have published a batch top since, and nothing is. Ranks that have not are waited for, for about
+        as long as a copy takes: the first reduction of this backward waits for them anyway.
+        """
+        if self._marks is None:
+            return
+        self._await_marks(self._marks)
+        with self._state.lock:
+            if not self._state.broken and (lowest := self._marks.lowest()) > self._state.stable:
+                self.settle(lowest)
+            for group in self._groups.all():
+                for _, entry in group.log.borrowed():
+                    group.log.own(entry)
+
+    def _await_marks(self, marks: TopMarks) -> None:
+        state = self._state
+        with state.lock:
+            kept = [entry for group in self._groups.all() for _, entry in group.log.borrowed()]
+            newest = max((entry.top for entry in kept), default=state.top)
+            size = sum(result.nbytes for entry in kept for result in entry.results or ())
+        if newest == state.top:
+            return  # nothing is there, or this rank itself has published nothing since
+        end, pause_s = time.monotonic() + max(_PATIENCE_S, size / _COPIED_PER_S), _POLL_S
+        while not state.broken and marks.lowest() <= newest and time.monotonic() < end:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 10 * _POLL_S)
+
+    def mark(self, top: int) -> None:
+        """This rank has published a batch top, or starts from it."""
+        if self._marks is not None:
+            self._marks.put(top)
 
     def archive(self, group: GroupState, seq: int, entry: Entry, results: Sequence[torch.Tensor]) -> None:
         """Log to disk as well, where that is done."""
@@ -102,6 +165,9 @@ class Results:
             return
         with self._state.lock:
             groups = self._groups.all()
+            for group in groups:
+                for _, entry in group.log.borrowed():
+                    group.log.own(entry)
             kept = [(group, *item) for group in groups for item in group.log.entries.items() if item[1].redo is None]
         for group, seq, entry in kept:
             self.archive(group, seq, entry, group.log.results(seq))

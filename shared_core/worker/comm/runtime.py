@@ -19,6 +19,7 @@ from shared_core.worker.comm.operations import Operations
 from shared_core.worker.comm.results import Results
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.comm.suspicion import Suspicion
+from shared_core.worker.comm.top_marks import TopMarks
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import BufferPool, Logged
 
@@ -38,6 +39,7 @@ class Runtime(SharedState):
         wait_timeout_s: longest wait for a member of a group in a recovery.
         checksums: whether inputs are summed and published.
         log_spill_bytes: memory above which results are spilled; 0: a default, until it is known what is trained.
+        marks: which batch tops the ranks have published; None where they are on several machines.
 
     Attributes:
         results: the logs.
@@ -55,6 +57,7 @@ class Runtime(SharedState):
         wait_timeout_s: float,
         checksums: bool,
         log_spill_bytes: int = 0,
+        marks: TopMarks | None = None,
     ) -> None:
         super().__init__(
             rank,
@@ -67,7 +70,7 @@ class Runtime(SharedState):
         groups = self._groups = Groups(self)
         self.groups: Mapping[str, GroupState] = groups.by_name
         self.disk = disk
-        self.results = Results(self, groups, disk, BufferPool(), log_spill_bytes or 64 << 20)
+        self.results = Results(self, groups, disk, BufferPool(), log_spill_bytes or 64 << 20, marks)
         self._suspicion = Suspicion(self, groups)
         self._operations = Operations(self, groups, self.results, self._suspicion)
         self._connections = Connections(self, groups)

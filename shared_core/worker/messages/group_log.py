@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,7 @@ class Entry:
         redo: for rank-specific operations: starts the operation again on an inner group, from inputs kept here,
             into scratch outputs.
         pooled: whether ``results`` came from the buffer pool.
+        borrowed: ``results`` are the program's memory, which it overwrites later; see :meth:`GroupLog.own`.
         spilled: place of the results in the spill file of its batch top.
     """
 
@@ -53,12 +54,14 @@ class Entry:
     redo: Callable[[Any], Any] | None = None
     kept: list[torch.Tensor] = field(default_factory=list)
     pooled: bool = False
+    borrowed: bool = False
     spilled: list[tuple[int, tuple[int, ...], torch.dtype]] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes held in memory."""
-        return sum(t.numel() * t.element_size() for t in (*(self.results or ()), *self.kept))
+        results = () if self.borrowed else self.results or ()
+        return sum(t.nbytes for t in (*results, *self.kept))
 
 
 class BufferPool:
@@ -122,6 +125,26 @@ class GroupLog:
         self.entries[seq] = entry
         self.nbytes += entry.nbytes
 
+    def own(self, entry: Entry) -> None:
+        """Copy results that are the program's memory, if they are."""
+        if entry.borrowed and entry.results is not None:
+            buffers = [self._pool.take(t) for t in entry.results]
+            for buffer, result in zip(buffers, entry.results, strict=True):
+                buffer.copy_(result.detach())
+            entry.results, entry.borrowed, entry.pooled = buffers, False, True
+            self.nbytes += entry.nbytes
+
+    def borrowed(self) -> Iterator[tuple[int, Entry]]:
+        """Entries whose results are the program's memory."""
+        return ((seq, entry) for seq, entry in self.entries.items() if entry.borrowed)
+
+    def drop(self, seq: int) -> None:
+        """Drop one entry."""
+        entry = self.entries.pop(seq)
+        self.nbytes -= entry.nbytes
+        if entry.pooled and entry.results is not None:
+            self._pool.give(entry.results)
+
     def drop_before(self, top: int) -> None:
         """Drop what was issued before batch top ``top``. Entries are in order, so this touches only what goes."""
         gone = []
@@ -130,10 +153,7 @@ class GroupLog:
                 break
             gone.append(seq)
         for seq in gone:
-            entry = self.entries.pop(seq)
-            self.nbytes -= entry.nbytes
-            if entry.pooled and entry.results is not None:
-                self._pool.give(entry.results)
+            self.drop(seq)
         for spilled in [each for each in self._spill_files if each < top]:
             # An operation that finished late stays behind entries of the next batch top for a while.
             if all(entry.top != spilled for entry in self.entries.values()):
@@ -150,7 +170,7 @@ class GroupLog:
         for entry in self.entries.values():
             if self.nbytes <= keep_bytes:
                 break
-            if entry.results is None or not entry.results or entry.redo is not None:
+            if not entry.results or entry.redo is not None or entry.borrowed:
                 continue
             inject.point("spill")
             if entry.top not in self._spill_files:
@@ -179,12 +199,13 @@ class GroupLog:
         return os.environ.get("TMPDIR") or tempfile.gettempdir()
 
     def results(self, seq: int) -> list[torch.Tensor]:
-        """Results of a logged collective, read back from disk if spilled.
+        """Results of a logged collective, the log's own, read back from disk if spilled.
 
         Raises:
             CorruptFile: the disk does not give them back.
         """
         entry = self.entries[seq]
+        self.own(entry)
         if entry.results is not None:
             return entry.results
         out = []

@@ -108,6 +108,7 @@ class Publishing:
     def _passed(self, top: Top) -> None:
         """Drop what is kept for earlier tops than any newcomer of this rank begins at."""
         stable = self._runtime.passed_top(top.index)
+        self._runtime.results.mark(top.index)
         if self._lanes.formed:
             stable = top.index  # a newcomer is a copy of a replica as it is at its newest top
             self._runtime.results.settle(stable)

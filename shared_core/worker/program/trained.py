@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shared_core.config import SwiftConfig
@@ -70,6 +71,7 @@ class Trained:
         for handle in self._handles:
             handle.remove()
         self._handles = [ddp.register_forward_hook(self._passes.after_forward) for ddp in self._buckets.modules]
+        self._handles += [ddp.register_forward_hook(self._forward_done) for ddp in self._buckets.modules]
         replicated = Replicated(modules, optimizers)
         alike = replicas is None and not sharded
         self._loose = Loose(replicated, {id(p) for ddp in self._buckets.modules for p in ddp.parameters()})
@@ -87,6 +89,10 @@ class Trained:
         self._register(Attached(modules, replicated, alike=alike))
         if (optimizers or sharded) and os.environ.get("SWIFT_FAULTS") and modules:
             self._handles.append(modules[0].register_forward_hook(lambda *_: inject.point("forward")))
+
+    def _forward_done(self, ddp: DistributedDataParallel, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
+            self._buckets.forward_done(ddp)
 
     def _refuse_devices(self, modules: Sequence[nn.Module]) -> None:
         for module in modules:

@@ -250,6 +250,7 @@ class Forming:
     def _take_place(self, plan: Plan) -> None:
         """This newcomer stands where its predecessor stood at the batch top."""
         runtime, top = self._runtime, plan.tops[self._env.rank]
+        runtime.results.mark(0 if top is None else top.index)
         if top is not None:
             runtime.top = runtime.stable = top.index
             runtime.in_startup = False

@@ -60,9 +60,8 @@ class Watch:
 
     def _count(self) -> list[int]:
         counts = [p._version for p in self._replicated.parameters]
-        for optimizer in self._replicated.optimizers:
-            for state in optimizer.state.values():
-                counts += [v._version if isinstance(v, torch.Tensor) else 0 for v in state.values()]
+        states = [state for optimizer in self._replicated.optimizers for state in optimizer.state.values()]
+        counts += [v._version for state in states for v in state.values() if isinstance(v, torch.Tensor)]
         return counts
 
     @property
@@ -70,16 +69,21 @@ class Watch:
         """Whether a tensor has counted a change; also for other threads, while no update runs."""
         return self._versions is not None and self._versions != self._count()
 
-    def changed(self) -> str | None:
-        """What is not as it was noted; None if nothing is known to have changed."""
+    def changed(self, *, pieces: bool = True) -> str | None:
+        """What is not as it was noted; None if nothing is known to have changed.
+
+        Args:
+            pieces: look at a piece of the values, once no longer all of them are looked at.
+        """
         if self._versions is None:
             return None
         replicated, counts = self._replicated, self._count()
         if counts != self._versions:
             pairs = zip(replicated.names, counts, self._versions, strict=False)
             return next((name for name, new, old in pairs if new != old), "the state of an optimizer")
-        for place, start, known in self._sums:
-            now = checksum(replicated.parameters[place]) if self._noted <= _WHOLE else self._piece(place, start)
+        whole = self._noted <= _WHOLE
+        for place, start, known in self._sums if whole or pieces else ():
+            now = checksum(replicated.parameters[place]) if whole else self._piece(place, start)
             if now != known:
                 return replicated.names[place]
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,6 +16,7 @@ from shared_core.errors import ConfigError, Unsupported
 from shared_core.protocol.frontier import Top
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.op import Op
+from shared_core.worker.state.bucket_inputs import BucketInput, BucketInputs
 from shared_core.worker.state.local_state import Position
 from shared_core.worker.state.publications import Board, Records
 
@@ -43,6 +45,8 @@ class Buckets:
         self.eligible = 0
         self._settled: set[int] = set()
         self._agreed: dict[int, int] = {}
+        self._inputs = BucketInputs()
+        self._broadcasts: dict[int, list[torch.Tensor]] = {}
 
     def attach(self, modules: Sequence[nn.Module]) -> None:
         """Look for DDP modules in ``modules``.
@@ -59,6 +63,7 @@ class Buckets:
                 )
         self._settled.clear()
         self._agreed.clear()
+        self._inputs.clear()
         self.eligible = 0
 
     @property
@@ -99,6 +104,25 @@ class Buckets:
         ordinal = self._agreed[number] = self._agreed.get(number, -1) + 1
         key = (self._position.entry, BUCKETS, f"{number}.{ordinal}", self._position.tops)
         op.future.add_done_callback(lambda _: self._board.record(key, op.results))
+        self._broadcasts.setdefault(number, []).append(op.results[0])
+        if ordinal % 2:
+            op.future.add_done_callback(lambda _: self._know(ddp, self._broadcasts.pop(number)))
+
+    def _know(self, ddp: DistributedDataParallel, agreed: Sequence[torch.Tensor]) -> None:
+        """DDP broadcasts the places of its parameters, bucket by bucket, and how many buckets there are; then how many
+        parameters each has.
+        """
+        places, sizes = (tensor.tolist() for tensor in agreed)
+        self._inputs.agreed(ddp, places[:-1], sizes)
+
+    def forward_done(self, ddp: DistributedDataParallel) -> None:
+        """A backward follows, which overwrites the buckets of ``ddp``."""
+        self._inputs.forward(ddp)
+        self._runtime.results.release()
+
+    def input_of(self, bucket: torch.Tensor) -> BucketInput | None:
+        """Where the content of a bucket that DDP hands over can be computed from; None if that is not known."""
+        return self._inputs.of(bucket)
 
     def settle(self, records: Records, top: Top) -> None:
         """Give DDP the buckets that were agreed on before ``top``, without a backward: the broadcasts of that
@@ -115,4 +139,5 @@ class Buckets:
             with self._runtime.scripted(agreed[f"{number}.{ordinal}"] for ordinal in range(len(agreed))):
                 ddp.reducer._push_all_rebuilt_params()
                 ddp.reducer._rebuild_buckets()
+            self._know(ddp, [agreed[f"{number}.{ordinal}"][0] for ordinal in (len(agreed) - 2, len(agreed) - 1)])
             self._settled.add(number)

@@ -50,6 +50,7 @@ class Passes:
         self._backwards = 0
         self._graph = self._mutations = -1
         self._outputs: list[list[Any]] = []
+        self._room: list[list[torch.Tensor | None]] = []  # for copies of outputs, by forward pass and place
 
     def attach(self, buffers: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """``buffers`` gives what forward may change, by name."""
@@ -104,17 +105,27 @@ class Passes:
 
     def _keep(self, leaves: Sequence[Any]) -> None:
         # Copies: the user's code may scale a loss in place before the first bucket is there.
-        self._outputs.append(
-            [
-                leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf if _plain(leaf) else None
-                for leaf in leaves
-            ]
-        )
+        place = len(self._outputs)
+        if place == len(self._room):
+            self._room.append([])
+        room, kept = self._room[place], [leaf if _plain(leaf) else None for leaf in leaves]
+        room += [None] * (len(leaves) - len(room))
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                room[index] = kept[index] = _copied(leaf.detach(), room[index])
+        self._outputs.append(kept)
         size = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
         replicated = self._updates.replicated
         # Judged by the first batch only, because all ranks must come to the same answer.
         if self._position.tops <= 1 and replicated is not None and 2 * size > max(replicated.nbytes, 1 << 20):
             self._updates.keep_images()  # outputs are larger than the parameters: keep those instead
+
+
+def _copied(tensor: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
+    """A copy, in the memory of an earlier one if that is as large: new memory costs more than the copy."""
+    if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
+        return tensor.clone()
+    return room.copy_(tensor)
 
 
 def _plain(value: Any) -> bool:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shared_core.worker.state.replicated import random_state, set_random_state
+from shared_core.worker.state.generators import random_state, set_random_state
 
 Capture = Callable[[], Any]
 Restore = Callable[[Any], None]

@@ -59,9 +59,13 @@ class Outside:
         """Changes will be made."""
         self.active = self.active or self._watch is not None
 
-    def see(self) -> None:
-        """See whether there is something else than what was there at the start or was made by an update."""
-        if self._watch is not None and not self.active and (name := self._watch.changed()) is not None:
+    def see(self, *, pieces: bool = False) -> None:
+        """See whether there is something else than what was there at the start or was made by an update.
+
+        Args:
+            pieces: look at a piece of the values, too: once in a step is enough.
+        """
+        if self._watch is not None and not self.active and (name := self._watch.changed(pieces=pieces)) is not None:
             self.active, self._changed = True, name
 
     def updated(self) -> None:

@@ -28,11 +28,14 @@ class Overflow:
 
     Args:
         folder: on disk, private to the job; made when first needed. None: there is none.
+
+    Attributes:
+        used: something may be there.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder, self._told = folder, False
-        self._used = folder is not None and folder.exists()
+        self.used = folder is not None and folder.exists()
 
     def write(self, path: Path, size: int, write: Callable[[Path], T]) -> T:
         """Have ``write`` make the file ``path``, or, where that does not fit, a file on disk to which ``path`` links.
@@ -58,7 +61,7 @@ class Overflow:
         there = self._folder / f"{path.name}.{os.urandom(4).hex()}"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._used = True
+            self.used = True
             done = write(there)
             link = path.with_name(f"{path.name}.link.tmp")
             link.unlink(missing_ok=True)
@@ -81,7 +84,7 @@ class Overflow:
 
     def remove(self, path: Path) -> None:
         """Remove a file, and what it links to."""
-        if self._used:
+        if self.used:
             with suppress(OSError):  # no link, or not there
                 os.unlink(path.parent / os.readlink(path))
         path.unlink(missing_ok=True)

@@ -14,6 +14,8 @@ from shared_core.errors import CorruptFile
 from shared_core.worker.mirror import Mirror
 
 _HEADER = struct.Struct("<IQI")  # length of the header, length of the payload, checksum of all of this
+#: Pieces that the system is given in one call.
+_AT_ONCE = 64
 _LENGTHS = struct.Struct("<IQ")
 
 
@@ -39,7 +41,7 @@ def write_file(
     Raises:
         OSError: it cannot be written; nothing of it is left.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = f"{path}.tmp"
     if spare is not None:
         with suppress(FileNotFoundError):
             os.rename(spare, temporary)
@@ -50,15 +52,12 @@ def write_file(
         crc = zlib.crc32(piece, crc)
     data = [_HEADER.pack(len(head), size, crc) + head, *payload]
     try:
-        for each in data:
-            left = memoryview(each)
-            while left:  # the kernel takes at most 2 GiB at once
-                left = left[os.write(fd, left) :]
+        _write_all(fd, data)
         os.ftruncate(fd, sum(map(len, data)))
         os.rename(temporary, path)
     except OSError:
         with suppress(OSError):
-            temporary.unlink()
+            os.unlink(temporary)
         raise
     finally:
         os.close(fd)
@@ -66,6 +65,16 @@ def write_file(
         mirror.write(name or path.name, data)
         mirror.sync()
     return size
+
+
+def _write_all(fd: int, data: Sequence[Piece]) -> None:
+    """Write all pieces, in one call of the system where it takes them at once."""
+    done = os.writev(fd, data) if len(data) <= _AT_ONCE else 0
+    for each in data:
+        left = memoryview(each)[done:]
+        done = max(0, done - len(each))
+        while left:  # the kernel takes at most 2 GiB at once
+            left = left[os.write(fd, left) :]
 
 
 def append_whole(fd: int, data: bytes) -> None:

@@ -20,7 +20,6 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +113,7 @@ class Board:
         self._loose = [int(p.name.split(".")[1]) for p in folder.glob(f"{_LOOSE_FILE}*") if p.suffix != ".tmp"]
         self._refers: dict[int, frozenset[int]] = {}
         self._spare, self._spare_loose = folder / "spare.tmp", folder / "spare_loose.tmp"
+        self._spare_mid = folder / "spare_mid.tmp"
         self._mids = self._found_mids()
         self._packed: dict[str, Any] = {}
         # Of predecessors; which of their batch tops refers to which is not known.
@@ -153,7 +153,7 @@ class Board:
             top: the batch top.
             parts: rank-local state; :data:`LOOSE` in it says for each of those tensors with which top it was written.
         """
-        head = json.dumps(asdict(top)).encode()
+        head = json.dumps(vars(top)).encode()
         self._refers[top.index] = frozenset(parts.get(LOOSE, {}).values())
         if self._orders:
             self._names[top.index] = _orders_in(parts)
@@ -171,7 +171,7 @@ class Board:
 
     def publish_mid(self, top: int, number: int, parts: dict[str, Any]) -> None:
         """Publish forward-mutated state before the first bucket of backward ``number`` of the batch after ``top``."""
-        self.put(f"mid.{top}.{number}", b"", pieces(parts))
+        self.put(f"mid.{top}.{number}", b"", pieces(parts), self._spare_mid)
         self._mids[top] = max(self._mids.get(top, 0), number + 1)
 
     def publish_end(self, entry: int, result: Any, parts: dict[str, Any]) -> None:
@@ -182,22 +182,18 @@ class Board:
         """Remove batch tops below ``top``; the newest is always kept."""
         while len(self._kept) > 1 and self._kept[0] < top:
             index = self._kept.pop(0)
-            with suppress(FileNotFoundError):
-                os.rename(self.folder / f"top.{index}", self._spare)
-            self._remove(f"top.{index}")
+            self._retire(f"top.{index}", self._spare)
             self._refers.pop(index, None)
             self._names.pop(index, None)
         for index in [each for each in self._mids if self._kept and each < self._kept[0]]:
             for number in range(self._mids.pop(index)):
-                self._remove(f"mid.{index}.{number}")
+                self._retire(f"mid.{index}.{number}", self._spare_mid)
         self._drop_orders()
         if self._loose and self._refers.keys() >= set(self._kept):  # of a predecessor's tops it is not known
             needed = frozenset().union(*self._refers.values())
             for number in [each for each in self._loose if each not in needed]:
                 self._loose.remove(number)
-                with suppress(FileNotFoundError):
-                    os.rename(self.folder / f"{_LOOSE_FILE}{number}", self._spare_loose)
-                self._remove(f"{_LOOSE_FILE}{number}")
+                self._retire(f"{_LOOSE_FILE}{number}", self._spare_loose)
 
     def _drop_orders(self) -> None:
         """Remove predecessors' orders once all batch tops are this worker's own. One that these still name, because its
@@ -217,6 +213,16 @@ class Board:
                 _, top, number = path.name.split(".")
                 found[int(top)] = max(found.get(int(top), 0), int(number) + 1)
         return found
+
+    def _retire(self, name: str, spare: Path) -> None:
+        """Remove a file, and leave its memory to the next of its kind."""
+        if self._disk.used:
+            self._remove(name)
+            return
+        with suppress(FileNotFoundError):
+            os.rename(f"{self.folder}/{name}", spare)
+        if self._mirror is not None:
+            self._mirror.remove(name)
 
     def _remove(self, name: str) -> None:
         self._disk.remove(self.folder / name)

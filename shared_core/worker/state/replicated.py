@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -184,22 +182,3 @@ def unpack(data: torch.Tensor) -> Any:
         return parse(data.numpy().tobytes())
     except ValueError as error:
         raise CorruptFile(f"a description that came from another worker is damaged: {error}") from error
-
-
-def random_state() -> dict[str, Any]:
-    """Of the global generators."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state["numpy"] = numpy.random.get_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Inverse of :func:`random_state`."""
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    if "numpy" in state:
-        import numpy
-
-        numpy.random.set_state(state["numpy"])

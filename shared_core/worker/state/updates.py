@@ -410,7 +410,7 @@ class Updates:
 
     def _begin(self) -> None:
         inject.point("update.before")
-        self.outside.see()
+        self.outside.see(pieces=True)
         self._fence()
         with self._condition:
             self._condition.wait_for(lambda: self._frozen == 0)

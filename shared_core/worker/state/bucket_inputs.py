@@ -1,0 +1,169 @@
+"""What DDP puts into its gradient buckets, computed again from the gradients.
+
+DDP writes ``gradient / number of ranks`` into a bucket when the last gradient of it is there, has the bucket reduced,
+and copies the sums to the gradients when all buckets are reduced. Until then the gradients still say what was in the
+bucket, so that a reduction in place that was cut off can be made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shared_core.errors import RecoveryFailed
+from shared_core.worker.comm.op import input_checksum
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class BucketInput:
+    """The parameters of one bucket, in its order.
+
+    Args:
+        parameters: whose gradients are in it.
+        scale: by which DDP multiplies them.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], scale: float) -> None:
+        self._parameters, self._scale = list(parameters), scale
+        self.numel = sum(p.numel() for p in parameters)
+        same = len({p.dtype for p in parameters}) == 1 and parameters[0].element_size() in _BITS
+        self._dense = same and all(_span(p) == p.numel() for p in parameters)
+
+    def fits(self, bucket: torch.Tensor) -> bool:
+        """Whether a bucket has the length and type of this one."""
+        return self._dense and bucket.numel() == self.numel and bucket.dtype == self._parameters[0].dtype
+
+    def matches(self, bucket: torch.Tensor) -> bool:
+        """Whether the bucket holds, bit for bit, what the gradients say, and is memory of its own.
+
+        A bucket of zeros proves nothing, and neither does one whose gradients something may still change.
+        """
+        if not self.fits(bucket) or not bool(bucket.any()):
+            return False
+        begin, end = bucket.data_ptr(), bucket.data_ptr() + bucket.nbytes
+        as_bits = _BITS[bucket.element_size()]
+        for parameter, part in self._parts(bucket):
+            grad = parameter.grad
+            if grad is None or parameter._post_accumulate_grad_hooks or grad.layout is not torch.strided:
+                return False
+            if begin <= grad.data_ptr() < end:  # gradient_as_bucket_view
+                return False
+            if not torch.equal(part.view(as_bits), (grad.detach() * self._scale).view(as_bits)):
+                return False
+        return True
+
+    def write(self, bucket: torch.Tensor, checksum: int) -> None:
+        """Put into the bucket what was there before its reduction.
+
+        Raises:
+            RecoveryFailed: the result does not have this checksum, of :func:`input_checksum`.
+        """
+        with torch.no_grad():
+            for parameter, part in self._parts(bucket):
+                if parameter.grad is None:
+                    part.zero_()
+                else:
+                    torch.mul(parameter.grad, self._scale, out=part)
+        if input_checksum([bucket]) != checksum:
+            raise RecoveryFailed(
+                "a reduction of gradients was cut off, and the gradients have changed since it began, so that it "
+                "cannot be made again: do not write to gradients during backward"
+            )
+
+    def _parts(self, bucket: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        flat, at, parts = bucket.detach().view(-1), 0, []
+        for parameter in self._parameters:
+            part = flat[at : at + parameter.numel()]
+            parts.append((parameter, part.as_strided(parameter.shape, parameter.stride())))
+            at += parameter.numel()
+        return parts
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from the first of a tensor to the last."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
+class _Module:
+    """What is known of one DDP module's buckets.
+
+    Attributes:
+        inputs: of its buckets; empty until DDP has settled them.
+        left: buckets that it has not handed over since its last forward.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: list[BucketInput] = []
+        self.left = 0
+
+
+class BucketInputs:
+    """Knows which parameters are in which bucket, as DDP modules have agreed. That a bucket is computed as is said here
+    is verified, bit for bit, before it is relied on.
+    """
+
+    #: Times that a bucket which matches nothing is looked at.
+    _TRIES = 3
+
+    def __init__(self) -> None:
+        self._modules: dict[int, _Module] = {}
+        self._found: dict[int, tuple[_Module, BucketInput]] = {}
+        self._tried: dict[int, int] = {}
+
+    def clear(self) -> None:
+        """Forget all modules."""
+        self._modules.clear()
+        self._found.clear()
+        self._tried.clear()
+
+    def agreed(self, ddp: DistributedDataParallel, indices: Sequence[int], sizes: Sequence[int]) -> None:
+        """DDP has settled its buckets.
+
+        Args:
+            ddp: the module.
+            indices: of its parameters, bucket by bucket.
+            sizes: parameters in each bucket.
+        """
+        ignored = getattr(ddp, "parameters_to_ignore", ())
+        named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
+        parameters = [p for name, p in named if name not in ignored]
+        module = self._modules[id(ddp)] = _Module()
+        self._found.clear()
+        self._tried.clear()
+        if sorted(indices) != list(range(len(parameters))) or sum(sizes) != len(indices):
+            return  # parameters were frozen or ignored since: nothing is known
+        at = 0
+        for size in sizes:
+            inside = [parameters[i] for i in indices[at : at + size]]
+            module.inputs.append(BucketInput(inside, 1.0 / ddp.process_group.size()))
+            at += size
+
+    def forward(self, ddp: nn.Module) -> None:
+        """A module will hand over its buckets, each once."""
+        module = self._modules.get(id(ddp))
+        if module is not None:
+            module.left = len(module.inputs)
+
+    def of(self, bucket: torch.Tensor) -> BucketInput | None:
+        """Where the content of this bucket, which DDP hands over, can be computed from; None if that is not known."""
+        place = bucket.data_ptr()
+        module, found = self._found.get(place) or self._find(bucket)
+        if found is None or module is None or not found.fits(bucket) or module.left == 0:
+            return None
+        module.left -= 1
+        return found
+
+    def _find(self, bucket: torch.Tensor) -> tuple[_Module | None, BucketInput | None]:
+        place = bucket.data_ptr()
+        if self._tried.get(place, 0) < self._TRIES:
+            for module in self._modules.values():
+                for each in module.inputs:
+                    if each.matches(bucket):
+                        self._found[place] = module, each
+                        return module, each
+            self._tried[place] = self._tried.get(place, 0) + 1
+        return None, None
