@@ -18,6 +18,8 @@ from shared_core.protocol.worker_env import Resized
 VERSION = 1
 #: What is said of newcomers that ask to be let in.
 LET_IN = ("yes", "no")
+#: What whoever appends an entry leaves where workers may wait for something of the generation before it.
+GIVEN_UP = "given up"
 
 
 def generation_key(generation: int) -> str:
@@ -28,6 +30,16 @@ def generation_key(generation: int) -> str:
 def let_in_key(generation: int) -> str:
     """Whether the absent ranks of a generation were let in: ``yes`` or ``no``, whatever was said first."""
     return f"gen/{generation}/let_in"
+
+
+def plan_key(generation: int) -> str:
+    """The plan of a generation, or :data:`GIVEN_UP`, whatever was said first."""
+    return f"gen/{generation}/plan"
+
+
+def go_key(generation: int) -> str:
+    """Set when all newcomers of a generation have come to where they join; or :data:`GIVEN_UP`."""
+    return f"gen/{generation}/go"
 
 
 def lane_key(rank: int, incarnation: int) -> str:
