@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TypedDict
 
 from shared_core.errors import RecoveryFailed
@@ -53,7 +53,7 @@ class Agreed:
                 "oldest": plan.oldest,
                 "logged": plan.logged,
             }
-        return json.dumps({"failed": self.failed, "plan": stored}, separators=(",", ":"), default=asdict)
+        return json.dumps({"failed": self.failed, "plan": stored}, separators=(",", ":"), default=vars)
 
     @classmethod
     def from_json(cls, raw: bytes | str, key: str, world_size: int) -> Agreed:
