@@ -211,7 +211,7 @@ def main() -> int:
     if options.one is not None:
         print(json.dumps(one(options.one)), flush=True)
         return 0
-    return finish(simulated(QUICK if options.quick else SIZES, 1 if options.quick else 5), options.json)
+    return finish(simulated(QUICK if options.quick else SIZES, 1 if options.quick else 3), options.json)
 
 
 if __name__ == "__main__":
