@@ -169,8 +169,9 @@ def wait_for(
         return [each for each, key in keys.items() if not store.check([key])]
 
     def speaks() -> bool:
-        come = set(keys).difference(missing())
-        return not silent and (rank not in come or rank == min(come))
+        if silent or rank not in keys or not store.check([keys[rank]]):
+            return not silent
+        return not any(store.check([key]) for each, key in keys.items() if each < rank)
 
     wanted = list(keys.values())
     wait = Wait(

@@ -23,10 +23,12 @@ from shared_core.launcher.key_watcher import KeyWatcher
 from shared_core.launcher.lease import Lease
 from shared_core.launcher.ledger import Ledger
 from shared_core.protocol import worker_messages as said
+from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer
 from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
 from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, let_in_key
 from shared_core.protocol.meeting_document import read_document
+from shared_core.protocol.plan import Plan, Transfer
 from shared_core.protocol.standstill import Standing
 from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.system.wire import connect
@@ -37,9 +39,19 @@ from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.replicas import Sums
 from shared_core.worker.state.local_state import Position
 
-TOP = Top(1, 0, -1, "batch", {"w": 3}, {"w": {"0,1,0": 2}}, {"w": {"0,1,-1": 2}}, {"w": [0, 1]}, [0, 1], saved=True)
-GROUP = GroupFrontier((0, 1), 7, [5, 6], [4, 5], [4], {"0,1,0": 2}, {"0,1,0": 2}, {"0,1,0": 1})
+TOP = Top(1, 0, -1, "batch", {"w": 3}, {"w": {"0,1,0": 2}}, {"w": {"0,1,-1": 2}}, {"w": "0,1"}, [0, 1], saved=True)
+GROUP = GroupFrontier("0,1", 7, [5, 6], [4, 5], [4], {"0,1,0": 2}, {"0,1,0": 2}, {"0,1,0": 1})
 FRONT = Frontier(1, 0, False, 3, (TOP,), {"w": GROUP}, [1], 2, [1], outside=True)
+PLAN = Plan(
+    {1: TOP, 0: None},
+    {1: 0},
+    (Transfer(0, 1, {"0": [4, 5]}),),
+    {"0": {4}},
+    {"w": {"0,1,0": 2}},
+    frozenset({0}),
+    newest=3,
+    oldest=2,
+)
 LOSS = Cause(CauseKind.DIED, "killed", 1)
 ENTRY = Entry(
     generation=1,
@@ -61,6 +73,10 @@ def as_fronts(raw: bytes) -> Any:
     """Read by rank 0, whose own is whole."""
     own = Frontier(0, 0, False, 3, (), {"w": GROUP}).to_json().encode()
     return read_fronts({0: own, 1: raw}, {0: "gen/1/front/0", 1: "gen/1/front/1"})
+
+
+def as_agreed(raw: bytes) -> Agreed:
+    return Agreed.from_json(raw, "gen/1/plan", 2)
 
 
 def ledger(raw: bytes) -> Any:
@@ -102,6 +118,8 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
     "first": ({"machines": ["a", "b"], "line": ""}, first, set()),
     "line": (asdict(Resized(0, 2, (0, 1), 7)), Resized.from_json, set()),
     "front": (asdict(FRONT), as_fronts, OPTIONAL),
+    "plan": (json.loads(Agreed(PLAN).to_json()), as_agreed, OPTIONAL),
+    "plan (none)": (json.loads(Agreed(None, "lost").to_json()), as_agreed, set()),
     "offer": (asdict(Offer(1, 0, ((1, 2, "batch"),), 2)), lambda raw: Offer.from_json(raw, "offer/1", 1), set()),
     "stand": (
         asdict(Standing(1, 0, 3, 1.5, 9.0, "recv", "w", "group w", (0, 1), 3, sent={"w": {"0,1,0": 1}})),
@@ -200,7 +218,10 @@ def test_a_damaged_record_is_refused(key: str) -> None:
         {"groups": {"w": asdict(GROUP) | {"next": 2**52}}},
         {"groups": {"w": asdict(GROUP) | {"done": []}}},
         {"groups": {"w": asdict(GROUP) | {"done": [2**52]}}},
-        {"groups": {"w": asdict(GROUP) | {"ranks": [0, 2]}}},
+        {"groups": {"w": asdict(GROUP) | {"ranks": "0,2"}}},
+        {"groups": {"w": asdict(GROUP) | {"ranks": "0-999999999"}}},
+        {"groups": {"w": asdict(GROUP) | {"ranks": "0,0"}}},
+        {"groups": {"w": asdict(GROUP) | {"ranks": "0-1:0"}}},
         {"groups": {"w": asdict(GROUP) | {"sent": {"0,2,0": 1}}}},
         {"groups": {"w": asdict(GROUP) | {"sent": {"0;1": 1}}}},
         {"tops": [asdict(TOP) | {"sent": {"w": {"5,0,0": 1}}}]},
@@ -315,9 +336,9 @@ def test_damaged_records_that_can_be_passed_over_change_nothing(jobs: Jobs) -> N
     assert "Traceback" not in result.stderr, result.tail()
 
 
-def test_a_damaged_frontier_ends_the_job_with_a_line(jobs: Jobs) -> None:
+def test_a_damaged_plan_ends_the_job_with_a_line(jobs: Jobs) -> None:
     faults = [Fault(1, 6, "bucket", "SIGKILL")]
-    result = jobs.run(HOSTILE, faults=faults, env={"HOSTILE": json.dumps({"gen/1/front/1": '{"rank": 1}'})})
+    result = jobs.run(HOSTILE, faults=faults, env={"HOSTILE": json.dumps({"gen/1/plan": '{"rank": 1}'})})
     assert result.status == 1, result.tail()
-    assert "DamagedRecord: the entry gen/1/front/1 in the job's store is damaged" in result.stderr, result.tail()
+    assert "DamagedRecord: the entry gen/1/plan in the job's store is damaged" in result.stderr, result.tail()
     assert result.stderr.count("Traceback") == 1, "only the launcher's, as of torchrun"

@@ -49,6 +49,8 @@ POINTS: tuple[str, ...] = (
     "checkpoint.prune",
     "recovery.severed",
     "recovery.frontier",
+    # All have said where they stand, and this one is to compute the plan for all.
+    "recovery.deciding",
     # Others know where this worker listens, and connect to it.
     "recovery.connecting",
     "recovery.connected",

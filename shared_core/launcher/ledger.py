@@ -11,7 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 from shared_core.protocol.codec import word
-from shared_core.protocol.generation import LET_IN, Entry, Kind, generation_key, lane_key, let_in_key
+from shared_core.protocol.generation import (
+    GIVEN_UP,
+    LET_IN,
+    Entry,
+    Kind,
+    generation_key,
+    go_key,
+    lane_key,
+    let_in_key,
+    plan_key,
+)
 
 
 class Ledger:
@@ -74,6 +84,9 @@ class Ledger:
                 return None
             entry = self._completed(entry)
             written = entry.to_json()
+            # First, so that no worker waits for what will not come; if we end here, another agent appends an entry.
+            for key in (plan_key(self.generation), go_key(self.generation)):
+                self._store.compare_set(self._prefix + key, "", GIVEN_UP)
             stored = bytes(self._store.compare_set(self._next, "", written))
             ours = stored == written.encode()
             self._take(stored, ours=ours)

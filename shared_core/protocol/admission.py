@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from shared_core.errors import RecoveryFailed
 from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top
-from shared_core.protocol.plan import Plan
+from shared_core.protocol.members import Members, members_of
+from shared_core.protocol.plan import Plan, totals
 
 
 def let_in(frontiers: Mapping[int, Frontier]) -> Plan:
@@ -55,10 +56,10 @@ def let_in(frontiers: Mapping[int, Frontier]) -> Plan:
         tops=tops,
         donors=donors,
         transfers=(),
-        finished={name: set() for name in groups},
         redo={},
         received=received,
         copies=True,
+        **totals(survivors),
     )
 
 
@@ -79,7 +80,7 @@ def _groups(survivors: Mapping[int, Frontier]) -> dict[str, dict[int, GroupFront
 
 
 def _ranks(here: Mapping[int, GroupFrontier]) -> tuple[int, ...]:
-    return next(iter(here.values())).ranks
+    return members_of(next(iter(here.values())).ranks)
 
 
 def _check_quiet(name: str, here: Mapping[int, GroupFrontier]) -> None:
@@ -116,12 +117,12 @@ def _top(rank: int, donor: Top, groups: Mapping[str, Mapping[int, GroupFrontier]
     counts: dict[str, int] = {}
     sent: dict[str, dict[str, int]] = {}
     received: dict[str, dict[str, int]] = {}
-    members: dict[str, list[int]] = {}
+    members: dict[str, Members] = {}
     for name, here in groups.items():
         ranks = _ranks(here)
         if rank not in ranks:
             continue
-        members[name] = list(ranks)
+        members[name] = next(iter(here.values())).ranks
         counts[name] = next(iter(here.values())).next
         for key, source, destination in _channels(here):
             if ranks[source] == rank and ranks[destination] in here:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from shared_core.protocol.codec import Count, Form, damaged, decode
+from shared_core.protocol.members import Members, members_of, wrong_members
 
 #: Ranks do not differ by more in the number of collectives that they have made of a group, nor in that of messages.
 _MOST_APART = 10_000_000
@@ -80,7 +81,7 @@ class Top:
         groups: next sequence number of each group, by name.
         received: per group and channel, messages received before the top.
         sent: per group and channel, messages sent before the top.
-        members: global ranks of each group, in group order.
+        members: of each group, as in :mod:`shared_core.protocol.members`.
         replicas: ranks that hold the same parameters and optimizer state, this one among them; empty: all.
         saved: parameters and optimizer state at this top are in a checkpoint, so that no donor is needed.
     """
@@ -92,7 +93,7 @@ class Top:
     groups: dict[str, Count]
     received: dict[str, PerChannel] = field(default_factory=dict)
     sent: dict[str, PerChannel] = field(default_factory=dict)
-    members: dict[str, list[Count]] = field(default_factory=dict)
+    members: dict[str, Members] = field(default_factory=dict)
     replicas: list[Count] = field(default_factory=list)
     saved: bool = False
 
@@ -102,7 +103,7 @@ class GroupFrontier:
     """One group as one rank knows it.
 
     Attributes:
-        ranks: global ranks of the members, in group order.
+        ranks: its members, as in :mod:`shared_core.protocol.members`.
         next: sequence number the next collective will get.
         done: finished collectives, as :meth:`Done.to_json`.
         log: sequence numbers whose result this rank can hand to others.
@@ -113,7 +114,7 @@ class GroupFrontier:
         held: per channel, number of the first message that can be sent again.
     """
 
-    ranks: tuple[Count, ...]
+    ranks: Members
     next: Count
     done: list[Count]
     log: list[Count]
@@ -153,7 +154,7 @@ class Frontier:
 
     def to_json(self) -> str:
         """One JSON object."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps(vars(self), separators=(",", ":"), default=vars)
 
     @classmethod
     def from_json(cls, raw: bytes | str, key: str = "front") -> Frontier:
@@ -176,7 +177,17 @@ def read_fronts(raws: Mapping[int, bytes], keys: Mapping[int, str]) -> dict[int,
     Raises:
         DamagedRecord: one is none.
     """
-    fronts = {rank: Frontier.from_json(raw, keys[rank]) for rank, raw in raws.items()}
+    fronts: dict[int, Frontier] = {}
+    alike: dict[bytes, Frontier] = {}  # most differ in the rank only, which comes first, and decoding takes the time
+    for rank, raw in raws.items():
+        first, _, rest = bytes(raw).partition(b",")
+        regular = first == b'{"rank":%d' % rank
+        if regular and rest in alike:
+            fronts[rank] = replace(alike[rest], rank=rank)
+            continue
+        fronts[rank] = Frontier.from_json(raw, keys[rank])
+        if regular:
+            alike[rest] = fronts[rank]
     for rank, front in fronts.items():
         if wrong := _wrong_in(rank, front, len(fronts)):
             raise damaged(keys[rank], wrong)
@@ -192,18 +203,19 @@ def _wrong_in(rank: int, front: Frontier, world_size: int) -> str:
     """What is wrong in a frontier of the right shape; empty if nothing is."""
     if front.rank != rank:
         return f"its rank is {front.rank}"
-    channels: list[tuple[str, tuple[int, ...], tuple[dict[str, int], ...]]]
+    channels: list[tuple[str, Members, tuple[dict[str, int], ...]]]
     channels = [(name, group.ranks, (group.received, group.sent, group.held)) for name, group in front.groups.items()]
     for top in front.tops:
         for name, ranks in top.members.items():
-            channels.append((name, tuple(ranks), (top.received.get(name, {}), top.sent.get(name, {}))))
-    for name, members, counts in channels:
+            channels.append((name, ranks, (top.received.get(name, {}), top.sent.get(name, {}))))
+    for name, ranks, counts in channels:
+        if wrong := wrong_members(ranks, world_size):
+            return f"the members of group {name!r} are {wrong}"
+        size = len(members_of(ranks))
         ends = (int(end) for each in counts for key in each for end in key.split(",")[:2])
-        if any(end >= len(members) for end in ends):
-            return f"group {name!r} of {len(members)} ranks has a channel of another"
+        if any(end >= size for end in ends):
+            return f"group {name!r} of {size} ranks has a channel of another"
     for name, group in front.groups.items():
-        if not group.ranks or max(group.ranks) >= world_size:
-            return f"groups.{name}.ranks is {list(group.ranks)!r:.80}, not some of {world_size}"
         if not group.done or max(group.done) - group.next > _MOST_APART:
             return f"groups.{name}.done is {group.done!r:.80}, not numbers up to {group.next}"
     return ""

@@ -15,9 +15,11 @@ from shared_core.protocol.codec import Count, damaged, decode
 from shared_core.protocol.worker_env import Resized
 
 #: Of the form in which an entry is stored.
-VERSION = 1
+VERSION = 2
 #: What is said of newcomers that ask to be let in.
 LET_IN = ("yes", "no")
+#: What whoever appends an entry leaves where workers may wait for something of the generation before it.
+GIVEN_UP = "given up"
 
 
 def generation_key(generation: int) -> str:
@@ -28,6 +30,16 @@ def generation_key(generation: int) -> str:
 def let_in_key(generation: int) -> str:
     """Whether the absent ranks of a generation were let in: ``yes`` or ``no``, whatever was said first."""
     return f"gen/{generation}/let_in"
+
+
+def plan_key(generation: int) -> str:
+    """The plan of a generation, or :data:`GIVEN_UP`, whatever was said first."""
+    return f"gen/{generation}/plan"
+
+
+def go_key(generation: int) -> str:
+    """Set when all newcomers of a generation have come to where they join; or :data:`GIVEN_UP`."""
+    return f"gen/{generation}/go"
 
 
 def lane_key(rank: int, incarnation: int) -> str:
@@ -170,7 +182,8 @@ class Entry:
                 "version": VERSION,
                 "generation": self.generation,
                 "kind": self.kind.value,
-                "incarnations": self.incarnations,
+                "size": len(self.incarnations),
+                "replaced": [each for each in enumerate(self.incarnations) if each[1]],
                 "absent": None if self.absent is None else sorted(self.absent),
                 "causes": [[cause.kind.value, cause.text, cause.who] for cause in self.causes],
                 "detected": self.detected,
@@ -198,9 +211,17 @@ class Entry:
         """
         key = generation_key(generation)
         stored: _Stored = decode(raw, _Stored, key)
+        size, replaced = stored["size"], stored["replaced"]
+        if size != world_size:
+            raise damaged(key, f"it is for {size} workers, not {world_size}")
+        if any(rank >= size for rank, _ in replaced):
+            raise damaged(key, f"replaced names rank {max(replaced)[0]}, and there are {size}")
+        incarnations = [0] * size
+        for rank, number in replaced:
+            incarnations[rank] = number
         entry = Entry(
             generation=stored["generation"],
-            incarnations=stored["incarnations"],
+            incarnations=tuple(incarnations),
             absent=None if stored["absent"] is None else frozenset(stored["absent"]),
             kind=Kind(stored["kind"]),
             causes=tuple(Cause(CauseKind(kind), text, who) for kind, text, who in stored["causes"]),
@@ -224,7 +245,8 @@ class _Stored(TypedDict):
     version: Count
     generation: Count
     kind: Literal["form", "go on", "hand on", "release", "restart", "resize", "fail"]
-    incarnations: tuple[Count, ...]
+    size: Count
+    replaced: list[tuple[Count, Count]]
     absent: list[Count] | None
     causes: list[tuple[Literal["died", "divergent", "machine"], str, Count]]
     detected: float
@@ -243,8 +265,6 @@ def _wrong_in(entry: Entry, version: int, generation: int, world_size: int) -> s
         return f"version is {version}, not {VERSION}"
     if entry.generation != generation:
         return f"generation is {entry.generation}, not {generation}"
-    if len(entry.incarnations) != world_size:
-        return f"it has {len(entry.incarnations)} incarnations, not {world_size}"
     for name, ranks in (("absent", entry.absent or ()), ("causes", entry.lost), ("stay", entry.stay)):
         if any(rank >= world_size for rank in ranks):
             return f"{name} names rank {max(ranks)}, and there are {world_size}"

@@ -1,12 +1,14 @@
-"""Who recovers how: the plan of one generation, computed alike by every rank from the same frontiers."""
+"""Who recovers how: the plan of one generation, computed from the frontiers of all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from shared_core.errors import RecoveryFailed
 from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top
+from shared_core.protocol.members import Members, members_of
 
 
 @dataclass(frozen=True)
@@ -27,26 +29,38 @@ class Plan:
         donors: the survivor whose replicated state each newcomer copies; none where a checkpoint holds it, or what
             was published at the end of an entry call.
         transfers: logged results to move, in the order in which they are moved.
-        finished: per group, collectives with a result somebody has; nobody runs them again.
         redo: per group, finished rank-specific collectives that all members run again, because some member needs them.
         received: per group and channel, how many messages the receiver has; the sender sends those above again.
         leave: survivors that have to start again together with a newcomer; if there are any, nothing else is done.
         copies: newcomers have their donors' rank-local state too.
+        newest: optimizer steps of the survivor that has made most; 0 where there is none.
+        oldest: those of the one that has made fewest.
+        logged: survivors keep their messages on disk.
     """
 
     tops: dict[int, Top | None]
     donors: dict[int, int]
     transfers: tuple[Transfer, ...]
-    finished: dict[str, set[int]]
     redo: dict[str, set[int]]
     received: dict[str, dict[str, int]] = field(default_factory=dict)
     leave: frozenset[int] = frozenset()
     copies: bool = False
+    newest: int = 0
+    oldest: int = 0
+    logged: bool = False
 
     @property
     def newcomers(self) -> tuple[int, ...]:
         """Ranks that join in this generation."""
         return tuple(sorted(self.tops))
+
+
+class Totals(TypedDict):
+    """See :class:`Plan`."""
+
+    newest: int
+    oldest: int
+    logged: bool
 
 
 class _Group:
@@ -131,37 +145,47 @@ def decide(frontiers: Mapping[int, Frontier]) -> Plan:
                 "published batch tops is needed by others and was lost with it. The job goes back to its newest "
                 "checkpoint."
             )
-    redo = {}
+    redo: dict[str, set[int]] = {}
+    received: dict[str, dict[str, int]] = {}
     leave: set[int] = set()
     for group in groups:
         leave.update(_without_messages(group, tops, survivors))
-        redo[group.name] = _redo(group, tops)
+        if again := _redo(group, tops):
+            redo[group.name] = again
+        if counts := {key: group.has(key, receiver, tops) for key, _, receiver in group.channels(tops)}:
+            received[group.name] = counts
     return Plan(
+        **totals(survivors),
         leave=frozenset(leave),
         tops=tops,
         donors=donors,
         transfers=_transfers(groups, tops),
-        finished={group.name: group.finished for group in groups},
         redo=redo,
-        received={
-            group.name: {key: group.has(key, receiver, tops) for key, _, receiver in group.channels(tops)}
-            for group in groups
-        },
+        received=received,
     )
 
 
+def totals(survivors: Mapping[int, Frontier]) -> Totals:
+    """What a plan says of all survivors together."""
+    versions = [front.version for front in survivors.values()] or [0]
+    logged = any(front.together for front in survivors.values())
+    return {"newest": max(versions), "oldest": min(versions), "logged": logged}
+
+
 def _groups(frontiers: Mapping[int, Frontier], survivors: Mapping[int, Frontier]) -> list[_Group]:
-    members: dict[str, tuple[int, ...]] = {}
+    members: dict[str, Members] = {}
     for frontier in frontiers.values():
         for top in frontier.tops:  # a group that no survivor is in is known from its lost members' tops
-            members |= {name: tuple(ranks) for name, ranks in top.members.items()}
+            members |= top.members
         members |= {name: group.ranks for name, group in frontier.groups.items()}
-    return [
-        _Group(
-            name, ranks, {r: survivors[r].groups[name] for r in ranks if r in survivors and name in survivors[r].groups}
-        )
-        for name, ranks in sorted(members.items())
-    ]
+    groups = []
+    for name, text in sorted(members.items()):
+        ranks = members_of(text)
+        here = {
+            rank: survivors[rank].groups[name] for rank in ranks if rank in survivors and name in survivors[rank].groups
+        }
+        groups.append(_Group(name, ranks, here))
+    return groups
 
 
 def _without_donor(

@@ -14,6 +14,7 @@ from cluster_worker import Loss, Meeting, Store, Stuck, Worker
 from shared_core.launcher.ledger import Ledger
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, generation_key
+from shared_core.protocol.members import members_text
 from shared_core.protocol.plan import Plan
 from shared_core.protocol.worker_phase import Event, Phase
 
@@ -149,7 +150,7 @@ class Job:
     def publish(self, worker: Worker) -> None:
         groups = {"world": worker.issued}
         alike = [r for r in self.ranks if self.replicas and r // self.replicas == worker.rank // self.replicas]
-        members = {"world": list(self.ranks)}
+        members = {"world": members_text(self.ranks)}
         top = Top(worker.version + 1, worker.version, 0, "batch", groups, members=members, replicas=alike)
         worker.board = [*(each for each in worker.board if each.index < top.index), top][-2:]
         if worker.incarnation == self.ledger.incarnations[worker.rank]:

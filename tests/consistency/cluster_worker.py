@@ -8,9 +8,20 @@ from typing import TYPE_CHECKING
 
 from shared_core.errors import GenerationAbandoned, RecoveryFailed
 from shared_core.protocol.admission import let_in
+from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer, choose_cut
-from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top
-from shared_core.protocol.generation import Entry, Kind, generation_key, lane_key, let_in_key
+from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top, read_fronts
+from shared_core.protocol.generation import (
+    GIVEN_UP,
+    Entry,
+    Kind,
+    generation_key,
+    go_key,
+    lane_key,
+    let_in_key,
+    plan_key,
+)
+from shared_core.protocol.members import members_text
 from shared_core.protocol.plan import Plan, decide
 from shared_core.protocol.worker_phase import Action, Event, Phase, heard, transition
 
@@ -60,6 +71,10 @@ class Store:
     def set(self, key: str, value: str) -> None:
         self.values[key] = value.encode()
 
+    def add(self, key: str, amount: int) -> int:
+        self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+        return int(self.values[key])
+
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
         return self.values.setdefault(key, value.encode())
 
@@ -73,6 +88,10 @@ class Worker:
         self.entries: dict[int, Entry] = {}
         self.acting = self.offering = False
         self.target: Top | None = None
+        #: Generations in which it has said where it stands; what was agreed on; where all newcomers are there.
+        self.said: set[int] = set()
+        self.agreed: dict[int, Agreed] = {}
+        self.gone: set[int] = set()
         #: What it has published; a newcomer: its predecessor.
         self.board = list(job.boards[rank])
         #: Optimizer steps.
@@ -127,8 +146,16 @@ class Worker:
         if self.incarnation:
             self.hear(self.job.entry(self.born))
         actions: tuple[Action, ...] = ()
+        store = self.job.store
         while Action.STOP_WATCHING not in actions:
-            yield lambda: self.job.store.check([generation_key(self.newest + 1)])
+            plan, go = plan_key(self.newest), go_key(self.newest)
+            yield lambda: store.check([plan])  # noqa: B023 (used at once)
+            if store.get(plan) != GIVEN_UP.encode():
+                self.agreed[self.newest] = Agreed.from_json(store.get(plan), plan, len(self.job.ranks))
+            yield lambda: store.check([go])  # noqa: B023 (used at once)
+            if store.get(go) != GIVEN_UP.encode():
+                self.gone.add(self.newest)
+            yield lambda: store.check([generation_key(self.newest + 1)])
             actions = self.hear(self.job.entry(self.newest + 1))
 
     def await_all(self, name: str, ranks: range | tuple[int, ...], generation: int) -> Iterator[Pause]:
@@ -147,15 +174,37 @@ class Worker:
         if self.joins:
             return Frontier(self.rank, self.incarnation, True, 0, tuple(self.board))
         log = sorted(self.log | self.replay)
-        group = GroupFrontier(tuple(self.job.ranks), self.issued, Done(self.done).to_json(), log, [])
+        group = GroupFrontier(members_text(self.job.ranks), self.issued, Done(self.done).to_json(), log, [])
         return Frontier(self.rank, self.incarnation, False, self.version, tops, {"world": group})
 
     def post(self, generation: int, tops: tuple[Top, ...] = ()) -> None:
-        self.job.store.set(f"{generation_key(generation)}/front/{self.rank}", self.front(tops).to_json())
+        if generation in self.said:
+            return
+        self.said.add(generation)
+        key, store = generation_key(generation), self.job.store
+        store.set(f"{key}/front/{self.rank}", self.front(tops).to_json())
+        if store.add(f"{key}/fronts", 1) == len(self.job.ranks):
+            self.start(self.decide(generation))
 
-    def fronts(self, generation: int) -> dict[int, Frontier]:
-        raw = (self.job.store.get(f"{generation_key(generation)}/front/{rank}") for rank in self.job.ranks)
-        return {rank: Frontier.from_json(each.decode()) for rank, each in enumerate(raw)}
+    def decide(self, generation: int) -> Thread:
+        """This one was the last to say where it stands."""
+        yield f"deciding {generation}"
+        store, keys = self.job.store, {r: f"{generation_key(generation)}/front/{r}" for r in self.job.ranks}
+        fronts = read_fronts({rank: store.get(key) for rank, key in keys.items()}, keys)
+        lets_in = generation > 0 and self.job.entry(generation).kind is Kind.GO_ON
+        try:
+            agreed = Agreed((let_in if lets_in else decide)(fronts))
+        except RecoveryFailed as error:
+            agreed = Agreed(None, str(error))
+        store.compare_set(plan_key(generation), "", agreed.to_json())
+        if agreed.plan is not None and not agreed.plan.tops:
+            store.compare_set(go_key(generation), "", "1")
+
+    def await_plan(self, generation: int) -> Iterator[Pause]:
+        """Until ``agreed`` has the plan."""
+        yield lambda: self.ended(generation) or generation in self.agreed
+        if self.ended(generation):
+            raise GenerationAbandoned("plan")
 
     def meet(self, generation: int) -> Iterator[Pause]:
         """Connect, move, and stand at the barrier until all do."""
@@ -171,19 +220,22 @@ class Worker:
         joins = self.joins
         self.post(generation)
         yield f"frontier {generation}"
-        self.job.store.set(f"{generation_key(generation)}/ready/{self.rank}", "1")
-        yield from self.await_all("front", self.job.ranks, generation)
-        fronts = self.fronts(generation)
-        plan = decide(fronts)
-        if joins and plan.tops.get(self.rank) != self.target:
-            self.job.say(f"{self}: its batch top is no longer reachable")
-            self.job.exit(self)
-            yield lambda: False
-        yield from self.await_all("ready", self.job.ranks, generation)
+        yield from self.await_plan(generation)
+        plan = self.agreed[generation].plan_or_fail()
+        if joins:
+            if plan.tops.get(self.rank) != self.target:
+                self.job.say(f"{self}: its batch top is no longer reachable")
+                self.job.exit(self)
+                yield lambda: False
+            if self.job.store.add(f"{generation_key(generation)}/readies", 1) == len(plan.tops):
+                self.job.store.compare_set(go_key(generation), "", "1")
+        yield lambda: self.ended(generation) or generation in self.gone
+        if self.ended(generation):
+            raise GenerationAbandoned("go")
         yield from self.meet(generation)
-        self.install(plan, fronts, generation, joins, Event.INSTALLED)
+        self.install(plan, generation, joins, Event.INSTALLED)
 
-    def install(self, plan: Plan, fronts: dict[int, Frontier], generation: int, joins: bool, event: Event) -> None:
+    def install(self, plan: Plan, generation: int, joins: bool, event: Event) -> None:
         late = self.ended(generation)
         if late and event is Event.INSTALLED:
             raise GenerationAbandoned("a loss was announced at the last moment")
@@ -193,7 +245,7 @@ class Worker:
         if joins and (top := plan.tops[self.rank]) is not None:
             self.issued = self.done = top.groups["world"]
             # Over lanes, who goes through the batch again does nothing in updates that the state contains.
-            self.version = fronts[plan.donors[self.rank]].version if self.job.lanes else top.version
+            self.version = plan.newest if self.job.lanes else top.version
         for each in plan.transfers:
             if each.destination == self.rank:
                 self.replay |= set(each.entries["world"])
@@ -302,10 +354,10 @@ class Worker:
             generation = self.newest
             self.post(generation)
             try:
-                yield from self.await_all("front", self.job.ranks, generation)
+                yield from self.await_plan(generation)
             except GenerationAbandoned:
                 continue
-            self.target = decide(self.fronts(generation)).tops.get(self.rank)
+            self.target = self.agreed[generation].plan_or_fail().tops.get(self.rank)
             yield "place found"
             if self.phase is Phase.STARTING:
                 self.step(Event.NO_TOP if self.target is None else Event.TOP_FOUND)
@@ -375,9 +427,8 @@ class Worker:
         joins, key, store = self.joins, let_in_key(generation), self.job.store
         self.post(generation, tuple(self.board[-1:]))
         yield f"let in {generation}"
-        yield from self.await_all("front", self.job.ranks, generation)
-        fronts = self.fronts(generation)
-        plan = let_in(fronts)
+        yield from self.await_plan(generation)
+        plan = self.agreed[generation].plan_or_fail()
         try:
             yield from self.meet(generation)
             word = store.compare_set(key, "", "yes")
@@ -388,9 +439,9 @@ class Worker:
             word = store.get(key)
         if word != b"yes":
             raise GenerationAbandoned("another loss came first")
-        self.install(plan, fronts, generation, joins, Event.LET_IN)
-        if joins:
-            self.board = list(fronts[plan.donors[self.rank]].tops)
+        self.install(plan, generation, joins, Event.LET_IN)
+        if joins and (top := plan.tops[self.rank]) is not None:
+            self.board = [top]
 
 
 class Meeting:

@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass, field
 
 from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top
+from shared_core.protocol.members import members_text
 from shared_core.protocol.plan import Plan, decide
 
 #: Kinds of collectives: who must have issued it before whom it may finish at, and whether ranks get different results.
@@ -261,7 +262,7 @@ class Job:
             groups={name: group.next for name, group in worker.groups.items()},
             received={name: {_key(c): n for c, n in g.received.items()} for name, g in worker.groups.items()},
             sent={name: {_key(c): n for c, n in g.sent.items()} for name, g in worker.groups.items()},
-            members={name: list(self.program.groups[name]) for name in worker.groups},
+            members={name: members_text(self.program.groups[name]) for name in worker.groups},
         )
         board = [entry for entry in self.boards[worker.rank] if entry[0].index != top.index]
         board = sorted([*board, (top, worker.place)], key=lambda entry: entry[0].index)
@@ -329,7 +330,7 @@ class Job:
         for name, group in worker.groups.items():
             exclusive = sorted(n for n, (_, step) in group.log.items() if step.what in EXCLUSIVE)
             groups[name] = GroupFrontier(
-                ranks=self.program.groups[name],
+                ranks=members_text(self.program.groups[name]),
                 next=group.next,
                 done=group.done.to_json(),
                 log=sorted((group.log.keys() | group.replay) - set(exclusive)),

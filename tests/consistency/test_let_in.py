@@ -9,6 +9,7 @@ import pytest
 
 from shared_core.errors import RecoveryFailed
 from shared_core.protocol.admission import let_in
+from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
 from shared_core.protocol.plan import Plan
 
@@ -17,7 +18,7 @@ STAGES = {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}
 
 
 def world(seq: int = 5, **kw: Any) -> GroupFrontier:
-    return GroupFrontier((0, 1, 2, 3), seq, [seq], [], [], **kw)
+    return GroupFrontier("0-3", seq, [seq], [], [], **kw)
 
 
 def survivor(rank: int, *, index: int = 7, version: int = 6, top: int = 6, **groups: GroupFrontier) -> Frontier:
@@ -34,6 +35,7 @@ def plan(*fronts: Frontier) -> Plan:
     """The plan, which must not depend on the order of the frontiers or on who computes it."""
     found = let_in({front.rank: front for front in fronts})
     assert found == let_in({f.rank: Frontier.from_json(f.to_json()) for f in reversed(fronts)})
+    assert Agreed.from_json(Agreed(found).to_json(), "plan", 4).plan == found
     return found
 
 
@@ -53,8 +55,8 @@ def test_the_step_after_the_top_may_have_been_made() -> None:
 
 def test_it_counts_only_in_its_own_groups() -> None:
     """A pair that it is in, one that it is not in, and a group whose members are all new."""
-    pair = GroupFrontier((1, 3), 9, [9], [], [])
-    other = GroupFrontier((0, 2), 4, [4], [], [])
+    pair = GroupFrontier("1,3", 9, [9], [], [])
+    other = GroupFrontier("0,2", 4, [4], [], [])
     found = plan(
         survivor(0, w=world(), other=other),
         newcomer(1),
@@ -62,7 +64,7 @@ def test_it_counts_only_in_its_own_groups() -> None:
         survivor(3, w=world(), pair=pair),
     )
     top = found.tops[1]
-    assert top is not None and top.groups == {"w": 5, "pair": 9} and top.members["pair"] == [1, 3]
+    assert top is not None and top.groups == {"w": 5, "pair": 9} and top.members["pair"] == "1,3"
 
 
 def test_channels_go_on_where_the_peers_are() -> None:

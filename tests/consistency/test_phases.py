@@ -25,6 +25,7 @@ SCENARIOS = {
     "two at once": Job(None, 4, 4, losses=[Loss(1, "step 3", also=(2,))]),
     "all replicas of a stage": Job(None, 4, 4, replicas=2, losses=[Loss(2, "step 3", also=(3,))]),
     "the newcomer is lost": Job(None, 3, 4, losses=[FIRST, Loss(1, "script", incarnation=1)]),
+    "the one that decides is lost": Job(None, 3, 4, losses=[FIRST, Loss(2, "deciding 1")]),
     "going on without a lost rank": Job(None, 3, 6, "reroute", losses=[FIRST]),
     "a loss while letting in": Job(None, 3, 6, "reroute", losses=[FIRST, Loss(0, "exchange 1")]),
     "a change that is given up while letting in": Job(

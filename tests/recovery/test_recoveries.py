@@ -22,6 +22,8 @@ STAGES: dict[str, list[Fault]] = {
     "survivor_connected": [Fault(0, 4, "recovery.connected", "SIGKILL")],
     "donor_exchanged": [Fault(0, 4, "recovery.exchanged", "SIGKILL")],
     "survivor_installed": [Fault(2, 4, "recovery.installed", "SIGKILL")],
+    # It comes last, so it decides for all.
+    "newcomer_deciding": [Fault(1, ANY_STEP, "recovery.deciding", "SIGKILL", incarnation=1)],
     "newcomer_join": [Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
     "newcomer_startup": [Fault(1, ANY_STEP, "collective.before", "SIGKILL", incarnation=1)],
     "newcomer_exchanged": [Fault(1, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
@@ -33,7 +35,7 @@ STAGES: dict[str, list[Fault]] = {
     ],
 }
 #: Of the many, those that are run each time.
-ALWAYS = ("survivor_connecting", "donor_exchanged", "newcomer_replaying")
+ALWAYS = ("newcomer_deciding", "survivor_connecting", "donor_exchanged", "newcomer_replaying")
 
 
 @pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.nightly) for n in STAGES])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from shared_core.errors import CorruptFile, SwiftError, Unsupported
 from shared_core.events import console
 from shared_core.protocol.codec import decode, text
 from shared_core.protocol.frontier import Top
+from shared_core.protocol.members import members_text
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import wait_for
 from shared_core.worker.checkpoints.in_memory import find as find_in_memory
@@ -227,7 +228,12 @@ def load(line: Line, rank: int) -> Loaded:
 
 def top_of(local: Mapping[str, Any]) -> Top:
     """The batch top that a rank's part is of."""
-    return Top(**local["top"])
+    top = Top(**local["top"])
+    # Older checkpoints list the members.
+    texts = {
+        name: ranks if isinstance(ranks, str) else members_text(ranks) for name, ranks in dict(top.members).items()
+    }
+    return replace(top, members=texts)
 
 
 def load_local(line: Line, rank: int) -> dict[str, Any]:

@@ -7,21 +7,23 @@ that use one of them.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 from torch._C._distributed_c10d import Store
 
-from shared_core.errors import GenerationAbandoned, NotConnected, RecoveryFailed, WaitTimeout
+from shared_core.errors import DamagedRecord, GenerationAbandoned, NotConnected, RecoveryFailed, WaitTimeout
 from shared_core.faults import inject
+from shared_core.protocol.codec import Form, decode
 from shared_core.protocol.worker_env import ADDRESS
 from shared_core.system import threads
-from shared_core.waiting import Wait, poll, wait_for
+from shared_core.waiting import Wait, poll, ranks_text
 from shared_core.worker.comm import peers
 from shared_core.worker.comm.compat import ProcessGroupGloo, gloo_options, set_operation_timeout
 from shared_core.worker.comm.peers import Place
@@ -30,6 +32,9 @@ from shared_core.worker.comm.quiet import quiet
 #: Untyped, because torch's stubs leave out most of it.
 _Store: Any = Store
 _device_lock = threading.Lock()
+#: A member whose listening socket was not found.
+_UNKNOWN = "unknown"
+_Hex = Annotated[str, Form(r"([0-9a-f]{2})*", "bytes in hexadecimal")]
 #: How long gloo may take to give operations back once their sockets are shut down. It takes 2 ms, or it never does:
 #: that is so in one loss of eight, and then all of this is added to the stall.
 STUCK_S = 0.05
@@ -53,31 +58,73 @@ def finish(work: Any, abandoned: Callable[[], bool], what: str, wait: Wait | Non
     future.value()
 
 
-class _AbortableStore(_Store):  # type: ignore[misc]
-    """Store given to gloo's rendezvous whose waits end when the generation is abandoned."""
+class _Meeting(_Store):  # type: ignore[misc]
+    """The store given to gloo, which writes there how each member can be reached, and reads that of all others.
 
-    def __init__(self, inner: Any, abandoned: Callable[[], bool], timeout_s: float, who: str, what: str) -> None:
+    Reading them one by one would cost each member two requests for each other one. So the last to write puts all
+    together under one key, and each reads that. Its wait ends when the generation is abandoned.
+
+    Args:
+        inner: where they meet.
+        place: where this process listens.
+        own: this process' place in the group.
+        members: ranks, in group order.
+        abandoned: whether to give up.
+
+    Attributes:
+        places: where the members listen, once they are known.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        place: str,
+        own: int,
+        members: Sequence[int],
+        abandoned: Callable[[], bool],
+        wait_timeout_s: float,
+        what: str,
+        *,
+        silent: bool,
+    ) -> None:
         super().__init__()
-        self._inner, self._abandoned, self._timeout_s, self._who, self._what = inner, abandoned, timeout_s, who, what
+        self._inner, self._place, self._own, self._members = inner, place, own, members
+        self._abandoned = abandoned
+        self._wait = Wait(
+            f"rank {members[own]}",
+            lambda: f"{ranks_text(rank for at, rank in enumerate(members) if not self._come(at))} to connect {what}",
+            wait_timeout_s,
+            speaks=lambda: not silent and not any(self._come(at) for at in range(own)),
+        )
+        self._values: dict[str, bytes] = {}
+        self.places: frozenset[str] = frozenset()
 
-    def clone(self) -> _AbortableStore:
-        return _AbortableStore(self._inner, self._abandoned, self._timeout_s, self._who, self._what)
+    def clone(self) -> _Meeting:
+        return self
 
     def set(self, key: str, value: bytes) -> None:
-        self._inner.set(key, value)
+        self._inner.set(f"at/{self._own}", json.dumps([key, self._place, value.hex()]))
+        size = len(self._members)
+        if self._inner.add("come", 1) == size:
+            said = self._inner.multi_get([f"at/{at}" for at in range(size)])
+            self._inner.set("all", b"[" + b",".join(map(bytes, said)) + b"]")
 
     def get(self, key: str) -> bytes:
-        return bytes(self._inner.get(key))
+        return self._values[key]
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self._inner.check(keys))
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._inner.add(key, amount))
+        return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         inject.point("recovery.connecting")
-        poll(lambda: self.check(list(keys)), self._abandoned, Wait(self._who, self._what, self._timeout_s))
+        if not self._values:
+            poll(lambda: bool(self._inner.check(["all"])), self._abandoned, self._wait)
+            rows = decode(self._inner.get("all"), list[tuple[str, str, _Hex]], "all")
+            self.places = frozenset(place for _, place, _ in rows) - {_UNKNOWN}
+            self._values = {key: bytes.fromhex(value) for key, _, value in rows}
+
+    def _come(self, at: int) -> bool:
+        return bool(self._inner.check([f"at/{at}"]))
 
 
 def _listening() -> dict[str, str]:
@@ -161,28 +208,27 @@ class InnerGroup:
             NotConnected: if a member cannot be reached.
             RecoveryFailed: if another user's process is in a member's place.
             WaitTimeout: if a member does not come within ``wait_timeout_s``.
+            DamagedRecord: where a member says how it can be reached stands something else.
         """
         with _device_lock:
             before = _listening()
             device = threads.persist(_default_device, "open a device of gloo")  # it has a thread
             new = [place for link, place in _listening().items() if link not in before]
-        place = new[0] if new else "unknown"
-        own, keys = list(members).index(rank), {each: f"port/{at}" for at, each in enumerate(members)}
-        store.set(f"port/{own}", place)
-        wait_for(store, keys, abandoned, wait_timeout_s, rank, f"to connect {what}", silent=silent)
-        raw = store.multi_get(list(keys.values()))
-        places = frozenset(bytes(each).decode(errors="replace") for each in raw) - {"unknown"}
+        place = new[0] if new else _UNKNOWN
+        own = list(members).index(rank)
+        met = _Meeting(store, place, own, members, abandoned, wait_timeout_s, what, silent=silent)
         options = gloo_options(device, timedelta(seconds=connect_timeout_s))
         try:
-            met = _AbortableStore(store, abandoned, wait_timeout_s, f"rank {rank}", f"the sockets of {what}")
             with quiet():
                 pg = ProcessGroupGloo(met, own, len(members), options)
         except RuntimeError as error:
+            if isinstance(error, (WaitTimeout, DamagedRecord)):
+                raise
             if isinstance(error, GenerationAbandoned) or abandoned():
                 raise GenerationAbandoned(f"{what}: {error}") from error
             raise NotConnected(f"{what}: {error}") from error
         set_operation_timeout(pg, operation_timeout)
-        group = cls(pg, place, places, rank, tuple(members), wait_timeout_s)
+        group = cls(pg, place, met.places, rank, tuple(members), wait_timeout_s)
         try:
             who, whom = f"rank {rank}", f"its peers to accept the sockets of {what}"
             poll(group._known, abandoned, Wait(who, whom, connect_timeout_s))

@@ -6,6 +6,7 @@ import zlib
 from datetime import timedelta
 from typing import Any
 
+from shared_core.protocol.members import members_text
 from shared_core.worker.comm.gloo import InnerGroup
 
 
@@ -18,6 +19,7 @@ class Membership:
         rank: of this process in the group.
         size: number of members.
         ranks: global ranks of the members, in group order.
+        members: the same as a short text.
         timeout: of an operation.
         inner: the gloo group of the live generation; None while there is none.
         inflight: operations that gloo has not yet finished or failed.
@@ -25,6 +27,7 @@ class Membership:
 
     def __init__(self, name: str, rank: int, size: int, ranks: tuple[int, ...], timeout: timedelta) -> None:
         self.rank, self.size, self.ranks, self.timeout = rank, size, ranks, timeout
+        self.members = members_text(ranks)
         self.rename(name)
         self.inner: InnerGroup | None = None
         self.inflight = 0

@@ -323,8 +323,8 @@ class Archive:
             see = "make room there" if number in _FULL else "see to this disk"
             what_to_do = f"to have the log again, {see} or choose another folder"
         console(
-            f"{self._who()}messages are no longer logged in {self.folder} ({why}). Training continues, but when a worker "
-            "is lost whose state no other one holds, the job goes back to its newest checkpoint. "
+            f"{self._who()}messages are no longer logged in {self.folder} ({why}). Training continues, but when a "
+            "worker is lost whose state no other one holds, the job goes back to its newest checkpoint. "
             f"{what_to_do[0].upper()}{what_to_do[1:]}"
         )
 

@@ -101,7 +101,7 @@ class Publishing:
             groups=groups,
             received={name: mark[0] for name, mark in marks.items() if mark[0]},
             sent={name: mark[1] for name, mark in marks.items() if mark[1]},
-            members={name: list(group.ranks) for name, group in runtime.groups.items()},
+            members={name: group.members for name, group in runtime.groups.items()},
             replicas=self._trained.replicas,
         )
 

@@ -1,8 +1,8 @@
 """The forming of a generation, as every rank does it (DESIGN section 6, steps 4 to 7).
 
-All post their frontier, compute the same plan from all frontiers, connect, move what the plan says, and install it only
-after a barrier. If anybody is lost meanwhile, the generation is abandoned and the next one formed: nothing is ever
-half-installed.
+All post their frontier, one computes the plan for all (:mod:`shared_core.worker.recovery.agreement`), they connect,
+move what the plan says, and install it only after a barrier. If anybody is lost meanwhile, the generation is abandoned
+and the next one formed: nothing is ever half-installed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from torch._C._distributed_c10d import Store
 from shared_core.errors import GenerationAbandoned
 from shared_core.events import EventLog, console
 from shared_core.faults import inject
-from shared_core.protocol.admission import let_in
 from shared_core.protocol.codec import word
 from shared_core.protocol.frontier import Top
-from shared_core.protocol.generation import LET_IN, generation_key, let_in_key
-from shared_core.protocol.plan import Plan, decide
+from shared_core.protocol.generation import LET_IN, let_in_key
+from shared_core.protocol.plan import Plan
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.protocol.worker_phase import Event
 from shared_core.waiting import ranks_text
@@ -29,8 +28,8 @@ from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.endings import wait_for_change
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.messages.group_log import Logged
+from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.exchange import Exchange, Received, Replay, Replaying
-from shared_core.worker.recovery.fronts import Fronts
 from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.transfer import StillWriting
 from shared_core.worker.state.publications import Board
@@ -49,7 +48,7 @@ class Forming:
         store: of the job.
         board: what this rank has published.
         events: the job's event log.
-        fronts: frontiers of this generation.
+        agreement: on the plan.
         exchange: connects and moves.
 
     Attributes:
@@ -65,11 +64,11 @@ class Forming:
         store: JobStore,
         board: Board,
         events: EventLog,
-        fronts: Fronts,
+        agreement: Agreement,
         exchange: Exchange,
     ) -> None:
         self._env, self._runtime, self._lifecycle, self._store = env, runtime, lifecycle, store
-        self._board, self._events, self._fronts, self._exchange = board, events, fronts, exchange
+        self._board, self._events, self._agreement, self._exchange = board, events, agreement, exchange
         self.target: Top | None = None
         self.verify_version: int | None = None
         self._for_later: Replay = {}
@@ -83,46 +82,41 @@ class Forming:
             WaitTimeout: if a rank does not say where it stands.
         """
         store = self._store.below()
-        self._fronts.post(store, generation)
-        self.target = decide(self._fronts.gather(store, generation)).tops.get(self._env.rank)
+        self._agreement.post(store, generation)
+        self.target = self._agreement.plan(store, generation).tops.get(self._env.rank)
         return self.target
 
-    def form(self, generation: int, *, posted: bool = False) -> Received:
+    def form(self, generation: int) -> Received:
         """One attempt at a generation.
 
         Args:
             generation: which one.
-            posted: this rank's frontier is posted.
 
         Raises:
             GenerationAbandoned: if somebody was lost meanwhile; nothing is installed then.
             RecoveryFailed: if nobody can serve a newcomer.
             WaitTimeout: if a rank does not take part in time.
         """
-        store, fronts, joins = self._store.below(), self._fronts, self._lifecycle.joins
-        if not posted:
-            fronts.post(store, generation)
-        store.set(f"{generation_key(generation)}/ready/{self._env.rank}", "1")
-        frontiers = fronts.gather(store, generation)
-        plan = decide(frontiers)
+        store, agreement, joins = self._store.below(), self._agreement, self._lifecycle.joins
+        agreement.post(store, generation)
+        plan = agreement.plan(store, generation)
         if plan.leave:
             self._start_together(plan, generation)
         # Replicas are compared at the first batch top after everyone has made a step beyond what anybody has now.
-        self.verify_version = max(front.version for front in frontiers.values()) + 1 if plan.tops else None
-        if joins and plan.tops.get(self._env.rank) != self.target:
-            message = "batch top no longer reachable, starting over"
-            self._events.emit("warning", rank=self._env.rank, generation=generation, message=message)
-            os._exit(EXIT_STALE)
-        what = self._lifecycle.why("reach the training loop", generation)
-        fronts.collect(store, "ready", range(self._env.world_size), generation, what)
+        self.verify_version = plan.newest + 1 if plan.tops else None
+        if joins:
+            if plan.tops.get(self._env.rank) != self.target:
+                message = "batch top no longer reachable, starting over"
+                self._events.emit("warning", rank=self._env.rank, generation=generation, message=message)
+                os._exit(EXIT_STALE)
+            agreement.say_ready(store, generation, plan.newcomers)
+        agreement.go(store, generation, plan.newcomers)
         inner = self._connect(plan, generation)
         received = self._exchange.take()
-        survivors = tuple(sorted(frontiers.keys() - plan.tops.keys()))
-        logs = any(frontiers[rank].together for rank in survivors)
-        replayed = tuple(r for r, top in sorted(plan.tops.items()) if logs and (top is None or top.saved))
+        replayed = tuple(r for r, top in sorted(plan.tops.items()) if plan.logged and (top is None or top.saved))
         if replayed:
-            complete = min(frontiers[rank].version for rank in survivors)
-            received.replaying = Replaying(generation, replayed, survivors, complete)
+            survivors = tuple(rank for rank in range(self._env.world_size) if rank not in plan.tops)
+            received.replaying = Replaying(generation, replayed, survivors, plan.oldest)
         self._install(plan, inner, generation, received.replay, joins)
         inject.point("recovery.installed")
         return received
@@ -138,10 +132,9 @@ class Forming:
         """
         store, joins = self._store.below(), self._lifecycle.joins
         newest: Sequence[Top] = self._board.tops()[-1:]
-        self._fronts.post(store, generation, tops=newest)
-        frontiers = self._fronts.gather(store, generation)
-        plan = let_in(frontiers)
-        self.verify_version = max(each.version for each in frontiers.values()) + 1
+        self._agreement.post(store, generation, tops=newest)
+        plan = self._agreement.plan(store, generation)
+        self.verify_version = plan.newest + 1
         inner = self._agree(plan, store, generation)
         self._install(plan, inner, generation, {}, joins, lets_in=True)
         inject.point("recovery.installed")

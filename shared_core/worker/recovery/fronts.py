@@ -1,4 +1,4 @@
-"""The frontiers of a generation: what this rank says of itself, and what all others say."""
+"""Where this rank stands, and waits for keys that ranks set in a generation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch._C._distributed_c10d import Store
 
-from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
+from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
 from shared_core.protocol.generation import generation_key
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import wait_for
@@ -20,7 +20,7 @@ from shared_core.worker.recovery.listener import RecoveryListener
 
 
 class Fronts:
-    """Posts this rank's frontiers, and waits for keys that ranks set when a generation is formed.
+    """Makes this rank's frontiers, and waits for keys that ranks set.
 
     Args:
         env: what the launcher told this worker.
@@ -45,32 +45,22 @@ class Fronts:
         self._listener = listener
         self.tops: tuple[Top, ...] = ()
 
-    def post(self, store: Store, generation: int, *, tops: Sequence[Top] | None = None) -> None:
-        """Say where this rank stands.
+    def front(self, tops: Sequence[Top] | None = None) -> Frontier:
+        """Where this rank stands.
 
         Args:
-            store: of the attempt.
-            generation: that is formed.
             tops: that this rank has passed, where newcomers are let in; None where they are not.
         """
         front = self._of_newcomer() if self._lifecycle.joins else self._of_survivor()
-        if tops is not None:
-            front = replace(front, tops=tuple(tops))
-        store.set(f"{generation_key(generation)}/front/{self._env.rank}", front.to_json())
+        return front if tops is None else replace(front, tops=tuple(tops))
 
-    def gather(self, store: Store, generation: int) -> dict[int, Frontier]:
-        """All ranks' frontiers, by rank.
-
-        Raises:
-            GenerationAbandoned: if the generation ends meanwhile.
-            WaitTimeout: if one does not come.
-            DamagedRecord: if one is none.
-        """
-        what = self._lifecycle.why("create the process group", generation)
-        ranks = range(self._env.world_size)
-        raw = self.collect(store, "front", ranks, generation, what)
-        keys = {rank: f"{generation_key(generation)}/front/{rank}" for rank in ranks}
-        return read_fronts(dict(zip(ranks, raw, strict=True)), keys)
+    def patience(self, generation: int) -> tuple[float, str]:
+        """How long others are waited for in a generation, in seconds, and the name of that bound."""
+        limit_s, world = self._runtime.wait_timeout_s, self._runtime.world
+        if generation == 0 and world is not None and self._runtime.longest_s(world) > limit_s:
+            # Nobody was lost: the scripts come here when they do, as without this product.
+            return self._runtime.longest_s(world), "time-out of the process group"
+        return limit_s, "wait_timeout_s"
 
     def collect(self, store: Store, name: str, ranks: Sequence[int], generation: int, what: str) -> list[bytes]:
         """What ranks have set under ``name`` in a generation, in their order.
@@ -87,10 +77,7 @@ class Fronts:
             WaitTimeout: if one does not come.
         """
         keys = {rank: f"{generation_key(generation)}/{name}/{rank}" for rank in ranks}
-        limit_s, bound, world = self._runtime.wait_timeout_s, "wait_timeout_s", self._runtime.world
-        if generation == 0 and world is not None and self._runtime.longest_s(world) > limit_s:
-            # Nobody was lost: the scripts come here when they do, as without this product.
-            limit_s, bound = self._runtime.longest_s(world), "time-out of the process group"
+        limit_s, bound = self.patience(generation)
         given_up = lambda: self._lifecycle.ended(generation)  # noqa: E731
         wait_for(store, keys, given_up, limit_s, self._env.rank, what, bound=bound)
         return store.multi_get(list(keys.values()))
@@ -122,7 +109,7 @@ def _group_front(group: GroupState, archive: Archive | None) -> GroupFrontier:
     entries = group.log.entries
     on_disk = archive.indices(group.name) if archive is not None else ()
     return GroupFrontier(
-        ranks=group.ranks,
+        ranks=group.members,
         next=group.next,
         done=group.done.to_json(),
         log=sorted({*(seq for seq, entry in entries.items() if entry.redo is None), *group.replay, *on_disk}),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore
 
@@ -23,6 +22,7 @@ from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.endings import Endings, wait_for_change
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.link import connect_store
+from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Exchange, Received
 from shared_core.worker.recovery.forming import EXIT_STALE, Forming
@@ -32,8 +32,6 @@ from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.listener import RecoveryListener
 from shared_core.worker.recovery.survivor import Survivor
 from shared_core.worker.state.publications import Board
-
-_FOREVER = timedelta(days=365)
 
 
 class Recovery:
@@ -73,8 +71,9 @@ class Recovery:
         life = self.lifecycle = Lifecycle(env, runtime)
         self._fronts = Fronts(env, runtime, life, donor, listener)
         self._exchange = Exchange(env, runtime, life, board, donor)
-        self.forming = Forming(env, runtime, life, store, board, events, self._fronts, self._exchange)
-        survivor = Survivor(env, runtime, life, store, events, donor, self._fronts, self.forming, endings, listener)
+        agreement = self._agreement = Agreement(env, runtime, life, self._fronts)
+        self.forming = Forming(env, runtime, life, store, board, events, agreement, self._exchange)
+        survivor = Survivor(env, runtime, life, store, events, donor, agreement, self.forming, endings, listener)
         handing_on = HandingOn(env, runtime, life, store, donor, self._fronts)
         self._threads: dict[Action, tuple[str, Callable[[Entry], None]]] = {
             Action.RECOVER: ("swift-recovery", survivor.recover),
@@ -133,7 +132,7 @@ class Recovery:
                 life.step(Event.NO_TOP if target is None else Event.TOP_FOUND)
                 overtaken = life.ended(generation)
             if overtaken:  # entries that come from now on the watcher answers
-                self._fronts.post(self.store.below(), life.newest)
+                self._agreement.post(self.store.below(), life.newest)
 
     def join(self) -> Received:
         """Form a generation on this thread and take over (newcomer) or begin (first workers). Returns what was
@@ -181,9 +180,9 @@ class Recovery:
             store = PrefixStore(env.prefix.rstrip("/"), connect_store(FOREVER_S, env))
             actions: tuple[Action, ...] = ()
             while Action.STOP_WATCHING not in actions:
+                self._agreement.hear(store, life.newest)
                 generation = life.newest + 1
                 key = generation_key(generation)
-                store.wait([key], _FOREVER)
                 entry = Entry.from_json(store.get(key), generation, env.world_size)
                 if not entry.kind.over:
                     self.board.follow(entry.machines)
@@ -209,7 +208,7 @@ class Recovery:
         if action is Action.EXIT:
             os._exit(EXIT_STALE)
         elif action is Action.POST_FRONT:
-            self._fronts.post(self.store.below(), entry.generation)
+            self._agreement.post(self.store.below(), entry.generation)
         elif action in self._threads:
             name, act = self._threads[action]
             threads.start(act, (entry,), name=name)

@@ -14,9 +14,9 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.endings import Endings
 from shared_core.worker.job_store import JobStore
+from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.forming import Forming
-from shared_core.worker.recovery.fronts import Fronts
 from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.listener import RecoveryListener
 
@@ -31,7 +31,7 @@ class Survivor:
         store: of the job.
         events: the job's event log.
         donor: the replicated state.
-        fronts: frontiers.
+        agreement: on the plan.
         forming: forms generations.
         endings: what is done where that is impossible.
         listener: who is told.
@@ -45,13 +45,13 @@ class Survivor:
         store: JobStore,
         events: EventLog,
         donor: Donor,
-        fronts: Fronts,
+        agreement: Agreement,
         forming: Forming,
         endings: Endings,
         listener: RecoveryListener,
     ) -> None:
         self._env, self._runtime, self._lifecycle, self._store = env, runtime, lifecycle, store
-        self._events, self._donor, self._fronts, self._forming = events, donor, fronts, forming
+        self._events, self._donor, self._agreement, self._forming = events, donor, agreement, forming
         self._endings, self._listener = endings, listener
 
     def recover(self, entry: Entry) -> None:
@@ -75,10 +75,10 @@ class Survivor:
             return
         self._donor.withdraw()
         inject.point("recovery.severed")
-        self._fronts.post(self._store.below(), entry.generation)
+        self._agreement.post(self._store.below(), entry.generation)
         self._say_ready(entry)
         inject.point("recovery.frontier")
-        received = self._forming.form(entry.generation, posted=True)
+        received = self._forming.form(entry.generation)
         fields = {
             "lost": list(entry.lost),
             "detected": entry.detected,

@@ -9,10 +9,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shared_core.launcher.ledger import Ledger
+from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer, choose_cut
 from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
 from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind
 from shared_core.protocol.meeting_document import read_document
+from shared_core.protocol.plan import Plan
 from shared_core.protocol.standstill import Standing, awaited, describe, stuck
 from shared_core.protocol.worker_env import Resized
 from shared_core.protocol.worker_messages import SHAPES, read
@@ -23,7 +25,7 @@ from ..harness import Target, only_errors, stable
 counts = st.integers(0, 9)
 channels = st.dictionaries(st.sampled_from(["0,1,0", "1,0,0"]), counts, max_size=2)
 tops = st.builds(
-    lambda index, version, seq: Top(index, version, 0, "batch", {"default": seq}, members={"default": [0, 1]}),
+    lambda index, version, seq: Top(index, version, 0, "batch", {"default": seq}, members={"default": "0,1"}),
     st.integers(1, 9),
     counts,
     counts,
@@ -38,7 +40,7 @@ frontiers = st.builds(
     groups=st.fixed_dictionaries(
         {},
         optional={
-            "default": st.builds(lambda n, sent: GroupFrontier((0, 1), n, [n], [0], [], sent=sent), counts, channels)
+            "default": st.builds(lambda n, sent: GroupFrontier("0,1", n, [n], [0], [], sent=sent), counts, channels)
         },
     ),
 )
@@ -103,6 +105,12 @@ words = st.sampled_from(
         ("fail", "no"),
     ]
 )
+agreed = st.builds(
+    lambda top, redo, failed: Agreed(None if failed else Plan({0: top}, {0: 1}, (), {"default": redo}), failed),
+    st.none() | tops,
+    st.sets(counts, max_size=3),
+    st.sampled_from(["", "nobody is left"]),
+)
 sums = st.builds(
     lambda version, sums: {"version": version, "sums": sums}, counts, st.lists(counts, min_size=2, max_size=2)
 )
@@ -157,9 +165,13 @@ def _stand(data: bytes, _folder: Path) -> Standing:
 
 def _front(data: bytes, _folder: Path | None = None) -> Frontier:
     """Beside the frontier of another rank."""
-    other = Frontier(1, 0, False, 0, (), {"default": GroupFrontier((0, 1), 1, [1], [0], [])})
+    other = Frontier(1, 0, False, 0, (), {"default": GroupFrontier("0,1", 1, [1], [0], [])})
     read_fronts({0: data, 1: other.to_json().encode()}, {0: "front/0", 1: "front/1"})
     return Frontier.from_json(data)
+
+
+def _agreed(data: bytes, _folder: Path | None = None) -> Agreed:
+    return Agreed.from_json(data, "plan", 2)
 
 
 def _said(data: bytes, _folder: Path) -> Any:
@@ -185,6 +197,7 @@ TARGETS = [
         _front,
         stable(_json, _front),
     ),
+    Target("records.plan", agreed, lambda value, _: _json(value), _agreed, stable(_json, _agreed)),
     Target("records.offer", offers, lambda value, _: _json(value), _cut, only_errors),
     Target("records.standing", standings, lambda value, _: _json(value), _stand, stable(_json, Standing.from_json)),
     Target(

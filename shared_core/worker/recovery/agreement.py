@@ -1,0 +1,173 @@
+"""How the ranks of a generation agree on its plan: one of them computes it for all.
+
+Each rank says where it stands and counts itself. Whoever is the last finds all that a plan needs: it computes the plan
+and publishes it. If it is lost before, that is a loss like any other: the next generation is formed. The others wait
+for one key, in which the watcher of their ledger blocks. Whoever ends the generation sets that key too: nobody polls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from torch._C._distributed_c10d import Store
+
+from shared_core.errors import GenerationAbandoned, RecoveryFailed
+from shared_core.faults import inject
+from shared_core.protocol.admission import let_in
+from shared_core.protocol.agreement import Agreed
+from shared_core.protocol.frontier import Top, read_fronts
+from shared_core.protocol.generation import GIVEN_UP, Kind, generation_key, go_key, plan_key
+from shared_core.protocol.plan import Plan, decide
+from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.waiting import Wait, ranks_text
+from shared_core.worker.comm.runtime import Runtime
+from shared_core.worker.recovery.fronts import Fronts
+from shared_core.worker.recovery.lifecycle import Lifecycle
+
+Heard = TypeVar("Heard")
+
+
+class Agreement:
+    """What one rank says and hears before a generation is connected.
+
+    Args:
+        env: what the launcher told this worker.
+        runtime: the groups.
+        lifecycle: says when a generation is given up.
+        fronts: where this rank stands.
+    """
+
+    def __init__(self, env: WorkerEnv, runtime: Runtime, lifecycle: Lifecycle, fronts: Fronts) -> None:
+        self._env, self._runtime, self._lifecycle, self._fronts = env, runtime, lifecycle, fronts
+        self._saying = threading.Lock()
+        self._said: set[str] = set()
+        self._plans: dict[int, Agreed] = {}
+        self._gone = -1
+
+    # -- what this rank says -----------------------------------------------------------------------
+
+    def post(self, store: Store, generation: int, *, tops: Sequence[Top] | None = None) -> None:
+        """Say where this rank stands, once in a generation. The last to do so decides for all.
+
+        Args:
+            store: of the attempt.
+            generation: that is formed.
+            tops: that this rank has passed, where newcomers are let in; None where they are not.
+
+        Raises:
+            DamagedRecord: what another rank has said is no frontier.
+        """
+        if not self._first(f"front/{generation}"):
+            return
+        key, world_size = generation_key(generation), self._env.world_size
+        store.set(f"{key}/front/{self._env.rank}", self._fronts.front(tops).to_json())
+        if store.add(f"{key}/fronts", 1) != world_size:
+            return
+        inject.point("recovery.deciding")
+        agreed = self._decide(store, generation)
+        store.compare_set(plan_key(generation), "", agreed.to_json())
+        if agreed.plan is not None and not agreed.plan.tops:
+            store.compare_set(go_key(generation), "", "1")
+
+    def _decide(self, store: Store, generation: int) -> Agreed:
+        keys = {rank: f"{generation_key(generation)}/front/{rank}" for rank in range(self._env.world_size)}
+        fronts = read_fronts(dict(zip(keys, store.multi_get(list(keys.values())), strict=True)), keys)
+        entry = self._lifecycle.entries.get(generation)
+        try:
+            return Agreed((let_in if entry is not None and entry.kind is Kind.GO_ON else decide)(fronts))
+        except RecoveryFailed as error:
+            return Agreed(None, str(error))
+
+    def say_ready(self, store: Store, generation: int, newcomers: Sequence[int]) -> None:
+        """This newcomer has come to where it joins. The last of them lets all others connect."""
+        if not self._first(f"ready/{generation}"):
+            return
+        key = generation_key(generation)
+        store.set(f"{key}/ready/{self._env.rank}", "1")
+        if store.add(f"{key}/readies", 1) == len(newcomers):
+            store.compare_set(go_key(generation), "", "1")
+
+    def _first(self, what: str) -> bool:
+        """Whether this is said for the first time: the watcher and the program may both come to say it."""
+        with self._saying:
+            new = what not in self._said
+            self._said.add(what)
+            return new
+
+    # -- what it hears -----------------------------------------------------------------------------
+
+    def hear(self, store: Store, generation: int) -> None:
+        """The watcher's thread: return when nothing is said any more in a generation but that it has ended. Until then
+        this blocks in ``store``.
+
+        Raises:
+            DamagedRecord: what was said is no plan.
+        """
+        key = plan_key(generation)
+        if (said := store.get(key)) != GIVEN_UP.encode():
+            agreed = Agreed.from_json(said, key, self._env.world_size)
+            with self._runtime.lock:
+                self._plans = {generation: agreed}
+                self._runtime.changed.notify_all()
+        if store.get(go_key(generation)) != GIVEN_UP.encode():
+            with self._runtime.lock:
+                self._gone = generation
+                self._runtime.changed.notify_all()
+
+    def plan(self, store: Store, generation: int) -> Plan:
+        """The plan of a generation.
+
+        Raises:
+            GenerationAbandoned: if the generation ends meanwhile.
+            RecoveryFailed: if nobody can serve a newcomer.
+            WaitTimeout: if a rank does not say where it stands.
+        """
+        what = self._lifecycle.why("create the process group", generation)
+        name = f"{generation_key(generation)}/front"
+
+        def come(rank: int) -> bool:
+            return bool(store.check([f"{name}/{rank}"]))
+
+        ranks = range(self._env.world_size)
+        speaks = lambda: not any(come(rank) for rank in range(self._env.rank))  # noqa: E731
+        agreed = self._wait(lambda: self._plans.get(generation), ranks, come, generation, what, speaks)
+        return agreed.plan_or_fail()
+
+    def go(self, store: Store, generation: int, newcomers: Sequence[int]) -> None:
+        """Wait until all newcomers have come to where they join.
+
+        Raises:
+            GenerationAbandoned: if the generation ends meanwhile.
+            WaitTimeout: if one does not come.
+        """
+        what = self._lifecycle.why("reach the training loop", generation)
+        name, others = f"{generation_key(generation)}/ready", set(range(self._env.world_size)) - set(newcomers)
+
+        def come(rank: int) -> bool:
+            return bool(store.check([f"{name}/{rank}"]))
+
+        speaks = lambda: self._env.rank == min(others, default=0)  # noqa: E731
+        self._wait(lambda: generation == self._gone or None, newcomers, come, generation, what, speaks)
+
+    def _wait(
+        self,
+        heard: Callable[[], Heard | None],
+        ranks: Iterable[int],
+        come: Callable[[int], bool],
+        generation: int,
+        what: str,
+        speaks: Callable[[], bool],
+    ) -> Heard:
+        runtime, (limit_s, bound) = self._runtime, self._fronts.patience(generation)
+        missing = lambda: f"{ranks_text(rank for rank in ranks if not come(rank))} {what}"  # noqa: E731
+        wait = Wait(f"rank {self._env.rank}", missing, limit_s, bound=bound, speaks=speaks)
+        while True:
+            with runtime.lock:
+                runtime.changed.wait_for(lambda: heard() or self._lifecycle.ended(generation), wait.next_s())
+                if self._lifecycle.ended(generation):
+                    raise GenerationAbandoned(what)
+                if (found := heard()) is not None:
+                    return found
+            wait.look()  # it asks the store, so not under the lock
