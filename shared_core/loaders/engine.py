@@ -192,10 +192,8 @@ class Engine:
             self.notary.record = record
         if self.indices is not None:
             self.indices.watch = self._watch
-            self.indices.follow = follow or Follow()
+            self.indices.begin(follow or Follow(), lasting=continues)
         inner: Iterator[Any] = iter(self.iterated)
-        if self.indices is not None:
-            self.indices.follow = Follow()
         if self.kind is not Kind.SEEDED:
             record.before = before.pack(changed(before, RawRandom()))
         self._enter(record, inner, continues)

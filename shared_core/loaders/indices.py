@@ -112,25 +112,16 @@ class Drawing(Iterator[Any]):
         if wanted is None:
             return Asked(passed_over=True)
         begin = self._follow.way.begin
-        if wanted == begin:
-            self._tell_later()
-        try:
-            self._draw_up_to(wanted)
-        except StopIteration:
-            self._tell_later()
-            raise
+        if wanted == begin:  # states of loader workers that are put back before batches that are wanted
+            states = self._follow.states.items()
+            self._told.update({number % self._workers: state for number, state in states if number >= begin})
+        self._draw_up_to(wanted)
         if (watch := self._watch()) is not None:
             watch.look(self._drawn)
         state = self._told.pop(wanted % self._workers, None) if self._told else None
         if wanted < begin:
             state = self._follow.states.get(wanted) or state
         return Asked(self._drawn, state) if state else self._drawn
-
-    def _tell_later(self) -> None:
-        """States of loader workers are put back before batches that are wanted."""
-        begin = self._follow.way.begin
-        later = {number % self._workers: state for number, state in self._follow.states.items() if number >= begin}
-        self._told.update(later)
 
     def _draw_up_to(self, wanted: int) -> None:
         while self._number <= wanted:
@@ -182,6 +173,17 @@ class Indices:
 
     def __len__(self) -> int:
         return len(self.inner)
+
+    def begin(self, follow: Follow, lasting: bool) -> None:
+        """A pass begins.
+
+        Args:
+            follow: what is drawn without being read.
+            lasting: by the loader workers of the pass before it.
+        """
+        self.follow = follow
+        if not lasting:
+            self._told.clear()
 
     def __iter__(self) -> Iterator[Any]:
         source = self._source(self.listed)

@@ -136,6 +136,7 @@ class Reader:
     def _go_to(self, state: dict[str, Any]) -> None:
         restore_raw(self._random)
         write_random(state.get("random", {}))
+        self._latest = RawRandom()  # what was seen before says nothing about what has just been set
         self._owned.restore({name: state.get(name, self._started[name]) for name in ("scalars", "generators")})
         if "stream" in state:
             self._dataset.load_state_dict(copy.deepcopy(state["stream"]))

@@ -47,7 +47,7 @@ def live_and_die(name: str, ahead: int, leave: int, losses: list[tuple[int, int]
     assert read_random() == after
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.nightly), 1])
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_in_process(name: str, ahead: int) -> None:
     """Lost in the first epoch, twice; in the second; at the last one's first and last batch."""
@@ -60,8 +60,14 @@ def test_left_early(name: str) -> None:
     live_and_die(name, 0, 5, [(0, 3), (1, 0), (1, 5), (2, 2)])
 
 
-@pytest.mark.parametrize("leave, ahead", [(0, 0), (5, 0), (0, 1), (1, 1)])
-@pytest.mark.parametrize("name", [name for name in KINDS if name not in IN_PROCESS])
+def with_workers() -> list[Any]:
+    """Kinds, batches after which epochs are left, and items fetched ahead; few in every run."""
+    cases = [(name, *how) for name in KINDS if name not in IN_PROCESS for how in ((0, 0), (5, 0), (0, 1), (1, 1))]
+    daily = {("workers_lazy", 0, 1), ("lasting", 5, 0), ("workers_prepared", 0, 0)}
+    return [case if case in daily else pytest.param(*case, marks=pytest.mark.nightly) for case in cases]
+
+
+@pytest.mark.parametrize("name, leave, ahead", with_workers())
 def test_with_loader_workers(name: str, leave: int, ahead: int) -> None:
     live_and_die(name, ahead, leave, [(0, 1), (1, 0), (2, 0)] if leave == 1 else [(0, 4), (1, 0), (1, 3), (2, 5)])
 
