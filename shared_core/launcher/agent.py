@@ -117,6 +117,7 @@ class Agent:
             wakeup,
             fleet,
             starter,
+            config,
             telling,
             self.records,
             book,
@@ -275,6 +276,8 @@ class Agent:
         if attempts.phase.trains:
             self._parting.look(attempts.now.finished(mine), mine)
         self._resizes.shrink_late()
+        if self._program.mode != "exec":
+            attempts.look_after_spares()
         self._persisting.look(min(mine, default=0), self._telling.run_id)
         self._telling.story.look()
         return True

@@ -11,12 +11,14 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from shared_core.config import SwiftConfig
 from shared_core.launcher.attempt import LOOPBACK, Attempt
 from shared_core.launcher.console import ranks
 from shared_core.launcher.elastic import Records
 from shared_core.launcher.machine import Crew
 from shared_core.launcher.places import Places
 from shared_core.launcher.roster import Roster
+from shared_core.launcher.spares import Spares
 from shared_core.launcher.starting import Start, Starter
 from shared_core.launcher.telling import Telling
 from shared_core.launcher.wakeup import Wakeup
@@ -57,6 +59,7 @@ class Attempts:
         wakeup: ends the agent's waits.
         fleet: the processes.
         starter: starts workers.
+        config: options of the job.
         telling: says what happens.
         records: torchelastic's.
         book: counts losses.
@@ -68,6 +71,7 @@ class Attempts:
         places: of this machine's workers.
         number: of the attempt, from 0.
         roster: which of its ranks are held.
+        spares: prepared standbys.
         result: of the job, once it is over here.
     """
 
@@ -80,6 +84,7 @@ class Attempts:
         wakeup: Wakeup,
         fleet: Fleet,
         starter: Starter,
+        config: SwiftConfig,
         telling: Telling,
         records: Records,
         book: LossBook,
@@ -93,6 +98,8 @@ class Attempts:
         self.places = Places(spec)
         self.number = 0
         self.roster = Roster()
+        read = progress_file.read_progress
+        self.spares = Spares(config, fleet, starter, telling, lambda rank: read(self.progress_file(rank)))
         self.result: RunResult | None = None
         self._attempt: Attempt | None = None
         self._actions: dict[Action, Callable[[Happened], None]] = {
@@ -227,10 +234,22 @@ class Attempts:
         if self._attempt is not None:
             self._attempt.close()
 
+    def look_after_spares(self) -> None:
+        """Prepare standbys while all is well."""
+        if self.phase is Phase.RUNNING and not self.roster.lost and not self.roster.missing:
+            self.spares.look(self._in_what())
+
     def _start(self, local_rank: int) -> None:
+        start = self._in_what()
+        rank = self.places.workers[local_rank].global_rank
+        if start.attempt.incarnations[rank] and self.spares.take(rank, start):
+            self._wakeup.tell()  # its process is there
+        else:
+            self._starter.start(local_rank, start)
+
+    def _in_what(self) -> Start:
         address = self._crew.address if self._crew is not None else ""
-        start = Start(self.places, self.now, address, self._resizing.line, self._telling.run_id)
-        self._starter.start(local_rank, start)
+        return Start(self.places, self.now, address, self._resizing.line, self._telling.run_id)
 
     def _take(self, places: Places) -> None:
         self.places = places
@@ -282,6 +301,7 @@ class Attempts:
         """SIGKILL to every worker, those that are just being forked included; returns when all are reaped."""
         fleet = self._fleet
         self.roster.forget_due()
+        self.spares.clear()
         fleet.cancel_starts()
         # One that hangs in a file system cannot be killed, and its place must not be taken twice.
         whom = lambda: f"{ranks_text(one.rank for one in fleet.live.values())} to end, killed with SIGKILL"  # noqa: E731

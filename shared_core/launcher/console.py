@@ -241,6 +241,11 @@ class Story:
         named = ranks([away.rank for away in back])
         self._say(f"{named} {verb} back after {stall:.2f} s{whence}; 0 steps lost ({'; '.join(each)})")
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nobody is lost, and nothing changes."""
+        return not self._away and self._change is None
+
     # -- waits --------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:

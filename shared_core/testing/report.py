@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from shared_core.events import read_events
 from shared_core.testing.digest import digest
 
 OUT = "SWIFT_TEST_OUT"
+#: What is counted -> standbys that must have been prepared before it, as JSON: the job goes on when they are.
+AWAIT = "SWIFT_TEST_AWAIT"
+_AWAIT_S = 60.0
 
 
 def start_time(pid: int | str = "self") -> int:
@@ -44,6 +49,7 @@ class Report:
     def __init__(self, out: str | os.PathLike[str] | None = None) -> None:
         self.out = Path(out if out is not None else os.environ[OUT])
         self.counts: Counter[str] = Counter()
+        self._awaited: dict[str, int] = json.loads(os.environ.get(AWAIT, "{}"))
         self.who = {
             "rank": int(os.environ["RANK"]),
             "pid": os.getpid(),
@@ -60,6 +66,8 @@ class Report:
 
     def count(self, key: str) -> None:
         """Count one forward pass of a batch; ``key`` names the entry, epoch and batch."""
+        if events := os.environ.get("SWIFT_RECOVERY_EVENTS"):
+            wait_prepared(events, self._awaited.get(key, 0))
         self.counts[key] += 1
 
     def finish(self, digests: Mapping[str, str], **extra: Any) -> None:
@@ -74,3 +82,16 @@ class Report:
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(final))
         partial.replace(path)
+
+
+def wait_prepared(events: str, number: int) -> None:
+    """Return when so many standbys were prepared in this job.
+
+    Raises:
+        TimeoutError: they were not.
+    """
+    deadline = time.monotonic() + _AWAIT_S
+    while number and sum(event.kind == "prepared" for event in read_events(events)) < number:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{number} standbys were not prepared in {_AWAIT_S:g} s")
+        time.sleep(0.02)

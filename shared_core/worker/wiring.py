@@ -44,6 +44,7 @@ from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.reporting import News
+from shared_core.worker.recovery.spare import Spare
 from shared_core.worker.recovery.start import Start
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import Passes
@@ -226,7 +227,7 @@ def wire(env: WorkerEnv) -> Worker:
     passes = Passes(runtime, board, updates, parts, state_relay.joining, position)
     news = News(env, events, runtime, updates, state_relay.rolled_back, store.report)
     replays = Replays(runtime, log, Commits(runtime, log, state_relay.newest_top))
-    start = Start(runtime, store, endings, events, updates, parts, board, recovery, lanes)
+    start = Start(runtime, store, endings, events, updates, parts, board, recovery, lanes, Spare(env, store, board))
     checkpoints = Checkpointing(start, position, board)
     trained = Trained(config, runtime, updates, parts, buckets, passes)
     publishing = Publishing(
