@@ -13,7 +13,7 @@ from shared_core.events import console
 from shared_core.launcher.starting import Start, Starter
 from shared_core.launcher.telling import Telling
 from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
-from shared_core.protocol.preparing import LEAST_STARTUP_S, Measured, Prepared, decide, next_rank, retry_s
+from shared_core.protocol.preparing import EXIT_UNFIT, LEAST_STARTUP_S, Measured, Prepared, decide, next_rank, retry_s
 from shared_core.system import process
 from shared_core.system.memory import machine_bytes, private_bytes
 
@@ -42,6 +42,7 @@ class Spares:
         self._told = False
         self._losses: Counter[int] = Counter()
         self._ready: dict[int, Prepared] = {}
+        self._unfit: set[int] = set()
         self._preparing: LiveWorker | None = None
         self._failures, self._next = 0, 0.0
 
@@ -67,7 +68,7 @@ class Spares:
             self._telling.emit("preparing", number=decision.number, reason=decision.text, **fields)
             if chosen not in ("auto", 0) or (chosen == "auto" and measured.startup_s >= LEAST_STARTUP_S):
                 console(decision.text)
-        rank = next_rank(decision.number, ranks, self._losses, self._ready)
+        rank = next_rank(decision.number, set(ranks) - self._unfit, self._losses, self._ready)
         patience_s = measured.startup_s if chosen == "auto" else 0.0
         if rank is None or time.time() - self._trains_since < patience_s or not self._fleet.can_start:
             self._next = time.monotonic() + 1.0
@@ -77,7 +78,7 @@ class Spares:
     def ready(self, said: Prepared) -> None:
         """A standby waits for its rank's place."""
         spare = self._preparing
-        if spare is None or (spare.rank, spare.incarnation) != (said.rank, said.incarnation) or not spare.pid:
+        if spare is None or spare.pid != said.pid:
             return
         self._preparing = None
         self._ready[said.rank] = said
@@ -106,6 +107,7 @@ class Spares:
             self._drop(spare)
         self._preparing = None
         self._ready.clear()
+        self._unfit.clear()
         self._startups.clear()
         self._trains_since, self._failures, self._next = 0.0, 0, 0.0
 
@@ -159,6 +161,10 @@ class Spares:
             if spare is self._preparing:
                 self._preparing = None
             if spare.cause == CANCELLED:
+                continue
+            if code == EXIT_UNFIT:
+                self._unfit.add(spare.rank)
+                console(f"no standby is prepared for rank {spare.rank}: its stage has no replica to begin from")
                 continue
             self._ready.pop(spare.rank, None)
             self._failures += 1

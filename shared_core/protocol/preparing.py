@@ -17,6 +17,8 @@ LEAST_STARTUP_S = 2.0
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 1 << 30
 #: Seconds from a failure of a prepared standby to the next try, by failures in a row; after the last none follows.
 RETRY_S = (1.0, 5.0, 25.0)
+#: Exit code of a standby that cannot serve: its rank has no replica, so a newcomer runs on from a checkpoint.
+EXIT_UNFIT = 76
 _GIB = 1 << 30
 
 
@@ -32,11 +34,13 @@ class Prepared:
     Attributes:
         rank: which one.
         incarnation: that it will be.
+        pid: of its process.
         until: a file; once it is there, the standby is of no use. Empty where it stays of use.
     """
 
     rank: Count
     incarnation: Count
+    pid: Count
     until: str = ""
 
 

@@ -22,7 +22,8 @@ from shared_core.events import read_events
 from shared_core.testing.digest import digest
 
 OUT = "SWIFT_TEST_OUT"
-#: What is counted -> standbys that must have been prepared before it, as JSON: the job goes on when they are.
+#: Number of a forward pass of a worker -> how many prepared standbys it waits for there, and of how many it must have
+#: been said before that they are lost; as JSON.
 AWAIT = "SWIFT_TEST_AWAIT"
 _AWAIT_S = 60.0
 
@@ -49,7 +50,7 @@ class Report:
     def __init__(self, out: str | os.PathLike[str] | None = None) -> None:
         self.out = Path(out if out is not None else os.environ[OUT])
         self.counts: Counter[str] = Counter()
-        self._awaited: dict[str, int] = json.loads(os.environ.get(AWAIT, "{}"))
+        self._awaited: dict[str, tuple[int, int]] = json.loads(os.environ.get(AWAIT, "{}"))
         self.who = {
             "rank": int(os.environ["RANK"]),
             "pid": os.getpid(),
@@ -66,9 +67,10 @@ class Report:
 
     def count(self, key: str) -> None:
         """Count one forward pass of a batch; ``key`` names the entry, epoch and batch."""
-        if events := os.environ.get("SWIFT_RECOVERY_EVENTS"):
-            wait_prepared(events, self._awaited.get(key, 0))
         self.counts[key] += 1
+        events = os.environ.get("SWIFT_RECOVERY_EVENTS")
+        if events and (awaited := self._awaited.get(str(self.counts.total()))):
+            _wait_prepared(events, *awaited)
 
     def finish(self, digests: Mapping[str, str], **extra: Any) -> None:
         """Write the final report, whole or not at all.
@@ -84,14 +86,22 @@ class Report:
         partial.replace(path)
 
 
-def wait_prepared(events: str, number: int) -> None:
-    """Return when so many standbys were prepared in this job.
+def _wait_prepared(events: str, number: int, lost: int) -> None:
+    """Return when so many standbys were prepared in this job, after so many were lost.
 
     Raises:
         TimeoutError: they were not.
     """
     deadline = time.monotonic() + _AWAIT_S
-    while number and sum(event.kind == "prepared" for event in read_events(events)) < number:
+    while _prepared_after(events, lost) < number:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{number} standbys were not prepared in {_AWAIT_S:g} s")
         time.sleep(0.02)
+
+
+def _prepared_after(events: str, lost: int) -> int:
+    found = 0
+    for event in read_events(events):
+        lost -= event.kind == "warning" and "the prepared standby" in event.fields["message"]
+        found += event.kind == "prepared" and lost <= 0
+    return found

@@ -16,7 +16,7 @@ from shared_core.faults import inject
 from shared_core.protocol.codec import Count, decode
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.keys import PREPARED
-from shared_core.protocol.preparing import Prepared, place_key
+from shared_core.protocol.preparing import EXIT_UNFIT, Prepared, place_key
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.job_store import JobStore
@@ -69,10 +69,12 @@ class Spare:
             DamagedRecord: what the launcher has said is no generation.
         """
         env = self._env
+        if any(top.replicas == [env.rank] for top in self._board.tops()):
+            os._exit(EXIT_UNFIT)
         until = next((str(self._board.end_file(e)) for e, ended in self._finished.items() if not ended), "")
         # It blocks, so it has a connection of its own.
         store = PrefixStore(env.prefix.rstrip("/"), connect_store(FOREVER_S, env))
-        self._store.tell(PREPARED, asdict(Prepared(env.rank, env.incarnation, until)))
+        self._store.tell(PREPARED, asdict(Prepared(env.rank, env.incarnation, os.getpid(), until)))
         inject.point("spare.waits")
         key = place_key(env.rank, env.incarnation)
         try:
