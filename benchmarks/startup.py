@@ -1,7 +1,7 @@
 """What a script's start-up adds to a loss, with and without a prepared standby, and what one costs while it waits.
 
 Plain DDP on a 6-layer MLP of width 512 with four workers. Before its loop the script takes 8 s, half of them computing.
-The last rank is killed (SIGKILL) again and again, each time when its standby is prepared, where it has one.
+The last rank is killed (SIGKILL), when its standby is prepared where it has one; the cases take turns.
 
 - stall: from the loss until a survivor's next ``optimizer.step`` has returned, the longest of all survivors;
 - step, a standby waits / stopped: median step while the standby waits as it does, and while it is stopped (SIGSTOP),
@@ -66,20 +66,19 @@ class Run:
                 raise RuntimeError(f"no {what} after {PATIENCE_S:g} s\n{self.workers.tail()}")
             time.sleep(0.05)
 
-    def stall(self, number: int) -> float:
-        """Kill the rank for the ``number``-th time, from 0, and return the stall."""
+    def stall(self) -> float:
+        """Kill the rank, and return the stall."""
         self.wait("step", lambda: (self.out / f"trace{RANK}.jsonl").exists())
         if self._prepared:
-            self.wait("prepared standby", lambda: len(self.events("prepared")) > number)
+            self.wait("prepared standby", lambda: bool(self.events("prepared")))
         time.sleep(0.5)
-        started = [event.fields["pid"] for event in self.events("newcomer_start")]
-        pid = started[-1] if started else self.events("start")[0].fields["pids"][str(RANK)]
-        os.kill(pid, signal.SIGKILL)
-        self.wait("recovery", lambda: len(self.events("resumed")) >= (number + 1) * (WORKERS - 1))
-        served = self.events("newcomer_start")[-1].fields["how"]
-        if (served == "prepared") != bool(self._prepared):
-            raise RuntimeError(f"the newcomer was a {served} one")
-        return max(float(event.fields["stall_s"]) for event in self.events("resumed")[-(WORKERS - 1) :])
+        [start] = self.events("start")
+        os.kill(start.fields["pids"][str(RANK)], signal.SIGKILL)
+        self.wait("recovery", lambda: len(self.events("resumed")) >= WORKERS - 1)
+        [newcomer] = self.events("newcomer_start")
+        if (newcomer.fields["how"] == "prepared") != bool(self._prepared):
+            raise RuntimeError(f"the newcomer was a {newcomer.fields['how']} one")
+        return max(float(event.fields["stall_s"]) for event in self.events("resumed"))
 
     def step_s(self, spans: Sequence[tuple[float, float]]) -> float:
         """Median time of a step of rank 0 that began and ended within one of these spans."""
@@ -92,27 +91,28 @@ class Run:
         )
 
 
-def measure(folder: Path, kills: int, turns: int) -> list[Row]:
+def measure(folder: Path, rounds: int, turns: int) -> list[Row]:
     """All rows."""
-    stalls: dict[str, float] = {}
-    rows: list[Row] = []
     cases = [("no start-up", 0.0, 0), (f"{STARTUP_S:g} s", STARTUP_S, 0), (f"{STARTUP_S:g} s, prepared", STARTUP_S, 1)]
-    for number, (case, startup_s, prepared) in enumerate(cases):
-        run = Run(folder / str(number), startup_s, prepared)
-        with run.workers:
-            found = [run.stall(kill) for kill in range(kills)]
-            say(f"{case}: stalls {', '.join(f'{stall:.3f}' for stall in found)} s")
-            stalls[case] = statistics.median(found)
-            if prepared:
-                rows += _meanwhile(run, kills, turns)
-    first, *_, last = stalls.values()
-    rows = [Row(case, "stall, median", stall, "s") for case, stall in stalls.items()] + rows
+    stalls: dict[str, list[float]] = {case: [] for case, _, _ in cases}
+    rows: list[Row] = []
+    for number in range(rounds):
+        for case, startup_s, prepared in cases:
+            run = Run(folder / f"{number}-{startup_s:g}-{prepared}", startup_s, prepared)
+            with run.workers:
+                stalls[case].append(run.stall())
+                say(f"{case}: stall {stalls[case][-1]:.3f} s")
+                if prepared and number == rounds - 1:
+                    rows += _meanwhile(run, turns)
+    medians = {case: statistics.median(found) for case, found in stalls.items()}
+    first, *_, last = medians.values()
+    rows = [Row(case, "stall, median", stall, "s") for case, stall in medians.items()] + rows
     return [*rows, at_most("prepared / no start-up", "stall", last / first, "", FACTOR_TARGET)]
 
 
-def _meanwhile(run: Run, kills: int, turns: int) -> list[Row]:
+def _meanwhile(run: Run, turns: int) -> list[Row]:
     """What a standby costs while it waits, and while it is prepared."""
-    run.wait("prepared standby", lambda: len(run.events("prepared")) > kills)
+    run.wait("prepared standby", lambda: len(run.events("prepared")) > 1)
     pid = run.events("prepared")[-1].fields["pid"]
     spans: dict[signal.Signals, list[tuple[float, float]]] = {signal.SIGCONT: [], signal.SIGSTOP: []}
     begun, used = time.time(), _processor_s(pid)

@@ -19,8 +19,6 @@ from shared_core.resources import told_before, what_to_do
 #: Kinds of events, in the order in which the life of a failure produces them.
 KINDS = (
     "start",
-    "preparing",
-    "prepared",
     "lost",
     "generation",
     "survivor_ready",
@@ -40,6 +38,8 @@ KINDS = (
     "together",
     "help",
     "groups",
+    "preparing",
+    "prepared",
     "warning",
     "log_memory",
     "fault",

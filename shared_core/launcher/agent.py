@@ -35,6 +35,7 @@ from shared_core.launcher.persisting import Persisting
 from shared_core.launcher.places import Places
 from shared_core.launcher.rendezvous import Meeting
 from shared_core.launcher.resizes import Resizes
+from shared_core.launcher.spares import Spares
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.launcher.starting import Starter
 from shared_core.launcher.telling import Telling
@@ -117,7 +118,7 @@ class Agent:
             wakeup,
             fleet,
             starter,
-            config,
+            Spares(config, fleet, starter, telling, job.path),
             telling,
             self.records,
             book,

@@ -11,7 +11,6 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shared_core.config import SwiftConfig
 from shared_core.launcher.attempt import LOOPBACK, Attempt
 from shared_core.launcher.console import ranks
 from shared_core.launcher.elastic import Records
@@ -59,7 +58,7 @@ class Attempts:
         wakeup: ends the agent's waits.
         fleet: the processes.
         starter: starts workers.
-        config: options of the job.
+        spares: prepared standbys.
         telling: says what happens.
         records: torchelastic's.
         book: counts losses.
@@ -71,7 +70,7 @@ class Attempts:
         places: of this machine's workers.
         number: of the attempt, from 0.
         roster: which of its ranks are held.
-        spares: prepared standbys.
+        spares: see above.
         result: of the job, once it is over here.
     """
 
@@ -84,7 +83,7 @@ class Attempts:
         wakeup: Wakeup,
         fleet: Fleet,
         starter: Starter,
-        config: SwiftConfig,
+        spares: Spares,
         telling: Telling,
         records: Records,
         book: LossBook,
@@ -98,8 +97,7 @@ class Attempts:
         self.places = Places(spec)
         self.number = 0
         self.roster = Roster()
-        read = progress_file.read_progress
-        self.spares = Spares(config, fleet, starter, telling, lambda rank: read(self.progress_file(rank)))
+        self.spares = spares
         self.result: RunResult | None = None
         self._attempt: Attempt | None = None
         self._actions: dict[Action, Callable[[Happened], None]] = {
@@ -140,7 +138,7 @@ class Attempts:
 
     def progress_file(self, rank: int) -> Path:
         """Where a worker of this machine says how far it is."""
-        return self._job.path / f"rank{rank}" / "progress"
+        return progress_file.path_of(self._job.path, rank)
 
     def set_key(self, name: str) -> None:
         """Set a key that workers look at; before there is an attempt nothing."""
@@ -240,12 +238,8 @@ class Attempts:
             self.spares.look(self._in_what())
 
     def _start(self, local_rank: int) -> None:
-        start = self._in_what()
-        rank = self.places.workers[local_rank].global_rank
-        if start.attempt.incarnations[rank] and self.spares.take(rank, start):
+        if self.spares.start(local_rank, self._in_what()):
             self._wakeup.tell()  # its process is there
-        else:
-            self._starter.start(local_rank, start)
 
     def _in_what(self) -> Start:
         address = self._crew.address if self._crew is not None else ""
@@ -287,11 +281,7 @@ class Attempts:
             self._start(local_rank)
 
     def _replace(self, _: Happened) -> None:
-        waiting = {place for _, place in self.roster.due}
-        local = {one.global_rank: one.local_rank for one in self.places.workers}
-        for rank in sorted(self.roster.lost & local.keys()):
-            if local[rank] not in waiting:
-                self.roster.replace_in(0.0, local[rank])
+        self.roster.replace_all({one.global_rank: one.local_rank for one in self.places.workers})
         self.start_due()
 
     def _tell(self, happened: Happened) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 
 from shared_core.config import SwiftConfig
 from shared_core.events import console
@@ -14,11 +14,13 @@ from shared_core.launcher.starting import Start, Starter
 from shared_core.launcher.telling import Telling
 from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
 from shared_core.protocol.preparing import EXIT_UNFIT, LEAST_STARTUP_S, Measured, Prepared, decide, next_rank, retry_s
+from shared_core.protocol.progress_file import path_of, read_progress
 from shared_core.system import process
 from shared_core.system.memory import machine_bytes, private_bytes
 
-#: ``(batch tops, inside a collective, time of the last change)`` of a rank; None before there is any.
-Progress = Callable[[int], tuple[int, bool, float] | None]
+#: Seconds until it is looked again whether a further standby is to be prepared: after one that cannot be started now,
+#: and after all that there are to be.
+_SOON_S, _LATER_S = 1.0, 60.0
 
 
 class Spares:
@@ -29,14 +31,12 @@ class Spares:
         fleet: the processes.
         starter: starts them.
         telling: says what happens.
-        progress: how far a rank is.
+        job_dir: private folder of the job, where workers say how far they are.
     """
 
-    def __init__(
-        self, config: SwiftConfig, fleet: Fleet, starter: Starter, telling: Telling, progress: Progress
-    ) -> None:
+    def __init__(self, config: SwiftConfig, fleet: Fleet, starter: Starter, telling: Telling, job_dir: Path) -> None:
         self._config, self._fleet, self._starter, self._telling = config, fleet, starter, telling
-        self._progress = progress
+        self._job_dir = job_dir
         self._startups: dict[int, float] = {}
         self._trains_since = 0.0
         self._told = False
@@ -71,7 +71,7 @@ class Spares:
         rank = next_rank(decision.number, set(ranks) - self._unfit, self._losses, self._ready)
         patience_s = measured.startup_s if chosen == "auto" else 0.0
         if rank is None or time.time() - self._trains_since < patience_s or not self._fleet.can_start:
-            self._next = time.monotonic() + 1.0
+            self._next = time.monotonic() + (_LATER_S if rank is None else _SOON_S)
             return
         self._preparing = self._starter.prepare(start.places.local_rank(rank), start)
 
@@ -85,8 +85,23 @@ class Spares:
         took_s, held = time.time() - spare.born, private_bytes(spare.pid)
         self._telling.emit("prepared", rank=said.rank, pid=spare.pid, took_s=took_s, bytes=held)
 
-    def take(self, rank: int, start: Start) -> bool:
-        """The worker of a rank is lost: give its place to the prepared standby; whether there is one."""
+    def start(self, local_rank: int, start: Start) -> bool:
+        """Start a worker: its rank's place goes to the prepared standby, else to a process that is asked for.
+
+        Args:
+            local_rank: its place on this machine.
+            start: in what it is started.
+
+        Returns:
+            Whether its process is there already.
+        """
+        rank = start.places.workers[local_rank].global_rank
+        if start.attempt.incarnations[rank] and self._take(rank, start):
+            return True
+        self._starter.start(local_rank, start)
+        return False
+
+    def _take(self, rank: int, start: Start) -> bool:
         self._losses[rank] += 1
         self._bury()
         incarnation = start.attempt.incarnations[rank]
@@ -97,7 +112,7 @@ class Spares:
                 continue
             start.attempt.give_place(rank, incarnation)
             self._fleet.promote(spare)
-            self._failures = 0
+            self._failures, self._next = 0, 0.0
             return True
         return False
 
@@ -123,7 +138,7 @@ class Spares:
         """Whether all workers here have come to a batch; how long that took them is noted."""
         live = self._fleet.live.values()
         for one in live:
-            progress = self._progress(one.rank)
+            progress = read_progress(path_of(self._job_dir, one.rank))
             if progress is None or not progress[0] or progress[2] < one.started:
                 return False
             if one.pid not in self._startups and one.how != "prepared":
@@ -148,6 +163,7 @@ class Spares:
         """The entry call that a standby is in has ended: its rank gets another one."""
         for rank in [rank for rank, said in self._ready.items() if _useless(said)]:
             del self._ready[rank]
+            self._next = 0.0
             for spare in self._of(rank):
                 self._drop(spare)
 

@@ -26,6 +26,10 @@ from shared_core.waiting import Wait, ranks_text
 ANSWER_TIMEOUT_S = 10.0
 #: Standbys that die before they are ready, in a row, until they are given up.
 GIVE_UP_AFTER = 2
+_THREADS = (
+    "the standby holds {} threads after its imports; a forked worker has only one of them. If workers hang at start, "
+    "leave the module that starts them out of --preload, or use --standbys 0"
+)
 #: Cause of death of a worker that is no longer wanted.
 CANCELLED = "cancelled"
 
@@ -140,9 +144,8 @@ class Fleet:
         self._refusals = Retries(say)
         self._warned_threads = False
         self._early = early
-        self._foreign = set(process.children()) - (
-            {early.pid} if early else set()
-        )  # of whoever became the agent with exec: not ours to end
+        self._foreign = set(process.children())  # of whoever became the agent with exec: not ours to end
+        self._foreign.discard(early.pid if early else 0)
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
@@ -260,10 +263,7 @@ class Fleet:
         threads = int(standby.report.get("threads", 1))
         if threads > 1 and not self._warned_threads:
             self._warned_threads = True
-            self._say(
-                f"the standby holds {threads} threads after its imports; a forked worker has only one of them. "
-                "If workers hang at start, leave the module that starts them out of --preload, or use --standbys 0"
-            )
+            self._say(_THREADS.format(threads))
         for module, error in standby.report.get("failed", {}).items():
             self._say(f"the standby could not import {module} ({error}); newcomers import it themselves")
 
@@ -278,8 +278,7 @@ class Fleet:
                 process.kill_group(pid)  # while the zombie still holds the pid: its loader processes go with it
             code = process.reap(pid)
             if worker is not None:
-                self._release(worker)
-                (self._fallen if worker.spare else dead).append((worker, -signal.SIGKILL if code is None else code))
+                self._note_death(worker, code, dead)
             elif (standby := next((one for one in self._standbys if one.pid == pid), None)) is not None:
                 self._lost_standby(standby)
             elif self._starting:
@@ -288,8 +287,7 @@ class Fleet:
         for pid in list(self._early_deaths.keys() & {*self.live, *self.spares}):
             worker = self.live.pop(pid, None) or self.spares.pop(pid)
             process.kill_group(pid)
-            self._release(worker)
-            (self._fallen if worker.spare else dead).append((worker, self._early_deaths.pop(pid)))
+            self._note_death(worker, self._early_deaths.pop(pid), dead)
         if not self._starting:
             self._early_deaths.clear()
         return dead
@@ -301,8 +299,7 @@ class Fleet:
         Raises:
             OutOfResources: no process could be started for a worker for as long as one is waited for.
         """
-        now = time.monotonic()
-        late = any(now - asked > ANSWER_TIMEOUT_S for asked in self._asked.values())
+        late = any(time.monotonic() - asked > ANSWER_TIMEOUT_S for asked in self._asked.values())
         for standby in self._standbys:
             if process.state_of(standby.pid) == "T" or (late and standby.outstanding):
                 process.kill_group(standby.pid)
@@ -316,9 +313,7 @@ class Fleet:
             self._wait = None
             return
         if self._wait is None:
-            whom = f"a standby to import {', '.join(self._preload.modules) or 'torch'}, from which they start"
-            if self._refusals.error is not None:
-                whom = "the system to let a process start"
+            whom = _awaited(self._preload, self._refusals.error)
             who, ends = ranks_text(worker.rank for worker in self._waiting), "it is replaced"
             self._wait = Wait(who, whom, self._wait_timeout_s, ends=ends, say=self._say, advice="It is replaced.")
         try:
@@ -351,6 +346,10 @@ class Fleet:
             self._say(f"a standby died (pid {standby.pid}); starting another")
             self.fill_standbys()
         self._waiting += [worker for worker in lost if not worker.cause]
+
+    def _note_death(self, worker: LiveWorker, code: int | None, dead: list[tuple[LiveWorker, int]]) -> None:
+        self._release(worker)
+        (self._fallen if worker.spare else dead).append((worker, -signal.SIGKILL if code is None else code))
 
     def _release(self, worker: LiveWorker) -> None:
         if worker.pidfd is not None:
@@ -396,3 +395,10 @@ class Fleet:
             self._release(worker)
         self.live.clear()
         self.spares.clear()
+
+
+def _awaited(preload: Preload, refused: OSError | None) -> str:
+    """What workers wait for that have no process yet, in words."""
+    if refused is not None:
+        return "the system to let a process start"
+    return f"a standby to import {', '.join(preload.modules) or 'torch'}, from which they start"
