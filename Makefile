@@ -63,6 +63,7 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.overhead --json runs/bench/overhead.json
 	$(PY) -m benchmarks.recovery --json runs/bench/recovery.json
 	$(PY) -m benchmarks.scale --json runs/bench/scale.json
+	$(PY) -m benchmarks.startup --json runs/bench/startup.json
 	$(PY) -m benchmarks.copies --json runs/bench/copies.json
 	$(PY) -m benchmarks.undo --json runs/bench/undo.json
 	$(PY) -m benchmarks.pipeline_overhead --json runs/bench/pipeline_overhead.json

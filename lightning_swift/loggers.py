@@ -264,9 +264,11 @@ class Missed:
         self._job, self._trainer, self._loggers = job, trainer, loggers
         #: Batch top before it, number of the logger, scalars and step of each row.
         self._rows: list[tuple[int, int, dict[str, Any], int | None]] = []
-        #: Of the worker whose place this one takes.
-        self._before = job.peek("lightning.missed"), job.peek("lightning.loggers")
-        if job.rank != 0:
+        #: In rank 0: of the worker whose place this one takes.
+        self._before: tuple[Any, Any] = None, None
+        if job.rank == 0:
+            self._before = job.peek("lightning.missed"), job.peek("lightning.loggers")
+        else:
             for number, logger in enumerate(trainer.loggers):
                 logger.log_metrics = partial(self._note, number)  # type: ignore[method-assign]
         job.register("lightning.missed", self._capture, self._restore)

@@ -103,7 +103,9 @@ class RecoveringStrategy(CollectiveStrategy):
         self._trainer = trainer
         self._run_state = RunState(trainer)
         self._run_state.register(self.job)
-        self._run_state.loggers.prepare(self.job, self.job.peek("lightning.loggers"))
+        # Only rank 0 has any. A prepared standby of another rank goes on to its first batch.
+        logged = self.job.peek("lightning.loggers") if trainer.is_global_zero else None
+        self._run_state.loggers.prepare(self.job, logged)
         if not self._listening:
             self._listening = True
             self.job.news.listen(self._log_recovery)

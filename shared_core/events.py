@@ -38,6 +38,8 @@ KINDS = (
     "together",
     "help",
     "groups",
+    "preparing",
+    "prepared",
     "warning",
     "log_memory",
     "fault",

@@ -111,6 +111,24 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class WholeOrAuto:
+    """Whole numbers from 0, or the word ``auto``."""
+
+    def read(self, value: Any) -> int | str:
+        """``value`` as such.
+
+        Raises:
+            ValueError: it is neither; says what is allowed.
+        """
+        if value == "auto":
+            return "auto"
+        try:
+            return Whole().read(value)
+        except ValueError:
+            raise _wrong("'auto' or a whole number of at least 0", value) from None
+
+
+@dataclass(frozen=True)
 class Place:
     """The name of a file or folder, or None for none."""
 
@@ -129,7 +147,7 @@ class Place:
         return str(name)
 
 
-Kind = Whole | Number | Truth | Choice | Place
+Kind = Whole | WholeOrAuto | Number | Truth | Choice | Place
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:

@@ -55,7 +55,7 @@ def test_messages_cross_a_socket() -> None:
 
 def test_every_benchmark_has_the_common_options() -> None:
     modules = ("overhead", "recovery", "pipeline_overhead", "pipeline_recovery", "planner", "traces", "total_time")
-    names = (*modules, "reroute", "reroute_ddp", "checkpoint_policy", "checkpoint_stall", "record_curves")
+    names = (*modules, "startup", "reroute", "reroute_ddp", "checkpoint_policy", "checkpoint_stall", "record_curves")
     for module in names:
         command = [sys.executable, "-m", f"benchmarks.{module}", "--help"]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -107,7 +107,7 @@ def test_no_wait_is_silent() -> None:
     assert looks_at(150) == []
     [line] = looks_at(165)
     assert line.startswith("waiting for 66 s now: ") and line.endswith(
-        "(pid 9) runs the script up to the training loop"
+        "(pid 9) has been running the script up to the training loop for 60 s"
     )
     story.report({"rank": 1, "time": now[0]})
     assert said[1:] == ["rank 1 is back after 66.00 s; 0 steps lost (pid 8: killed by SIGKILL; now pid 9)"]

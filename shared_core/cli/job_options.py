@@ -27,6 +27,7 @@ def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = N
     config = SwiftConfig.from_env(base=base)
     flags = {
         "on_failure": args.on_failure,
+        "standby.prepared": args.prepared,
         "checkpoint.dir": args.checkpoint_dir,
         "checkpoint.resume": "always" if args.resume else None,
         "checkpoint.resume_from": args.resume_from,

@@ -70,6 +70,15 @@ def get_args_parser() -> argparse.ArgumentParser:
         "0: every worker is a fresh interpreter, and a newcomer waits for its imports. Default: 1.",
     )
     ours.add_argument(
+        "--prepared",
+        action=env,
+        default=None,
+        metavar="K",
+        help="Standbys that have run the script up to its first batch and wait for the place of one rank each, on each "
+        "machine: a loss there does not wait for the script's start-up. auto: where that pays and memory allows. "
+        "Default: auto.",
+    )
+    ours.add_argument(
         "--on-failure",
         "--on_failure",
         action=env,

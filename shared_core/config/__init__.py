@@ -16,6 +16,7 @@ from shared_core.config.sections import (
     ReplayOptions,
     RerouteOptions,
     ResizeOptions,
+    StandbyOptions,
     StateOptions,
     ranges_of,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "ReplayOptions",
     "RerouteOptions",
     "ResizeOptions",
+    "StandbyOptions",
     "StateOptions",
     "SwiftConfig",
     "full_names",

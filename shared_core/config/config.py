@@ -19,6 +19,7 @@ from shared_core.config.sections import (
     ReplayOptions,
     RerouteOptions,
     ResizeOptions,
+    StandbyOptions,
     StateOptions,
 )
 from shared_core.errors import ConfigError
@@ -45,6 +46,7 @@ _RESERVED = frozenset(
         "COMMAND",
         "HANDED_OVER",
         "SECRET_FILE",
+        "SPARE",
     }
 )
 _old_names_told = False
@@ -67,6 +69,7 @@ class SwiftConfig(Section):
         log: the message log.
         detection: when a worker counts as lost.
         state: what is kept and compared of the training state.
+        standby: processes that are ready to take a lost worker's place.
     """
 
     on_failure: str = option(
@@ -95,6 +98,7 @@ class SwiftConfig(Section):
     log: LogOptions = field(default_factory=LogOptions)
     detection: DetectionOptions = field(default_factory=DetectionOptions)
     state: StateOptions = field(default_factory=StateOptions)
+    standby: StandbyOptions = field(default_factory=StandbyOptions)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,6 +214,7 @@ SECTIONS: dict[str, type[Section]] = {
         LogOptions,
         DetectionOptions,
         StateOptions,
+        StandbyOptions,
     )
 }
 _ALL: tuple[type[Section], ...] = (SwiftConfig, *SECTIONS.values())

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from shared_core.config.option import Section, option
 from shared_core.errors import ConfigError
-from shared_core.kinds import Choice, Number, Place, Truth, Whole
+from shared_core.kinds import Choice, Number, Place, Truth, Whole, WholeOrAuto
 
 _SECONDS, _ABOVE, _COUNT = Number(), Number(above=True), Whole()
 _USE = Choice(("auto", "always", "never"))
@@ -286,6 +286,22 @@ class StateOptions(Section):
         Truth(),
         "publish checksums of inputs, compare replicas after each recovery",
         formerly="verify_checksums",
+    )
+
+
+@dataclass(frozen=True)
+class StandbyOptions(Section):
+    """Processes that are ready to take a lost worker's place."""
+
+    section: ClassVar[str] = "standby"
+
+    prepared: int | str = option(
+        "auto",
+        WholeOrAuto(),
+        "ranks of each machine for which a standby runs the script up to its first batch and waits there, so that a "
+        "loss does not wait for the script's start-up. Each takes the memory of a worker. `auto`: where the start-up "
+        "takes 2 s or more, for as many ranks as memory allows, rank 0 left out "
+        "([launching.md](launching.md#prepared-standbys))",
     )
 
 

@@ -24,6 +24,9 @@ REFUSALS: tuple[str, ...] = ("ENOSPC", "EROFS", "EIO", "EAGAIN", "ENOMEM", "EMFI
 POINTS: tuple[str, ...] = (
     "startup",
     "join",
+    # A prepared standby: it has made the process group; it waits for the place of its rank.
+    "spare.prepares",
+    "spare.waits",
     # A call of the trainer (fit, validate, test, predict) begins.
     "entry",
     "batch_top",

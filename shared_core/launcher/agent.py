@@ -35,6 +35,7 @@ from shared_core.launcher.persisting import Persisting
 from shared_core.launcher.places import Places
 from shared_core.launcher.rendezvous import Meeting
 from shared_core.launcher.resizes import Resizes
+from shared_core.launcher.spares import Spares
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.launcher.starting import Starter
 from shared_core.launcher.telling import Telling
@@ -117,6 +118,7 @@ class Agent:
             wakeup,
             fleet,
             starter,
+            Spares(config, fleet, starter, telling, job.path),
             telling,
             self.records,
             book,
@@ -275,6 +277,8 @@ class Agent:
         if attempts.phase.trains:
             self._parting.look(attempts.now.finished(mine), mine)
         self._resizes.shrink_late()
+        if self._program.mode != "exec":
+            attempts.look_after_spares()
         self._persisting.look(min(mine, default=0), self._telling.run_id)
         self._telling.story.look()
         return True

@@ -20,6 +20,7 @@ from shared_core.protocol.codec import decode
 from shared_core.protocol.generation import Cause, Entry, Kind
 from shared_core.protocol.keys import WORDS
 from shared_core.protocol.loss_policy import Death
+from shared_core.protocol.preparing import place_key
 
 #: Where the store of a job on one machine listens, unless the user says otherwise.
 LOOPBACK = "127.0.0.1"
@@ -180,6 +181,10 @@ class Attempt:
     def set(self, name: str) -> None:
         """Set a key that workers look at."""
         self._client.set(self.key(name), "1")
+
+    def give_place(self, rank: int, incarnation: int) -> None:
+        """A prepared standby takes its rank's place, in the newest generation."""
+        self._client.set(self.key(place_key(rank, incarnation)), str(self.generation))
 
     def goodbyes(self) -> bool:
         """Whether any worker has finished."""

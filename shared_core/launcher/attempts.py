@@ -17,6 +17,7 @@ from shared_core.launcher.elastic import Records
 from shared_core.launcher.machine import Crew
 from shared_core.launcher.places import Places
 from shared_core.launcher.roster import Roster
+from shared_core.launcher.spares import Spares
 from shared_core.launcher.starting import Start, Starter
 from shared_core.launcher.telling import Telling
 from shared_core.launcher.wakeup import Wakeup
@@ -57,6 +58,7 @@ class Attempts:
         wakeup: ends the agent's waits.
         fleet: the processes.
         starter: starts workers.
+        spares: prepared standbys.
         telling: says what happens.
         records: torchelastic's.
         book: counts losses.
@@ -68,6 +70,7 @@ class Attempts:
         places: of this machine's workers.
         number: of the attempt, from 0.
         roster: which of its ranks are held.
+        spares: see above.
         result: of the job, once it is over here.
     """
 
@@ -80,6 +83,7 @@ class Attempts:
         wakeup: Wakeup,
         fleet: Fleet,
         starter: Starter,
+        spares: Spares,
         telling: Telling,
         records: Records,
         book: LossBook,
@@ -93,6 +97,7 @@ class Attempts:
         self.places = Places(spec)
         self.number = 0
         self.roster = Roster()
+        self.spares = spares
         self.result: RunResult | None = None
         self._attempt: Attempt | None = None
         self._actions: dict[Action, Callable[[Happened], None]] = {
@@ -133,7 +138,7 @@ class Attempts:
 
     def progress_file(self, rank: int) -> Path:
         """Where a worker of this machine says how far it is."""
-        return self._job.path / f"rank{rank}" / "progress"
+        return progress_file.path_of(self._job.path, rank)
 
     def set_key(self, name: str) -> None:
         """Set a key that workers look at; before there is an attempt nothing."""
@@ -227,10 +232,18 @@ class Attempts:
         if self._attempt is not None:
             self._attempt.close()
 
+    def look_after_spares(self) -> None:
+        """Prepare standbys while all is well."""
+        if self.phase is Phase.RUNNING and not self.roster.lost and not self.roster.missing:
+            self.spares.look(self._in_what())
+
     def _start(self, local_rank: int) -> None:
+        if self.spares.start(local_rank, self._in_what()):
+            self._wakeup.tell()  # its process is there
+
+    def _in_what(self) -> Start:
         address = self._crew.address if self._crew is not None else ""
-        start = Start(self.places, self.now, address, self._resizing.line, self._telling.run_id)
-        self._starter.start(local_rank, start)
+        return Start(self.places, self.now, address, self._resizing.line, self._telling.run_id)
 
     def _take(self, places: Places) -> None:
         self.places = places
@@ -268,11 +281,7 @@ class Attempts:
             self._start(local_rank)
 
     def _replace(self, _: Happened) -> None:
-        waiting = {place for _, place in self.roster.due}
-        local = {one.global_rank: one.local_rank for one in self.places.workers}
-        for rank in sorted(self.roster.lost & local.keys()):
-            if local[rank] not in waiting:
-                self.roster.replace_in(0.0, local[rank])
+        self.roster.replace_all({one.global_rank: one.local_rank for one in self.places.workers})
         self.start_due()
 
     def _tell(self, happened: Happened) -> None:
@@ -282,6 +291,7 @@ class Attempts:
         """SIGKILL to every worker, those that are just being forked included; returns when all are reaped."""
         fleet = self._fleet
         self.roster.forget_due()
+        self.spares.clear()
         fleet.cancel_starts()
         # One that hangs in a file system cannot be killed, and its place must not be taken twice.
         whom = lambda: f"{ranks_text(one.rank for one in fleet.live.values())} to end, killed with SIGKILL"  # noqa: E731

@@ -31,6 +31,7 @@ class Away:
         detected: when that was noticed, in seconds since the epoch.
         pid: of the worker; 0 if it ran on another machine.
         newcomer: pid of the worker that takes its place; 0 before there is one.
+        begun: when that one was started, in seconds since the epoch.
         back: the newcomer trains.
         told: the user knows of the loss.
     """
@@ -40,6 +41,7 @@ class Away:
     detected: float
     pid: int = 0
     newcomer: int = 0
+    begun: float = 0.0
     back: bool = False
     told: bool = False
 
@@ -165,7 +167,7 @@ class Story:
         """The process exists that takes a rank's place."""
         self._pids[rank] = pid
         if rank in self._away:
-            self._away[rank].newcomer = pid
+            self._away[rank].newcomer, self._away[rank].begun = pid, self._clock()
 
     def forget(self, absent: Iterable[int]) -> None:
         """These ranks are not needed any more."""
@@ -241,6 +243,11 @@ class Story:
         named = ranks([away.rank for away in back])
         self._say(f"{named} {verb} back after {stall:.2f} s{whence}; 0 steps lost ({'; '.join(each)})")
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nobody is lost, and nothing changes."""
+        return not self._away and self._change is None
+
     # -- waits --------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
@@ -257,14 +264,15 @@ class Story:
             why = f" ({self._change.why})" if self._change.why else ""
             return f"all workers start again{why}", self._change.detected
         if away:
-            runs = "runs the script up to the training loop"
-            each = [
-                f"rank {one.rank} is lost ({one.who}), and its newcomer "
-                + (f"(pid {one.newcomer}) {runs}" if one.newcomer else "is not started yet")
-                for one in away
-            ]
-            return "; ".join(each), min(one.detected for one in away)
+            return "; ".join(map(self._whereabouts, away)), min(one.detected for one in away)
         return None
+
+    def _whereabouts(self, one: Away) -> str:
+        lost = f"rank {one.rank} is lost ({one.who}), and its newcomer"
+        if not one.newcomer:
+            return f"{lost} is not started yet"
+        runs = f"has been running the script up to the training loop for {self._clock() - one.begun:.0f} s"
+        return f"{lost} (pid {one.newcomer}) {runs}"
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -27,12 +27,12 @@ def environment_of(
     command: Command | None = None,
     run: str = "",
 ) -> dict[str, str]:
-    """Everything a worker finds in its environment, except the error file.
+    """Everything a worker finds in its environment, except its incarnation and the error file.
 
     Args:
         places: of this machine's workers.
         local_rank: which of them.
-        attempt: generation, incarnations and store.
+        attempt: generation and store.
         job_dir: private folder of the job.
         events: path of ``events.jsonl``, if there is one.
         config_json: options of the job.
@@ -64,7 +64,6 @@ def environment_of(
         worker_env.JOB_DIR: str(job_dir),
         worker_env.STORE: f"{attempt.host}:{attempt.port}",
         worker_env.GENERATION: str(attempt.generation),
-        worker_env.INCARNATION: str(attempt.incarnations[member.global_rank]),
         worker_env.EVENTS: events or "",
         worker_env.CONFIG: config_json,
         worker_env.RESTART: str(attempt.number),

@@ -58,6 +58,7 @@ class Hearing:
             keys.SAVED: self._saved,
             keys.CHECKPOINTS: self._checkpoints,
             keys.REPORTS: self._report,
+            keys.PREPARED: lambda said: self._attempts.spares.ready(said),
             "handed": lambda said: self._resizes.handed_on(said.generation, said.top),
             "declined": lambda said: self._resizes.declined(said.generation, said.reason),
             "restart": self._restart,

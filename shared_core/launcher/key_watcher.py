@@ -19,18 +19,18 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from shared_core.errors import DamagedRecord
 from shared_core.events import console
 from shared_core.protocol import worker_messages as said
-from shared_core.protocol.keys import CHECKPOINTS, REPORTS, SAVED, WORDS
+from shared_core.protocol.keys import CHECKPOINTS, PREPARED, REPORTS, SAVED, WORDS
 from shared_core.waiting import FOREVER_S
 
 _ONCE = ("fail", "restart", SAVED, CHECKPOINTS)
 _DIVERGENT = "divergent"
-#: Said again in each generation.
-_AGAIN = ("handed", "declined")
+#: Said again in each generation, or by each prepared standby.
+_AGAIN = ("handed", "declined", PREPARED)
 
 
 class KeyWatcher:
     """Watches the keys of one attempt: ``fail``, ``restart``, ``saved``, ``divergent``, ``handed``, ``declined``,
-    goodbyes, and the queue of ``reports``.
+    ``prepared``, goodbyes, and the queue of ``reports``.
 
     Args:
         connect: makes a store client; one is made for the thread, one for :meth:`look`.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from contextlib import suppress
-from pathlib import Path
 
 from shared_core.config import SwiftConfig
 from shared_core.events import console
@@ -14,11 +12,10 @@ from shared_core.launcher.logs import ERROR_FILE
 from shared_core.launcher.telling import Telling
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
-from shared_core.plain_json import parse
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import Event, Phase
 from shared_core.protocol.generation import Entry, Kind
-from shared_core.protocol.loss_policy import Death, LossBook, RaisedError, Verdict
+from shared_core.protocol.loss_policy import Death, LossBook, Verdict
 from shared_core.protocol.resizing import Resizing
 from shared_core.system import process
 
@@ -119,11 +116,7 @@ class Losses:
         return False
 
     def _death(self, one: LiveWorker, code: int, detected: float) -> Death:
-        path = one.request.env.get(ERROR_FILE, "")
-        error: RaisedError | None = None
-        if code > 0 and path:
-            with suppress(OSError, ValueError):
-                error = RaisedError.from_error_file(parse(Path(path).read_bytes()))
+        path, error = one.request.env.get(ERROR_FILE, ""), one.raised(code)
         cause = one.cause or process.describe_exit(code)
         if error is not None:
             cause = f"{error.summary[:200]} (at {error.place})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from shared_core.launcher.workers import LiveWorker
 
@@ -46,6 +46,17 @@ class Roster:
     def replace_in(self, delay_s: float, local_rank: int) -> None:
         """A newcomer is to be started after so many seconds."""
         self._due.append((time.monotonic() + delay_s, local_rank))
+
+    def replace_all(self, places: Mapping[int, int]) -> None:
+        """Newcomers of all lost ranks are to be started now, where that is not settled yet.
+
+        Args:
+            places: on this machine, by rank.
+        """
+        waiting = {place for _, place in self._due}
+        for rank in sorted(self.lost & places.keys()):
+            if places[rank] not in waiting:
+                self.replace_in(0.0, places[rank])
 
     def take_due(self) -> list[int]:
         """Places of newcomers whose time has come."""

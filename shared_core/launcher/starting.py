@@ -16,6 +16,7 @@ from shared_core.launcher.logs import ERROR_FILE, WorkerLogs
 from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.places import Places
 from shared_core.launcher.workers import Fleet, LiveWorker
+from shared_core.protocol import worker_env
 from shared_core.protocol.request import StartRequest
 from shared_core.protocol.worker_env import Resized
 
@@ -81,6 +82,19 @@ class Starter:
 
     def start(self, local_rank: int, start: Start) -> None:
         """Ask for a worker; the fleet says when its process exists."""
+        rank = start.places.workers[local_rank].global_rank
+        self._fleet.start(self._worker(local_rank, start, start.attempt.incarnations[rank]))
+
+    def prepare(self, local_rank: int, start: Start) -> LiveWorker:
+        """Ask for a prepared standby: the worker that follows the present one of its rank."""
+        rank = start.places.workers[local_rank].global_rank
+        spare = self._worker(local_rank, start, start.attempt.incarnations[rank] + 1)
+        spare.request.env[worker_env.SPARE] = "1"
+        spare.spare = True
+        self._fleet.start(spare)
+        return spare
+
+    def _worker(self, local_rank: int, start: Start, incarnation: int) -> LiveWorker:
         logs = self.open_logs(start.places.ranks)
         rank = start.places.workers[local_rank].global_rank
         nth = self._starts.get(rank, 0)
@@ -97,6 +111,7 @@ class Starter:
             self._program.command,
             start.run_id,
         )
+        env[worker_env.INCARNATION] = str(incarnation)
         env[ERROR_FILE] = logs.error_file(local_rank, nth)
         threads = env.get("OMP_NUM_THREADS", "")
         self._tokens += 1
@@ -112,7 +127,7 @@ class Starter:
             threads=int(threads) if threads.isdigit() else self._options.threads,
             first=self._program.first,
         )
-        self._fleet.start(LiveWorker(local_rank, rank, start.attempt.incarnations[rank], request))
+        return LiveWorker(local_rank, rank, incarnation, request)
 
     @property
     def logs_used(self) -> bool:

@@ -9,10 +9,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from shared_core.errors import OutOfResources, WaitTimeout
+from shared_core.launcher.logs import ERROR_FILE
 from shared_core.launcher.standby import Preload, Standby, start_fresh
+from shared_core.plain_json import parse
 from shared_core.protocol.generation import CauseKind
+from shared_core.protocol.loss_policy import RaisedError
 from shared_core.protocol.request import StartRequest
 from shared_core.resources import Retries, what_to_do
 from shared_core.system import process
@@ -22,6 +26,10 @@ from shared_core.waiting import Wait, ranks_text
 ANSWER_TIMEOUT_S = 10.0
 #: Standbys that die before they are ready, in a row, until they are given up.
 GIVE_UP_AFTER = 2
+_THREADS = (
+    "the standby holds {} threads after its imports; a forked worker has only one of them. If workers hang at start, "
+    "leave the module that starts them out of --preload, or use --standbys 0"
+)
 #: Cause of death of a worker that is no longer wanted.
 CANCELLED = "cancelled"
 
@@ -37,7 +45,9 @@ class LiveWorker:
         request: how it was started.
         pid: process id.
         started: ``time.time()`` when it was asked for.
-        how: ``standby`` or ``respawn``.
+        born: ``time.time()`` when its process existed.
+        how: ``standby``, ``respawn`` or ``prepared``.
+        spare: a prepared standby: it holds no rank yet.
         pidfd: readable when it dies, if the kernel has that.
         stopped_looks: looks in a row that found it in state T.
         cause: why the agent killed it, if it did.
@@ -50,7 +60,9 @@ class LiveWorker:
     request: StartRequest
     pid: int = 0
     started: float = field(default_factory=time.time)
+    born: float = 0.0
     how: str = ""
+    spare: bool = False
     pidfd: int | None = None
     stopped_looks: int = 0
     cause: str = ""
@@ -60,6 +72,22 @@ class LiveWorker:
         """SIGKILL to its process group."""
         self.cause, self.kind = cause, kind
         process.kill_group(self.pid)
+
+    def take_place(self) -> None:
+        """This was a prepared standby, and holds its rank from now on."""
+        self.spare, self.started, self.how = False, time.time(), "prepared"
+
+    def raised(self, code: int) -> RaisedError | None:
+        """The exception with which it ended, if it left one.
+
+        Args:
+            code: its exit code.
+        """
+        path = self.request.env.get(ERROR_FILE, "")
+        if code > 0 and path:
+            with suppress(OSError, ValueError):
+                return RaisedError.from_error_file(parse(Path(path).read_bytes()))
+        return None
 
     def look(self) -> int:
         """See whether it is stopped. Returns how many looks in a row have found that."""
@@ -78,6 +106,10 @@ class Fleet:
         say: prints a line for the user.
         early: a zygote that was started before, to save time; it is told the modules here.
         wait_timeout_s: longest time that a zygote may import when a worker waits for it.
+
+    Attributes:
+        live: workers that run, by pid.
+        spares: prepared standbys that run, by pid.
     """
 
     def __init__(
@@ -92,6 +124,8 @@ class Fleet:
         wait_timeout_s: float = 300.0,
     ) -> None:
         self.live: dict[int, LiveWorker] = {}
+        self.spares: dict[int, LiveWorker] = {}
+        self._fallen: list[tuple[LiveWorker, int]] = []
         self._selector = selector
         self._wanted_standbys = standbys
         self._standby_env = standby_env
@@ -110,9 +144,8 @@ class Fleet:
         self._refusals = Retries(say)
         self._warned_threads = False
         self._early = early
-        self._foreign = set(process.children()) - (
-            {early.pid} if early else set()
-        )  # of whoever became the agent with exec: not ours to end
+        self._foreign = set(process.children())  # of whoever became the agent with exec: not ours to end
+        self._foreign.discard(early.pid if early else 0)
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
@@ -188,14 +221,37 @@ class Fleet:
         worker.pidfd = process.open_pidfd(worker.pid)
         if worker.pidfd is not None:
             self._register(worker.pidfd)
+        worker.born = time.time()
+        if worker.spare:
+            self.spares[worker.pid] = worker
+            if worker.cause:
+                worker.kill(worker.cause)
+            return
         self.live[worker.pid] = worker
         self._new.append(worker)
+
+    def promote(self, spare: LiveWorker) -> None:
+        """A prepared standby takes its rank's place: from now on it is a worker; see :meth:`started`."""
+        del self.spares[spare.pid]
+        spare.take_place()
+        self.live[spare.pid] = spare
+        self._new.append(spare)
+
+    def fallen(self) -> list[tuple[LiveWorker, int]]:
+        """``(standby, exit code)`` of prepared standbys that died since the last call."""
+        fallen, self._fallen = self._fallen, []
+        return fallen
 
     def cancel_starts(self) -> None:
         """Forget workers that have no process yet; one that a zygote is just forking is killed when it is heard of."""
         self._waiting.clear()
         for worker in self._starting.values():
             worker.cause = CANCELLED
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a worker that is asked for now need not wait."""
+        return self._wanted_standbys == 0 or any(standby.ready for standby in self._standbys)
 
     @property
     def starting(self) -> bool:
@@ -207,10 +263,7 @@ class Fleet:
         threads = int(standby.report.get("threads", 1))
         if threads > 1 and not self._warned_threads:
             self._warned_threads = True
-            self._say(
-                f"the standby holds {threads} threads after its imports; a forked worker has only one of them. "
-                "If workers hang at start, leave the module that starts them out of --preload, or use --standbys 0"
-            )
+            self._say(_THREADS.format(threads))
         for module, error in standby.report.get("failed", {}).items():
             self._say(f"the standby could not import {module} ({error}); newcomers import it themselves")
 
@@ -220,23 +273,21 @@ class Fleet:
         """``(worker, exit code)`` of those that died; their process groups are killed, and every orphan is reaped."""
         dead: list[tuple[LiveWorker, int]] = []
         while (pid := process.peek_dead()) is not None:
-            worker = self.live.pop(pid, None)
+            worker = self.live.pop(pid, None) or self.spares.pop(pid, None)
             if worker is not None:
                 process.kill_group(pid)  # while the zombie still holds the pid: its loader processes go with it
             code = process.reap(pid)
             if worker is not None:
-                self._release(worker)
-                dead.append((worker, -signal.SIGKILL if code is None else code))
+                self._note_death(worker, code, dead)
             elif (standby := next((one for one in self._standbys if one.pid == pid), None)) is not None:
                 self._lost_standby(standby)
             elif self._starting:
                 self._early_deaths[pid] = -signal.SIGKILL if code is None else code
         # a worker may die before its zygote's answer with the pid was read
-        for pid in list(self._early_deaths.keys() & self.live.keys()):
-            worker = self.live.pop(pid)
+        for pid in list(self._early_deaths.keys() & {*self.live, *self.spares}):
+            worker = self.live.pop(pid, None) or self.spares.pop(pid)
             process.kill_group(pid)
-            self._release(worker)
-            dead.append((worker, self._early_deaths.pop(pid)))
+            self._note_death(worker, self._early_deaths.pop(pid), dead)
         if not self._starting:
             self._early_deaths.clear()
         return dead
@@ -248,8 +299,7 @@ class Fleet:
         Raises:
             OutOfResources: no process could be started for a worker for as long as one is waited for.
         """
-        now = time.monotonic()
-        late = any(now - asked > ANSWER_TIMEOUT_S for asked in self._asked.values())
+        late = any(time.monotonic() - asked > ANSWER_TIMEOUT_S for asked in self._asked.values())
         for standby in self._standbys:
             if process.state_of(standby.pid) == "T" or (late and standby.outstanding):
                 process.kill_group(standby.pid)
@@ -263,9 +313,7 @@ class Fleet:
             self._wait = None
             return
         if self._wait is None:
-            whom = f"a standby to import {', '.join(self._preload.modules) or 'torch'}, from which they start"
-            if self._refusals.error is not None:
-                whom = "the system to let a process start"
+            whom = _awaited(self._preload, self._refusals.error)
             who, ends = ranks_text(worker.rank for worker in self._waiting), "it is replaced"
             self._wait = Wait(who, whom, self._wait_timeout_s, ends=ends, say=self._say, advice="It is replaced.")
         try:
@@ -298,6 +346,10 @@ class Fleet:
             self._say(f"a standby died (pid {standby.pid}); starting another")
             self.fill_standbys()
         self._waiting += [worker for worker in lost if not worker.cause]
+
+    def _note_death(self, worker: LiveWorker, code: int | None, dead: list[tuple[LiveWorker, int]]) -> None:
+        self._release(worker)
+        (self._fallen if worker.spare else dead).append((worker, -signal.SIGKILL if code is None else code))
 
     def _release(self, worker: LiveWorker) -> None:
         if worker.pidfd is not None:
@@ -339,6 +391,14 @@ class Fleet:
             for pid in left:  # an orphan's own children come to the agent when it is gone: look again
                 with suppress(ChildProcessError):
                     os.waitpid(pid, 0)
-        for worker in self.live.values():
+        for worker in (*self.live.values(), *self.spares.values()):
             self._release(worker)
         self.live.clear()
+        self.spares.clear()
+
+
+def _awaited(preload: Preload, refused: OSError | None) -> str:
+    """What workers wait for that have no process yet, in words."""
+    if refused is not None:
+        return "the system to let a process start"
+    return f"a standby to import {', '.join(preload.modules) or 'torch'}, from which they start"

@@ -16,3 +16,5 @@ SAVED = "saved"
 CHECKPOINTS = "checkpoints"
 #: Signals that ask for a last checkpoint some time before the end.
 EARLY_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+#: Key that a prepared standby sets when it waits for its rank's place.
+PREPARED = "prepared"

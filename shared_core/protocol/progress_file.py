@@ -14,6 +14,11 @@ PROGRESS = struct.Struct("<QQd")
 PROGRESS_BYTES = 64
 
 
+def path_of(job_dir: Path, rank: int) -> Path:
+    """Where a rank's progress file is."""
+    return job_dir / f"rank{rank}" / "progress"
+
+
 class ProgressFile:
     """Writer of ``rank{r}/progress``, which the agent reads for the progress time-out. A write costs a microsecond."""
 

@@ -30,6 +30,8 @@ RESIZED = "SWIFT_RECOVERY_RESIZED"
 MACHINES = "SWIFT_RECOVERY_MACHINES"
 JOB = "SWIFT_RECOVERY_JOB"
 COMMAND = "SWIFT_RECOVERY_COMMAND"
+#: Set in a prepared standby, until it takes the place of its rank.
+SPARE = "SWIFT_RECOVERY_SPARE"
 #: Set where a script was started by itself and has become ``swiftrun``: its user gives no flags.
 HANDED_OVER = "SWIFT_RECOVERY_HANDED_OVER"
 
@@ -90,6 +92,7 @@ class WorkerEnv:
         machines: who holds which place in the generation in which this worker starts; empty on one machine.
         resized: the attempt from which this one goes on, if the number of workers has changed.
         run: id of this start of the job, equal on all machines and in all attempts.
+        spare: this is a prepared standby: the worker of the rank lives, and ``generation`` is not known yet.
     """
 
     rank: int
@@ -109,6 +112,7 @@ class WorkerEnv:
     machines: tuple[str | None, ...] = ()
     resized: Resized | None = None
     run: str = ""
+    spare: bool = False
 
     @property
     def prefix(self) -> str:
@@ -168,6 +172,7 @@ def _parsed(source: Mapping[str, str]) -> WorkerEnv:
         machines=tuple(machines),
         resized=Resized.from_json(source[RESIZED]) if source.get(RESIZED) else None,
         run=source.get(RUN, ""),
+        spare=SPARE in source,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from shared_core.errors import DamagedRecord
 from shared_core.protocol.codec import Count, decode
+from shared_core.protocol.preparing import Prepared
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ SHAPES: dict[str, Any] = {
     "declined": Declined,
     "reports": Trains,
     "divergent": list[Count],
+    "prepared": Prepared,
 }
 _WORDS = ("fail", "restart")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shared_core.reroute.autograd_graph import kept_tensors
 from shared_core.schedule.schedule import Topology, held_without_loss
-from shared_core.system.memory import free_bytes
+from shared_core.system.memory import machine_bytes
 
 #: Share of the free memory that plans may use. Messages are kept until a step is over, and others need memory, too.
 _SHARE = 0.5
@@ -67,4 +67,4 @@ def bytes_held(inputs: Iterable[Tensor], outputs: Sequence[Tensor], parameters: 
 
 def spare_bytes() -> int:
     """What this worker may use of the free memory of its machine, which the machine's workers share."""
-    return int(_SHARE * free_bytes()) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return int(_SHARE * machine_bytes()[0]) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,27 +1,44 @@
-"""Free memory of the machine."""
+"""Memory of this machine, and of one process."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
-_MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def free_bytes() -> int:
-    """Bytes that programs can still take without swapping: of the machine, or of this container if that is less.
+def private_bytes(pid: int) -> int:
+    """Memory that a process has to itself; 0 if nobody knows."""
+    found = _fields(Path(f"/proc/{pid}/smaps_rollup"))
+    return sum(found.get(name, 0) for name in ("Private_Clean", "Private_Dirty", "Private_Hugetlb"))
 
-    0 where the system does not say.
+
+def machine_bytes(root: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> tuple[int, int]:
+    """``(free, total)``: what processes can still get, and all there is; the limit of the container counts.
+
+    Args:
+        root: of the control groups of this container (version 2).
+        meminfo: of the machine.
     """
-    try:
-        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="ascii").splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError, IndexError):
-        return 0
-    try:
-        limit = int((_CGROUP / "memory.max").read_text(encoding="ascii"))
-        used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
-        statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
-        return max(0, min(free, limit - used + int(statistics["inactive_file"])))
-    except (OSError, KeyError, ValueError):
-        return free  # no container, or one without a limit ("max")
+    found = _fields(meminfo)
+    free, total = found.get("MemAvailable", 0), found.get("MemTotal", 0)
+    with suppress(OSError, ValueError):
+        limit = int((root / "memory.max").read_text())  # "max" where there is none
+        used = int((root / "memory.current").read_text())
+        counts = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(counts.get("inactive_file", 0)))
+        total = min(total, limit)
+    return max(0, free), total
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The ``Name: N kB`` lines of a file in ``/proc``, in bytes."""
+    found: dict[str, int] = {}
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            name, _, rest = line.partition(":")
+            words = rest.split()
+            if len(words) == 2 and words[1] == "kB":
+                found[name] = int(words[0]) << 10
+    return found

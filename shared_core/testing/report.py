@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from shared_core.events import read_events
 from shared_core.testing.digest import digest
 
 OUT = "SWIFT_TEST_OUT"
+#: Number of a forward pass of a worker -> how many prepared standbys it waits for there, and of how many it must have
+#: been said before that they are lost; as JSON.
+AWAIT = "SWIFT_TEST_AWAIT"
+_AWAIT_S = 60.0
 
 
 def start_time(pid: int | str = "self") -> int:
@@ -44,6 +50,7 @@ class Report:
     def __init__(self, out: str | os.PathLike[str] | None = None) -> None:
         self.out = Path(out if out is not None else os.environ[OUT])
         self.counts: Counter[str] = Counter()
+        self._awaited: dict[str, tuple[int, int]] = json.loads(os.environ.get(AWAIT, "{}"))
         self.who = {
             "rank": int(os.environ["RANK"]),
             "pid": os.getpid(),
@@ -61,6 +68,9 @@ class Report:
     def count(self, key: str) -> None:
         """Count one forward pass of a batch; ``key`` names the entry, epoch and batch."""
         self.counts[key] += 1
+        events = os.environ.get("SWIFT_RECOVERY_EVENTS")
+        if events and (awaited := self._awaited.get(str(self.counts.total()))):
+            _wait_prepared(events, *awaited)
 
     def finish(self, digests: Mapping[str, str], **extra: Any) -> None:
         """Write the final report, whole or not at all.
@@ -74,3 +84,24 @@ class Report:
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(final))
         partial.replace(path)
+
+
+def _wait_prepared(events: str, number: int, lost: int) -> None:
+    """Return when so many standbys were prepared in this job, after so many were lost.
+
+    Raises:
+        TimeoutError: they were not.
+    """
+    deadline = time.monotonic() + _AWAIT_S
+    while _prepared_after(events, lost) < number:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{number} standbys were not prepared in {_AWAIT_S:g} s")
+        time.sleep(0.02)
+
+
+def _prepared_after(events: str, lost: int) -> int:
+    found = 0
+    for event in read_events(events):
+        lost -= event.kind == "warning" and "the prepared standby" in event.fields["message"]
+        found += event.kind == "prepared" and lost <= 0
+    return found

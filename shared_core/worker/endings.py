@@ -13,6 +13,7 @@ from shared_core.events import console
 from shared_core.waiting import Wait
 from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.job_store import JobStore
+from shared_core.worker.start import standing_by
 
 #: How long the launcher may take to end a worker that has ended the job, in seconds.
 _END_S = 60.0
@@ -31,6 +32,7 @@ class Endings:
 
     def fall_back(self, reason: str) -> NoReturn:
         """Nobody can serve a newcomer: the whole job goes back to its checkpoint. Does not return."""
+        _end_spare(reason)
         self._store.tell("restart", reason)
         with self._runtime.lock:
             try:
@@ -49,6 +51,7 @@ class Endings:
 
     def fail(self, error: BaseException) -> None:
         """End the job with this error, which the launcher prints."""
+        _end_spare(str(error))
         self._store.tell("fail", {"rank": self._runtime.rank, "message": f"{type(error).__name__}: {error}"})
 
     def give_up(self, error: BaseException) -> NoReturn:
@@ -61,6 +64,13 @@ class Endings:
         """As :meth:`give_up`, for an error that nobody expects. Does not return."""
         traceback.print_exception(error)
         self.give_up(error)
+
+
+def _end_spare(reason: str) -> None:
+    """A prepared standby ends itself, and not the job: it holds no rank yet."""
+    if standing_by.stands_by():
+        console(f"a prepared standby ends: {reason}")
+        os._exit(1)
 
 
 def wait_for_change(runtime: Runtime, whom: str, done: Callable[[], bool], *, speaks: bool = True) -> None:

@@ -46,6 +46,7 @@ from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.reporting import News
+from shared_core.worker.recovery.spare import Spare
 from shared_core.worker.recovery.start import Start
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import Passes
@@ -243,7 +244,8 @@ def wire(env: WorkerEnv) -> Worker:
     budget = config.log.budget_bytes
     commits = Commits(runtime, log, state_relay.newest_top, state_relay.due_top, env.rank, env.world_size, budget)
     replays = Replays(runtime, log, commits)
-    start = Start(runtime, store, endings, events, updates, parts, board, recovery, lanes, state_relay.presses)
+    spare = Spare(env, store, board)
+    start = Start(runtime, store, endings, events, updates, parts, board, recovery, lanes, state_relay.presses, spare)
     checkpoints = Checkpointing(start, position, board)
     trained = Trained(config, runtime, updates, parts, buckets, passes)
     publishing = Publishing(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import time
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument(
         "--way", default="", help="what DDP does with gradients: view, hook, builtin, accumulate, double"
     )
+    parser.add_argument("--startup", type=float, default=0.0, help="seconds that the script takes before it trains")
     parser.add_argument("--mistake", default="", help="a mistake users make: unseeded, branch, model, raise")
     args = parser.parse_args()
     report = Report()
@@ -62,6 +64,8 @@ def main() -> None:
     np.random.seed(rank)
     random.seed(rank)
     loop = {"step": 0, "loss_sum": 0.0}
+    time.sleep(args.startup)
+    print(f"rank {rank} is ready")
     if job is not None:
         job.attach([ddp], [optimizer])
         job.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)

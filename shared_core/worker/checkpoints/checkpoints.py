@@ -93,9 +93,8 @@ class Checkpoints:
         self._run = self._adopted = ""
         self._beginning = ""
         self._known: set[int] | None = None
-        # A newcomer passes batch tops again: only beyond its predecessor's it may decide again.
-        progress = progress_file.read_progress(env.rank_dir / "progress") if env.incarnation else None
-        self._level = progress[0] if progress is not None else 0
+        self._level = 0
+        self.look_at_predecessor()
         self._origins: Origins | None = None
         if self._dir is None:
             return
@@ -114,6 +113,12 @@ class Checkpoints:
 
     def _store(self) -> Any:
         return self._job_store.below()
+
+    def look_at_predecessor(self) -> None:
+        """A newcomer passes batch tops again: only beyond its predecessor's it may decide again."""
+        env = self._env
+        progress = progress_file.read_progress(env.rank_dir / "progress") if env.incarnation else None
+        self._level = progress[0] if progress is not None else 0
 
     # -- writing -----------------------------------------------------------------------------------
 

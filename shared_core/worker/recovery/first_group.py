@@ -22,6 +22,11 @@ def on_first_group(
     patience: Patience,
 ) -> None:
     """Form the first generation. A newcomer with a batch top to reach does so there; another one joins here."""
+    if beginning.spare.waits:  # it goes the way of a newcomer, and says nothing to the others before it has a place
+        runtime.answer_from(dict(recovery.board.records()))
+        beginning.spare.then(patience.begin)
+        inject.point("spare.prepares")
+        return
     patience.begin()
     beginning.prepare()
     if runtime.starting:

@@ -253,7 +253,7 @@ class Forming:
                 group.done.upto = group.next
                 group.channels.start_from(top.received.get(name, {}), top.sent.get(name, {}))
         # What a predecessor with a damaged state has computed is no measure.
-        born = self._lifecycle.entries[self._env.generation]
+        born = self._lifecycle.entries[self._lifecycle.born]
         wrong = born.divergent(self._env.rank)
         runtime.expected = {} if wrong or plan.copies else self._board.checksums()
 

@@ -22,14 +22,20 @@ class Lifecycle:
     Attributes:
         phase: where this worker is in its life.
         entries: of the ledger, by generation, as far as this worker has heard them.
+        born: generation in which this worker starts; of a prepared standby, that in which it takes its place.
         acting: held by the thread that acts on an entry; that of a later one waits until it has given up.
     """
 
     def __init__(self, env: WorkerEnv, runtime: Runtime) -> None:
         self._env, self._runtime = env, runtime
         self.phase = Phase.STARTING
+        self.born = env.generation
         self.entries: dict[int, Entry] = {}
         self.acting = threading.Lock()
+
+    def born_in(self, generation: int) -> None:
+        """Prepared standby: it takes its place in this generation."""
+        self.born = generation
 
     @property
     def newest(self) -> int:

@@ -97,21 +97,22 @@ class Recovery:
             return
         self._prepared = True
         env, life = self.env, self.lifecycle
-        self.runtime.latest = env.generation
-        self.board.follow(env.machines)
-        if self.newcomer:
+        self.runtime.latest = life.born
+        if not self.newcomer:
+            self.board.follow(env.machines)
+        else:
             self._fronts.tops = (*self._listener.saved_tops(), *self.board.tops())
-            key = generation_key(env.generation)
             try:
-                self._hear(Entry.from_json(self.store.below().get(key), env.generation, env.world_size))
+                born = Entry.from_json(self.store.below().get(generation_key(life.born)), life.born, env.world_size)
             except DamagedRecord as error:
                 self.endings.give_up(error)
+            self.board.follow(born.machines)
+            self._hear(born)
         threads.start(self._watch, name="swift-watcher")
         if self.newcomer:
             self._find_place()
         if life.phase.answers:
-            with self.runtime.lock:
-                self.runtime.records = dict(self.board.records())
+            self.runtime.answer_from(dict(self.board.records()))
 
     def _find_place(self) -> None:
         """Newcomer: agree with all others on where it starts, unless they go on without it."""

@@ -12,6 +12,7 @@ from shared_core.worker.endings import Endings
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.recovery.spare import Spare
 from shared_core.worker.recovery.starting_place import Beginning
 from shared_core.worker.state.local_state import Parts
 from shared_core.worker.state.publications import Board, Orders
@@ -32,6 +33,7 @@ class Start:
         recovery: forms generations.
         lanes: by which a newcomer is let in.
         presses: whether the logs on disk need a checkpoint; asked in rank 0.
+        spare: what this worker is until it has a place.
 
     Attributes:
         checkpoints: of this rank.
@@ -56,10 +58,11 @@ class Start:
         recovery: Recovery,
         lanes: Lanes,
         presses: Callable[[], bool],
+        spare: Spare,
     ) -> None:
         self._runtime, self._store, self._endings, self._events = runtime, store, endings, events
         self._updates, self._parts, self._board = updates, parts, board
-        self._recovery, self._lanes, self._presses = recovery, lanes, presses
+        self._recovery, self._lanes, self._presses, self._spare = recovery, lanes, presses, spare
 
     def begin(self, env: WorkerEnv) -> None:
         """Say where checkpoints are made, and find the one from which this worker starts.
@@ -75,7 +78,7 @@ class Start:
         )
         if (pricing := checkpoints.pricing) is not None:
             self._parts.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
-        beginning = Beginning(env, self._recovery, self._lanes, checkpoints, self._updates)
+        beginning = Beginning(env, self._recovery, self._lanes, checkpoints, self._updates, self._spare)
         keeps = config.checkpoint.dir is not None and config.on_failure != "reroute"
         orders = None
         if config.resizes or keeps:

@@ -4,20 +4,23 @@ checkpoint, or at what was handed on when the number of workers changed; all oth
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shared_core.errors import CorruptFile, RecoveryFailed, SwiftError, Unsupported
+from shared_core.errors import CorruptFile, DamagedRecord, RecoveryFailed, SwiftError, Unsupported
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.checkpoints.recovery_line import Collect
 from shared_core.worker.checkpoints.restored import Restored, ends_before
 from shared_core.worker.recovery.exchange import Received
+from shared_core.worker.recovery.forming import EXIT_STALE
 from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.rank_copy import unpack
 from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.resize import take_over
+from shared_core.worker.recovery.spare import Spare
 from shared_core.worker.state.updates import Updates
 
 
@@ -30,18 +33,28 @@ class Beginning:
         lanes: by which a newcomer is let in.
         checkpoints: of this rank.
         updates: the replicated state.
+        spare: what this worker is until it has a place.
 
     Attributes:
+        spare: see above.
         joining: there is a place to reach, and it is not reached yet.
     """
 
     def __init__(
-        self, env: WorkerEnv, recovery: Recovery, lanes: Lanes, checkpoints: Checkpoints, updates: Updates
+        self,
+        env: WorkerEnv,
+        recovery: Recovery,
+        lanes: Lanes,
+        checkpoints: Checkpoints,
+        updates: Updates,
+        spare: Spare,
     ) -> None:
+        self.spare = spare
         self._env, self._recovery, self._lanes, self._checkpoints = env, recovery, lanes, checkpoints
         self._board, self._updates = recovery.board, updates
         # A newcomer whose predecessor has passed a batch top mostly starts there.
-        self._restored = None if env.incarnation and self._board.tops() else self._line()
+        passed = env.spare or (env.incarnation > 0 and bool(self._board.tops()))
+        self._restored = None if passed else self._line()
         self._saved: Restored | None = None
         self._peeked: dict[str, Any] | None = None
         self.joining = env.incarnation > 0 or self._restored is not None
@@ -70,6 +83,8 @@ class Beginning:
 
     def prepare(self) -> None:
         """Newcomer: decide where to begin, before the user's code has done anything that depends on it."""
+        if self.spare.waits:
+            return
         self._recovery.prepare()
         target = self._recovery.forming.target
         if self._recovery.knocks:
@@ -86,6 +101,21 @@ class Beginning:
         elif self._recovery.newcomer and self._restored is None and self.joining:
             self._restored = self._line()
 
+    def settle(self) -> None:
+        """Prepared standby: what comes now depends on the place, so wait until it is free. All others: nothing."""
+        if not self.spare.waits:
+            return
+        try:
+            self._recovery.lifecycle.born_in(self.spare.await_place())
+        except DamagedRecord as error:
+            self._recovery.endings.give_up(error)
+        self._checkpoints.look_at_predecessor()
+        self.prepare()
+        target, knocks = self._recovery.forming.target, self._recovery.knocks
+        no_top = target is None and not knocks
+        if no_top or not self.spare.serves(None if knocks else target, self._is_finished):
+            os._exit(EXIT_STALE)  # it has gone another way than its predecessor; the launcher starts another
+
     # -- before the place is reached ---------------------------------------------------------------
 
     def from_scratch(self) -> None:
@@ -100,6 +130,8 @@ class Beginning:
         """Result and state at the end of an entry call that the predecessor had finished; None if it had not."""
         if not self.joining:
             return None
+        if self.spare.waits:
+            return self._board.read_end(entry) if self.spare.finished(entry) else None
         if self._restored is not None:
             if entry not in self._restored.ends:
                 return None
@@ -108,15 +140,19 @@ class Beginning:
             return result, parts
         if self._recovery.knocks:
             return ends_before(self._board, entry + 1).get(entry)
+        return self._board.read_end(entry) if self._is_finished(entry) else None
+
+    def _is_finished(self, entry: int) -> bool:
+        if self._recovery.knocks:
+            return entry in ends_before(self._board, entry + 1)
         target = self._recovery.forming.target
-        if target is None or target.entry < entry or (target.entry == entry and target.kind != "end"):
-            return None
-        return self._board.read_end(entry)
+        return target is not None and (target.entry > entry or (target.entry == entry and target.kind == "end"))
 
     def peek(self, name: str) -> Any:
         """The value of a registered name at the place; None for none, and where the place is reached."""
         if not self.joining:
             return None
+        self.settle()
         if self._peeked is None:
             self.prepare()
             self._peeked = self._parts()
@@ -134,6 +170,7 @@ class Beginning:
 
     def remembered(self, kind: str) -> dict[str, Any]:
         """What predecessors have kept under ``kind``, by name; the newest of each."""
+        self.settle()
         records = self._restored.records if self._restored is not None else self._board.records()
         return {name: value for (_, stored, name, _), value in records if stored == kind}
 
@@ -143,6 +180,10 @@ class Beginning:
         """Whether a batch top of this kind in this entry call is the place."""
         if not self.joining:
             return False
+        if self.spare.waits:
+            if kind == "end" and self.spare.passes_end(entry):
+                return False
+            self.settle()
         if self._recovery.knocks:
             return kind != "end"
         if self._restored is not None:

@@ -28,7 +28,7 @@ from shared_core.system import process
 from shared_core.system.streams import forgive
 from shared_core.system.title import set_title
 from shared_core.worker import link
-from shared_core.worker.start import preload
+from shared_core.worker.start import preload, standing_by
 
 _HERE = Path(__file__).resolve()
 
@@ -51,7 +51,9 @@ def enter(request: StartRequest, *, forked: bool) -> None:
     if request.mode == "exec":
         _exec(request)
     forgive()
-    set_title(f"rank {request.env['RANK']}", request.target, request.args)
+    standing_by.begin()
+    who = f"standby of rank {request.env['RANK']}" if standing_by.stands_by() else f"rank {request.env['RANK']}"
+    set_title(who, request.target, request.args)
     if forked:
         _freshen(request)
     # First registered, so last to run: everything else that ends a worker still has its peers.
@@ -61,6 +63,8 @@ def enter(request: StartRequest, *, forked: bool) -> None:
     except SystemExit as end:
         if end.code in (None, 0):
             link.get_ready_to_say_done()
+        elif standing_by.stands_by():
+            os._exit(1)  # exit handlers are a worker's
         raise
     link.get_ready_to_say_done()
 
@@ -139,9 +143,9 @@ def _run(request: StartRequest) -> None:
             _run_program(request.mode, target, main)
         except SystemExit as end:
             if end.code in (None, 0):
-                link.program_ended()
+                _program_ended()
             raise
-        link.program_ended()
+        _program_ended()
     except SystemExit as end:
         if end.code not in (None, 0):
             link.mark_failed(end.code & 0xFF if isinstance(end.code, int) else 1)
@@ -159,6 +163,13 @@ def _run(request: StartRequest) -> None:
             get_error_handler().record_exception(error)
         _print_exception(error)
         raise SystemExit(1) from None
+
+
+def _program_ended() -> None:
+    """The program has ended without an error. A prepared standby has come to no batch, and says no goodbye."""
+    if standing_by.stands_by():
+        os._exit(0)
+    link.program_ended()
 
 
 def _run_program(mode: Mode, target: str, main: types.ModuleType) -> None:

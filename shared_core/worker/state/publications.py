@@ -109,21 +109,31 @@ class Board:
         self.folder = folder
         self._mirror, self._disk = mirror, disk or Overflow(None)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in folder.glob("top.*") if p.suffix != ".tmp")
-        self._loose = [int(p.name.split(".")[1]) for p in folder.glob(f"{_LOOSE_FILE}*") if p.suffix != ".tmp"]
         self._refers: dict[int, frozenset[int]] = {}
         self._spare, self._spare_loose = folder / "spare.tmp", folder / "spare_loose.tmp"
         self._spare_mid = folder / "spare_mid.tmp"
-        self._mids = self._found_mids()
         self._packed: dict[str, Any] = {}
-        # Of predecessors; which of their batch tops refers to which is not known.
-        self._orders = {path.name for path in folder.glob(f"{_ORDER}*")}
         self._names: dict[int, frozenset[str]] = {}
         self._count = 0
         room = _CHECKS * _CHECK.size
         self._checks = self._disk.write(folder / "checks", room, lambda path: map_file(path, room))
         self._cut = False
+        self._look()
+
+    def _look(self) -> None:
+        """See what predecessors have left."""
+        folder = self.folder
+        self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in folder.glob("top.*") if p.suffix != ".tmp")
+        self._loose = [int(p.name.split(".")[1]) for p in folder.glob(f"{_LOOSE_FILE}*") if p.suffix != ".tmp"]
+        self._mids = self._found_mids()
+        # Which of their batch tops refers to which is not known.
+        self._orders = {path.name for path in folder.glob(f"{_ORDER}*")}
         self._records = os.open(folder / "records", _APPEND, 0o600)
+
+    def look_again(self) -> None:
+        """As if this board had been made now: until now another worker has written it."""
+        os.close(self._records)
+        self._look()
 
     def follow(self, machines: Sequence[str | None]) -> None:
         """The places of machines are these now; see :meth:`Mirror.follow`."""
@@ -282,7 +292,7 @@ class Board:
             if key not in known:
                 self.record(key, results)
         for entry, (result, parts) in ends.items():
-            if not (self.folder / f"end.{entry}").exists():
+            if not self.has_end(entry):
                 self.publish_end(entry, result, parts)
 
     def write_order(self, indices: list[Any]) -> str:
@@ -333,7 +343,7 @@ class Board:
                 continue
             try:
                 found.append(top_of(read_file(path, payload=False)[0]))
-            except CorruptFile:
+            except (CorruptFile, FileNotFoundError):  # gone: of a worker that lives
                 continue
         return sorted(found, key=lambda top: top.index)
 
@@ -361,6 +371,14 @@ class Board:
             return loads(read_file(self.folder / f"mid.{top}.{number}")[1])  # type: ignore[no-any-return]
         except FileNotFoundError:
             return None
+
+    def end_file(self, entry: int) -> Path:
+        """Where the end of an entry call is published."""
+        return self.folder / f"end.{entry}"
+
+    def has_end(self, entry: int) -> bool:
+        """Whether the end of an entry call was published."""
+        return self.end_file(entry).exists()
 
     def read_end(self, entry: int) -> tuple[Any, dict[str, Any]]:
         """(result, parts) of a finished entry call."""

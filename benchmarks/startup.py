@@ -1,0 +1,155 @@
+"""What a script's start-up adds to a loss, with and without a prepared standby, and what one costs while it waits.
+
+Plain DDP on a 6-layer MLP of width 512 with four workers. Before its loop the script takes 8 s, half of them computing.
+The last rank is killed (SIGKILL), when its standby is prepared where it has one; the cases take turns.
+
+- stall: from the loss until a survivor's next ``optimizer.step`` has returned, the longest of all survivors;
+- step, a standby waits / stopped: median step while the standby waits as it does, and while it is stopped (SIGSTOP),
+  in turns of a second;
+- step, a standby is prepared / waits: median step while one runs the start-up;
+- processor time of a standby that waits, as a share of one core.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.common import WORKERS, Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
+from benchmarks.recovery import Traces
+from shared_core.events import Event, read_events
+
+SCRIPT = Path(__file__).with_name("startup_worker.py")
+STARTUP_S = 8.0
+RANK = WORKERS - 1
+PATIENCE_S = 180.0
+#: Of the stall of a script that starts at once.
+FACTOR_TARGET = 1.5
+SLOWER_TARGET = 1.02
+
+
+class Run:
+    """One job.
+
+    Args:
+        out: its folder.
+        startup_s: seconds that its script takes before its loop.
+        prepared: standbys that are prepared.
+    """
+
+    def __init__(self, out: Path, startup_s: float, prepared: int) -> None:
+        out.mkdir()
+        self.out, self._prepared = out, prepared
+        args = ["--startup", str(startup_s), "--out", str(out)]
+        self.workers = Workers("swift", SCRIPT, args, out, options=[f"--prepared={prepared}"])
+
+    def events(self, kind: str) -> list[Event]:
+        """Events of a kind so far."""
+        path = self.out / "events.jsonl"
+        return [event for event in read_events(path) if event.kind == kind] if path.exists() else []
+
+    def wait(self, what: str, done: Callable[[], bool]) -> None:
+        """Return when ``done()``.
+
+        Raises:
+            RuntimeError: it takes too long, or the job has ended.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while not done():
+            self.workers.check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no {what} after {PATIENCE_S:g} s\n{self.workers.tail()}")
+            time.sleep(0.05)
+
+    def stall(self) -> float:
+        """Kill the rank, and return the stall."""
+        self.wait("step", lambda: (self.out / f"trace{RANK}.jsonl").exists())
+        if self._prepared:
+            self.wait("prepared standby", lambda: bool(self.events("prepared")))
+        time.sleep(0.5)
+        [start] = self.events("start")
+        os.kill(start.fields["pids"][str(RANK)], signal.SIGKILL)
+        self.wait("recovery", lambda: len(self.events("resumed")) >= WORKERS - 1)
+        [newcomer] = self.events("newcomer_start")
+        if (newcomer.fields["how"] == "prepared") != bool(self._prepared):
+            raise RuntimeError(f"the newcomer was a {newcomer.fields['how']} one")
+        return max(float(event.fields["stall_s"]) for event in self.events("resumed"))
+
+    def step_s(self, spans: Sequence[tuple[float, float]]) -> float:
+        """Median time of a step of rank 0 that began and ended within one of these spans."""
+        traces = Traces(self.out)
+        traces.refresh()
+        times = [float(line["time"]) for line in traces.steps(0)]
+        pairs = zip(times, times[1:], strict=False)
+        return statistics.median(
+            end - start for start, end in pairs if any(low <= start and end <= high for low, high in spans)
+        )
+
+
+def measure(folder: Path, rounds: int, turns: int) -> list[Row]:
+    """All rows."""
+    cases = [("no start-up", 0.0, 0), (f"{STARTUP_S:g} s", STARTUP_S, 0), (f"{STARTUP_S:g} s, prepared", STARTUP_S, 1)]
+    stalls: dict[str, list[float]] = {case: [] for case, _, _ in cases}
+    rows: list[Row] = []
+    for number in range(rounds):
+        for case, startup_s, prepared in cases:
+            run = Run(folder / f"{number}-{startup_s:g}-{prepared}", startup_s, prepared)
+            with run.workers:
+                stalls[case].append(run.stall())
+                say(f"{case}: stall {stalls[case][-1]:.3f} s")
+                if prepared and number == rounds - 1:
+                    rows += _meanwhile(run, turns)
+    medians = {case: statistics.median(found) for case, found in stalls.items()}
+    first, *_, last = medians.values()
+    rows = [Row(case, "stall, median", stall, "s") for case, stall in medians.items()] + rows
+    return [*rows, at_most("prepared / no start-up", "stall", last / first, "", FACTOR_TARGET)]
+
+
+def _meanwhile(run: Run, turns: int) -> list[Row]:
+    """What a standby costs while it waits, and while it is prepared."""
+    run.wait("prepared standby", lambda: len(run.events("prepared")) > 1)
+    pid = run.events("prepared")[-1].fields["pid"]
+    spans: dict[signal.Signals, list[tuple[float, float]]] = {signal.SIGCONT: [], signal.SIGSTOP: []}
+    begun, used = time.time(), _processor_s(pid)
+    for turn in range(2 * turns):
+        which = signal.SIGSTOP if turn % 2 else signal.SIGCONT
+        os.kill(pid, which)
+        begin = time.time()
+        time.sleep(1.0)
+        spans[which].append((begin, time.time()))
+    os.kill(pid, signal.SIGCONT)
+    share = 100 * (_processor_s(pid) - used) / (time.time() - begun)
+    preparing = [(event.time - event.fields["took_s"], event.time) for event in run.events("prepared")]
+    waits, stopped = run.step_s(spans[signal.SIGCONT]), run.step_s(spans[signal.SIGSTOP])
+    case = "a standby waits"
+    return [
+        at_most(case, "step, against a stopped one", waits / stopped, "", SLOWER_TARGET),
+        at_most(case, "processor time of the standby", share, "% of a core", 100 * (SLOWER_TARGET - 1)),
+        Row(case, "its memory", run.events("prepared")[-1].fields["bytes"] / (1 << 20), "MiB"),
+        Row("a standby is prepared", "step, against one that waits", run.step_s(preparing) / waits, ""),
+    ]
+
+
+def _processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> int:
+    parser = arguments(
+        "startup", "Stall of a loss in a script that starts slowly, with and without a prepared standby."
+    )
+    options = parser.parse_args()
+    leave_nothing()
+    with scratch() as folder:
+        rows = measure(folder, *((1, 3) if options.quick else (5, 15)))
+    return finish(rows, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

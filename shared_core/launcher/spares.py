@@ -1,0 +1,198 @@
+"""The prepared standbys of one machine: made one at a time while the job trains, and given their ranks' places."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from shared_core.config import SwiftConfig
+from shared_core.events import console
+from shared_core.launcher.starting import Start, Starter
+from shared_core.launcher.telling import Telling
+from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
+from shared_core.protocol.preparing import EXIT_UNFIT, LEAST_STARTUP_S, Measured, Prepared, decide, next_rank, retry_s
+from shared_core.protocol.progress_file import path_of, read_progress
+from shared_core.system import process
+from shared_core.system.memory import machine_bytes, private_bytes
+
+#: Seconds until it is looked again whether a further standby is to be prepared: after one that cannot be started now,
+#: and after all that there are to be.
+_SOON_S, _LATER_S = 1.0, 60.0
+
+
+class Spares:
+    """Prepares standbys and gives them places.
+
+    Args:
+        config: options of the job.
+        fleet: the processes.
+        starter: starts them.
+        telling: says what happens.
+        job_dir: private folder of the job, where workers say how far they are.
+    """
+
+    def __init__(self, config: SwiftConfig, fleet: Fleet, starter: Starter, telling: Telling, job_dir: Path) -> None:
+        self._config, self._fleet, self._starter, self._telling = config, fleet, starter, telling
+        self._job_dir = job_dir
+        self._startups: dict[int, float] = {}
+        self._trains_since = 0.0
+        self._told = False
+        self._losses: Counter[int] = Counter()
+        self._ready: dict[int, Prepared] = {}
+        self._unfit: set[int] = set()
+        self._preparing: LiveWorker | None = None
+        self._failures, self._next = 0, 0.0
+
+    def look(self, start: Start) -> None:
+        """Prepare the next standby, if it is time and nobody is waited for.
+
+        Args:
+            start: in what it is started.
+        """
+        self._bury()
+        self._drop_useless()
+        if self._preparing is not None:
+            self._look_at_preparing()
+            return
+        if time.monotonic() < self._next or not self._telling.story.quiet or not self._all_train(start.places.ranks):
+            return
+        measured = self._measure()
+        ranks, chosen = start.places.ranks, self._config.standby.prepared
+        decision = decide(chosen, ranks, measured, self._config.on_failure, prepared=len(self._ready))
+        if not self._told:
+            self._told = True
+            fields = asdict(measured)
+            self._telling.emit("preparing", number=decision.number, reason=decision.text, **fields)
+            if chosen not in ("auto", 0) or (chosen == "auto" and measured.startup_s >= LEAST_STARTUP_S):
+                console(decision.text)
+        rank = next_rank(decision.number, set(ranks) - self._unfit, self._losses, self._ready)
+        patience_s = measured.startup_s if chosen == "auto" else 0.0
+        if rank is None or time.time() - self._trains_since < patience_s or not self._fleet.can_start:
+            self._next = time.monotonic() + (_LATER_S if rank is None else _SOON_S)
+            return
+        self._preparing = self._starter.prepare(start.places.local_rank(rank), start)
+
+    def ready(self, said: Prepared) -> None:
+        """A standby waits for its rank's place."""
+        spare = self._preparing
+        if spare is None or spare.pid != said.pid:
+            return
+        self._preparing = None
+        self._ready[said.rank] = said
+        took_s, held = time.time() - spare.born, private_bytes(spare.pid)
+        self._telling.emit("prepared", rank=said.rank, pid=spare.pid, took_s=took_s, bytes=held)
+
+    def start(self, local_rank: int, start: Start) -> bool:
+        """Start a worker: its rank's place goes to the prepared standby, else to a process that is asked for.
+
+        Args:
+            local_rank: its place on this machine.
+            start: in what it is started.
+
+        Returns:
+            Whether its process is there already.
+        """
+        rank = start.places.workers[local_rank].global_rank
+        if start.attempt.incarnations[rank] and self._take(rank, start):
+            return True
+        self._starter.start(local_rank, start)
+        return False
+
+    def _take(self, rank: int, start: Start) -> bool:
+        self._losses[rank] += 1
+        self._bury()
+        incarnation = start.attempt.incarnations[rank]
+        said = self._ready.pop(rank, None)
+        for spare in [one for one in self._of(rank) if not one.cause]:
+            if said is None or spare.incarnation != incarnation or _useless(said):
+                self._drop(spare)
+                continue
+            start.attempt.give_place(rank, incarnation)
+            self._fleet.promote(spare)
+            self._failures, self._next = 0, 0.0
+            return True
+        return False
+
+    def clear(self) -> None:
+        """End all of them: the attempt is over."""
+        for spare in list(self._fleet.spares.values()):
+            self._drop(spare)
+        self._preparing = None
+        self._ready.clear()
+        self._unfit.clear()
+        self._startups.clear()
+        self._trains_since, self._failures, self._next = 0.0, 0, 0.0
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def _of(self, rank: int) -> list[LiveWorker]:
+        here = list(self._fleet.spares.values())
+        if self._preparing is not None and self._preparing not in here:  # it is being forked
+            here.append(self._preparing)
+        return [one for one in here if one.rank == rank]
+
+    def _all_train(self, ranks: list[int]) -> bool:
+        """Whether all workers here have come to a batch; how long that took them is noted."""
+        live = self._fleet.live.values()
+        for one in live:
+            progress = read_progress(path_of(self._job_dir, one.rank))
+            if progress is None or not progress[0] or progress[2] < one.started:
+                return False
+            if one.pid not in self._startups and one.how != "prepared":
+                self._startups[one.pid] = progress[2] - one.born
+        self._trains_since = self._trains_since or time.time()
+        return {one.rank for one in live} == set(ranks)
+
+    def _measure(self) -> Measured:
+        largest = max(private_bytes(pid) for pid in self._fleet.live)
+        return Measured(max(self._startups.values(), default=0.0), largest, *machine_bytes())
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def _drop(self, spare: LiveWorker) -> None:
+        spare.cause = CANCELLED
+        if spare.pid:
+            spare.kill(CANCELLED)
+        if spare is self._preparing:
+            self._preparing = None
+
+    def _drop_useless(self) -> None:
+        """The entry call that a standby is in has ended: its rank gets another one."""
+        for rank in [rank for rank, said in self._ready.items() if _useless(said)]:
+            del self._ready[rank]
+            self._next = 0.0
+            for spare in self._of(rank):
+                self._drop(spare)
+
+    def _look_at_preparing(self) -> None:
+        spare, limit_s = self._preparing, self._config.detection.wait_timeout_s
+        if spare is not None and spare.born and time.time() - spare.born > limit_s and not spare.cause:
+            spare.kill(f"did not come to its first batch in {limit_s:g} s (wait_timeout_s)")
+
+    def _bury(self) -> None:
+        for spare, code in self._fleet.fallen():
+            if spare is self._preparing:
+                self._preparing = None
+            if spare.cause == CANCELLED:
+                continue
+            if code == EXIT_UNFIT:
+                self._unfit.add(spare.rank)
+                console(f"no standby is prepared for rank {spare.rank}: its stage has no replica to begin from")
+                continue
+            self._ready.pop(spare.rank, None)
+            self._failures += 1
+            error = spare.raised(code)
+            cause = error.summary[:200] if error is not None else spare.cause or process.describe_exit(code)
+            wait_s = retry_s(self._failures)
+            self._next = time.monotonic() + (wait_s if wait_s is not None else float("inf"))
+            then = "no further one is prepared" if wait_s is None else f"another is prepared in {wait_s:g} s"
+            line = f"the prepared standby of rank {spare.rank} (pid {spare.pid}) is lost ({cause}); {then}"
+            self._telling.warn(line)
+            console(line)
+
+
+def _useless(said: Prepared) -> bool:
+    return bool(said.until) and os.path.lexists(said.until)

@@ -1,0 +1,101 @@
+"""A prepared standby: it runs the script while its rank's worker lives, up to where its way depends on that one.
+
+Up to there it does what any newcomer does: start-up operations are answered from the records of the worker whose place
+it may take. It says nothing to the job, and publishes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+
+from torch._C._distributed_c10d import PrefixStore
+
+from shared_core.faults import inject
+from shared_core.protocol.codec import Count, decode
+from shared_core.protocol.frontier import Top
+from shared_core.protocol.keys import PREPARED
+from shared_core.protocol.preparing import EXIT_UNFIT, Prepared, place_key
+from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.waiting import FOREVER_S
+from shared_core.worker.job_store import JobStore
+from shared_core.worker.link import connect_store
+from shared_core.worker.start import standing_by
+from shared_core.worker.state.publications import Board
+
+
+class Spare:
+    """The part of a worker that is a prepared standby, until it has a place. In all others it does nothing.
+
+    Args:
+        env: what the launcher told this worker.
+        store: of the job.
+        board: publications of its rank, which the living worker writes.
+
+    Attributes:
+        waits: it has no place yet.
+    """
+
+    def __init__(self, env: WorkerEnv, store: JobStore, board: Board) -> None:
+        self._env, self._store, self._board = env, store, board
+        self.waits = env.spare
+        #: Whether entry calls were finished, as far as this one has asked, and ends of calls that it has passed.
+        self._finished: dict[int, bool] = {}
+        self._passed: list[int] = []
+        self._then: list[Callable[[], None]] = []
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run when there is a place."""
+        self._then.append(call)
+
+    def finished(self, entry: int) -> bool:
+        """Whether the worker of the rank has finished an entry call by now."""
+        self._finished[entry] = self._board.has_end(entry)
+        return self._finished[entry]
+
+    def passes_end(self, entry: int) -> bool:
+        """Whether the worker of the rank has gone on from the end of this entry call, so that this one does, too."""
+        newest = self._board.tops()[-1:]
+        if not newest or (newest[0].entry, newest[0].kind) == (entry, "end"):
+            return False
+        self._passed.append(entry)
+        return True
+
+    def await_place(self) -> int:
+        """Wait until the place is free. Returns the generation in which this worker takes it.
+
+        Raises:
+            DamagedRecord: what the launcher has said is no generation.
+        """
+        env = self._env
+        if any(top.replicas == [env.rank] for top in self._board.tops()):
+            os._exit(EXIT_UNFIT)
+        until = next((str(self._board.end_file(e)) for e, ended in self._finished.items() if not ended), "")
+        # It blocks, so it has a connection of its own.
+        store = PrefixStore(env.prefix.rstrip("/"), connect_store(FOREVER_S, env))
+        self._store.tell(PREPARED, asdict(Prepared(env.rank, env.incarnation, os.getpid(), until)))
+        inject.point("spare.waits")
+        key = place_key(env.rank, env.incarnation)
+        try:
+            store.wait([key])
+            raw = store.get(key)
+        except RuntimeError:
+            os._exit(1)  # the store is gone: so is the agent
+        generation: int = decode(raw, Count, key)
+        self.waits = False
+        standing_by.take_place(generation)
+        self._board.look_again()
+        for call in self._then:
+            call()
+        return generation
+
+    def serves(self, target: Top | None, finished: Callable[[int], bool]) -> bool:
+        """Whether the way that this one has come leads to its place.
+
+        Args:
+            target: the place; None where the others do not wait for this one.
+            finished: whether an entry call was finished, as it is known now.
+        """
+        behind = target is not None and target.kind == "end" and target.entry in self._passed
+        return not behind and all(finished(entry) == ended for entry, ended in self._finished.items())
