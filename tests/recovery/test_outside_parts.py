@@ -161,7 +161,7 @@ def test_the_state_at_a_batch_top_is_given_whatever_was_done_since(updates: Upda
 
 
 def _front(rank: int, newcomer: bool = False, tops: tuple[Top, ...] = (), done: int = 5, **more: object) -> Frontier:
-    group = GroupFrontier((0, 1, 2), done, [done], list(range(done)), [])
+    group = GroupFrontier("0-2", done, [done], list(range(done)), [])
     groups = {} if newcomer else {"w": group}
     return Frontier(rank, int(newcomer), newcomer, 0 if newcomer else 4, tops, groups, **more)  # type: ignore[arg-type]
 

@@ -94,6 +94,11 @@ def called_by_reducer() -> bool:
     return frame is None or frame.f_code is _ENGINE
 
 
+def in_backward() -> bool:
+    """Whether the autograd engine runs a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def agreeing_on_buckets() -> Any:
     """The ``DistributedDataParallel`` from whose forward the function that asks was called, to agree on the order of
     its buckets; None if it was not.

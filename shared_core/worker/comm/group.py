@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 
 from shared_core.errors import Unsupported
-from shared_core.worker.comm.compat import agreeing_on_buckets, called_by_reducer
+from shared_core.worker.comm.compat import agreeing_on_buckets, called_by_reducer, in_backward
 from shared_core.worker.comm.group_identity import GroupIdentity
 from shared_core.worker.comm.listener import BucketInput
 from shared_core.worker.comm.op import Op, SwiftWork, input_checksum, signature
@@ -57,9 +57,7 @@ class SwiftProcessGroup(GroupIdentity):
         _dense("all_reduce", tensors)
         # DDP's reducer calls from inside the autograd engine and takes the future's value.
         bucket = called_by_reducer()
-        if (
-            bucket or torch._C._current_graph_task_id() != -1
-        ):  # a communication hook of DDP's calls inside backward, too
+        if bucket or in_backward():  # a communication hook of DDP's calls from there, too
             self._runtime.listener.before_bucket()
         if bucket:
             source = self._runtime.listener.bucket_input(tensors[0]) if self._runtime.results.borrows(tensors) else None
