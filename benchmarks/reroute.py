@@ -27,7 +27,8 @@ from pathlib import Path
 
 from benchmarks.common import Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
 from benchmarks.pipeline_model import COMPUTE, ENV, OPTIMIZER
-from benchmarks.recovery import PATIENCE_S, Traces, wait
+from benchmarks.recovery import PATIENCE_S, wait
+from benchmarks.recovery_traces import Traces
 from shared_core.events import Event, read_events
 from shared_core.schedule.planner import plan
 from shared_core.schedule.problem import Variant

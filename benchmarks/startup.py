@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.common import WORKERS, Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
-from benchmarks.recovery import Traces
+from benchmarks.recovery_traces import Traces
 from shared_core.events import Event, read_events
 
 SCRIPT = Path(__file__).with_name("startup_worker.py")

@@ -36,7 +36,9 @@ from benchmarks.common import (
     say,
     scratch,
 )
-from benchmarks.recovery import BATCH, System, Traces, folder_of, hit, started, step_time, wait
+from benchmarks.recovery import System, folder_of, hit, started, wait
+from benchmarks.recovery_traces import Traces, step_time
+from benchmarks.recovery_worker import BATCH
 from shared_core.simulate.checkpoints import young
 from shared_core.simulate.total_time import Training, total_time, worst_case
 

@@ -28,7 +28,7 @@ class Record:
         delivered: batches fetched.
         exhausted: the end was reached.
         order: name under which its indices were published.
-        first: number of its first batch, where the rest of a pass was dealt out anew.
+        first: number of its first batch, where the rest of a pass was dealt out again.
         dealt: its indices are the published ones, not the sampler's.
         length: of the pass, then.
         rereads: batches whose reading changed what cannot be put back, with the state in which each was read. None:
@@ -83,7 +83,7 @@ def way_to(record: Record, *, ahead: int, workers: int, seeded: bool = False, ta
         ahead: items that were fetched before their use.
         workers: of the loader.
         seeded: what an item draws is a function of its place.
-        taken: items that this process has taken of a loader that cannot be started anew.
+        taken: items that this process has taken of a loader that cannot be started again.
     """
     begin = record.delivered - min(ahead, record.delivered)
     if seeded or record.stream is not None:

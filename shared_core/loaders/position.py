@@ -121,7 +121,7 @@ class Position(Iterator[Any]):
             record.stream = self._where() if begun else None
         return record
 
-    def start_anew(self, epoch: int) -> None:
+    def correct_epoch(self, epoch: int) -> None:
         """It is another pass than was thought."""
         self.record.epoch = epoch
 

@@ -23,7 +23,7 @@ def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[An
     Args:
         engine: of the loader.
         state: of a predecessor's loader.
-        taken: items that this process has taken of a loader that cannot be started anew.
+        taken: items that this process has taken of a loader that cannot be started again.
         items: receives the last ones delivered.
 
     Returns:

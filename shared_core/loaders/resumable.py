@@ -184,7 +184,7 @@ class ResumableLoader:
             state = as_copy(state)
         engine = self._swift_engine
         found = position if type(position) is Position else self._swift_position()
-        # A loader that is its own iterator cannot be started anew: what this process took while starting up counts.
+        # A loader that is its own iterator cannot be started again: what this process took while starting up counts.
         own_iterator = isinstance(self._swift_loader, Iterator)
         taken = sum(record.delivered for record in engine.pool) if own_iterator else 0
         items: deque[Any] = deque(found.last_items if own_iterator and found else (), maxlen=max(self._swift_ahead, 1))
@@ -194,7 +194,7 @@ class ResumableLoader:
         self._swift_count = state["count"]
         if state.get("fresh"):  # no worker had begun this pass: it is divided as the sampler does
             if found is not None:
-                found.start_anew(state["iterations"][-1]["epoch"])
+                found.correct_epoch(state["iterations"][-1]["epoch"])
             engine.restore_owned(state["owned"])
             return
         reached = replay(engine, state, taken, items)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from kinds import KINDS, LOG, ROWS, SIZE, Counter, Life, Stateful
+from torch.utils.data import DataLoader
 
 from shared_core.loaders import read_random
+from shared_core.loaders.engine import Kind, kind_of
 
 EPOCHS = 3
 #: Kinds that change with each batch what nobody can put back: all is read again, for which the model must not draw from
@@ -102,3 +104,10 @@ def test_who_can_say_where_it_is_is_told(kind: Any) -> None:
     newcomer = Life(name, 0, 0, state=state)
     newcomer.next()
     assert kind.reads <= ROWS
+
+
+def test_a_shuffle_buffer_that_is_filled_again_is_not_trusted() -> None:
+    """``datasets`` says of its ``state_dict`` that a shuffle buffer is not part of it."""
+    buffered = type("IterableDataset", (Counter,), {"__module__": "datasets.iterable_dataset"})
+    assert kind_of(DataLoader(Counter()), "restore") is Kind.STATE
+    assert kind_of(DataLoader(buffered()), "restore") is Kind.REREAD

@@ -17,6 +17,9 @@ from shared_core.worker.comm.groups import Groups, GroupState
 from shared_core.worker.comm.operations import Operations
 from shared_core.worker.comm.state import SharedState
 
+#: How long a thread of gloo may take to notice that its connections were cut, on a machine that is very busy.
+_STARVED_S = 1.0
+
 
 class Generations:
     """Cuts the groups and gives them new connections."""
@@ -88,12 +91,14 @@ class Generations:
                 group.inner = None
             for inner in inners:
                 inner.sever()
-            end = time.monotonic() + STUCK_S
+            began = time.monotonic()
             while any(group.inflight for group in cut):
                 if not state.changed.wait(0.05):
                     for inner in inners:  # a connection that was being set up while we cut
                         inner.sever()
-                if time.monotonic() > end:
+                waited_s = time.monotonic() - began
+                # While gloo has not closed a connection, what had arrived there may still be written.
+                if waited_s > _STARVED_S or (waited_s > STUCK_S and all(inner.closed() for inner in inners)):
                     _give_up(cut)
             for group in cut:
                 group.channels.cut()

@@ -173,6 +173,7 @@ class InnerGroup:
         self.pg = pg
         self.rank, self.members, self.wait_timeout_s = rank, members, wait_timeout_s
         self.severed = False
+        self._cut: set[str] = set()
         self._place = place
         self._peers = peers
 
@@ -248,7 +249,7 @@ class InnerGroup:
 
     def _known(self) -> bool:
         """Whether all ends on this machine belong to this user."""
-        return not peers.unknown(ends for _, ends in self._connections())
+        return not peers.unknown(ends for _, _, ends in self._connections())
 
     def discard(self) -> None:
         """Cut the group and let it go. Its destructor waits for gloo's threads, so it runs on a thread nobody waits
@@ -267,15 +268,20 @@ class InnerGroup:
         """
         self.severed = True
         cut = 0
-        for sock, _ in self._connections():
+        for sock, link, _ in self._connections():
             with suppress(OSError):
+                self._cut.add(link)
                 sock.shutdown(socket.SHUT_RDWR)
                 cut += 1
         return cut
 
-    def _connections(self) -> Iterator[tuple[socket.socket, tuple[Place, Place]]]:
-        """Each connection of the group, with its own and its other end."""
-        for fd, _ in _socket_fds():
+    def closed(self) -> bool:
+        """Whether gloo has closed all connections that were cut, and so writes nothing any more that had arrived."""
+        return self._cut.isdisjoint(link for _, link in _socket_fds())
+
+    def _connections(self) -> Iterator[tuple[socket.socket, str, tuple[Place, Place]]]:
+        """Each connection of the group, with its name in ``/proc``, its own and its other end."""
+        for fd, link in _socket_fds():
             try:
                 with socket.socket(fileno=os.dup(fd)) as sock:
                     if sock.family not in (socket.AF_INET, socket.AF_INET6):
@@ -284,7 +290,7 @@ class InnerGroup:
                         continue
                     own, theirs = sock.getsockname(), sock.getpeername()
                     if _place(own) == self._place or _place(theirs) in self._peers:
-                        yield sock, (own[:2], theirs[:2])
+                        yield sock, link, (own[:2], theirs[:2])
             except OSError:
                 continue
 

@@ -1,0 +1,91 @@
+"""What the ranks of the recovery benchmark have noted, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import WORKERS
+from benchmarks.recovery_worker import BATCH
+
+
+class Traces:
+    """What the ranks have noted so far."""
+
+    def __init__(self, folder: Path, workers: int = WORKERS) -> None:
+        self.ranks = range(workers)
+        self.paths = [folder / f"trace{rank}.jsonl" for rank in self.ranks]
+        self.read_to = [0] * workers
+        self.lines: list[list[dict[str, Any]]] = [[] for _ in self.ranks]
+
+    def refresh(self) -> None:
+        """Read what is new; a line that is being written is read next time."""
+        for rank, path in enumerate(self.paths):
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self.read_to[rank])
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self.read_to[rank] += len(whole) + 1
+                self.lines[rank] += [json.loads(line) for line in whole.split(b"\n")]
+
+    def pids(self) -> set[int]:
+        """Processes that have noted anything."""
+        return {line["pid"] for lines in self.lines for line in lines}
+
+    def steps(self, rank: int, after: float = 0.0) -> list[dict[str, Any]]:
+        """Steps that a rank has made after a time, in order."""
+        return [line for line in self.lines[rank] if line["kind"] == "step" and line["time"] > after]
+
+    def furthest(self, before: float = float("inf")) -> int:
+        """The highest step that any rank had made before a time."""
+        steps = (x["step"] for rank in self.ranks for x in self.steps(rank) if x["time"] <= before)
+        return int(max(steps, default=0))
+
+
+def user_time(traces: Traces, at: float) -> float:
+    """The longest start of the user's code, up to the loop, in workers that were started after a time."""
+    loops = (line for lines in traces.lines for line in lines if line["kind"] == "loop" and line["time"] > at)
+    return float(max((line["user_s"] for line in loops), default=0.0))
+
+
+def stalled_until(traces: Traces, rank: int, at: float, step_s: float) -> float:
+    """When a rank's next step after the kill had returned.
+
+    A step that was past its last collective when the worker was killed still returns at once; the stall is then what
+    follows it. So the longest gap between two returns that begins near the kill counts.
+    """
+    times = [line["time"] for line in traces.steps(rank) if line["time"] <= at][-1:]
+    times += [line["time"] for line in traces.steps(rank, at)]
+    early = [i for i, t in enumerate(times[:-1]) if t - at <= 2 * step_s]
+    longest = max(early, key=lambda i: times[i + 1] - times[i])
+    return float(times[longest + 1])
+
+
+def repeated(traces: Traces, rank: int, at: float) -> int:
+    """How many steps a rank made again after a kill."""
+    before = {line["step"] for line in traces.steps(rank) if line["time"] <= at}
+    return sum(line["step"] in before for line in traces.steps(rank, at))
+
+
+def lost_samples(traces: Traces) -> int:
+    """Samples of steps that a rank took no part in, and of steps whose gradients were thrown away."""
+    made = [{line["step"] for line in traces.steps(rank)} for rank in range(WORKERS)]
+    first, last = max(min(one) for one in made), min(max(one) for one in made)
+    missing = sum(step not in one for one in made for step in range(first, last + 1))
+    discarded = sum(line["kind"] == "discarded" for lines in traces.lines for line in lines)
+    return (missing + discarded) * BATCH
+
+
+def settled(traces: Traces, count: int) -> bool:
+    """Whether every rank has made ``count`` steps."""
+    return all(len(traces.steps(rank)) >= count for rank in traces.ranks)
+
+
+def step_time(traces: Traces) -> float:
+    """Median seconds between two steps of rank 0 so far."""
+    times = [line["time"] for line in traces.steps(0)][5:]
+    return statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
