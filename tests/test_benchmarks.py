@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import common, overhead, pipeline_overhead, pipeline_recovery, recovery, reroute, total_time
+from benchmarks import (
+    common,
+    overhead,
+    pipeline_overhead,
+    pipeline_recovery,
+    recovery,
+    recovery_traces,
+    reroute,
+    total_time,
+)
 from benchmarks.common import WORKERS, Line, Row, at_least, at_most, finish, table
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
@@ -70,18 +79,18 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "pip install 'swift-recovery[torchft]'" in capsys.readouterr().out
 
 
-def write_traces(folder: Path, steps: dict[int, list[tuple[int, float]]], discarded: int = 0) -> recovery.Traces:
+def write_traces(folder: Path, steps: dict[int, list[tuple[int, float]]], discarded: int = 0) -> recovery_traces.Traces:
     for rank in range(WORKERS):
         lines = [{"kind": "step", "step": step, "time": at, "pid": 1} for step, at in steps[rank]]
         lines += [{"kind": "discarded", "step": 1, "time": 0.0, "pid": 1}] * (discarded if rank == 0 else 0)
         (folder / f"trace{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    traces = recovery.Traces(folder)
+    traces = recovery_traces.Traces(folder)
     traces.refresh()
     return traces
 
 
 def test_a_trace_is_read_as_it_grows(tmp_path: Path) -> None:
-    traces = recovery.Traces(tmp_path)
+    traces = recovery_traces.Traces(tmp_path)
     traces.refresh()
     assert traces.furthest() == 0
     path = tmp_path / "trace2.jsonl"
@@ -104,20 +113,20 @@ def test_a_stall_is_the_gap_that_begins_near_the_kill(tmp_path: Path) -> None:
         3: [(1, 9.8), (2, 9.9), (3, 10.45), (4, 10.6), (5, 20.0)],
     }
     traces = write_traces(tmp_path, steps)
-    found = [recovery.stalled_until(traces, rank, 10.0, 0.1) for rank in range(WORKERS)]
+    found = [recovery_traces.stalled_until(traces, rank, 10.0, 0.1) for rank in range(WORKERS)]
     assert found == [10.5, 10.5, 10.6, 10.45]
 
 
 def test_steps_made_again_and_samples_lost(tmp_path: Path) -> None:
     again = [(1, 1.0), (2, 2.0), (3, 3.0), (2, 11.0), (3, 12.0), (4, 13.0)]
     traces = write_traces(tmp_path, dict.fromkeys(range(WORKERS), again))
-    assert recovery.repeated(traces, 0, at=10.0) == 2
-    assert recovery.lost_samples(traces) == 0
+    assert recovery_traces.repeated(traces, 0, at=10.0) == 2
+    assert recovery_traces.lost_samples(traces) == 0
     left_out = {0: [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]} | dict.fromkeys(
         (1, 2), [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
     )
     traces = write_traces(tmp_path / ".", left_out | {3: [(1, 1.0), (4, 4.0)]}, discarded=1)
-    assert recovery.lost_samples(traces) == (2 + 1) * recovery.BATCH
+    assert recovery_traces.lost_samples(traces) == (2 + 1) * recovery_traces.BATCH
 
 
 @pytest.mark.nightly
@@ -199,7 +208,7 @@ def test_delay_and_micro_batches_made_again(tmp_path: Path) -> None:
     forwards = [{"kind": "forward", "step": 3, "time": at} for at in (2.1, 2.3, 3.0, 3.1, 3.2, 3.3)]
     for rank, lines in enumerate((steps, [*steps, *forwards])):
         (tmp_path / f"trace{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    traces = recovery.Traces(tmp_path, 2)
+    traces = recovery_traces.Traces(tmp_path, 2)
     traces.refresh()
     assert pipeline_recovery.delay(traces, 0, 2.5, 1.0, goal=4) == pytest.approx(2.0)
     assert pipeline_recovery.computed_again(traces, 0, 2.5) == 0
@@ -245,10 +254,10 @@ def test_what_traces_tell_of_a_training(tmp_path: Path) -> None:
     for rank in range(WORKERS):
         mine = [*lines, end] if rank < 3 else [*lines[:24], late]
         (tmp_path / f"trace{rank}.jsonl").write_text("".join(json.dumps(line | {"pid": 1}) + "\n" for line in mine))
-    traces = recovery.Traces(tmp_path)
+    traces = recovery_traces.Traces(tmp_path)
     traces.refresh()
     run = total_time.read(total_time.REROUTE, traces, 31, losses=1)
-    assert run.seconds == pytest.approx(1.2) and (run.recomputed, run.lost) == (1, recovery.BATCH)
+    assert run.seconds == pytest.approx(1.2) and (run.recomputed, run.lost) == (1, recovery_traces.BATCH)
     assert (run.loss, run.digests, run.saved_s) == (0.5, {"d"}, None) and run.step_s == pytest.approx(0.1)
     other = replace(run, digests=frozenset({"d", "e"}), seconds=1.0)
     named = {row.metric: row for row in total_time.rows_of(run, other, other)}
