@@ -37,6 +37,7 @@ from benchmarks.common import (
     scratch,
 )
 from benchmarks.recovery_curves_plot import draw
+from shared_core.events import read_events
 
 SCRIPT = Path(__file__).with_name("recovery_curves_worker.py")
 #: Seconds that a job may take to its next step; the slowest start-up and the most workers stay far below.
@@ -46,7 +47,12 @@ FIRST = 20
 AFTER = 20
 #: The stall in the hardest place over that in the easiest.
 WORST_TARGET = 1.5
-SYSTEMS = {"swift": "this", "torchrun": "torchrun, checkpoint every 20 steps", "torchft": "torchft"}
+SYSTEMS = {
+    "swift": "this",
+    "unprepared": "this, --prepared 0",
+    "torchrun": "torchrun, checkpoint every 20 steps",
+    "torchft": "torchft",
+}
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,8 @@ POINTS = [
     Point("the same with a loader worker", 20, read_ms=1, loader_workers=1, only_this=True),
     Point("the same with a loader worker", 1000, 1000, read_ms=1, loader_workers=1, only_this=True),
     Point("the same with a loader worker", 10_000, 10_000, read_ms=1, loader_workers=1, only_this=True),
-    Point("seconds of start-up", 0, quick=True),
-    Point("seconds of start-up", 10, startup_s=10, quick=True),
+    Point("seconds of start-up", 0, read_ms=1, quick=True),
+    Point("seconds of start-up", 10, read_ms=1, startup_s=10, quick=True),
     Point("million parameters", 1, parameters=1_000_000, quick=True),
     Point("million parameters", 10, parameters=10_000_000, quick=True),
     Point("million parameters", 50, parameters=50_000_000),
@@ -150,14 +156,25 @@ class Loss:
 @contextlib.contextmanager
 def job(system: str, point: Point, out: Path) -> Iterator[Workers]:
     """The job of a point under a system."""
-    args = ["--system", system, "--out", str(out), "--steps", str(point.place + 400)]
+    ours = system in ("swift", "unprepared")
+    # Standbys are prepared while the job trains.
+    steps = point.place + (12_000 if point.startup_s else 400)
+    args = ["--system", "swift" if ours else system, "--out", str(out), "--steps", str(steps)]
     args += ["--read-ms", str(point.read_ms), "--loader-workers", str(point.loader_workers)]
     args += ["--startup-s", str(point.startup_s), "--parameters", str(point.parameters)]
     env = {"BENCH_TORCHFT_TIMEOUT_S": "5"}
     with contextlib.ExitStack() as stack:
         if system == "torchft":
             env["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(1, 1000))
-        yield stack.enter_context(Workers(system, SCRIPT, args, out, restarts=3, env=env, nproc=point.workers))
+        options = ["--prepared=0"] if system == "unprepared" else []
+        system = "swift" if ours else system
+        workers = Workers(system, SCRIPT, args, out, restarts=3, env=env, nproc=point.workers, options=options)
+        yield stack.enter_context(workers)
+
+
+def is_prepared(rank: int, events: Path) -> bool:
+    """Whether a standby has run the script for a rank."""
+    return any(event.kind == "prepared" and event.rank == rank for event in read_events(events))
 
 
 def measure(system: str, point: Point, out: Path) -> Loss:
@@ -179,6 +196,8 @@ def measure(system: str, point: Point, out: Path) -> Loss:
                     trace.refresh()
 
         wait(lambda: min(trace.last for trace in traces) >= max(point.place - FIRST, 1), 0.2)
+        if system == "swift" and point.startup_s:
+            wait(lambda: is_prepared(point.workers - 1, out / "events.jsonl"), 0.2)
         wait(lambda: min(trace.last for trace in traces) >= point.place, 0.005)
         times = [at for _, at, _ in traces[0].steps][-200:]
         step_s = statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
@@ -229,7 +248,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (options.quick and not point.quick) or (options.only and options.only not in point.name):
                 continue
             for system in systems:
-                if system != "swift" and point.only_this:
+                if system == "unprepared" and not point.startup_s:
+                    continue
+                if system in ("torchrun", "torchft") and point.only_this:
                     continue
                 again = 1 if options.quick or system != "swift" or point.place >= 1000 else options.kills
                 losses = []
@@ -237,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     try:
                         losses.append(measure(system, point, folder / f"{len(measured)}-{number}"))
                     except (RuntimeError, subprocess.SubprocessError) as error:
-                        if system == "swift":
+                        if system in ("swift", "unprepared"):
                             raise
                         say(f"{point.name}, {SYSTEMS[system]}: no result. {str(error).splitlines()[0]}")
                 if not losses:
