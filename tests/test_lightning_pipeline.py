@@ -256,7 +256,7 @@ def test_a_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> None:
         for number, stage in enumerate(stages):
             stage.write_parts(content(step, number), None)
 
-    with pytest.raises(ConfigError, match="no complete checkpoint"):
+    with pytest.raises(ConfigError, match="is not a complete checkpoint"):
         parts(1)
         stages[0].read(None)
     stages[0].commit(content(1, 0), None)
