@@ -125,15 +125,24 @@ class Position(Iterator[Any]):
         """It is another pass than was thought."""
         self.record.epoch = epoch
 
-    def take_up(self, record: Record, inner: Iterator[Any], drawing: Drawing | None, items: list[Any]) -> None:
+    def take_up(
+        self,
+        record: Record,
+        inner: Iterator[Any],
+        drawing: Drawing | None,
+        told: list[tuple[int, dict[str, Any]]],
+        items: list[Any],
+    ) -> None:
         """Go on where the pass of a predecessor was.
 
         Args:
             record: of that pass.
             inner: the loader's iterator, at that place.
             drawing: what draws its indices.
+            told: states of loader workers after batches fetched ahead of their use.
             items: those fetched last.
         """
+        self._told = deque(told)
         self.inner, self.record, self._drawing, self.last_items, self._keep = inner, record, drawing, items, 0
         self._log.notes = record.fetches
         if drawing is not None:

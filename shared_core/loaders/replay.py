@@ -11,10 +11,12 @@ from shared_core.loaders.engine import Engine, Kind
 from shared_core.loaders.indices import Drawing, Follow
 from shared_core.loaders.place import Record, needed, way_to
 from shared_core.loaders.randomness import write_random
+from shared_core.loaders.reader import Note
 from shared_core.waiting import Wait
 
-#: A record, the loader's iterator at its place, and what draws its indices.
-Reached = tuple[Record, Iterator[Any], Drawing | None]
+#: A record, the loader's iterator at its place, what draws its indices, and the states that loader workers have told
+#: with the batches fetched ahead, by the number of the batch.
+Reached = tuple[Record, Iterator[Any], Drawing | None, list[tuple[int, dict[str, Any]]]]
 
 
 def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[Any]) -> Reached | None:
@@ -100,7 +102,10 @@ class _Replay:
             self._fetch(inner, number)
             done += 1
         for number in range(way.begin, record.delivered):
-            self._items.append(self._fetch(inner, number))
+            item, told = self._fetch(inner, number)
+            self._items.append(item)
+            if told is not None:
+                reached[3].append((number, told.state))
         if reached[2] is not None:
             reached[2].arrive()
         if record.exhausted:
@@ -116,7 +121,7 @@ class _Replay:
         engine.go_to(record.stream)
         write_random(record.before)
         inner = engine.start(Record(epoch=record.epoch), follow)
-        return record, inner, engine.drawing
+        return record, inner, engine.drawing, []
 
     def _follow(self) -> Follow:
         record = self._record
@@ -146,7 +151,7 @@ class _Replay:
                 engine.go_to(mark["where"])
             write_random(mark["random"])
 
-    def _fetch(self, inner: Iterator[Any], number: int | None) -> Any:
+    def _fetch(self, inner: Iterator[Any], number: int | None) -> tuple[Any, Note | None]:
         engine = self._engine
         if number is not None and engine.indices is None:
             self._prepare(number)
@@ -155,4 +160,4 @@ class _Replay:
             engine.count_changes((number or 0) % engine.workers, told, self._record)
         else:
             engine.changed()
-        return item
+        return item, told
