@@ -197,8 +197,7 @@ class Position(Iterator[Any]):
         rereads = self.record.rereads
         if rereads is None:
             return
-        lasting = self._engine.workers and self._engine.loader.persistent_workers
-        if before is None or len(rereads) == MANY or lasting:  # what lasts, later passes rest on
+        if before is None or len(rereads) == MANY:
             self._engine.give_up(self.record, what)
         else:
             rereads[self.record.delivered] = before

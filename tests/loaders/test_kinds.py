@@ -74,6 +74,17 @@ def test_with_loader_workers(name: str, leave: int, ahead: int) -> None:
     live_and_die(name, ahead, leave, [(0, 1), (1, 0), (2, 0)] if leave == 1 else [(0, 4), (1, 0), (1, 3), (2, 5)])
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(100))
+def test_losses_anywhere(seed: int) -> None:
+    """Several losses, each of which may be of a newcomer that has only just found its place."""
+    rng = random.Random(seed)
+    name, ahead, leave = rng.choice(list(KINDS)), rng.randint(0, 1), rng.choice([0, 1, 2, 5])
+    epochs = 1 if name in ALL_AGAIN else EPOCHS
+    losses = {(rng.randrange(epochs), rng.randrange(leave or 10)) for _ in range(rng.randint(1, 6))}
+    live_and_die(name, ahead, leave, sorted(losses))
+
+
 @pytest.mark.parametrize("name", ["plain", "workers", "lasting"])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_delivered_items_are_not_read_again(
