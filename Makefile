@@ -62,6 +62,7 @@ bench: $(STAMP)
 	@mkdir -p runs/bench
 	$(PY) -m benchmarks.overhead --json runs/bench/overhead.json
 	$(PY) -m benchmarks.recovery --json runs/bench/recovery.json
+	$(PY) -m benchmarks.recovery_curves --json runs/bench/recovery_curves.json --plot runs/bench/recovery_curves.svg
 	$(PY) -m benchmarks.scale --json runs/bench/scale.json
 	$(PY) -m benchmarks.startup --json runs/bench/startup.json
 	$(PY) -m benchmarks.copies --json runs/bench/copies.json
