@@ -180,7 +180,7 @@ def one(world_size: int) -> dict[str, float]:
 
 
 def simulated(sizes: Sequence[int], rounds: int) -> list[Row]:
-    """Rows of all sizes. Each job has a process of its own, which makes no thread before it makes its workers."""
+    """Rows of all sizes. Each job runs in a new process, which starts no thread before it forks its workers."""
     rows = []
     for size in sizes:
         results = []

@@ -57,7 +57,7 @@ def get_args_parser() -> argparse.ArgumentParser:
                 action.default = DEFAULT_BUDGET
         elif action.dest == "nnodes":
             action.help = (
-                "Number of machines, each with an agent of its own, or MIN:MAX: the job continues while there are at "
+                "Number of machines, one agent on each, or MIN:MAX: the job continues while there are at "
                 "least MIN, and lets others in up to MAX. Default: 1."
             )
     ours = parser.add_argument_group("recovery")

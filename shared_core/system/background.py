@@ -46,7 +46,7 @@ class Background:
 
 
 def _can_be_taken_back(nice: int) -> bool:
-    """Whether this user may raise a priority that was lowered; tried on a thread, which Linux gives one of its own."""
+    """Whether this user may raise a priority again. Tried on a thread: on Linux each thread has its own priority."""
     found: list[bool] = []
 
     def attempt() -> None:

@@ -204,7 +204,7 @@ def _own_mounts() -> None:
     """See file systems that nobody else sees."""
     libc, private = ctypes.CDLL(None, use_errno=True), (1 << 18) | (1 << 14)  # MS_PRIVATE with MS_REC
     if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, ctypes.c_ulong(private), None):  # CLONE_NEWNS
-        raise OSError(ctypes.get_errno(), "cannot get a mount namespace of its own")
+        raise OSError(ctypes.get_errno(), "cannot create a mount namespace")
 
 
 class _Nursery:

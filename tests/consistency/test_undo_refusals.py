@@ -18,7 +18,7 @@ from shared_core.worker.state.undo import Undo
 
 
 class Noisy(torch.optim.SGD):
-    """Rounds stochastically with a generator of its own."""
+    """Rounds stochastically with its own generator."""
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         super().__init__(params, lr=0.1)

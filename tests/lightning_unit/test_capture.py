@@ -180,7 +180,7 @@ class Model(pl.LightningModule):
 
 
 class Reloading(Model):
-    """Makes its loaders again, in an order of its own, every epoch."""
+    """Creates its loaders again in every epoch, in another order."""
 
     def train_dataloader(self) -> Any:
         order = torch.randperm(26).tolist()

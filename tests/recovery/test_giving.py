@@ -1,4 +1,4 @@
-"""A large state comes from several at once, bit for bit, into the parameters; who has another state declines."""
+"""Several replicas send a large state at once, bit for bit; a replica whose state differs declines."""
 
 from __future__ import annotations
 

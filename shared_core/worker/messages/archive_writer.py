@@ -280,7 +280,7 @@ class Writer:
 
 
 def _most(record: Record) -> int:
-    """Bytes that a record takes on disk, in a file of its own."""
+    """Bytes on disk of a file that holds this record alone."""
     return segments.START + segments.FIXED + record.size
 
 
