@@ -31,6 +31,7 @@ KINDS = (
     "rerouted",
     "update_taken_back",
     "took_over",
+    "moved",
     "planned",
     "checkpoint",
     "restart",

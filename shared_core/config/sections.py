@@ -159,6 +159,12 @@ class RerouteOptions(Section):
         "pipelines: plans let a worker hold at most so many micro-batches between forward and backward, and never "
         "fewer than it holds without a loss; 0: as many as fit into half of the host's free memory, as measured",
     )
+    normalise: bool = option(
+        True,
+        Truth(),
+        "pipelines: where losses of one stage cost more than losses spread over stages would, survivors of other "
+        "stages compute there, with a copy of its parameters and optimizer state",
+    )
 
 
 @dataclass(frozen=True)

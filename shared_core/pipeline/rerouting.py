@@ -6,26 +6,28 @@ loss, clipping, optimizer and scheduler stay DeepSpeed's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
-from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
 from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
 from shared_core.job import Job
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import compat
+from shared_core.pipeline.guest import GuestLayers, StageState, square_sum
 from shared_core.pipeline.instrumented_engine import InstrumentedEngine
 from shared_core.pipeline.sharded import is_sharded
 from shared_core.pipeline.stage import as_tuple, has_running_statistics
 from shared_core.reroute.executor import Executor
 from shared_core.reroute.messages import Tensors
+from shared_core.reroute.places import Places
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.step import Options, StepResult, Tied, WorkerPlace
+from shared_core.reroute.step import Options, StageModel, StepResult, Tied
 from shared_core.reroute.summing import GROUPS, unflatten
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
@@ -55,7 +57,8 @@ class Rerouting:
         self._prepared: tuple[frozenset[Worker], bool] = (frozenset(), False)
         self._layers = _Layers(engine, job)
         self._executor = Executor(
-            WorkerPlace(self._topology, self._me, self._rank),
+            self._me,
+            Places(self._topology, self._rank),
             self._layers,
             job.lanes.lane,
             lambda: bool(job.lanes.knocking()),
@@ -64,6 +67,7 @@ class Rerouting:
                 ordered=ordered,
                 synchronous=variant is not Variant.STAGGERED,
                 average=bool(engine.gradient_average),
+                moves=options.reroute.normalise,
             ),
             lambda kind, fields: job.news.emit(kind, **fields),
         )
@@ -186,7 +190,7 @@ class Rerouting:
 
 
 class _Layers:
-    """See :class:`shared_core.reroute.step.StageModel`."""
+    """See :class:`shared_core.reroute.step.HomeModel`."""
 
     def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
         self._engine, self._job = engine, job
@@ -195,6 +199,7 @@ class _Layers:
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad and p.numel()]
         self._tied = _tied(engine, self._parameters)
         self._buffers = dict(engine.module.named_buffers())
+        self._state = StageState(engine)
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -248,9 +253,7 @@ class _Layers:
             return None
         # DeepSpeed leaves other stages out, except layers that say that they are divided among workers.
         first = self._engine.mpu.get_model_parallel_rank() == 0
-        counted = [p for p in self.parameters if first or is_model_parallel_parameter(p)]
-        norms = [p.grad.detach().float().norm(2.0) for p in counted if p.grad is not None]
-        return float(torch.stack(norms).pow(2.0).sum().float()) if norms else 0.0
+        return square_sum(self.parameters, first)
 
     def clip(self, norms: Sequence[float | None]) -> float:
         if self._engine.gradient_clipping() <= 0.0:
@@ -292,6 +295,19 @@ class _Layers:
     def accept(self) -> None:
         if self._undo is not None:
             self._undo.commit()
+
+    @property
+    def state_bytes(self) -> int | None:
+        return self._state.nbytes
+
+    def terms(self) -> str:
+        return self._state.terms()
+
+    def export(self) -> tuple[dict[str, Any], Tensor]:
+        return self._state.export()
+
+    def build(self, stage: int, description: Mapping[str, Any], state: Tensor) -> StageModel:
+        return GuestLayers(self._engine, self._job, self, stage, description, state)
 
     def _scale(self, factor: float) -> None:
         if factor == 1.0:

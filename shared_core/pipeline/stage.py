@@ -83,6 +83,7 @@ class Stage:
     """Layers that a worker computes for itself or another.
 
     Attributes:
+        module: holds the parameters and buffers of the layers.
         layers: callables, in order.
         first: place of the first in the whole model.
         parameters: those of the layers, in the order of DeepSpeed's module.
@@ -93,6 +94,7 @@ class Stage:
         autocast: entered while the layers compute, as DeepSpeed's engine does.
     """
 
+    module: nn.Module
     layers: Sequence[Callable[[TensorOrTuple], TensorOrTuple]]
     first: int
     parameters: list[nn.Parameter]
@@ -102,14 +104,24 @@ class Stage:
     seed: int
     autocast: Callable[[], AbstractContextManager[None]]
 
+    def run(self, x: TensorOrTuple, number: int) -> TensorOrTuple:
+        """The layers of one micro-batch. Sets the global generators; the caller puts them back.
+
+        Args:
+            x: of the first layer.
+            number: of the micro-batch; see :func:`layer_seed`.
+        """
+        with self.autocast():
+            for layer, call in enumerate(self.layers, self.first):
+                seed_random(layer_seed(self.seed, number, layer))
+                x = call(x)
+        return x
+
     def compute(self, work: Work) -> Computed:
         """Forward and backward of one micro-batch. Sets the global generators; the caller puts them back."""
         leaves = leaves_of(as_tuple(work.inputs), first=self.first == 0)
         x: TensorOrTuple = tuple(t.clone() for t in leaves) if isinstance(work.inputs, tuple) else leaves[0].clone()
-        with self.autocast():
-            for layer, call in enumerate(self.layers, self.first):
-                seed_random(layer_seed(self.seed, work.number, layer))
-                x = call(x)
+        x = self.run(x, work.number)
         loss = None
         if self.last:
             loss = self.loss_fn(x, work.labels) if self.loss_fn is not None else x
@@ -166,7 +178,7 @@ def _stage(engine: PipelineEngine, holder: nn.Module, layers: Sequence[Any], sta
     parameters = [p for p in holder.parameters() if p.requires_grad]
     loss_fn = module.loss_fn if last else None
     autocast = partial(autocast_if_enabled, engine)
-    return Stage(layers, module.parts[stage], parameters, loss_fn, last, micro_batches, seed, autocast)
+    return Stage(holder, layers, module.parts[stage], parameters, loss_fn, last, micro_batches, seed, autocast)
 
 
 def as_tuple(value: TensorOrTuple | None) -> tuple[torch.Tensor, ...]:

@@ -13,7 +13,8 @@ from shared_core.faults import inject
 from shared_core.reroute.history import PlanHistory, StepPlan
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
-from shared_core.reroute.step import Options, StageModel, Step, StepResult, Tied, WorkerPlace, merge, table_of
+from shared_core.reroute.places import WorkerPlace
+from shared_core.reroute.step import Options, StageModel, Step, StepResult, Tied, merge, table_of
 from shared_core.reroute.summing import flatten, hand_over, reduce_in_order, unflatten
 from shared_core.schedule.schedule import Action, Kind, Worker
 
@@ -119,6 +120,8 @@ class Finishing:
                 parts.update(zip(each.parameters, self._cut(flat, each.parameters), strict=True))
             reduced = torch.cat([parts[index] for index in sorted(parts)])
         step.reduced, step.reduce_s = reduced, reduce_s
+        if self._me == min(self._peers((self._me.stage,))):
+            self.feed(step, [move.source for move in self._place.places.moves])
 
     def _add_up(self, step: Step, plan: StepPlan, stages: Sequence[int], indices: Sequence[int], group: int) -> Tensor:
         """Sum of the gradients of some parameters over the pipelines, and over the stages that have them."""
@@ -135,6 +138,19 @@ class Finishing:
             mine[home] = flatten([gradients[index] for index in indices], parameters)
         scale = 1.0 / pipelines if self._options.average else 1.0
         return reduce_in_order(self.channel, step.number, group, self._me, holders, mine, peers, scale)
+
+    def feed(self, step: Step, moved: Sequence[Worker]) -> None:
+        """Give the sum to workers of this stage that compute elsewhere.
+
+        Args:
+            step: which.
+            moved: by the places that belong to them.
+        """
+        assert step.reduced is not None
+        for source in moved:
+            if source.stage == self._me.stage:
+                key = MessageKey(step.number, MessageKind.FOLLOW, source.stage, source.pipeline)
+                self.channel.send(key, [step.reduced], self._place.places.home_rank(source))
 
     def _cut(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
         return list(flat.split([self._model.parameters[index].numel() for index in indices]))
@@ -184,7 +200,7 @@ class Finishing:
         """
         assert step.reduced is not None
         if not step.updated:
-            self._set_gradients(step)
+            set_gradients(self._model, step.reduced)
             step.norms[self._me.stage] = self._model.norm()
             self._tell_norm(step)
             if not (self._may_be_hasty(step) and self._clip(step) == 1.0):
@@ -198,12 +214,6 @@ class Finishing:
             step.sums.clear()
         self._gather_result(step)
         self._validate(step)
-
-    def _set_gradients(self, step: Step) -> None:
-        assert step.reduced is not None
-        parameters = self._model.parameters
-        for parameter, gradient in zip(parameters, unflatten(step.reduced, parameters), strict=True):
-            parameter.grad = gradient
 
     def _clip(self, step: Step) -> float:
         """What gradients are multiplied by, as far as norms are known."""
@@ -225,7 +235,8 @@ class Finishing:
         if verdict == 1.0:
             self._model.accept()
         else:
-            self._set_gradients(step)
+            assert step.reduced is not None
+            set_gradients(self._model, step.reduced)
             self._model.update_again(verdict)
         step.verdict = verdict
 
@@ -302,6 +313,12 @@ class Finishing:
         topology = self._topology
         rows = table_of(step.losses, topology).view(topology.pipelines, topology.micro_batches).tolist()
         step.result = StepResult(tuple(map(tuple, rows)), step.let_in)
+
+
+def set_gradients(model: StageModel, flat: Tensor) -> None:
+    """Set ``.grad`` from a sum."""
+    for parameter, gradient in zip(model.parameters, unflatten(flat, model.parameters), strict=True):
+        parameter.grad = gradient
 
 
 def _goes_back(action: Action) -> bool:

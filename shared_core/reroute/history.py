@@ -58,7 +58,7 @@ class PlanHistory:
 
     Attributes:
         generation: of the last change.
-        lost: workers lost, as of that change.
+        lost: places at which nobody computes, as of that change.
         entries: plain data of the last changes, oldest first.
         steps: plans by number of the step.
         extra: of the steps that the last change has planned again, by number: by how much longer their work takes,
@@ -92,10 +92,10 @@ class PlanHistory:
         """A lane was formed: re-plan the steps under way.
 
         Args:
-            entry: plain data, the same at every worker: ``generation``; ``lost``, all workers that are not there, as
-                (pipeline, stage); ``ready``, whether all have the plan for these losses already; ``at``: for each
-                worker that is there, as text, the number of its step and its place in that step's row. A worker that
-                has finished a step and begun no other is at place 0 of the next.
+            entry: plain data, the same at every worker: ``generation``, which rises with each change; ``lost``, all
+                places at which nobody computes, as (pipeline, stage); ``ready``, whether all have the plan for these
+                losses already; ``at``: for each worker that is there, as text, the number of its step and its place in
+                that step's row. A worker that has finished a step and begun no other is at place 0 of the next.
 
         Returns:
             Steps that have new rows, in which every worker is at place 0.

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
+from shared_core.reroute.places import WorkerPlace
 from shared_core.reroute.planning import EQUAL, Plans, agree, from_dict, to_dict
 from shared_core.reroute.room import MemoryUse, bytes_held, spare_bytes
-from shared_core.reroute.step import WorkerPlace
 from shared_core.schedule.profile import COMMUNICATION, Profile
 from shared_core.schedule.schedule import Kind
 

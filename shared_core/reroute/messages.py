@@ -51,6 +51,8 @@ class MessageKind(IntEnum):
     AGAIN = 10  # a sum, for who lacks it after a loss
     READ = 11  # all gradients of a step have come
     NOTES = 12  # of a share, for all
+    STATE = 13  # of a stage, for who moves there
+    FOLLOW = 14  # the sum of a stage, for its worker that computes elsewhere
 
 
 class MessageKey(NamedTuple):

@@ -101,6 +101,8 @@ class Plans:
             memory, once that is measured.
 
     Attributes:
+        variant: of all plans.
+        ordered: all micro-batches of a lost worker go to one peer.
         times: durations that all workers go by; None until they are known: then plans are made for equal slots.
         room: micro-batches that a worker of each stage may hold.
     """
@@ -108,7 +110,7 @@ class Plans:
     def __init__(
         self, topology: Topology, variant: Variant, ordered: bool, folder: Path, losses: int, held: int = 0
     ) -> None:
-        self._topology, self._variant, self._ordered = topology, variant, ordered
+        self._topology, self.variant, self.ordered = topology, variant, ordered
         self._folder, self._losses, self._held = folder, losses, held
         self.times: Times | None = None
         self.room = room_of(topology, held)
@@ -131,7 +133,7 @@ class Plans:
     @property
     def _settings(self) -> Settings:
         times = EQUAL if self.times is None else rounded(self.times)
-        return Settings(self._topology, times, self._variant, self._ordered, self.room)
+        return Settings(self._topology, times, self.variant, self.ordered, self.room)
 
     @property
     def planned_times(self) -> Times:
@@ -191,7 +193,7 @@ class Plans:
         """
         now = self.plan(lost)
         ready, seconds = self._looked_up[lost]
-        staggered = self._variant is Variant.STAGGERED
+        staggered = self.variant is Variant.STAGGERED
         facts = {
             "lost": [list(worker) for worker in sorted(lost)],
             "period_s": self.seconds(now.schedule, staggered),

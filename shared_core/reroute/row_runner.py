@@ -12,13 +12,13 @@ from shared_core.reroute.finishing import Finishing
 from shared_core.reroute.history import StepPlan
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
+from shared_core.reroute.places import WorkerPlace
 from shared_core.reroute.split import StageBackward
 from shared_core.reroute.step import (
     Accumulating,
     Options,
     StageModel,
     Step,
-    WorkerPlace,
     detached,
     differentiable,
     leaves_of,
@@ -177,8 +177,8 @@ class RowRunner:
             )
         if place in step.items:
             return step.items[place][0]
-        holder = Worker(action.pipeline, self._topology.stages - 1)
-        inputs = self._channel.fetch(self._key(step, MessageKind.INPUTS, 0, action), self._rank(holder))
+        holder = self._place.places.holder(action.pipeline, 0, plan.plan.lost)
+        inputs = self._channel.fetch(self._key(step, MessageKind.INPUTS, 0, action), holder)
         step.items[place] = inputs, ()
         return inputs
 
@@ -187,8 +187,8 @@ class RowRunner:
             return None
         place = (action.pipeline, action.micro_batch)
         if place not in step.items:
-            holder = Worker(action.pipeline, 0)
-            labels = self._channel.fetch(self._key(step, MessageKind.LABELS, action.stage, action), self._rank(holder))
+            holder = self._place.places.holder(action.pipeline, action.stage, plan.plan.lost)
+            labels = self._channel.fetch(self._key(step, MessageKind.LABELS, action.stage, action), holder)
             step.items[place] = (), labels
         return step.items[place][1]
 
@@ -216,17 +216,17 @@ class RowRunner:
             self._channel.send(key, parts, self._rank(reader))
 
     def send_items(self, step: Step, plan: StepPlan) -> None:
-        """Send the data of this pipeline's lost first or last stage to who computes it."""
-        topology, d = self._topology, self._me.pipeline
-        ends = (0, topology.stages - 1)
-        if self._me.stage not in ends or topology.stages == 1:
+        """Send the data that this worker has drawn to who computes its pipeline's first or last stage instead of the
+        workers there: they are lost, or have moved.
+        """
+        topology, d, mine = self._topology, self._place.home.pipeline, self._rank(self._me)
+        if self._place.home.stage not in (0, topology.stages - 1) or topology.stages == 1:
             return
-        other = ends[1 - ends.index(self._me.stage)]
-        if Worker(d, other) not in plan.plan.lost:
-            return
-        what = MessageKind.INPUTS if other == 0 else MessageKind.LABELS
-        for j in range(topology.micro_batches):
-            reader = plan.awaits(Action(other, Kind.F, j, d))
-            if reader is not None and (d, j) in step.items:
-                parts = step.items[d, j][0 if other == 0 else 1]
-                self._channel.send_shaped(MessageKey(step.number, what, other, d, j), parts, self._rank(reader))
+        for end, what in ((0, MessageKind.INPUTS), (topology.stages - 1, MessageKind.LABELS)):
+            if self._place.places.holder(d, end, plan.plan.lost) != mine:
+                continue
+            for j in range(topology.micro_batches):
+                reader = plan.awaits(Action(end, Kind.F, j, d))
+                if reader is not None and self._rank(reader) != mine and (d, j) in step.items:
+                    parts = step.items[d, j][0 if end == 0 else 1]
+                    self._channel.send_shaped(MessageKey(step.number, what, end, d, j), parts, self._rank(reader))

@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shared_core.reroute.messages import MessageKey, Tensors
 from shared_core.reroute.split import StageBackward
-from shared_core.schedule.schedule import Topology, Worker
-
-
-@dataclass(frozen=True)
-class WorkerPlace:
-    """Where a worker is in a job.
-
-    Attributes:
-        topology: shape of the job.
-        me: this worker.
-        rank_of: rank of each place.
-    """
-
-    topology: Topology
-    me: Worker
-    rank_of: Callable[[Worker], int]
-
-    @property
-    def last(self) -> bool:
-        """Whether it is in the last stage."""
-        return self.me.stage == self.topology.stages - 1
-
-    def workers(self) -> dict[int, Worker]:
-        """All places by rank."""
-        return {self.rank_of(worker): worker for worker in self.topology.workers()}
+from shared_core.schedule.schedule import Topology
 
 
 @dataclass(frozen=True)
@@ -98,6 +74,27 @@ class StageModel(Protocol):
         """The tentative update stays."""
 
 
+class HomeModel(StageModel, Protocol):
+    """The layers of the stage to which this worker belongs. It may have to build another one's."""
+
+    @property
+    def state_bytes(self) -> int | None:
+        """Bytes of parameters and optimizer state; None where workers cannot build each other's stages."""
+
+    def terms(self) -> str:
+        """What workers of all stages must have in common before one of them moves: hyper-parameters."""
+
+    def export(self) -> tuple[dict[str, Any], Tensor]:
+        """Description, plain data, and all bytes of parameters, buffers and optimizer state."""
+
+    def build(self, stage: int, description: Mapping[str, Any], state: Tensor) -> StageModel:
+        """Layers of another stage, from what a worker there has exported.
+
+        Raises:
+            Unsupported, ReplicaMismatch: these are not the layers that are trained there.
+        """
+
+
 @dataclass
 class Step:
     """What this worker has of a step.
@@ -119,6 +116,8 @@ class Step:
         verdict: what gradients have to be multiplied by, once all norms are known.
         let_in: see :class:`StepResult`.
         result: the losses of all micro-batches, once they are there.
+        home: at a worker that computes elsewhere, the sum of its own stage, once it is there.
+        followed: it has made its own stage's update with it.
     """
 
     number: int
@@ -137,6 +136,8 @@ class Step:
     verdict: float | None = None
     let_in: int = -1
     result: StepResult | None = None
+    home: Tensor | None = None
+    followed: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,11 +173,13 @@ class Options:
             be clipped by the norm over all stages goes on as if they need not, and takes its update back if they must,
             before the step is over for the caller.
         average: divide sums by the number of pipelines.
+        moves: workers may move to other stages.
     """
 
     ordered: bool = False
     synchronous: bool = False
     average: bool = True
+    moves: bool = True
 
 
 class Accumulating:

@@ -7,6 +7,7 @@ dynamic programming ("failure normalization"); its recurrence is not public, thi
     best[s][f] = min over k of  combine(best[s - 1][f - k], cost(s, k), moves(s, k)),     k <= pipelines - 1
 
 where f losses are put into stages 0..s, k of them into stage s, the costs combine by their maximum and moves add up.
+When to move is decided without knowing how long the losses last: see :func:`patience`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from shared_core.schedule.problem import Variant
 from shared_core.schedule.routing import survivors
 from shared_core.schedule.schedule import Kind, Topology, Worker
 from shared_core.schedule.timing import Times
+
+#: Moves that make an iteration shorter by less than this share are not made: no measured time is better known.
+LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,9 @@ def normalise(
     variant: Variant = Variant.STAGGERED,
     moving: Sequence[float] = (0.0,),
     iterations: float = math.inf,
+    ordered: bool = False,
+    able: Collection[Worker] | None = None,
+    moved: Sequence[Move] = (),
 ) -> Normalised:
     """The moves with the least total time.
 
@@ -73,6 +80,9 @@ def normalise(
         moving: time to copy the state of each stage; a single entry holds for all.
         iterations: how many will be run until newcomers come. The total time is that of these iterations and of the
             moves; infinite: the fastest iteration, and among those the cheapest moves.
+        ordered: all micro-batches of a lost worker go to one peer.
+        able: who may move; None for everybody.
+        moved: moves made already for some of these losses; they stay where they are part of a best choice.
 
     Raises:
         ConfigError: a stage has nobody left, or ``moving`` has a wrong length.
@@ -85,14 +95,18 @@ def normalise(
     copy = [moving[0 if len(moving) == 1 else s] for s in range(topology.stages)]
     have = [sum(worker.stage == s for worker in gone) for s in range(topology.stages)]
     most = min(topology.pipelines - 1, len(gone))
-    costs = [[stage_cost(topology, times, variant, s, k) for k in range(most + 1)] for s in range(topology.stages)]
+    costs = [
+        [stage_cost(topology, times, variant, s, k, ordered) for k in range(most + 1)] for s in range(topology.stages)
+    ]
+    movable = {worker for worker in topology.workers() if worker not in gone and (able is None or worker in able)}
+    limits = [min(most, have[s] + sum(worker.stage == s for worker in movable)) for s in range(topology.stages)]
 
     # States: losses put so far -> those choices (highest cost, time of moves, moves, losses a stage) no other beats.
     states: dict[int, list[tuple[float, float, int, tuple[int, ...]]]] = {0: [(0.0, 0.0, 0, ())]}
     for s in range(topology.stages):
         following: dict[int, list[tuple[float, float, int, tuple[int, ...]]]] = {}
         for put, choices in states.items():
-            for k in range(min(most, len(gone) - put) + 1):
+            for k in range(min(limits[s], len(gone) - put) + 1):
                 filled = max(0, have[s] - k)
                 following.setdefault(put + k, []).extend(
                     (max(worst, costs[s][k]), spent + filled * copy[s], moves + filled, (*chosen, k))
@@ -103,12 +117,37 @@ def normalise(
         best = min(states[len(gone)])
     else:
         best = min(states[len(gone)], key=lambda choice: (choice[0] * iterations + choice[1], choice))
-    before = max(costs[s][have[s]] for s in range(topology.stages))
-    after, moves = _places(topology, gone, have, best[3])
+    before = iteration_cost(topology, gone, times, variant, ordered)
+    after, moves = _places(gone, movable, best[3], moved)
     return Normalised(after, moves, best[0], before, best[1])
 
 
-def stage_cost(topology: Topology, times: Times, variant: Variant, stage: int, losses: int) -> float:
+def iteration_cost(
+    topology: Topology, lost: Collection[Worker], times: Times, variant: Variant, ordered: bool = False
+) -> float:
+    """Expected slots or period of an iteration without some places, by the closed forms."""
+    have = [sum(worker.stage == s for worker in lost) for s in range(topology.stages)]
+    return max(stage_cost(topology, times, variant, s, k, ordered) for s, k in enumerate(have))
+
+
+def patience(before: float, after: float, cost: float) -> int | None:
+    """Iterations to wait before losses are spread; None for ever, where it does not pay.
+
+    Nobody knows how long losses last. Whoever waits until it has lost what the moves cost, and moves then, never loses
+    more than twice what it would with that knowledge (the ski-rental rule).
+
+    Args:
+        before: an iteration without the moves.
+        after: an iteration with them.
+        cost: of the moves, in the same unit.
+    """
+    gain = before - after
+    return math.ceil(cost / gain) if gain > LEAST_GAIN * before else None
+
+
+def stage_cost(
+    topology: Topology, times: Times, variant: Variant, stage: int, losses: int, ordered: bool = False
+) -> float:
     """Slots, or the period if staggered, with so many losses at one stage and none at others, by the closed forms.
 
     With r micro-batches at the survivor that has most of them: the way to the stage, r forwards and backwards, and
@@ -127,7 +166,8 @@ def stage_cost(topology: Topology, times: Times, variant: Variant, stage: int, l
     healthy = max(whole) + (optimizer if variant is Variant.STAGGERED else 0.0)
     if not losses:
         return healthy
-    share = count + math.ceil(losses * count / (topology.pipelines - losses))
+    peers = topology.pipelines - losses
+    share = count + (math.ceil(losses / peers) * count if ordered else math.ceil(losses * count / peers))
     one = at[stage]
     if variant is Variant.COUPLED:
         return max(healthy, heads[stage] + share * (one.forward + one.of(Kind.B)) + tails[stage])
@@ -146,22 +186,26 @@ def _undominated(
 
 
 def _places(
-    topology: Topology, gone: set[Worker], have: Sequence[int], want: Sequence[int]
+    gone: set[Worker], movable: set[Worker], want: Sequence[int], moved: Sequence[Move]
 ) -> tuple[tuple[Worker, ...], tuple[Move, ...]]:
     """Who moves where. Sources are taken from pipelines with the fewest losses, so that traffic is spread."""
-    after = set(gone)
-    targets = [
-        worker
-        for s in range(topology.stages)
-        for worker in sorted(worker for worker in gone if worker.stage == s)[: max(0, have[s] - want[s])]
-    ]
-    moves = []
-    for s in range(topology.stages):
-        for _ in range(want[s] - have[s]):
-            target = targets.pop(0)
-            there = [Worker(d, s) for d in range(topology.pipelines) if Worker(d, s) not in after]
+    after, moves = set(gone), list[Move]()
+
+    def excess(stage: int) -> int:
+        return sum(worker.stage == stage for worker in after) - want[stage]
+
+    def make(move: Move) -> None:
+        after.remove(move.target)
+        after.add(move.source)
+        moves.append(move)
+
+    for move in moved:
+        fits = move.target in after and move.source in movable - after
+        if fits and excess(move.target.stage) > 0 and excess(move.source.stage) < 0:
+            make(move)
+    for stage in range(len(want)):
+        while excess(stage) < 0:
+            there = [worker for worker in movable - after if worker.stage == stage]
             source = min(there, key=lambda place: (sum(one.pipeline == place.pipeline for one in after), place))
-            after.remove(target)
-            after.add(source)
-            moves.append(Move(source, target))
+            make(Move(source, min(worker for worker in after if excess(worker.stage) > 0 and worker in gone)))
     return tuple(sorted(after)), tuple(moves)

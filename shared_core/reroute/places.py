@@ -1,0 +1,95 @@
+"""Which worker computes at which place of a pipeline: its own, or that of a lost worker of another stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from shared_core.schedule.normalise import Move
+from shared_core.schedule.schedule import Topology, Worker
+
+
+class Places:
+    """Who is where, the same at all workers that are there.
+
+    A worker that has moved computes at the place of a lost one, and its own place counts as lost: so plans know lost
+    places and no moves.
+
+    Args:
+        topology: shape of the job.
+        rank_of: rank of the worker to whom a place belongs.
+
+    Attributes:
+        moves: who computes elsewhere.
+    """
+
+    def __init__(self, topology: Topology, rank_of: Callable[[Worker], int]) -> None:
+        self.topology, self.home_rank = topology, rank_of
+        self.moves: tuple[Move, ...] = ()
+
+    def move(self, moves: Iterable[Move]) -> None:
+        """From now on these workers, and no others, compute elsewhere."""
+        self.moves = tuple(moves)
+
+    def rank(self, place: Worker) -> int:
+        """Rank of who computes at a place."""
+        return self.home_rank(next((move.source for move in self.moves if move.target == place), place))
+
+    def workers(self) -> dict[int, Worker]:
+        """The place at which each rank computes; of a lost rank whose place is taken, that same place."""
+        homes = {self.home_rank(place): place for place in self.topology.workers()}
+        return homes | {self.home_rank(move.source): move.target for move in self.moves}
+
+    def vacant(self, ranks: Collection[int]) -> frozenset[Worker]:
+        """Places at which nobody computes.
+
+        Args:
+            ranks: who is there.
+        """
+        held = {place for rank, place in self.workers().items() if rank in ranks}
+        return frozenset(place for place in self.topology.workers() if place not in held)
+
+    def gone(self, vacant: Collection[Worker]) -> frozenset[Worker]:
+        """Places whose own workers are lost, from those at which nobody computes."""
+        sources, targets = ({move.source for move in self.moves}, {move.target for move in self.moves})
+        return (frozenset(vacant) - sources) | targets
+
+    def holder(self, pipeline: int, stage: int, vacant: Collection[Worker]) -> int:
+        """Rank of who gives the data of a pipeline to its first or last stage: the worker to whom that place belongs,
+        or if it is lost the one at the pipeline's other end.
+        """
+        own, other = Worker(pipeline, stage), Worker(pipeline, self.topology.stages - 1 - stage)
+        return self.home_rank(other if own in self.gone(vacant) else own)
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Where a worker is in a job.
+
+    Attributes:
+        home: the place that belongs to it.
+        me: the place at which it computes.
+        places: where all are.
+    """
+
+    home: Worker
+    me: Worker
+    places: Places
+
+    @property
+    def topology(self) -> Topology:
+        """Shape of the job."""
+        return self.places.topology
+
+    @property
+    def last(self) -> bool:
+        """Whether it computes in the last stage."""
+        return self.me.stage == self.topology.stages - 1
+
+    def rank_of(self, place: Worker) -> int:
+        """Rank of who computes at a place."""
+        return self.places.rank(place)
+
+    def workers(self) -> dict[int, Worker]:
+        """The place at which each rank computes."""
+        return self.places.workers()
