@@ -10,7 +10,7 @@ where sums must come out bit for bit (``ordered``). Between two steps survivors 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,13 +20,13 @@ from shared_core.reroute.finishing import Finishing
 from shared_core.reroute.history import PlanHistory
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKind
-from shared_core.reroute.moving import Due, Following, Moving, Role, as_plain, due, from_plain, swap_sums, tell
+from shared_core.reroute.moving import Following, Role, Roles
 from shared_core.reroute.places import Places, WorkerPlace
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.row_runner import RowRunner
+from shared_core.reroute.spreading import Due, as_plain, due, from_plain, tell
 from shared_core.reroute.step import HomeModel, Options, StageModel, Step, StepResult
 from shared_core.reroute.through_losses import through_losses
-from shared_core.schedule.normalise import Move
 from shared_core.schedule.routing import survivors
 from shared_core.schedule.schedule import Worker
 from shared_core.worker.recovery.lane import Lane
@@ -68,16 +68,15 @@ class Executor:
         self._steps: dict[int, Step] = {}
         self._channel: MessageChannel | None = None
         self._measuring = Measuring(WorkerPlace(home, home, places), planner)
-        self._home = self._role = self._role_at(home, home, model)
-        self._moving = Moving(home, model, places, lambda place, layers: self._role_at(home, place, layers))
+        self._me = home
+        self._roles = Roles(home, model, places, self._role)
         self._following = Following(home, model, places)
         self._due: Due | None = None
         self._sent_bytes = 0
         self._settled = False
         self.step = 0
 
-    def _role_at(self, home: Worker, me: Worker, model: StageModel) -> Role:
-        place = WorkerPlace(home, me, self._places)
+    def _role(self, place: WorkerPlace, model: StageModel) -> Role:
         finishing = Finishing(place, model, self._history, self._steps, self._knocking, self._options, self._measuring)
         runner = RowRunner(place, model, self._options, finishing, self._measuring, self._noted)
         return Role(place, model, finishing, runner, {})
@@ -104,8 +103,8 @@ class Executor:
         mine = self._steps[self.step] = Step(self.step)
         for old in [number for number in self._steps if number < self.step - 1]:
             del self._steps[old]
-        self._role.finishing.forget_before(self.step - 1)
-        home = self._home.place.me
+        self._roles.now.finishing.forget_before(self.step - 1)
+        home = self._me
         if home.stage in (0, self._topology.stages - 1):
             for index, item in enumerate(self._model.items()):
                 mine.items[home.pipeline, index] = item
@@ -119,13 +118,13 @@ class Executor:
         changed = self._channel is None or self._channel.lane.broken()
         if changed:
             self._change()
-        plan, role = self._history.begin(step.number), self._role
+        plan, role = self._history.begin(step.number), self._roles.now
         if not changed:  # else the data are sent already
             role.runner.send_items(step, plan)
         role.runner.run(step, plan)
         role.finishing.finish(step)
         assert self._channel is not None
-        if role is not self._home:
+        if self._roles.away:
             self._following.follow(self._channel, step, self.lost)
         activations = [tensors for key, tensors in step.made.items() if key.kind is MessageKind.ACTIVATION]
         self._sent_bytes = max((sum(t.nbytes for t in tensors) for tensors in activations), default=0)
@@ -165,7 +164,7 @@ class Executor:
     def gradients(self) -> torch.Tensor | None:
         """Of the last step, one after the other: summed, not clipped. None before the first."""
         last = self._steps.get(self.step - 1)
-        return None if last is None else last.reduced if self._role is self._home else last.home
+        return None if last is None else last.home if self._roles.away else last.reduced
 
     def leave(self) -> None:
         """The lane is of no more use: newcomers are let in now."""
@@ -182,10 +181,10 @@ class Executor:
         """
         lane = self._connect()
         if lane.finished:
-            self._channel, self._settled = MessageChannel(lane, self._topology, self._role.shapes, {}), True
+            self._channel, self._settled = MessageChannel(lane, self._topology, self._roles.now.shapes, {}), True
             return
-        moves = self._moves_after(self._places.moves, lane.ranks)
-        ready = self._planner.lies_ready(self._vacant(moves, lane.ranks))
+        moves = self._places.still(self._places.moves, lane.ranks)
+        ready = self._planner.lies_ready(self._places.vacant_after(moves, lane.ranks))
         views: dict[int, Any] = dict(lane.exchange(self._tell() | {"ready": ready}))
         self._measuring.learn(views)
         started = time.perf_counter()
@@ -194,7 +193,7 @@ class Executor:
             if entry["generation"] > self._history.generation and not self._is_older(entry):
                 self._apply(entry)
         known = max(views.values(), key=lambda view: int(view["base"]))
-        self._take_places(self._moves_after(from_plain(known["moves"]), lane.ranks))
+        self._roles.take(self._places.still(from_plain(known["moves"]), lane.ranks), self._steps)
         workers, vacant = self._places.workers(), self._places.vacant(lane.ranks)
         at = {}
         for rank in lane.ranks:
@@ -207,7 +206,7 @@ class Executor:
         self._refuse(self._places.gone(vacant))
         self._apply({"generation": 2 * lane.generation, "lost": lost, "ready": ready, "at": at})
         self._settled = all(step >= self.step for step, _ in at.values())
-        self._meet(lane, views)
+        self._channel = self._roles.meet(lane, views)
         self._learn(views)
         self._send_again(views)
         self._due = self._next_change(views, max(step for step, _ in at.values()))
@@ -215,42 +214,6 @@ class Executor:
         if lost:
             predicted = {"extra_s": history.extra, "rest_s": history.rest}
             self._noted("rerouted", {"lost": lost, "step": self.step, "planned_s": planned_s} | predicted)
-
-    def _moves_after(self, moves: Sequence[Move], ranks: Sequence[int]) -> tuple[Move, ...]:
-        """Moves that still hold: of workers that are there, to places of workers that are not."""
-        rank = self._places.home_rank
-        return tuple(move for move in moves if rank(move.source) in ranks and rank(move.target) not in ranks)
-
-    def _vacant(self, moves: Sequence[Move], ranks: Sequence[int]) -> frozenset[Worker]:
-        """Places at which nobody computes after these moves."""
-        after = Places(self._topology, self._places.home_rank)
-        after.move(moves)
-        return after.vacant(ranks)
-
-    def _take_places(self, moves: Sequence[Move]) -> None:
-        """From now on these workers, and no others, compute elsewhere."""
-        self._places.move(moves)
-        away = any(move.source == self._home.place.me for move in moves)
-        if away == (self._role is not self._home):
-            return
-        swap_sums(self._steps, away)
-        if away:
-            assert self._moving.guest is not None
-            self._role = self._moving.guest
-        else:
-            self._role = self._home
-            self._moving.forget()
-
-    def _meet(self, lane: Lane, views: Mapping[int, Any]) -> None:
-        """Begin to use a lane, or the present one after moves."""
-        moved = {self._places.home_rank(move.source) for move in self._places.moves}
-        knows = {
-            rank: {MessageKind(kind) for kind in view["guest_shapes" if rank in moved else "shapes"]}
-            for rank, view in views.items()
-        }
-        self._channel = MessageChannel(lane, self._topology, self._role.shapes, knows)
-        self._role.finishing.connect(self._channel)
-        self._role.runner.connect(self._channel)
 
     # -- moves -------------------------------------------------------------------------------------
 
@@ -268,57 +231,38 @@ class Executor:
             return
         lane, moves, began = self._channel.lane, self._due.moves, time.perf_counter()
         # Nobody comes here before it has finished the step before.
-        told = lane.exchange(self._moving.offer(moves, lane.ranks))
-        wrong = self._moving.prepare(self._channel, self.step, moves, told)
-        vacant = self._vacant(moves, lane.ranks)
-        views = lane.exchange(self._shapes_known() | {"wrong": wrong, "ready": self._planner.lies_ready(vacant)})
+        told = lane.exchange(self._roles.offer(moves, lane.ranks))
+        wrong = self._roles.prepare(self._channel, self.step, moves, told)
+        vacant = self._places.vacant_after(moves, lane.ranks)
+        views = lane.exchange(self._roles.shapes() | {"wrong": wrong, "ready": self._planner.lies_ready(vacant)})
         # All that is needed is there: whoever is still in the exchange when somebody is lost learns of the moves later.
         self._due, found = None, [view["wrong"] for view in views.values() if view["wrong"]]
         moved = {"moves": as_plain(moves), "step": self.step}
         if not found:
-            self._take_places(moves)
+            self._roles.take(moves, self._steps)
             at = {_name(place): [self.step, 0] for rank, place in self._places.workers().items() if rank in lane.ranks}
             ready, lost = all(view["ready"] for view in views.values()), [list(worker) for worker in sorted(vacant)]
             self._apply({"generation": 2 * lane.generation + 1, "lost": lost, "ready": ready, "at": at})
-            self._meet(lane, views)
-        if self._places.home_rank(self._home.place.me) == lane.ranks[0]:
+            self._channel = self._roles.meet(lane, views)
+        if self._places.home_rank(self._me) == lane.ranks[0]:
             nbytes = sum(view["state"]["bytes"] for view in told.values() if view["state"] is not None)
             why = {"why_not": found[0]} if found else {"bytes_moved": nbytes}
             self._noted("moved", moved | why | {"took_s": time.perf_counter() - began})
-
-    def _shapes_known(self) -> dict[str, list[int]]:
-        guest = self._moving.guest
-        return {
-            "shapes": [int(what) for what in self._home.shapes],
-            "guest_shapes": [int(what) for what in guest.shapes] if guest is not None else [],
-        }
 
     # -- what is told after a loss -----------------------------------------------------------------
 
     def _tell(self) -> dict[str, Any]:
         """How far this worker is."""
         step = self._steps.get(self.step)
-        return (
-            self._measuring.view()
-            | self._shapes_known()
-            | {
-                "base": self._history.generation,
-                "entries": self._history.entries,
-                "at": [self.step, step.at if step is not None else 0],
-                "moves": as_plain(self._places.moves),
-                "moving": tell(self._model, self._options.moves, self._sent_bytes),
-                "steps": {
-                    str(number): {
-                        "reduced": one.reduced is not None,
-                        "followed": one.home is not None,
-                        "norms": {str(stage): _hex(norm) for stage, norm in one.norms.items()},
-                        "losses": [[*place, loss.hex()] for place, loss in one.losses.items()],
-                        "result": [value.hex() for value in one.result.to_tensor().tolist()] if one.result else None,
-                    }
-                    for number, one in self._steps.items()
-                },
-            }
-        )
+        mine = {
+            "base": self._history.generation,
+            "entries": self._history.entries,
+            "at": [self.step, step.at if step is not None else 0],
+            "moves": as_plain(self._places.moves),
+            "moving": tell(self._model, self._options.moves, self._sent_bytes),
+            "steps": {str(number): one.facts() for number, one in self._steps.items()},
+        }
+        return self._measuring.view() | self._roles.shapes() | mine
 
     def _is_older(self, entry: Mapping[str, Any]) -> bool:
         """Whether a change was made before this worker took its place: of steps that it has nothing to do with."""
@@ -344,27 +288,18 @@ class Executor:
 
     def _learn(self, views: Mapping[int, Any]) -> None:
         """Take over norms, losses and results that others know."""
-        last = self._role.place.last
         for view in views.values():
             for number, facts in view["steps"].items():
-                step = self._steps.get(int(number))
-                if step is None:
-                    continue
-                for stage, norm in facts["norms"].items():
-                    step.norms.setdefault(int(stage), None if norm is None else float.fromhex(norm))
-                for d, j, loss in facts["losses"] if last else ():
-                    step.losses.setdefault((d, j), float.fromhex(loss))
-                if facts["result"] is not None and step.result is None:
-                    values = torch.tensor([float.fromhex(each) for each in facts["result"]], dtype=torch.float64)
-                    step.result = StepResult.from_tensor(values, self._topology)
-                for stage in facts["norms"]:
-                    self._role.finishing.norm_is_known(int(number), int(stage))
+                if (step := self._steps.get(int(number))) is not None:
+                    step.learn(facts, self._topology, self._roles.now.place.last)
+                    for stage in facts["norms"]:
+                        self._roles.now.finishing.norm_is_known(int(number), int(stage))
 
     def _send_again(self, views: Mapping[int, Any]) -> None:
         """Send what readers still need and may not have got."""
         assert self._channel is not None
-        role = self._role
-        peers, homes = self._ranks_of(role.place.me.stage), self._ranks_of(self._home.place.me.stage)
+        role = self._roles.now
+        peers, homes = self._ranks_of(role.place.me.stage), self._ranks_of(self._me.stage)
         having = {
             number: {rank for rank, view in views.items() if view["steps"].get(str(number), {}).get("reduced")}
             for number in self._steps
@@ -398,7 +333,3 @@ class Executor:
 
 def _name(worker: Worker) -> str:
     return f"{worker.pipeline}:{worker.stage}"
-
-
-def _hex(value: float | None) -> str | None:
-    return None if value is None else value.hex()

@@ -20,16 +20,11 @@ from shared_core.faults import inject
 from shared_core.reroute.finishing import Finishing, set_gradients
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Shapes
 from shared_core.reroute.places import Places, WorkerPlace
-from shared_core.reroute.room import spare_bytes
 from shared_core.reroute.row_runner import RowRunner
 from shared_core.reroute.step import HomeModel, StageModel, Step
-from shared_core.schedule.normalise import Move, iteration_cost, normalise, patience
-from shared_core.schedule.problem import Variant
-from shared_core.schedule.schedule import Topology, Worker
-from shared_core.schedule.timing import Times
-
-#: Who moves needs so many times the bytes of the other stage's state: for its gradients, and while they come.
-_ROOM = 2
+from shared_core.schedule.normalise import Move
+from shared_core.schedule.schedule import Worker
+from shared_core.worker.recovery.lane import Lane
 
 
 @dataclass
@@ -51,92 +46,71 @@ class Role:
     shapes: dict[MessageKind, Shapes]
 
 
-@dataclass(frozen=True)
-class Due:
-    """A change of who computes where.
-
-    Attributes:
-        step: before which it is made.
-        moves: all of them, those included that are made already.
-    """
-
-    step: int
-    moves: tuple[Move, ...]
-
-
-def due(
-    topology: Topology,
-    variant: Variant,
-    ordered: bool,
-    times: Times | None,
-    gone: frozenset[Worker],
-    moved: Sequence[Move],
-    facts: Mapping[Worker, Mapping[str, int | None]],
-    newest: int,
-) -> Due | None:
-    """Which change of who computes where is to be made, and when; a pure function of what all survivors have told.
-
-    It is made where it pays, after as many steps as it takes to lose what it costs: nobody knows how long the losses
-    last. It costs the copies, and a step's time, because all stand at the same batch top.
-
-    Args:
-        topology: shape of the job.
-        variant: of plans.
-        ordered: all micro-batches of a lost worker go to one peer.
-        times: measured durations in seconds; None until there are some.
-        gone: places whose workers are lost.
-        moved: moves that are made already.
-        facts: what each worker has told, by the place that belongs to it; see :func:`tell`.
-        newest: newest step that anybody may have begun.
-    """
-    sizes = {worker.stage: told["state_bytes"] for worker, told in facts.items()}
-    if times is None or not gone or len(sizes) < topology.stages or any(size is None for size in sizes.values()):
-        return None
-    state = [sizes[stage] or 0 for stage in range(topology.stages)]
-    sent = max(told["sent_bytes"] or 0 for told in facts.values())
-    copies = [size * times.communication / sent if sent else 0.0 for size in state]
-    able = {worker for worker, told in facts.items() if (told["spare_bytes"] or 0) >= _ROOM * max(state)}
-    found = normalise(
-        topology, gone, times=times, variant=variant, moving=copies, ordered=ordered, able=able, moved=moved
-    )
-    if set(found.moves) == set(moved):
-        return None
-    vacant = (gone - {move.target for move in moved}) | {move.source for move in moved}
-    before = iteration_cost(topology, vacant, times, variant, ordered)
-    new = sum(copies[move.target.stage] for move in found.moves if move not in moved)
-    steps = patience(before, found.cost, new + before)
-    return None if steps is None else Due(newest + 1 + steps, found.moves)
-
-
-def tell(model: HomeModel, allowed: bool, sent_bytes: int) -> dict[str, int | None]:
-    """What a worker tells the others for :func:`due`, plain data.
-
-    Args:
-        model: of the stage to which it belongs.
-        allowed: workers may move.
-        sent_bytes: of an activation that it has sent; 0 if it sends none.
-    """
-    size = model.state_bytes if allowed else None
-    return {"state_bytes": size, "sent_bytes": sent_bytes, "spare_bytes": spare_bytes() if size is not None else 0}
-
-
-class Moving:
-    """Moves one worker, and helps others to move.
+class Roles:
+    """At which place one worker computes; moves it, and helps others to move.
 
     Args:
         home: of this worker.
         model: of its stage.
         places: where all are.
-        make: makes the role of this worker at another place.
+        make: makes the role of this worker at its own place or another.
+
+    Attributes:
+        home: its role at its own place.
+        now: its role at the place at which it computes.
     """
 
     def __init__(
-        self, home: Worker, model: HomeModel, places: Places, make: Callable[[Worker, StageModel], Role]
+        self, home: Worker, model: HomeModel, places: Places, make: Callable[[WorkerPlace, StageModel], Role]
     ) -> None:
         self._home, self._model, self._places, self._make = home, model, places, make
+        self.home = self.now = make(WorkerPlace(home, home, places), model)
+        self._guest: Role | None = None
         self._state: Tensor | None = None
-        #: What this worker is, or will be, at another place.
-        self.guest: Role | None = None
+
+    @property
+    def away(self) -> bool:
+        """Whether this worker computes elsewhere."""
+        return self.now is not self.home
+
+    def take(self, moves: Sequence[Move], steps: Mapping[int, Step]) -> None:
+        """From now on these workers, and no others, compute elsewhere.
+
+        Args:
+            moves: all that hold.
+            steps: what this worker keeps of steps; if it moves or comes home, they have ended.
+        """
+        self._places.move(moves)
+        away = any(move.source == self._home for move in moves)
+        if away == self.away:
+            return
+        for step in steps.values():
+            step.go(away)
+        if away:
+            assert self._guest is not None
+            self.now = self._guest
+        else:
+            self.now, self._guest = self.home, None
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Of which messages this worker knows the shapes, plain data: at its own place, and at another."""
+        guest = self._guest
+        return {
+            "shapes": [int(what) for what in self.home.shapes],
+            "guest_shapes": [int(what) for what in guest.shapes] if guest is not None else [],
+        }
+
+    def meet(self, lane: Lane, views: Mapping[int, Any]) -> MessageChannel:
+        """A channel over a lane, from what all have told of :meth:`shapes`."""
+        moved = {self._places.home_rank(move.source) for move in self._places.moves}
+        knows = {
+            rank: {MessageKind(kind) for kind in view["guest_shapes" if rank in moved else "shapes"]}
+            for rank, view in views.items()
+        }
+        channel = MessageChannel(lane, self._places.topology, self.now.shapes, knows)
+        self.now.finishing.connect(channel)
+        self.now.runner.connect(channel)
+        return channel
 
     def offer(self, moves: Sequence[Move], ranks: Sequence[int]) -> dict[str, Any]:
         """What this worker tells right before a change; plain data. All have ended the same step."""
@@ -174,14 +148,11 @@ class Moving:
                 like = torch.empty(description["bytes"], dtype=torch.uint8)
                 (state,) = channel.fetch_like(key, [like], giver)
                 try:
-                    self.guest = self._make(move.target, self._model.build(move.target.stage, description, state))
+                    model = self._model.build(move.target.stage, description, state)
+                    self._guest = self._make(WorkerPlace(self._home, move.target, self._places), model)
                 except (Unsupported, ReplicaMismatch) as error:
                     wrong = str(error)
         return wrong
-
-    def forget(self) -> None:
-        """This worker is home again."""
-        self.guest = None
 
     def _new(self, moves: Sequence[Move]) -> list[Move]:
         return [move for move in moves if move not in self._places.moves]
@@ -235,32 +206,6 @@ class Following:
             set_gradients(self._model, step.home)
             self._model.update(step.verdict, False)
             step.followed = True
-
-
-def swap_sums(steps: Mapping[int, Step], away: bool) -> None:
-    """Between two steps, a worker moves or comes home: what it keeps of steps that have ended is of the stage at which
-    it computes.
-
-    Args:
-        steps: ended ones.
-        away: it moves.
-    """
-    for step in steps.values():
-        step.made.clear()
-        if away:
-            step.home, step.followed = step.reduced, True
-        else:
-            step.reduced = step.home
-
-
-def as_plain(moves: Sequence[Move]) -> list[list[list[int]]]:
-    """Moves as plain data."""
-    return [[list(move.source), list(move.target)] for move in moves]
-
-
-def from_plain(data: Any) -> tuple[Move, ...]:
-    """Inverse of :func:`as_plain`."""
-    return tuple(Move(Worker(*source), Worker(*target)) for source, target in data)
 
 
 def flat_bytes(tensors: Sequence[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from shared_core.schedule.normalise import Move
@@ -48,6 +48,17 @@ class Places:
         """
         held = {place for rank, place in self.workers().items() if rank in ranks}
         return frozenset(place for place in self.topology.workers() if place not in held)
+
+    def still(self, moves: Sequence[Move], ranks: Collection[int]) -> tuple[Move, ...]:
+        """Those of some moves that hold: of workers that are there, to places of workers that are not."""
+        rank = self.home_rank
+        return tuple(move for move in moves if rank(move.source) in ranks and rank(move.target) not in ranks)
+
+    def vacant_after(self, moves: Sequence[Move], ranks: Collection[int]) -> frozenset[Worker]:
+        """Places at which nobody will compute if these are the moves."""
+        after = Places(self.topology, self.home_rank)
+        after.move(moves)
+        return after.vacant(ranks)
 
     def gone(self, vacant: Collection[Worker]) -> frozenset[Worker]:
         """Places whose own workers are lost, from those at which nobody computes."""

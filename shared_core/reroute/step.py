@@ -139,6 +139,42 @@ class Step:
     home: Tensor | None = None
     followed: bool = False
 
+    def facts(self) -> dict[str, Any]:
+        """What others are told of the step after a loss; plain data."""
+        return {
+            "reduced": self.reduced is not None,
+            "followed": self.home is not None,
+            "norms": {str(stage): None if norm is None else norm.hex() for stage, norm in self.norms.items()},
+            "losses": [[*place, loss.hex()] for place, loss in self.losses.items()],
+            "result": [value.hex() for value in self.result.to_tensor().tolist()] if self.result else None,
+        }
+
+    def learn(self, facts: Mapping[str, Any], topology: Topology, last: bool) -> None:
+        """Take over the norms, losses and results that another worker knows.
+
+        Args:
+            facts: what it has told.
+            topology: shape of the job.
+            last: this worker is in the last stage.
+        """
+        for stage, norm in facts["norms"].items():
+            self.norms.setdefault(int(stage), None if norm is None else float.fromhex(norm))
+        for d, j, loss in facts["losses"] if last else ():
+            self.losses.setdefault((d, j), float.fromhex(loss))
+        if facts["result"] is not None and self.result is None:
+            values = torch.tensor([float.fromhex(each) for each in facts["result"]], dtype=torch.float64)
+            self.result = StepResult.from_tensor(values, topology)
+
+    def go(self, away: bool) -> None:
+        """This worker moves (``away``), or comes home, when the step has ended: what is kept of it is of the stage at
+        which the worker computes.
+        """
+        self.made.clear()
+        if away:
+            self.home, self.followed = self.reduced, True
+        else:
+            self.reduced = self.home
+
 
 @dataclass(frozen=True)
 class StepResult:

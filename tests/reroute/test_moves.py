@@ -40,3 +40,10 @@ def moves(result: JobResult) -> list[list[list[list[int]]]]:
 def test_a_survivor_takes_a_place_of_a_stage_that_has_lost_two(jobs: Jobs) -> None:
     result = check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, "--clip", "0.5", "--decay", "0.01"))
     assert moves(result) == [[[[2, 0], [0, 1]]]], result.tail()
+
+
+def test_losses_one_after_the_other_and_the_mover_is_home_before_newcomers_are_there(jobs: Jobs) -> None:
+    """Evaluation needs all: newcomers come, of both stages, from replicas that have moved meanwhile."""
+    env = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "3"}
+    result = check(jobs, [kill(3, 3), kill(4, 5)], (*LONG, "--evaluate-after", "13"), env=env)
+    assert len(moves(result)) == 1 and len(result.kinds("let_in")) == 2, result.tail()

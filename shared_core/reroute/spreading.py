@@ -1,0 +1,96 @@
+"""When survivors move to other stages, and which: a pure function of what all have told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared_core.reroute.room import spare_bytes
+from shared_core.reroute.step import HomeModel
+from shared_core.schedule.normalise import Move, iteration_cost, normalise, patience
+from shared_core.schedule.problem import Variant
+from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.timing import Times
+
+#: Who moves needs so many times the bytes of the other stage's state: for its gradients, and while they come.
+_ROOM = 2
+
+
+@dataclass(frozen=True)
+class Due:
+    """A change of who computes where.
+
+    Attributes:
+        step: before which it is made.
+        moves: all of them, those included that are made already.
+    """
+
+    step: int
+    moves: tuple[Move, ...]
+
+
+def due(
+    topology: Topology,
+    variant: Variant,
+    ordered: bool,
+    times: Times | None,
+    gone: frozenset[Worker],
+    moved: Sequence[Move],
+    facts: Mapping[Worker, Mapping[str, int | None]],
+    newest: int,
+) -> Due | None:
+    """Which change of who computes where is to be made, and when; a pure function of what all survivors have told.
+
+    It is made where it pays, after as many steps as it takes to lose what it costs: nobody knows how long the losses
+    last. It costs the copies, and a step's time, because all stand at the same batch top.
+
+    Args:
+        topology: shape of the job.
+        variant: of plans.
+        ordered: all micro-batches of a lost worker go to one peer.
+        times: measured durations in seconds; None until there are some.
+        gone: places whose workers are lost.
+        moved: moves that are made already.
+        facts: what each worker has told, by the place that belongs to it; see :func:`tell`.
+        newest: newest step that anybody may have begun.
+    """
+    sizes = {worker.stage: told["state_bytes"] for worker, told in facts.items()}
+    if times is None or not gone or len(sizes) < topology.stages or any(size is None for size in sizes.values()):
+        return None
+    state = [sizes[stage] or 0 for stage in range(topology.stages)]
+    sent = max(told["sent_bytes"] or 0 for told in facts.values())
+    copies = [size * times.communication / sent if sent else 0.0 for size in state]
+    able = {worker for worker, told in facts.items() if (told["spare_bytes"] or 0) >= _ROOM * max(state)}
+    found = normalise(
+        topology, gone, times=times, variant=variant, moving=copies, ordered=ordered, able=able, moved=moved
+    )
+    if set(found.moves) == set(moved):
+        return None
+    vacant = (gone - {move.target for move in moved}) | {move.source for move in moved}
+    before = iteration_cost(topology, vacant, times, variant, ordered)
+    new = sum(copies[move.target.stage] for move in found.moves if move not in moved)
+    steps = patience(before, found.cost, new + before)
+    return None if steps is None else Due(newest + 1 + steps, found.moves)
+
+
+def tell(model: HomeModel, allowed: bool, sent_bytes: int) -> dict[str, int | None]:
+    """What a worker tells the others for :func:`due`, plain data.
+
+    Args:
+        model: of the stage to which it belongs.
+        allowed: workers may move.
+        sent_bytes: of an activation that it has sent; 0 if it sends none.
+    """
+    size = model.state_bytes if allowed else None
+    return {"state_bytes": size, "sent_bytes": sent_bytes, "spare_bytes": spare_bytes() if size is not None else 0}
+
+
+def as_plain(moves: Sequence[Move]) -> list[list[list[int]]]:
+    """Moves as plain data."""
+    return [[list(move.source), list(move.target)] for move in moves]
+
+
+def from_plain(data: Any) -> tuple[Move, ...]:
+    """Inverse of :func:`as_plain`."""
+    return tuple(Move(Worker(*source), Worker(*target)) for source, target in data)
