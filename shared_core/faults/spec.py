@@ -99,6 +99,9 @@ POINTS: tuple[str, ...] = (
     "reroute.backward_weight",
     "reroute.reduce",
     "reroute.step",
+    # Moves between stages: before state is given; at all workers, before and after that.
+    "reroute.give",
+    "reroute.move",
 )
 
 #: Value of ``Fault.step`` that matches every step; recoveries have no step of their own.

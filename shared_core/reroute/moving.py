@@ -114,6 +114,7 @@ class Roles:
 
     def offer(self, moves: Sequence[Move], ranks: Sequence[int]) -> dict[str, Any]:
         """What this worker tells right before a change; plain data. All have ended the same step."""
+        inject.point("reroute.move")
         stages = {move.target.stage for move in self._new(moves)}
         gives = any(self._giver(stage, ranks) == self._places.home_rank(self._home) for stage in stages)
         state = self._model.export() if gives and self._home.stage in stages else None
@@ -143,7 +144,6 @@ class Roles:
                 assert self._state is not None
                 channel.send(key, [self._state], self._places.home_rank(move.source))
             if move.source == self._home:
-                inject.point("reroute.move")
                 description = told[giver]["state"]
                 like = torch.empty(description["bytes"], dtype=torch.uint8)
                 (state,) = channel.fetch_like(key, [like], giver)
@@ -152,6 +152,7 @@ class Roles:
                     self._guest = self._make(WorkerPlace(self._home, move.target, self._places), model)
                 except (Unsupported, ReplicaMismatch) as error:
                     wrong = str(error)
+        inject.point("reroute.move")
         return wrong
 
     def _new(self, moves: Sequence[Move]) -> list[Move]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from harness import Jobs
-from rerouted import go
+from rerouted import ORDERED, SCRIPT, go
 
-from shared_core.faults import Fault
-from shared_core.testing.runner import JobResult
+from shared_core.faults import ANY_STEP, Fault
+from shared_core.testing.runner import JobResult, compare
 
 pytest.importorskip("deepspeed")
 
@@ -37,13 +39,80 @@ def moves(result: JobResult) -> list[list[list[list[int]]]]:
     return [event.fields["moves"] for event in result.kinds("moved") if "why_not" not in event.fields]
 
 
-def test_a_survivor_takes_a_place_of_a_stage_that_has_lost_two(jobs: Jobs) -> None:
-    result = check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, "--clip", "0.5", "--decay", "0.01"))
+def test_a_stage_loses_two_at_once(jobs: Jobs) -> None:
+    """The bits of stock DeepSpeed, at the worker that has moved, too, which never comes home."""
+    args = (*LONG, "--dropout", "0", "--clip", "0.5", "--decay", "0.01")
+    stock = jobs.reference(SCRIPT, nproc=6, args=args)
+    result = jobs.run(SCRIPT, nproc=6, args=args, env=ORDERED | WITHHELD, faults=[kill(3, 4), kill(4, 4, 6)])
+    assert sorted(result.reports) == [0, 1, 2, 5] and not result.kinds("restart"), result.tail()
     assert moves(result) == [[[[2, 0], [0, 1]]]], result.tail()
+    compare(result, replace(stock, reports={rank: stock.reports[rank] for rank in result.reports}))
 
 
-def test_losses_one_after_the_other_and_the_mover_is_home_before_newcomers_are_there(jobs: Jobs) -> None:
-    """Evaluation needs all: newcomers come, of both stages, from replicas that have moved meanwhile."""
+def test_losses_one_after_the_other_and_all_are_home_when_newcomers_come(jobs: Jobs) -> None:
+    """Evaluation needs all."""
     env = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "3"}
     result = check(jobs, [kill(3, 3), kill(4, 5)], (*LONG, "--evaluate-after", "13"), env=env)
     assert len(moves(result)) == 1 and len(result.kinds("let_in")) == 2, result.tail()
+
+
+@pytest.mark.nightly
+def test_nobody_moves_where_that_is_not_asked_for(jobs: Jobs) -> None:
+    off = WITHHELD | {"SWIFT_RECOVERY_REROUTE_NORMALISE": "false"}
+    assert not check(jobs, [kill(3, 4), kill(4, 4, 6)], env=off).kinds("moved")
+
+
+@pytest.mark.nightly
+def test_nobody_moves_where_layers_are_tied(jobs: Jobs) -> None:
+    assert not check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, "--tied", "two")).kinds("moved")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("args", [("--autocast",), ("--several", "--dropout", "0")], ids=("autocast", "several"))
+@pytest.mark.parametrize("plan", ["staggered", "decoupled", "coupled"])
+def test_plans_and_models(jobs: Jobs, plan: str, args: Sequence[str]) -> None:
+    env = WITHHELD | {"SWIFT_RECOVERY_REROUTE_PLAN": plan}
+    assert moves(check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, *args, "--clip", "0.5"), env=env))
+
+
+@pytest.mark.nightly
+def test_the_last_worker_that_belongs_to_the_stage_is_lost(jobs: Jobs) -> None:
+    """Who has moved there could go on, and give its state to no newcomer: all go back to the beginning."""
+    result = go(jobs, [kill(3, 4), kill(4, 4, 6), kill(5, 12)], LONG, 6, WITHHELD)
+    assert len(moves(result)) >= 1 and result.kinds("restart"), result.tail()
+
+
+#: Three stages, of which the one in the middle loses two: so no pipeline loses both its ends.
+THREE = ("--stages", "3", "--steps", "16", "--work-ms", "10")
+MIDDLE = [kill(3, 4), kill(4, 4, 6)]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("nth", [1, 2], ids=("before", "with-the-state"))
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_loss_while_workers_move(jobs: Jobs, rank: int, nth: int) -> None:
+    """Rank 2 is the one that moves."""
+    again = Fault(rank, ANY_STEP, "reroute.move", "SIGKILL", nth=nth)
+    result = check(jobs, [*MIDDLE, again], THREE, 9)
+    assert len(result.struck) == 3, result.tail()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_who_gives_the_state_is_lost(jobs: Jobs) -> None:
+    """It is the only one that has it."""
+    result = go(jobs, [*MIDDLE, Fault(5, ANY_STEP, "reroute.give", "SIGKILL")], THREE, 9, WITHHELD)
+    assert result.kinds("restart"), result.tail()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rank", [0, 1, 2, 6, 7, 8])
+def test_another_loss_at_any_time(jobs: Jobs, rank: int) -> None:
+    """Before or after somebody has moved; rank 2 is the one that moves first."""
+    seed = random.randrange(1 << 30)
+    draw = random.Random(seed)
+    again = kill(rank, draw.randint(5, 14), draw.randint(1, 9))
+    print(f"seed {seed}: {again}")
+    check(jobs, [*MIDDLE, again], THREE, 9)
