@@ -10,7 +10,8 @@ good as one for each worker. Rows:
 - first re-routed: from the kill until the first forward of a lost worker's micro-batch begins at a peer;
 - extra: how much longer the step took in which the worker was killed; beside it what was predicted when the rest of the
   step was planned, which was after everybody had finished what he was at and was connected again;
-- let in: how much later the others are, when a newcomer was let in, than they would be without.
+- let in: how much later the others are, when a newcomer was let in, than they would be without;
+- two of a stage: with and without a survivor of the other stage that moves there.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Case:
         losses: workers that are killed, one after the other.
         compute: see ``pipeline_model.COMPUTE``.
         rejoins: newcomers come at once.
+        spreads: whether survivors may move to the stage that has lost most; None where no stage has lost two.
     """
 
     topology: Topology
@@ -61,6 +63,7 @@ class Case:
     losses: tuple[Worker, ...]
     compute: str = "halves"
     rejoins: bool = False
+    spreads: bool | None = None
 
     @property
     def name(self) -> str:
@@ -68,6 +71,8 @@ class Case:
         t, slot = self.topology, COMPUTE[self.compute].slot_s
         compute = f"slots of {1000 * slot:.0f} ms" if slot else "real"
         rejoins = ", newcomer" if self.rejoins else ""
+        if self.spreads is not None:
+            rejoins = ", two of a stage, " + ("normalised" if self.spreads else "not normalised")
         return f"pipe {t.stages} x data {t.pipelines} x {t.micro_batches}, {compute}, {self.variant.value}{rejoins}"
 
     def rank(self, worker: Worker) -> int:
@@ -90,6 +95,7 @@ class Phase:
         expected_s: by the plan and the times that the job has measured.
         first_s: until the first re-routed instruction.
         extra_s, predicted_s: of the step with the kill.
+        moved_s: what the move took before these steps, if there was one.
         load: of the machine, at the end.
     """
 
@@ -100,6 +106,7 @@ class Phase:
     first_s: float | None = None
     extra_s: float | None = None
     predicted_s: float | None = None
+    moved_s: float | None = None
 
 
 @dataclass
@@ -125,6 +132,7 @@ class Run:
             "SWIFT_RECOVERY_ON_FAILURE": "reroute",
             "SWIFT_RECOVERY_REROUTE_PLAN": case.variant.value,
             "SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "0" if case.rejoins else str(NEVER_S),
+            "SWIFT_RECOVERY_REROUTE_NORMALISE": str(case.spreads is not False).lower(),
         }
         number = topology.pipelines * topology.stages
         standbys = int(case.rejoins)
@@ -168,6 +176,8 @@ class Run:
             say(f"{case.name}: lost {worker}: period {last.period_s:.3f} s (slots {case.slots(lost):.3f} s)")
             if case.rejoins:
                 outcome.let_in_s = self.await_newcomer(ranks, normal, outcome.phases[-1].period_s)
+        if case.spreads:
+            outcome.phases.append(self.spread(lost, ranks))
         furthest = max(max(self.ends(rank)) for rank in ranks)
         (self.out / "stop").write_text(str(furthest + 3))
         try:
@@ -208,6 +218,21 @@ class Run:
         predicted = planned + rest[max(rest)] - due if rest else None
         return Phase(lost, period, self.expected(lost), os.getloadavg()[0], first, extra, predicted)
 
+    def spread(self, lost: tuple[Worker, ...], others: list[int]) -> Phase:
+        """Wait until somebody has moved, and measure the steps after that."""
+        self.when(lambda: len(self.events("moved")) > 0)
+        moved = self.events("moved")[0]
+        if "why_not" in moved.fields:
+            raise RuntimeError(f"{self.case.name}: nobody moved: {moved.fields['why_not']}")
+        self.traces.refresh()
+        places = set(lost)
+        for source, target in moved.fields["moves"]:
+            places = places - {Worker(*target)} | {Worker(*source)}
+        vacant = tuple(sorted(places))
+        period = self.period(int(moved.fields["step"]) + 2, others)
+        say(f"{self.case.name}: vacant {vacant}: period {period:.3f} s (slots {self.case.slots(vacant):.3f} s)")
+        return Phase(vacant, period, self.expected(vacant), os.getloadavg()[0], moved_s=float(moved.fields["took_s"]))
+
     def await_newcomer(self, others: Sequence[int], normal_s: float, re_routed_s: float) -> float:
         """How much later the others are for having let a newcomer in."""
         self.when(lambda: len(self.events("let_in")) > 0)
@@ -229,7 +254,7 @@ def rows_of(outcome: Outcome) -> list[Row]:
     if outcome.let_in_s is not None:
         return [at_most(case.name, "let in: later than without, in steps", outcome.let_in_s / normal, "steps", 1.0)]
     for phase in outcome.phases:
-        name = f"{case.name}, {len(phase.lost)} lost"
+        name = f"{case.name}, {len(phase.lost)} lost{'' if phase.moved_s is None else ', one moved'}"
         rows.append(Row(name, "period", phase.period_s, "s"))
         if emulated:
             slots = case.slots(phase.lost)
@@ -256,6 +281,9 @@ def rows_of(outcome: Outcome) -> list[Row]:
         hit = len({worker.pipeline for worker in phase.lost})
         rows.append(Row(name, "the same, dropping pipelines (computed)", (pipelines - hit) / pipelines, "times"))
         rows.append(Row(name, "the same, waiting, until a newcomer is there", 0.0, "times"))
+        if phase.moved_s is not None:
+            rows.append(Row(name, "the move, from one batch top to the other", phase.moved_s, "s"))
+            continue
         metric = "first re-routed after the kill"
         # An action under way is finished first; in long slots that alone takes up to 0.2 s.
         judged = COMPUTE[case.compute].slot_s == COMPUTE["halves"].slot_s
@@ -285,6 +313,8 @@ def cases(quick: bool) -> list[Case]:
     shapes = [(small, two), (Topology(3, 2, 4), two), (Topology(2, 4, 6), big), (large, big)]
     found = [Case(topology, variant, lost, _slots(topology)) for topology, lost in shapes for variant in Variant]
     found += [Case(small, Variant.STAGGERED, two, "real")]
+    one_stage = (Worker(0, 1), Worker(1, 1))
+    found += [Case(Topology(3, 2, 4), Variant.STAGGERED, one_stage, spreads=spreads) for spreads in (False, True)]
     found += [Case(small, variant, two[:1], rejoins=True) for variant in (Variant.STAGGERED, Variant.DECOUPLED)]
     return found
 

@@ -15,12 +15,15 @@ from shared_core.simulate.layout import (
     has_lost_both_ends,
     period,
     rerouted,
+    spread,
     wiped_out,
 )
 from shared_core.simulate.trace import TraceEvent
 
 #: What follows the name of a system that is credited with what is not built.
-UNBUILT = ", were losses normalised and lost ends survived (not built)"
+ENDS, ONE_BY_ONE = ", were lost ends survived (not built)", ", were newcomers let in one by one (not built)"
+#: Moves that make a step shorter by less are not made; as in the planner, see ``schedule/normalise.py``.
+LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,10 @@ class ThisSystem:
     """This product, by what it does when a worker is lost.
 
     - ``reroute``: peers compute what the lost worker would (staggered optimizer). In the step of the loss what it had
-      accumulated is computed again by its peers: on average half of its micro-batches. If a stage has nobody left, or
-      a pipeline has lost both its ends and with them its data, all go back to the checkpoint and wait for a newcomer.
+      accumulated is computed again by its peers: on average half of its micro-batches. Where losses are better spread
+      over the stages, survivors move when so much time is lost as that costs: copies of state, and a step. If a stage
+      has nobody left, or a pipeline has lost both its ends and with them its data, all go back to the checkpoint and
+      wait for a newcomer. Newcomers are let in when every lost worker has one.
     - ``replace``: all wait until the place is filled; then the newcomer runs its part of the step, on average half.
     - ``replay``: the same without a replica: the newcomer runs all steps since the checkpoint with logged messages,
       alone and so without bubbles, in ``m / (m + S - 1)`` of their time (Swift, arXiv 2302.06173).
@@ -123,32 +128,59 @@ class ThisSystem:
         on_failure: what is done.
         measured: times.
         checkpoints: where it starts again when state or data are gone.
-        unbuilt: count in what no job does yet: survivors move until losses are spread evenly over the stages, and both
-            ends of a pipeline may be lost. It shows what building that is worth.
+        ends: both ends of a pipeline may be lost. No job does it yet: it shows what building that is worth.
+        one_by_one: newcomers are let in while other places are vacant. The same.
     """
 
     layout: Layout
     on_failure: Literal["reroute", "replace", "replay"] = "reroute"
     measured: MeasuredStalls = MeasuredStalls()
     checkpoints: CheckpointInterval = CheckpointInterval()
-    unbuilt: bool = False
+    ends: bool = False
+    one_by_one: bool = False
 
     @property
     def name(self) -> str:
         """With the mode."""
-        return f"this, {self.on_failure}{UNBUILT if self.unbuilt else ''}"
+        return f"this, {self.on_failure}{ENDS if self.ends else ''}{ONE_BY_ONE if self.one_by_one else ''}"
 
     def throughput(self, pattern: Pattern) -> float:
         """Of the re-routed schedule, or all or nothing where lost workers are waited for."""
         if self.on_failure != "reroute":
             share = float(not pattern.vacant)
-        elif self.unbuilt:
-            share = rerouted(self.layout, pattern.live)
-        elif has_lost_both_ends(pattern):
+        elif not self.ends and has_lost_both_ends(pattern):
             share = 0.0
         else:
-            share = self.layout.slots / period(self.layout, count_stages(self.layout, pattern.vacant))
+            share = self.layout.slots / min(self._periods(pattern))
         return share / self.measured.overhead
+
+    @property
+    def lets_in_together(self) -> bool:
+        """See :class:`~shared_core.simulate.engine.LetsIn`."""
+        return self.on_failure == "reroute" and not self.one_by_one
+
+    def _periods(self, pattern: Pattern) -> tuple[float, float]:
+        """Slots of a step where survivors stay, and where they move; the same where they do not move."""
+        lost = count_stages(self.layout, pattern.vacant)
+        stay = period(self.layout, lost)
+        move = period(self.layout, spread(self.layout, len(pattern.vacant)))
+        # Who has moved has no state for newcomers, so a stage that has lost all its own workers is lost.
+        pays = max(lost) < self.layout.pipelines and stay - move > LEAST_GAIN * stay
+        return stay, move if pays else stay
+
+    def _moves(self, pattern: Pattern) -> int:
+        """Survivors that have moved."""
+        stay, move = self._periods(pattern)
+        if move == stay:
+            return 0
+        lost, wanted = count_stages(self.layout, pattern.vacant), spread(self.layout, len(pattern.vacant))
+        return sum(max(0, now - then) for now, then in zip(lost, wanted, strict=True))
+
+    def _moving_s(self, before: Pattern, after: Pattern) -> float:
+        """What moves cost if there are more after a loss: as much is lost before they are made as they take."""
+        if self._moves(after) <= self._moves(before):
+            return 0.0
+        return 2 * (self.measured.copy_s + self._periods(after)[0] * self.layout.slot_s)
 
     def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
         """See the class."""
@@ -158,7 +190,8 @@ class ThisSystem:
             return LossCost() if after.vacant else self._replacement()
         peers = max(1, self.layout.pipelines - 1 - len(before.vacant) // self.layout.stages)
         again_s = self._share_s / 2 / peers
-        return LossCost(self.measured.reroute_s + again_s + (self.measured.admit_s if event.joined else 0.0))
+        moving_s = self._moving_s(before, after)
+        return LossCost(self.measured.reroute_s + again_s + moving_s + (self.measured.admit_s if event.joined else 0.0))
 
     def join(self, before: Pattern, after: Pattern) -> LossCost:
         """A newcomer is let in; where all wait for it, that is its replacement."""
@@ -168,11 +201,13 @@ class ThisSystem:
 
     def _must_go_back(self, before: Pattern, event: TraceEvent) -> bool:
         """Whether state that a newcomer would need, or data of the step, are gone."""
-        if self.unbuilt:
-            return wiped_out(before, event.lost)
         now = before.after(event.lost, ())
         gone = any(lost >= self.layout.pipelines for lost in count_stages(self.layout, now.vacant))
-        return gone or (self.on_failure == "reroute" and has_lost_both_ends(now))
+        if self.on_failure != "reroute":
+            return gone
+        # A stage from which workers have moved cannot do without all others in one step.
+        gone = gone or (self._moves(before) > 0 and wiped_out(before, event.lost))
+        return gone or (not self.ends and has_lost_both_ends(now))
 
     def _replacement(self) -> LossCost:
         ready_s = self.measured.replace_s + self.measured.copy_s

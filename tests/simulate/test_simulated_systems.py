@@ -142,7 +142,8 @@ def test_accounts_add_up() -> None:
         made = sum((one.end_s - one.start_s) * one.rate for one in result.segments)
         assert result.work == pytest.approx(made - result.lost)
         assert sum(work for _, work in result.by_live.values()) == pytest.approx(result.work)
-        assert 0 < result.useful <= 1 and result.losses == trace.losses
+        seen = trace.let_in_together() if isinstance(system, ThisSystem) and system.lets_in_together else trace
+        assert 0 < result.useful <= 1 and result.losses == seen.losses
         assert simulate(trace, system) == result
         assert merge([result, result]).useful == pytest.approx(result.useful)
 
@@ -197,18 +198,52 @@ def test_cost_of_a_replacement_and_of_a_rerouted_loss() -> None:
 
 
 def test_what_no_job_does_yet_is_counted_where_it_is_said_only() -> None:
-    """6 x 4: a pipeline without both ends has no data, and survivors stay at their stages."""
-    now, then = (ThisSystem(GCP, measured=MeasuredStalls(overhead=1.0), unbuilt=unbuilt) for unbuilt in (False, True))
+    """6 x 4: a pipeline without both ends has no data."""
+    now, then = (ThisSystem(GCP, measured=MeasuredStalls(overhead=1.0), ends=ends) for ends in (False, True))
     assert "not built" in then.name and "not built" not in now.name
-    ends, two_of_a_stage = Pattern(GCP, frozenset({4, 7})), Pattern(GCP, frozenset({1, 5}))
-    assert now.throughput(ends) == 0 and then.throughput(ends) == then.throughput(two_of_a_stage) == 1
-    assert now.throughput(two_of_a_stage) == pytest.approx((3 * 15 + 3) / (3 * 18 + 3))
+    ends = Pattern(GCP, frozenset({4, 7}))
+    assert now.throughput(ends) == 0 and then.throughput(ends) == 1
     assert now.throughput(Pattern(GCP, frozenset({4, 11}))) == 1, "the ends of two pipelines"
     one, other = Pattern(GCP, frozenset({4})), TraceEvent(0.0, (7,))
     assert now.loss(one, ends, other) == now.checkpoints.cost != then.loss(one, ends, other)
     all_of_stage_1 = TraceEvent(0.0, tuple(range(1, 24, 4)))
     assert now.loss(Pattern(GCP), Pattern(GCP), all_of_stage_1) == now.checkpoints.cost
     assert ThisSystem(Layout(3)).throughput(Pattern(Layout(3), frozenset({0}))) > 0, "data parallel: no ends"
+
+
+def test_survivors_move() -> None:
+    """6 x 4: two losses of a stage cost nothing once they are spread, and the moves as much again until then."""
+    measured = MeasuredStalls(overhead=1.0, reroute_s=0.0, copy_s=7.0)
+    system = ThisSystem(GCP, measured=measured)
+    one, two = Pattern(GCP, frozenset({1})), Pattern(GCP, frozenset({1, 5}))
+    assert system.throughput(one) == system.throughput(two) == 1
+    again_s = 18 * GCP.slot_s / 5
+    stay_s = (3 * 18 + 3) * GCP.slot_s
+    assert system.loss(one, two, TraceEvent(0.0, (5,))).stall_s == pytest.approx(again_s + 2 * (7 + stay_s))
+    elsewhere = Pattern(GCP, frozenset({1, 6}))
+    assert system.loss(one, elsewhere, TraceEvent(0.0, (6,))).stall_s == pytest.approx(again_s)
+    all_but_one = Pattern(GCP, frozenset(range(1, 21, 4)))
+    assert system.throughput(all_but_one) == pytest.approx(rerouted(GCP, 19))
+    last = TraceEvent(0.0, (21,))
+    assert system.loss(all_but_one, all_but_one.after((21,), ()), last) == system.checkpoints.cost
+
+
+def test_newcomers_are_let_in_together() -> None:
+    layout = Layout(2, 2)
+    events = [(1, (0,), ()), (2, (3,), ()), (3, (), (0,)), (4, (0,), ()), (5, (), (3,)), (6, (), (0,)), (7, (1,), (1,))]
+    trace = Trace(4, 10.0, tuple(TraceEvent(float(at), lost, joined) for at, lost, joined in events))
+    seen = trace.let_in_together().events
+    assert seen == (
+        TraceEvent(1.0, (0,)),
+        TraceEvent(2.0, (3,)),
+        TraceEvent(6.0, (), (0, 3)),
+        TraceEvent(7.0, (1,), (1,)),
+    )
+    together = simulate(trace, ThisSystem(layout, ends=True))
+    apart = simulate(trace, ThisSystem(layout, ends=True, one_by_one=True))
+    assert min(together.by_live) == min(apart.by_live) == 2
+    assert together.by_live[4][0] == pytest.approx(5.0) and together.by_live[2][0] == pytest.approx(4.0)
+    assert apart.by_live[3][0] == pytest.approx(3.0) and apart.by_live[2][0] == pytest.approx(2.0)
 
 
 def test_replay_takes_its_share_of_the_time_since_the_checkpoint() -> None:
