@@ -56,6 +56,7 @@ class StageState:
         replicated = Replicated([module], [optimizer])
         description |= {
             "names": replicated.names,
+            "layers": _layers(module),
             "trained": [parameter.requires_grad for parameter in replicated.parameters],
             "groups": [[replicated.index_of(p) for p in group["params"]] for group in optimizer.param_groups],
             "tensors": [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors],
@@ -105,6 +106,8 @@ class GuestLayers:
                 f"stage {number} is trained with the parameters {description['names']}, and has "
                 f"{[name for name, _ in named]} when it is built anew"
             )
+        if _layers(module) != description["layers"]:
+            raise ReplicaMismatch(f"stage {number} was changed after it was built: here its layers are others")
         for (_, parameter), trained in zip(named, description["trained"], strict=True):
             parameter.requires_grad_(trained)
         self._optimizer = _like(engine.optimizer, [[named[i][1] for i in group] for group in description["groups"]])
@@ -191,6 +194,11 @@ def square_sum(parameters: Sequence[nn.Parameter], first: bool) -> float:
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Of each group, without its parameters."""
     return [{name: value for name, value in group.items() if name not in _PARAMS} for group in optimizer.param_groups]
+
+
+def _layers(module: nn.Module) -> list[str]:
+    """What layers say of themselves, which are named by their place."""
+    return [repr(layer) for name, layer in module.named_children() if name.isdigit()]
 
 
 def _buffers(module: nn.Module) -> list[Tensor]:
