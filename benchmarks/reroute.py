@@ -177,7 +177,7 @@ class Run:
             if case.rejoins:
                 outcome.let_in_s = self.await_newcomer(ranks, normal, outcome.phases[-1].period_s)
         if case.spreads:
-            outcome.phases.append(self.spread(lost, ranks))
+            outcome.phases[-1] = self.spread(lost, ranks)  # the move came while that phase was measured
         furthest = max(max(self.ends(rank)) for rank in ranks)
         (self.out / "stop").write_text(str(furthest + 3))
         try:
