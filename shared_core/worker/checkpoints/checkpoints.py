@@ -227,7 +227,7 @@ class Checkpoints:
                 "top": asdict(top),
                 "parts": parts,
                 "ends": ends_before(board, top.entry),
-                "records": board.records(),
+                "records": board.records.read(),
                 resharding.FIXED: self._fixed,
             }
             images = {}
@@ -479,7 +479,7 @@ def _note_orders(parts: dict[str, Any], board: Board) -> None:
         last = state["iterations"][-1]
         if last["dealt"]:
             if "indices" not in state:
-                state["indices"] = board.read_order(order_name(state))
+                state["indices"] = board.orders.read(order_name(state))
             state[REST] = rest_of(pack_indices(state["indices"]), used(state))
         elif last["order"] and used(state):
-            state[REST] = rest_of(board.packed_order(order_name(state)), used(state))
+            state[REST] = rest_of(board.orders.read_packed(order_name(state)), used(state))
