@@ -30,6 +30,12 @@ from shared_core.sharing import SharedStep, StepSharing, shared_steps
 _ANCHORS = 8
 _PLACE, _LOADERS, _VALUES = "loop.place", "loop.loaders", "loop.values"
 
+_SHARED_STEPS_ONLY = (
+    "on_failure='reroute' needs a loop in which any worker can compute the share of a lost one: write 'for step in "
+    "job.shared_steps(loader, epochs)' (with Accelerate: plugin.shared_steps(model, loader, epochs)), or choose "
+    "on_failure='replace'"
+)
+
 
 class TrainingLoop:
     """A training loop that survives the loss of workers. Without ``swiftrun`` it is a plain loop.
@@ -239,11 +245,7 @@ class TrainingLoop:
             Unsupported: with ``on_failure="reroute"``.
         """
         if self.job is not None and self.job.reroutes:
-            raise Unsupported(
-                "on_failure='reroute' needs a loop in which any worker can compute the share of a lost one: write 'for "
-                "step in job.shared_steps(loader, epochs)' (with Accelerate: plugin.shared_steps(model, loader, "
-                "epochs)), or choose on_failure='replace'"
-            )
+            raise Unsupported(_SHARED_STEPS_ONLY)
 
     def begin_round(self) -> bool:
         """A training loader is about to be iterated. False in a newcomer whose predecessor had finished with it."""

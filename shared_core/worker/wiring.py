@@ -167,7 +167,7 @@ class _RecoveryRelay(_Relay):
         self._worker.replays.begun(replaying)
 
     def saved_tops(self) -> list[Top]:
-        return self._worker.start.checkpoints.tops()
+        return self._worker.start.checkpoints.own.tops()
 
     def together(self) -> tuple[int, ...]:
         return self._worker.log.together

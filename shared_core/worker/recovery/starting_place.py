@@ -93,7 +93,7 @@ class Beginning:
             self._restored = None  # a predecessor has got further than the checkpoint of this attempt
             if target.saved and self.joining and self._saved is None:
                 try:
-                    self._saved = self._checkpoints.at(target.index)
+                    self._saved = self._checkpoints.own.at(target.index)
                 except CorruptFile as error:  # since it was looked at
                     self._recovery.endings.fall_back(str(error))
                 self._board.complete(self._saved.records, self._saved.ends)
