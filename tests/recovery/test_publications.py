@@ -19,6 +19,7 @@ from shared_core.errors import CorruptFile, SwiftError
 from shared_core.loaders.reshard import MARK
 from shared_core.protocol.frontier import Top
 from shared_core.testing.digest import digest
+from shared_core.worker.state import input_checksums
 from shared_core.worker.state import publications as board_module
 from shared_core.worker.state.publications import Board
 
@@ -245,7 +246,7 @@ def test_lengths_are_part_of_the_checksum(tmp_path: pathlib.Path) -> None:
 
 def test_checksums_are_a_ring(tmp_path: pathlib.Path) -> None:
     board = Board(tmp_path / "rank0")
-    size = board_module._CHECKS
+    size = input_checksums._ENTRIES
     for seq in range(size + 10):
         board.input_checksums.add(7, seq, seq ^ 0xABCD)
     found = Board(tmp_path / "rank0").input_checksums.read()
