@@ -23,6 +23,7 @@ from shared_core.pipeline.instrumented_engine import InstrumentedEngine
 from shared_core.pipeline.sharded import is_sharded
 from shared_core.pipeline.stage import as_tuple, has_running_statistics
 from shared_core.reroute.executor import Executor
+from shared_core.reroute.keeping import DataAway
 from shared_core.reroute.messages import Tensors
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.step import Options, StepResult, Tied, WorkerPlace
@@ -144,10 +145,14 @@ class Rerouting:
         if updates.state_version > updates.version:  # this one does nothing: the state contains it already
             self._pass_by()
             return
-        try:
-            self.result = self._newest = self._executor.run()
-        except RecoveryFailed as error:
-            self._job.fall_back(str(error))
+        self.result = None
+        while self.result is None:
+            try:
+                self.result = self._newest = self._executor.run()
+            except DataAway:
+                self.wait_for_all()
+            except RecoveryFailed as error:
+                self._job.fall_back(str(error))
         self._prepare()
 
     def _pass_by(self) -> None:

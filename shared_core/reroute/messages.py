@@ -30,6 +30,8 @@ _DTYPES = (
     torch.int32,
     torch.uint8,
     torch.bool,
+    torch.int16,
+    torch.int8,
 )
 _PARTS, _DIMENSIONS, _STEPS = 8, 8, 8
 _ROW = _DIMENSIONS + 3
@@ -40,8 +42,8 @@ class MessageKind(IntEnum):
 
     ACTIVATION = 0  # from the stage before
     GRADIENT = 1  # from the stage behind
-    INPUTS = 2  # data of a lost first stage, from the last stage of its pipeline
-    LABELS = 3  # data of a lost last stage, from the first
+    INPUTS = 2  # data that the first stage computes with
+    LABELS = 3  # data that the last stage computes with
     SHARE = 4  # of gradients, to who sums it
     SUM = 5  # of gradients
     LOSSES = 6
