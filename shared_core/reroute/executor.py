@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shared_core.errors import ConfigError, InvalidSchedule, RecoveryFailed, Unsupported
+from shared_core.reroute.evaluating import Evaluating, Losses
 from shared_core.reroute.finishing import Finishing
 from shared_core.reroute.history import PlanHistory
 from shared_core.reroute.keeping import DataAway, Keeping, first_without_data
@@ -22,7 +23,7 @@ from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKind, Shapes
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.row_runner import RowRunner
-from shared_core.reroute.step import Options, StageModel, Step, StepResult, WorkerPlace
+from shared_core.reroute.step import Item, Options, StageModel, Step, StepResult, WorkerPlace
 from shared_core.reroute.through_losses import through_losses
 from shared_core.schedule.schedule import Worker
 from shared_core.worker.recovery.lane import Lane
@@ -65,6 +66,7 @@ class Executor:
         self._measuring = Measuring(place, planner)
         self._finishing = Finishing(place, model, self._history, self._steps, knocking, options, self._measuring)
         self._keeping = Keeping(place)
+        self._evaluating = Evaluating(place, model)
         self._runner = RowRunner(place, model, options, self._finishing, self._keeping, self._measuring, noted)
         self._settled = -1
         self._until: int | None = None
@@ -121,6 +123,26 @@ class Executor:
         activations = [tensors for key, tensors in step.made.items() if key.kind is MessageKind.ACTIVATION]
         self._measuring.agree(self._channel, step.number, activations)
 
+    def begin_evaluation(self, top: int, micro_batches: int, items: Sequence[Item]) -> None:
+        """See :meth:`Evaluating.begin`."""
+        self._evaluating.begin(top, micro_batches, items)
+
+    def evaluate(self) -> Losses:
+        """Make the evaluation that was begun, through losses.
+
+        Raises:
+            RecoveryFailed: nobody can compute what was lost.
+            DataAway: newcomers have to be let in first; then call it again.
+        """
+
+        def attempt() -> Losses:
+            if self._channel is None or self._channel.lane.broken():
+                self._change()
+            assert self._channel is not None
+            return self._evaluating.run(self._channel, self._history.lost)
+
+        return through_losses(attempt, self.leave)
+
     def settle(self) -> None:
         """Return when all workers have finished the last step.
 
@@ -139,6 +161,11 @@ class Executor:
                 self._channel.lane.exchange(self.step)  # nobody comes here before it has finished the step
 
         through_losses(attempt, self.leave)
+
+    @property
+    def evaluations(self) -> Evaluating:
+        """What has come of evaluations."""
+        return self._evaluating
 
     @property
     def connected(self) -> bool:
@@ -199,6 +226,7 @@ class Executor:
         self._finishing.connect(self._channel)
         self._runner.connect(self._channel)
         self._keeping.connect(self._channel, self._steps, views)
+        self._evaluating.learn({rank: view["evaluating"] for rank, view in views.items()})
         self._learn(views)
         self._send_again(views)
         planned_s, history = time.perf_counter() - started, self._history
@@ -214,6 +242,7 @@ class Executor:
             "entries": self._history.entries,
             "at": [self.step, step.at if step is not None else 0],
             "shapes": [int(what) for what in self._shapes],
+            "evaluating": self._evaluating.view(),
             "steps": {
                 str(number): {
                     "reduced": one.reduced is not None,

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from shared_core.reroute.history import StepPlan
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
 from shared_core.reroute.step import Item, Step, WorkerPlace
-from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.schedule import Action, Kind, Topology, Worker
 
 #: Peers that keep the data of a pipeline, as long as there are so many.
@@ -48,14 +47,14 @@ def parts_of(topology: Topology) -> tuple[Part, Part]:
     return Part(MessageKind.INPUTS, 0, 0), Part(MessageKind.LABELS, topology.stages - 1, 1)
 
 
-def takers(plan: IterationPlan, pipeline: int, stage: int) -> list[Worker]:
+def keepers(
+    topology: Topology, lost: Collection[Worker], pipeline: int, stage: int, readers: Collection[Worker]
+) -> list[Worker]:
     """Who gets the data of a pipeline for one of its ends besides the worker at that end: peers that keep them, the
     next ones, and those that compute with them.
     """
-    topology = plan.topology
     peers = [Worker((pipeline + number) % topology.pipelines, stage) for number in range(1, topology.pipelines)]
-    there = [peer for peer in peers if peer not in plan.lost]
-    readers = {plan.host(pipeline, stage, j) for j in range(topology.micro_batches)}
+    there = [peer for peer in peers if peer not in lost]
     return [peer for number, peer in enumerate(there) if number < KEEPERS or peer in readers]
 
 
@@ -176,8 +175,9 @@ class Keeping:
 
     def _takers(self, plan: StepPlan, d: int, part: Part) -> list[Worker]:
         """Who is to have a part, and has something left to do in the step."""
-        rows = plan.plan.schedule.rows
-        return [worker for worker in takers(plan.plan, d, part.stage) if rows.get(worker)]
+        readers = {plan.plan.host(d, part.stage, j) for j in range(self._topology.micro_batches)}
+        found = keepers(self._topology, plan.plan.lost, d, part.stage, readers)
+        return [worker for worker in found if plan.plan.schedule.rows.get(worker)]
 
     def _key(self, step: Step, d: int, j: int, part: Part) -> MessageKey:
         return MessageKey(step.number, part.kind, part.stage, d, j)
