@@ -75,6 +75,10 @@ class Evaluating:
         self._count, self._held = micro_batches, {}
         self._items = {(self._me.pipeline, j): item for j, item in enumerate(items)}
 
+    def known(self) -> Losses | None:
+        """Of the evaluation that was begun, if others have made it."""
+        return self._results.get(self._now)
+
     def results(self, top: int) -> list[Losses]:
         """Of the evaluations since a batch top, in order."""
         return [self._results[when] for when in sorted(self._results) if when.top == top]
@@ -112,8 +116,8 @@ class Evaluating:
             LaneBroken: somebody was lost; another call makes it again.
             DataAway: its data went with both ends of a pipeline before anybody else had them.
         """
-        if self._now in self._results:
-            return self._results[self._now]
+        if (known := self.known()) is not None:
+            return known
         topology, stage = self._topology, self._me.stage
         pipelines = range(topology.pipelines)
         sources = {(d, part): self._source(lost, d, part) for d in pipelines for part in self._parts}

@@ -136,6 +136,8 @@ class Executor:
         """
 
         def attempt() -> Losses:
+            if (known := self._evaluating.known()) is not None:
+                return known  # the others do not come to a lane for it
             if self._channel is None or self._channel.lane.broken():
                 self._change()
             assert self._channel is not None

@@ -66,10 +66,9 @@ def test_workers_are_lost_in_an_evaluation(jobs: Jobs, name: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("nproc", [4, 6])
-def test_an_evaluation_without_a_loss_is_deepspeed_s(jobs: Jobs, nproc: int) -> None:
+def test_an_evaluation_without_a_loss_is_deepspeed_s(jobs: Jobs) -> None:
     args = ("--dropout", "0", *EVALUATED)
-    compare(jobs.run(SCRIPT, nproc=nproc, args=args, env=ORDERED), jobs.reference(SCRIPT, nproc=nproc, args=args))
+    compare(jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED), jobs.reference(SCRIPT, nproc=4, args=args))
 
 
 @pytest.mark.nightly

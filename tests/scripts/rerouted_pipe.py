@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", type=int, default=0, help="of activations: layers of a segment")
     parser.add_argument("--counts", action="store_true", help="a buffer that forward changes")
     parser.add_argument("--several", action="store_true", help="tensors between layers")
+    parser.add_argument("--in-a-row", action="store_true", help="the stages of a pipeline have consecutive ranks")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--evaluate-after", type=int, default=0, help="steps; one evaluation")
     parser.add_argument("--evaluate-again", type=int, default=0, help="evaluations right after it, of other shapes")
@@ -133,6 +134,7 @@ def main() -> None:
     if not baseline:
         install()
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from deepspeed.runtime.pipe.topology import ProcessTopology
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.init_distributed(dist_backend="gloo")
@@ -145,9 +147,11 @@ def main() -> None:
         spec = TiedLayerSpec("head", Block, 0.0, tied_weight_attr=["linear.weight", "linear.bias"])
         middle = [spec] if args.tied == "three" else []
         layers = [spec, *layers[: args.stages], *middle, *layers[args.stages :], spec]
+    shape = [dist.get_world_size() // args.stages, args.stages]
     net = PipelineModule(
         layers,
-        num_stages=args.stages,
+        num_stages=None if args.in_a_row else args.stages,
+        topology=ProcessTopology(axes=["data", "pipe"], dims=shape) if args.in_a_row else None,
         loss_fn=nn.MSELoss(),
         partition_method="uniform",
         activation_checkpoint_interval=args.checkpointing,
