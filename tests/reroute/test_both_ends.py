@@ -47,6 +47,15 @@ def test_both_ends_of_a_pipeline_are_lost(jobs: Jobs, name: str) -> None:
     check(jobs, CASES[name], ("--clip", "1.0"))
 
 
+@pytest.mark.nightly
+def test_all_start_again_where_one_stage_has_its_sum_and_the_other_has_not(jobs: Jobs) -> None:
+    """Rank 0 had gradients that only its pipeline's last stage could make again, and rank 3 has another version now."""
+    result = go(jobs, [kill(0, 3, 1, "reroute.reduce"), kill(2, 3, 1, "update.after")])
+    if len(result.struck) == 2:  # else rank 2 is still before its sum
+        reasons = [str(event.fields["reason"]) for event in result.kinds("restart")]
+        assert not reasons or "has stepped" in reasons[0], result.tail()
+
+
 #: The evaluation is call 4, those after it are calls 5 and 6.
 EVALUATED = ("--evaluate-after", "3", "--evaluate-again", "2", "--steps", "5")
 EVALUATIONS = {
