@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
+from shared_core.events import read_events
 from shared_core.loaders import seed_random
 from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import Report, generators_digest
@@ -30,6 +33,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--evaluate", action="store_true", help="at the start of each epoch, and at the end")
+    parser.add_argument("--copies", type=int, default=0, help="step 10 waits until so many copies have begun, after losses")
     parser.add_argument("--damage", action="store_true", help="memory of the first newcomer is faulty")
     parser.add_argument("--mistake", default="", help="ddp, own, norm, gather, sampler, buffer, late, twice")
     args = parser.parse_args()
@@ -76,6 +80,8 @@ def main() -> None:
     for step in job.shared_steps(loader, args.epochs, accumulate=args.accumulate):
         report.count(f"step {step.number}")
         steps += 1
+        if step.number == 10 and job.job is not None and args.copies:
+            await_copies(job.job.env.events, args.copies)
         if args.damage and steps == 1 and job.job is not None and job.job.env.incarnation == 1:
             next(net.parameters()).data[0] += 1
         if args.evaluate and step.first:
@@ -97,6 +103,15 @@ def main() -> None:
     group = dist.group.WORLD
     dist.destroy_process_group()
     del group
+
+
+def await_copies(events: str, count: int) -> None:
+    """Return when newcomers have begun so often to copy the state of others; at once if nobody was lost."""
+    deadline = time.monotonic() + 60.0
+    while 0 < (kinds := Counter(event.kind for event in read_events(events)))["lost"] and kinds["copying"] < count:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited 60 s for {count} copies to begin")
+        time.sleep(0.01)
 
 
 class Counting(nn.Module):
