@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
-from collections import Counter
 
 import torch
 import torch.distributed as dist
+from copies import Copies
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
-from shared_core.events import read_events
 from shared_core.loaders import seed_random
 from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import Report, generators_digest
@@ -37,7 +35,7 @@ def main() -> None:
     parser.add_argument("--damage", action="store_true", help="memory of the first newcomer is faulty")
     parser.add_argument("--mistake", default="", help="ddp, own, norm, gather, sampler, buffer, late, twice")
     args = parser.parse_args()
-    copies = dict(tuple(map(int, each.split(":"))) for each in args.copies.split(",") if each)
+    copies = Copies(args.copies)
     report = Report()
     if not os.environ.get("SWIFT_BASELINE"):
         shared_core.install()
@@ -81,8 +79,7 @@ def main() -> None:
     for step in job.shared_steps(loader, args.epochs, accumulate=args.accumulate):
         report.count(f"step {step.number}")
         steps += 1
-        if step.number in copies and job.job is not None:
-            await_copies(job.job.env.events, copies[step.number])
+        copies.wait(step.number)
         if args.damage and steps == 1 and job.job is not None and job.job.env.incarnation == 1:
             next(net.parameters()).data[0] += 1
         if args.evaluate and step.first:
@@ -104,15 +101,6 @@ def main() -> None:
     group = dist.group.WORLD
     dist.destroy_process_group()
     del group
-
-
-def await_copies(events: str, count: int) -> None:
-    """Return when newcomers have begun so often to copy the state of others; at once if nobody was lost."""
-    deadline = time.monotonic() + 60.0
-    while 0 < (kinds := Counter(event.kind for event in read_events(events)))["lost"] and kinds["copying"] < count:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited 60 s for {count} copies to begin")
-        time.sleep(0.01)
 
 
 class Counting(nn.Module):
