@@ -8,6 +8,7 @@ cannot be made or used, or everybody waits for the newcomer, it gets its state w
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,7 @@ from shared_core.waiting import Wait, poll, wait_for
 from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.comm.runtime import Runtime
+from shared_core.worker.endings import EXIT_STALE
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.recovery.copying import Sent, Taking, give, started
 from shared_core.worker.state.following import Following, followable
@@ -67,6 +69,7 @@ class Copies:
         self._events, self._replicas = events, replicas
         self._given: dict[int, _Given] = {}
         self._taking: Taking | None = None
+        self._states: list[list[Any]] = []
 
     def _donor(self, absent: frozenset[int]) -> int | None:
         """Who gives an absent rank that trains what this one does its state."""
@@ -180,19 +183,37 @@ class Copies:
             poll(lambda: taking.level or taking.over or store.check([still]), abandoned, wait)
 
     def in_place(self, copied: bool, states: list[list[Any]]) -> bool:
-        """All stand still. Whether the state of the donor is here.
+        """All stand still. Whether the state of the donor is here, but for updates that come now; see :meth:`complete`.
 
         Args:
             copied: the donor has sent all of it, or is about to.
             states: description of the donor's optimizer state.
-
-        Raises:
-            WaitTimeout: if the last updates do not come.
         """
-        taking = self._taking
-        here = copied and taking is not None and not taking.finish(states)
+        if copied and self._taking is not None and not self._taking.failed:
+            self._states = states
+            return True
         self._stop()
-        return here
+        return False
+
+    @property
+    def pending(self) -> bool:
+        """Whether this newcomer is in, and :meth:`complete` is to be called."""
+        return self._taking is not None
+
+    def complete(self) -> None:
+        """Return when the last updates are made. If they do not come this worker ends; another takes the place."""
+        taking = self._taking
+        assert taking is not None
+        try:
+            failed = taking.finish(self._states)
+        except WaitTimeout as error:
+            failed = str(error)
+        if failed:
+            message = f"the copy of the state was not completed, starting over: {failed}"
+            rank, generation = self._env.rank, self._runtime.latest
+            self._events.emit("warning", rank=rank, generation=generation, message=message)
+            os._exit(EXIT_STALE)
+        self._stop()
 
     def _stop(self) -> None:
         taking, self._taking = self._taking, None

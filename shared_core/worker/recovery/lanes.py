@@ -61,6 +61,7 @@ class Lanes:
         self._lane: Lane | None = None
         self._passed_over: list[str] = []
         self._lets_in: Callable[[], None] | None = None
+        self._comes: Callable[[], None] = lambda: None
 
     @property
     def formed(self) -> bool:
@@ -183,6 +184,12 @@ class Lanes:
         """
         self._lets_in = call
 
+    def while_completed(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run in a newcomer that is in and gets the last updates of its state, before its program goes
+        on: the others may need it.
+        """
+        self._comes = call
+
     def at_end(self, call: Callable[[], None]) -> None:
         """Have ``call`` run when the program has ended without an error, before this worker is done: others may need
         it until then.
@@ -293,9 +300,14 @@ class Lanes:
                 what = f"and the others to let rank {self._env.rank} in, at their next batch top"
                 letting = {min(others, default=0): f"gen/{generation}/letting"}
                 self._wait(store, letting, generation, math.inf, what, ends="it waits as long as they train")
-                return recovery.let_in(generation)
+                received = recovery.let_in(generation)
+                break
             except GenerationAbandoned:
                 self._await_next(generation)
+        if self._copies.pending:
+            self._comes()
+            self._copies.complete()
+        return received
 
     def _await_next(self, generation: int) -> None:
         with self._runtime.lock:

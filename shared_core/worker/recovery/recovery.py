@@ -19,14 +19,14 @@ from shared_core.protocol.worker_phase import Action, Event, Phase
 from shared_core.system import threads
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.endings import Endings, wait_for_change
+from shared_core.worker.endings import EXIT_STALE, Endings, wait_for_change
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.link import connect_store
 from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.copies import Copies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Exchange, Received
-from shared_core.worker.recovery.forming import EXIT_STALE, Forming
+from shared_core.worker.recovery.forming import Forming
 from shared_core.worker.recovery.fronts import Fronts
 from shared_core.worker.recovery.handing_on import HandingOn
 from shared_core.worker.recovery.lifecycle import Lifecycle
