@@ -1,8 +1,9 @@
 """How long the others stop when a newcomer is let in, by size of the model; a part of ``benchmarks.reroute_ddp``.
 
-Three workers run ``shared_steps``; one is killed (SIGKILL) several times, and its newcomer is let in. The stop is what
-the step in which that happens takes more than the median of those that follow. It is measured where the state is copied
-while the others train, and where they stand still for it: as with any optimizer that is not torch's own.
+Two workers run ``shared_steps``; one is killed (SIGKILL) several times, and its newcomer is let in. Measured is for how
+long the other stands still (``stall_s`` of the event ``let_in``), and how much longer the step takes in which that
+happens than the median of those that follow. The state is copied while the other trains, or when it stands still: as
+with any optimizer that is not torch's own.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ SCRIPT = Path(__file__).with_name("rejoin_worker.py")
 #: Millions of parameters.
 SIZES, QUICK_SIZES = (1, 10, 50), (1,)
 #: Steps before the first kill, and after each letting in.
-STEPS = 10
+STEPS = 5
 KILLS, QUICK_KILLS = 3, 1
+WORKERS = 2
 #: The stop with the largest model, in stops with the smallest.
 TARGET = 2.0
 _ENV = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
@@ -42,9 +44,9 @@ class Run:
         self.name = f"{millions} M parameters, {'copied' if copied else 'standing still'}"
         self.out = folder / self.name.replace(" ", "_").replace(",", "")
         self.out.mkdir()
-        self.traces = Traces(self.out, 3)
+        self.traces = Traces(self.out, WORKERS)
         args = ["--out", str(self.out), "--layers", str(millions), *(["--own"] if not copied else [])]
-        self.workers = Workers("swift", SCRIPT, args, self.out, env=_ENV, nproc=3)
+        self.workers = Workers("swift", SCRIPT, args, self.out, env=_ENV, nproc=WORKERS)
 
     def events(self, kind: str) -> list[Event]:
         """Those of a kind."""
@@ -59,9 +61,9 @@ class Run:
         """Wait until rank 0 has finished a step."""
         wait(self.traces, self.workers, lambda: max(self.ends(), default=0) >= step)
 
-    def measure(self, kills: int) -> tuple[list[float], float]:
-        """Seconds of each stop, and of a step."""
-        stops, steps = [], []
+    def measure(self, kills: int) -> tuple[list[float], list[float], float]:
+        """Seconds of each stop, by how much each step was longer, and a step."""
+        stops, longer, steps = [], [], []
         for number in range(kills):
             self.until(max(self.ends(), default=0) + STEPS)
             os.kill(self.traces.lines[_LOST][-1]["pid"], signal.SIGKILL)
@@ -71,10 +73,11 @@ class Run:
             self.until(before + 1 + STEPS)
             ends = self.ends()
             steps.append(statistics.median(ends[each + 1] - ends[each] for each in range(before + 1, before + STEPS)))
-            stops.append(ends[before + 1] - ends[before] - steps[-1])
+            longer.append(ends[before + 1] - ends[before] - steps[-1])
+            stops.append(self.events("let_in")[-1].fields["stall_s"])
         (self.out / "stop").write_text(str(max(self.ends()) + 5))
         self.workers.wait(PATIENCE_S)
-        return stops, statistics.median(steps)
+        return stops, longer, statistics.median(steps)
 
 
 def rows(quick: bool) -> list[Row]:
@@ -86,11 +89,13 @@ def rows(quick: bool) -> list[Row]:
             with scratch() as folder:
                 run = Run(millions, copied, folder)
                 with run.workers:
-                    seconds, step = run.measure(QUICK_KILLS if quick else KILLS)
-            stops[millions, copied] = stop = max(statistics.median(seconds), 1e-3)
+                    seconds, longer, step = run.measure(QUICK_KILLS if quick else KILLS)
+            stops[millions, copied] = stop = statistics.median(seconds)
             found.append(Row(run.name, "stop at re-join", 1e3 * stop, "ms"))
             found.append(Row(run.name, "stop at re-join / step", stop / step, "steps"))
-            say(f"{run.name}: stops {', '.join(f'{each:.3f}' for each in seconds)} s, step {step:.3f} s")
+            found.append(Row(run.name, "step longer by", statistics.median(longer) / step, "steps"))
+            texts = [", ".join(f"{each:.3f}" for each in some) for some in (seconds, longer)]
+            say(f"{run.name}: stops {texts[0]} s, steps longer by {texts[1]} s, step {step:.3f} s")
     for copied in (False, True) if len(sizes) > 1 else ():
         ratio = stops[sizes[-1], copied] / stops[sizes[0], copied]
         name, metric = "copied" if copied else "standing still", f"stop at re-join, {sizes[-1]} M / {sizes[0]} M"
