@@ -14,8 +14,8 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.checkpoints.recovery_line import Collect
 from shared_core.worker.checkpoints.restored import Restored, ends_before
+from shared_core.worker.endings import EXIT_STALE
 from shared_core.worker.recovery.exchange import Received
-from shared_core.worker.recovery.forming import EXIT_STALE
 from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.rank_copy import unpack
 from shared_core.worker.recovery.recovery import Recovery
