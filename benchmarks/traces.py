@@ -69,7 +69,7 @@ EXPLAINED = (
     "ReCycle's ideal has no communication, uneven stages or slow workers: with 20 to 23 workers it loses nothing, "
     "where 0.4 to 7.7 % were measured.",
     "This system: its overhead is of CPU workers that share cores; stalls of re-routing are the design's target. It "
-    "goes back to the checkpoint, and waits, when a pipeline has lost both ends, and lets newcomers in only when every "
+    "waits when a pipeline has lost both ends, and lets newcomers in only when every "
     "lost worker has one. Rows that say 'not built' do without both. A rack of 8 is a whole pipeline. N is the number "
     "of workers that are in.",
     "ReCycle's tables by frequency of failures (3.35B) and of 18.4B to 145.6B: the published numbers are not at hand, "

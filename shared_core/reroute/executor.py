@@ -10,25 +10,27 @@ where sums must come out bit for bit (``ordered``). Between two steps survivors 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shared_core.errors import ConfigError, InvalidSchedule, RecoveryFailed, Unsupported
+from shared_core.reroute.evaluating import Evaluating, Losses
 from shared_core.reroute.finishing import Finishing
 from shared_core.reroute.history import PlanHistory
+from shared_core.reroute.keeping import DataAway, Keeping, first_without_data
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKind
-from shared_core.reroute.moving import Following, Role, Roles
+from shared_core.reroute.moving import Role, Roles
 from shared_core.reroute.places import Places, WorkerPlace
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.row_runner import RowRunner
-from shared_core.reroute.spreading import Due, as_plain, due, from_plain, tell
-from shared_core.reroute.step import HomeModel, Options, StageModel, Step, StepResult
+from shared_core.reroute.spreading import Due, as_plain, from_plain, next_change, tell
+from shared_core.reroute.step import HomeModel, Item, Options, StageModel, Step, StepResult
 from shared_core.reroute.through_losses import through_losses
 from shared_core.schedule.routing import survivors
-from shared_core.schedule.schedule import Worker
+from shared_core.schedule.schedule import Topology, Worker
 from shared_core.worker.recovery.lane import Lane
 
 
@@ -70,16 +72,19 @@ class Executor:
         self._measuring = Measuring(WorkerPlace(home, home, places), planner)
         self._me = home
         self._roles = Roles(home, model, places, self._role)
-        self._following = Following(home, model, places)
+        at_home = Places(places.topology, places.home_rank)  # who has moved evaluates at its own place
+        self._evaluating = Evaluating(WorkerPlace(home, home, at_home), model)
         self._due: Due | None = None
         self._sent_bytes = 0
-        self._settled = False
+        self._settled = -1
+        self._until: int | None = None
         self.step = 0
 
     def _role(self, place: WorkerPlace, model: StageModel) -> Role:
         finishing = Finishing(place, model, self._history, self._steps, self._knocking, self._options, self._measuring)
-        runner = RowRunner(place, model, self._options, finishing, self._measuring, self._noted)
-        return Role(place, model, finishing, runner, {})
+        keeping = Keeping(place)
+        runner = RowRunner(place, model, self._options, finishing, keeping, self._measuring, self._noted)
+        return Role(place, model, finishing, keeping, runner, {})
 
     # -- what the engine calls ---------------------------------------------------------------------
 
@@ -97,17 +102,20 @@ class Executor:
 
         Raises:
             RecoveryFailed: nobody can compute what was lost.
+            DataAway: newcomers have to be let in first, before the step; then call it again.
         """
         self._measuring.begin(self.step)
         through_losses(self._move, self.leave)
+        begun = self._steps.get(self.step)
         mine = self._steps[self.step] = Step(self.step)
         for old in [number for number in self._steps if number < self.step - 1]:
             del self._steps[old]
         self._roles.now.finishing.forget_before(self.step - 1)
-        home = self._me
-        if home.stage in (0, self._topology.stages - 1):
+        if begun is not None:  # it is begun again: its data are drawn
+            mine.items.update({place: item for place, item in begun.items.items() if place[0] == self._me.pipeline})
+        elif self._me.stage in (0, self._topology.stages - 1):
             for index, item in enumerate(self._model.items()):
-                mine.items[home.pipeline, index] = item
+                mine.items[self._me.pipeline, index] = item
         through_losses(lambda: self._go_on(mine), self.leave)
         self.step += 1
         assert mine.result is not None
@@ -118,17 +126,41 @@ class Executor:
         changed = self._channel is None or self._channel.lane.broken()
         if changed:
             self._change()
+        if self._until is not None and step.number >= self._until:
+            raise DataAway
         plan, role = self._history.begin(step.number), self._roles.now
         if not changed:  # else the data are sent already
-            role.runner.send_items(step, plan)
+            role.keeping.give(step, plan)
         role.runner.run(step, plan)
         role.finishing.finish(step)
         assert self._channel is not None
         if self._roles.away:
-            self._following.follow(self._channel, step, self.lost)
+            self._roles.following.follow(self._channel, step, self.lost)
         activations = [tensors for key, tensors in step.made.items() if key.kind is MessageKind.ACTIVATION]
         self._sent_bytes = max((sum(t.nbytes for t in tensors) for tensors in activations), default=0)
         self._measuring.agree(self._channel, step.number, activations)
+
+    def begin_evaluation(self, top: int, micro_batches: int, items: Sequence[Item]) -> None:
+        """See :meth:`Evaluating.begin`."""
+        self._evaluating.begin(top, micro_batches, items)
+
+    def evaluate(self) -> Losses:
+        """Make the evaluation that was begun, through losses.
+
+        Raises:
+            RecoveryFailed: nobody can compute what was lost.
+            DataAway: newcomers have to be let in first; then call it again.
+        """
+
+        def attempt() -> Losses:
+            if (known := self._evaluating.known()) is not None:
+                return known  # the others do not come to a lane for it
+            if self._channel is None or self._channel.lane.broken():
+                self._change()
+            assert self._channel is not None
+            return self._evaluating.run(self._channel, self._places.gone(self.lost))
+
+        return through_losses(attempt, self.leave)
 
     def settle(self) -> None:
         """Return when all workers have finished the last step.
@@ -140,14 +172,19 @@ class Executor:
         def attempt() -> None:
             if self._channel is None or self._channel.lane.broken():
                 self._change()
-                # Who has come out of the exchange below does not come to another; the change says as much.
-                if self._settled:
-                    return
+            # Who has come out of the exchange below does not come to another; the change says as much.
+            if self._settled == self.step:
+                return
             assert self._channel is not None
             if not self._channel.lane.finished:  # who has left the program had come here before, as all others had
                 self._channel.lane.exchange(self.step)  # nobody comes here before it has finished the step
 
         through_losses(attempt, self.leave)
+
+    @property
+    def evaluations(self) -> Evaluating:
+        """What has come of evaluations."""
+        return self._evaluating
 
     @property
     def connected(self) -> bool:
@@ -181,7 +218,8 @@ class Executor:
         """
         lane = self._connect()
         if lane.finished:
-            self._channel, self._settled = MessageChannel(lane, self._topology, self._roles.now.shapes, {}), True
+            self._channel = MessageChannel(lane, self._topology, self._roles.now.shapes, {})
+            self._settled = self.step
             return
         moves = self._places.still(self._places.moves, lane.ranks)
         ready = self._planner.lies_ready(self._places.vacant_after(moves, lane.ranks))
@@ -190,7 +228,9 @@ class Executor:
         started = time.perf_counter()
         missed = {entry["generation"]: entry for view in views.values() for entry in view["entries"]}
         for _, entry in sorted(missed.items()):
-            if entry["generation"] > self._history.generation and not self._is_older(entry):
+            # A newcomer has nothing to do with changes in steps before its own.
+            older = self._history.generation < 0 and any(step < self.step for step, _ in entry["at"].values())
+            if entry["generation"] > self._history.generation and not older:
                 self._apply(entry)
         known = max(views.values(), key=lambda view: int(view["base"]))
         self._roles.take(self._places.still(from_plain(known["moves"]), lane.ranks), self._steps)
@@ -202,28 +242,24 @@ class Executor:
                 place = 0  # it has just learned of a change that others had made before
             at[_name(workers[rank])] = [step, place]
         ready = all(view["ready"] for view in views.values())
+        gone = self._places.gone(vacant)
+        _refuse(self._topology, gone)
+        self._until = _first_without_data(self._topology, gone, views)
         lost = [list(worker) for worker in sorted(vacant)]
-        self._refuse(self._places.gone(vacant))
-        self._apply({"generation": 2 * lane.generation, "lost": lost, "ready": ready, "at": at})
-        self._settled = all(step >= self.step for step, _ in at.values())
-        self._channel = self._roles.meet(lane, views)
+        entry = {"generation": 2 * lane.generation, "lost": lost, "ready": ready, "at": at, "until": self._until}
+        self._apply(entry)
+        self._settled = self.step if all(step >= self.step for step, _ in at.values()) else -1
+        self._channel = self._roles.meet(lane, views, self._steps)
+        self._evaluating.learn({rank: view["evaluating"] for rank, view in views.items()})
         self._learn(views)
         self._send_again(views)
-        self._due = self._next_change(views, max(step for step, _ in at.values()))
+        self._due = next_change(self._places, self._planner, self.lost, views, max(step for step, _ in at.values()))
         planned_s, history = time.perf_counter() - started, self._history
         if lost:
             predicted = {"extra_s": history.extra, "rest_s": history.rest}
             self._noted("rerouted", {"lost": lost, "step": self.step, "planned_s": planned_s} | predicted)
 
     # -- moves -------------------------------------------------------------------------------------
-
-    def _next_change(self, views: Mapping[int, Any], newest: int) -> Due | None:
-        """See :func:`~shared_core.reroute.moving.due`."""
-        planner, gone = self._planner, self._places.gone(self.lost)
-        homes = {self._places.home_rank(worker): worker for worker in self._topology.workers()}
-        facts = {homes[rank]: view["moving"] for rank, view in views.items()}
-        moved = self._places.moves
-        return due(self._topology, planner.variant, planner.ordered, planner.times, gone, moved, facts, newest)
 
     def _move(self) -> None:
         """Before a step: if a change of places is due, make it."""
@@ -234,20 +270,20 @@ class Executor:
         told = lane.exchange(self._roles.offer(moves, lane.ranks))
         wrong = self._roles.prepare(self._channel, self.step, moves, told)
         vacant = self._places.vacant_after(moves, lane.ranks)
-        views = lane.exchange(self._roles.shapes() | {"wrong": wrong, "ready": self._planner.lies_ready(vacant)})
+        views = lane.exchange(
+            self._roles.shapes() | {"wrong": wrong, "ready": self._planner.lies_ready(vacant), "steps": {}}
+        )
         # All that is needed is there: whoever is still in the exchange when somebody is lost learns of the moves later.
         self._due, found = None, [view["wrong"] for view in views.values() if view["wrong"]]
-        moved = {"moves": as_plain(moves), "step": self.step}
         if not found:
             self._roles.take(moves, self._steps)
             at = {_name(place): [self.step, 0] for rank, place in self._places.workers().items() if rank in lane.ranks}
             ready, lost = all(view["ready"] for view in views.values()), [list(worker) for worker in sorted(vacant)]
-            self._apply({"generation": 2 * lane.generation + 1, "lost": lost, "ready": ready, "at": at})
-            self._channel = self._roles.meet(lane, views)
+            self._apply({"generation": 2 * lane.generation + 1, "lost": lost, "ready": ready, "at": at, "until": None})
+            self._channel = self._roles.meet(lane, views, {})
         if self._places.home_rank(self._me) == lane.ranks[0]:
-            nbytes = sum(view["state"]["bytes"] for view in told.values() if view["state"] is not None)
-            why = {"why_not": found[0]} if found else {"bytes_moved": nbytes}
-            self._noted("moved", moved | why | {"took_s": time.perf_counter() - began})
+            facts = {"moves": as_plain(moves), "step": self.step, "took_s": time.perf_counter() - began}
+            self._noted("moved", facts | ({"why_not": found[0]} if found else {"bytes_moved": _bytes_in(told)}))
 
     # -- what is told after a loss -----------------------------------------------------------------
 
@@ -260,13 +296,13 @@ class Executor:
             "at": [self.step, step.at if step is not None else 0],
             "moves": as_plain(self._places.moves),
             "moving": tell(self._model, self._options.moves, self._sent_bytes),
-            "steps": {str(number): one.facts() for number, one in self._steps.items()},
+            "evaluating": self._evaluating.view(),
+            "steps": {
+                str(number): one.facts() | {"data": self._roles.now.keeping.held(one)}
+                for number, one in self._steps.items()
+            },
         }
         return self._measuring.view() | self._roles.shapes() | mine
-
-    def _is_older(self, entry: Mapping[str, Any]) -> bool:
-        """Whether a change was made before this worker took its place: of steps that it has nothing to do with."""
-        return self._history.generation < 0 and any(step < self.step for step, _ in entry["at"].values())
 
     def _apply(self, entry: Mapping[str, Any]) -> None:
         try:
@@ -275,16 +311,6 @@ class Executor:
             raise RecoveryFailed(str(error)) from error
         for number in fresh & self._steps.keys():
             self._steps[number].at = 0
-
-    def _refuse(self, gone: frozenset[Worker]) -> None:
-        """Raises RecoveryFailed where a stage has lost all its workers, or a pipeline its data."""
-        for d in range(self._topology.pipelines):
-            if {Worker(d, 0), Worker(d, self._topology.stages - 1)} <= gone:
-                raise RecoveryFailed(f"the data of pipeline {d} went with its first and its last stage")
-        try:
-            survivors(self._topology, gone)  # newcomers get no state from who has moved there
-        except ConfigError as error:
-            raise RecoveryFailed(str(error)) from error
 
     def _learn(self, views: Mapping[int, Any]) -> None:
         """Take over norms, losses and results that others know."""
@@ -298,37 +324,51 @@ class Executor:
     def _send_again(self, views: Mapping[int, Any]) -> None:
         """Send what readers still need and may not have got."""
         assert self._channel is not None
-        role = self._roles.now
-        peers, homes = self._ranks_of(role.place.me.stage), self._ranks_of(self._me.stage)
-        having = {
-            number: {rank for rank, view in views.items() if view["steps"].get(str(number), {}).get("reduced")}
-            for number in self._steps
-        }
-        for number, step in self._steps.items():
-            if having[number] & peers and min(having[number] & peers) == self._places.rank(role.place.me):
-                lacking = [
-                    move.source
-                    for move in self._places.moves
-                    if not views[self._places.home_rank(move.source)]["steps"]
-                    .get(str(number), {})
-                    .get("followed", True)
-                ]
-                role.finishing.feed(step, lacking)
-        self._following.learn({number: ranks & homes for number, ranks in having.items()})
+        role, having = self._roles.now, self._roles.feed_again(self._steps, views, self.lost)
         open_steps = self._history.changed_since(2 * self._channel.lane.generation - 1)
         for number in sorted(open_steps & self._steps.keys()):
             step, plan = self._steps[number], self._history.steps[number]
             for key, parts in step.made.items():
                 role.runner.deliver(plan, key, parts)
-            role.runner.send_items(step, plan)
+            role.keeping.give(step, plan)
             ranks = having[number]
             waiting = {rank for rank, view in views.items() if rank not in ranks and view["at"][0] <= number}
             role.finishing.pass_on_sums(step, ranks, waiting)
 
-    def _ranks_of(self, stage: int) -> set[int]:
-        """Who computes at a stage."""
-        workers = (Worker(d, stage) for d in range(self._topology.pipelines))
-        return {self._places.rank(worker) for worker in workers if worker not in self.lost}
+
+def _bytes_in(told: Mapping[int, Any]) -> int:
+    """Bytes of the states that are given."""
+    return sum(view["state"]["bytes"] for view in told.values() if view["state"] is not None)
+
+
+def _refuse(topology: Topology, gone: frozenset[Worker]) -> None:
+    """Raises RecoveryFailed where a stage has lost all workers that belong to it."""
+    try:
+        survivors(topology, gone)  # newcomers get no state from who has moved there
+    except ConfigError as error:
+        raise RecoveryFailed(str(error)) from error
+
+
+def _first_without_data(topology: Topology, gone: frozenset[Worker], views: Mapping[int, Any]) -> int | None:
+    """The first step whose data went with both ends of a pipeline.
+
+    Raises:
+        RecoveryFailed: a worker has made a part of it that cannot be made again.
+    """
+    held: dict[int, set[tuple[int, int]]] = {}
+    for view in views.values():
+        for number, facts in view["steps"].items():
+            held.setdefault(int(number), set()).update((d, kind) for d, kind in facts["data"])
+    oldest = min(view["at"][0] for view in views.values())
+    until = first_without_data(topology, gone, held, oldest)
+    for rank, view in views.items():
+        reduced = view["steps"].get(str(until), {}).get("reduced")
+        if until is not None and (view["at"][0] > until or reduced):
+            raise RecoveryFailed(
+                f"data of step {until} went with the first and the last stage of a pipeline and all that kept "
+                f"them, and rank {rank} has summed gradients of that step"
+            )
+    return until
 
 
 def _name(worker: Worker) -> str:

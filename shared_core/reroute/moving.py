@@ -18,6 +18,7 @@ from torch import Tensor
 from shared_core.errors import ReplicaMismatch, Unsupported
 from shared_core.faults import inject
 from shared_core.reroute.finishing import Finishing, set_gradients
+from shared_core.reroute.keeping import Keeping
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Shapes
 from shared_core.reroute.places import Places, WorkerPlace
 from shared_core.reroute.row_runner import RowRunner
@@ -35,6 +36,7 @@ class Role:
         place: where.
         model: its layers.
         finishing: ends steps.
+        keeping: passes data on.
         runner: runs rows.
         shapes: what is known of messages to there.
     """
@@ -42,6 +44,7 @@ class Role:
     place: WorkerPlace
     model: StageModel
     finishing: Finishing
+    keeping: Keeping
     runner: RowRunner
     shapes: dict[MessageKind, Shapes]
 
@@ -58,6 +61,7 @@ class Roles:
     Attributes:
         home: its role at its own place.
         now: its role at the place at which it computes.
+        following: keeps its own stage current while it computes elsewhere.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Roles:
     ) -> None:
         self._home, self._model, self._places, self._make = home, model, places, make
         self.home = self.now = make(WorkerPlace(home, home, places), model)
+        self.following = Following(home, model, places)
         self._guest: Role | None = None
         self._state: Tensor | None = None
 
@@ -100,8 +105,14 @@ class Roles:
             "guest_shapes": [int(what) for what in guest.shapes] if guest is not None else [],
         }
 
-    def meet(self, lane: Lane, views: Mapping[int, Any]) -> MessageChannel:
-        """A channel over a lane, from what all have told of :meth:`shapes`."""
+    def meet(self, lane: Lane, views: Mapping[int, Any], steps: Mapping[int, Step]) -> MessageChannel:
+        """A channel over a lane.
+
+        Args:
+            lane: in use from here on.
+            views: what all have told: of :meth:`shapes`, and of steps under way.
+            steps: this worker's, of those under way.
+        """
         moved = {self._places.home_rank(move.source) for move in self._places.moves}
         knows = {
             rank: {MessageKind(kind) for kind in view["guest_shapes" if rank in moved else "shapes"]}
@@ -110,7 +121,38 @@ class Roles:
         channel = MessageChannel(lane, self._places.topology, self.now.shapes, knows)
         self.now.finishing.connect(channel)
         self.now.runner.connect(channel)
+        self.now.keeping.connect(channel, steps, views)
         return channel
+
+    def feed_again(
+        self, steps: Mapping[int, Step], views: Mapping[int, Any], vacant: frozenset[Worker]
+    ) -> dict[int, set[int]]:
+        """There is a new lane: give sums to workers that compute elsewhere and have not got them.
+
+        Args:
+            steps: of this worker.
+            views: what all have told of steps.
+            vacant: places at which nobody computes.
+
+        Returns:
+            By step, the ranks that have the sum of the stage at which they compute.
+        """
+        having = {
+            number: {rank for rank, view in views.items() if view["steps"].get(str(number), {}).get("reduced")}
+            for number in steps
+        }
+        here, home = (
+            {self._places.rank(w) for w in self._places.topology.workers() if w.stage == stage and w not in vacant}
+            for stage in (self.now.place.me.stage, self._home.stage)
+        )
+        for number, step in steps.items():
+            if having[number] & here and min(having[number] & here) == self._places.rank(self.now.place.me):
+                for move in self._places.moves:
+                    facts = views[self._places.home_rank(move.source)]["steps"].get(str(number), {})
+                    if not facts.get("followed", True):
+                        self.now.finishing.feed(step, [move.source])
+        self.following.learn({number: ranks & home for number, ranks in having.items()})
+        return having
 
     def offer(self, moves: Sequence[Move], ranks: Sequence[int]) -> dict[str, Any]:
         """What this worker tells right before a change; plain data. All have ended the same step."""

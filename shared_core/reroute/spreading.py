@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shared_core.reroute.places import Places
+from shared_core.reroute.planning import Plans
 from shared_core.reroute.room import spare_bytes
 from shared_core.reroute.step import HomeModel
 from shared_core.schedule.normalise import Move, iteration_cost, normalise, patience
@@ -72,6 +74,32 @@ def due(
     new = sum(copies[move.target.stage] for move in found.moves if move not in moved)
     steps = patience(before, found.cost, new + before)
     return None if steps is None else Due(newest + 1 + steps, found.moves)
+
+
+def next_change(
+    places: Places, planner: Plans, vacant: frozenset[Worker], views: Mapping[int, Any], newest: int
+) -> Due | None:
+    """See :func:`due`.
+
+    Args:
+        places: where all are.
+        planner: knows the times.
+        vacant: places at which nobody computes.
+        views: what all have told, by rank; what :func:`tell` says as ``moving``.
+        newest: see there.
+    """
+    homes = {places.home_rank(worker): worker for worker in places.topology.workers()}
+    facts = {homes[rank]: view["moving"] for rank, view in views.items()}
+    return due(
+        places.topology,
+        planner.variant,
+        planner.ordered,
+        planner.times,
+        places.gone(vacant),
+        places.moves,
+        facts,
+        newest,
+    )
 
 
 def tell(model: HomeModel, allowed: bool, sent_bytes: int) -> dict[str, int | None]:

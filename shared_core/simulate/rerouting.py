@@ -21,7 +21,7 @@ from shared_core.simulate.layout import (
 from shared_core.simulate.trace import TraceEvent
 
 #: What follows the name of a system that is credited with what is not built.
-ENDS, ONE_BY_ONE = ", were lost ends survived (not built)", ", were newcomers let in one by one (not built)"
+ENDS, ONE_BY_ONE = ", were lost ends not waited for (not built)", ", were newcomers let in one by one (not built)"
 #: Moves that make a step shorter by less are not made; as in the planner, see ``schedule/normalise.py``.
 LEAST_GAIN = 0.02
 
@@ -117,8 +117,8 @@ class ThisSystem:
     - ``reroute``: peers compute what the lost worker would (staggered optimizer). In the step of the loss what it had
       accumulated is computed again by its peers: on average half of its micro-batches. Where losses are better spread
       over the stages, survivors move when so much time is lost as that costs: copies of state, and a step. If a stage
-      has nobody left, or a pipeline has lost both its ends and with them its data, all go back to the checkpoint and
-      wait for a newcomer. Newcomers are let in when every lost worker has one.
+      has nobody left, all go back to the checkpoint and wait for a newcomer. If a pipeline has lost both its ends, the
+      step goes on, and the next one waits for newcomers, which draw its data. Newcomers are let in when every lost worker has one.
     - ``replace``: all wait until the place is filled; then the newcomer runs its part of the step, on average half.
     - ``replay``: the same without a replica: the newcomer runs all steps since the checkpoint with logged messages,
       alone and so without bubbles, in ``m / (m + S - 1)`` of their time (Swift, arXiv 2302.06173).
@@ -128,7 +128,8 @@ class ThisSystem:
         on_failure: what is done.
         measured: times.
         checkpoints: where it starts again when state or data are gone.
-        ends: both ends of a pipeline may be lost. No job does it yet: it shows what building that is worth.
+        ends: nobody waits for a pipeline that has lost both ends, because others can draw its data. No job does it yet:
+            it shows what building that is worth.
         one_by_one: newcomers are let in while other places are vacant. The same.
     """
 
@@ -206,8 +207,7 @@ class ThisSystem:
         if self.on_failure != "reroute":
             return gone
         # A stage from which workers have moved cannot do without all others in one step.
-        gone = gone or (self._moves(before) > 0 and wiped_out(before, event.lost))
-        return gone or (not self.ends and has_lost_both_ends(now))
+        return gone or (self._moves(before) > 0 and wiped_out(before, event.lost))
 
     def _replacement(self) -> LossCost:
         ready_s = self.measured.replace_s + self.measured.copy_s

@@ -205,7 +205,7 @@ def test_what_no_job_does_yet_is_counted_where_it_is_said_only() -> None:
     assert now.throughput(ends) == 0 and then.throughput(ends) == 1
     assert now.throughput(Pattern(GCP, frozenset({4, 11}))) == 1, "the ends of two pipelines"
     one, other = Pattern(GCP, frozenset({4})), TraceEvent(0.0, (7,))
-    assert now.loss(one, ends, other) == now.checkpoints.cost != then.loss(one, ends, other)
+    assert now.loss(one, ends, other) == then.loss(one, ends, other) != now.checkpoints.cost
     all_of_stage_1 = TraceEvent(0.0, tuple(range(1, 24, 4)))
     assert now.loss(Pattern(GCP), Pattern(GCP), all_of_stage_1) == now.checkpoints.cost
     assert ThisSystem(Layout(3)).throughput(Pattern(Layout(3), frozenset({0}))) > 0, "data parallel: no ends"
