@@ -118,7 +118,8 @@ class ThisSystem:
       accumulated is computed again by its peers: on average half of its micro-batches. Where losses are better spread
       over the stages, survivors move when so much time is lost as that costs: copies of state, and a step. If a stage
       has nobody left, all go back to the checkpoint and wait for a newcomer. If a pipeline has lost both its ends, the
-      step goes on, and the next one waits for newcomers, which draw its data. Newcomers are let in when every lost worker has one.
+      step goes on, and the next one waits for newcomers, which draw its data. Newcomers are let in when every lost
+      worker has one.
     - ``replace``: all wait until the place is filled; then the newcomer runs its part of the step, on average half.
     - ``replay``: the same without a replica: the newcomer runs all steps since the checkpoint with logged messages,
       alone and so without bubbles, in ``m / (m + S - 1)`` of their time (Swift, arXiv 2302.06173).
