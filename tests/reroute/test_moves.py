@@ -45,9 +45,9 @@ def test_a_stage_loses_two_at_once(jobs: Jobs) -> None:
 
 
 def test_losses_one_after_the_other_and_all_are_home_when_newcomers_come(jobs: Jobs) -> None:
-    """Evaluation needs all."""
+    """A sum over all workers waits for them."""
     env = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "3"}
-    result = check(jobs, [kill(3, 3), kill(4, 5)], (*LONG, "--evaluate-after", "13"), env=env)
+    result = check(jobs, [kill(3, 3), kill(4, 5)], (*LONG, "--sum-after", "13"), env=env)
     assert len(moves(result)) == 1 and len(result.kinds("let_in")) == 2, result.tail()
 
 
