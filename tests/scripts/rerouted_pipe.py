@@ -14,6 +14,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 import torch.distributed as dist
+from copies import Copies
 from torch import nn
 
 from shared_core.testing.digest import digest, training_digest
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--evaluate-again", type=int, default=0, help="evaluations right after it, of other shapes")
     parser.add_argument("--sum-after", type=int, nargs="*", default=(), help="steps; a sum over all workers")
     parser.add_argument("--sum-evaluated", action="store_true", help="a sum over all workers after the evaluation")
+    parser.add_argument("--copies", default="", help="10:1,12:3: step 12 waits for three copies to begin, after losses")
     parser.add_argument("--decay", type=float, default=0.0, help="of the learning rate, in each step")
     parser.add_argument("--odd", type=int, nargs="*", default=(), help="micro-batches that have an odd label")
     parser.add_argument("--odd-value", type=float, default=0.0)
@@ -171,9 +173,10 @@ def main() -> None:
     more = {"lr_scheduler": decayed} if args.decay else {}
     engine, *_ = (deepspeed.initialize if baseline else initialize)(model=net, config=config, **more)
     data = micro_batches(engine.grid.get_data_parallel_rank(), args.rows, args.odd, args.odd_value)
-    losses = []
+    losses, copies = [], Copies(args.copies)
     for step in range(args.steps):
         Block.step = step
+        copies.wait(step)
         losses.append(float(engine.train_batch(data)))
         if step + 1 in args.sum_after:
             total = torch.tensor(losses[-1])
