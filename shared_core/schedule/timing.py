@@ -94,7 +94,7 @@ class Times:
         if len(self.stages) == 1:
             return self.stages[0]
         if stage >= len(self.stages):
-            raise ConfigError(f"times are given for {len(self.stages)} stages, but there is a stage {stage}")
+            raise ConfigError(f"times are given for {len(self.stages)} stages, but there is a worker of stage {stage}")
         return self.stages[stage]
 
     @cached_property
