@@ -51,6 +51,8 @@ class MessageKind(IntEnum):
     AGAIN = 10  # a sum, for who lacks it after a loss
     READ = 11  # all gradients of a step have come
     NOTES = 12  # of a share, for all
+    REPORT = 13  # medians of a worker, to the one that decides on times
+    PROPOSAL = 14  # medians of all, from there
 
 
 class MessageKey(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from shared_core.errors import ConfigError
 from shared_core.schedule.schedule import Topology, Worker
-from shared_core.schedule.timing import StageTimes, Times
+from shared_core.schedule.timing import EQUAL_SLOTS, StageTimes, Times
 
 #: Who computes a micro-batch: (home pipeline, stage, micro-batch) to the worker.
 Route = dict[tuple[int, int, int], Worker]
@@ -35,7 +35,7 @@ def survivors(topology: Topology, lost: Collection[Worker]) -> list[list[int]]:
     return alive
 
 
-def deal(topology: Topology, lost: Collection[Worker], *, times: Times = Times(), ordered: bool = False) -> Route:
+def deal(topology: Topology, lost: Collection[Worker], *, times: Times = EQUAL_SLOTS, ordered: bool = False) -> Route:
     """Deal every micro-batch of a lost worker out to the peer that is through with it first, all its work counted;
     ``ordered``, all of a lost worker to one peer. Peers that are equally fast take turns, over all losses of a stage.
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.schedule import Schedule, Topology, Worker
-from shared_core.schedule.timing import StageTimes, Times
+from shared_core.schedule.timing import EQUAL_SLOTS, StageTimes, Times
 
 
 def canonical(
-    topology: Topology, lost: Collection[Worker], times: Times = Times()
+    topology: Topology, lost: Collection[Worker], times: Times = EQUAL_SLOTS
 ) -> tuple[tuple[Worker, ...], dict[int, int]]:
     """The losses after renaming pipelines, and the new name of every pipeline.
 
@@ -46,7 +46,7 @@ def rename(plan: IterationPlan, names: Mapping[int, int]) -> IterationPlan:
     return replace(plan, lost=lost, route=route, schedule=Schedule(dict(sorted(rows.items()))))
 
 
-def patterns(topology: Topology, losses: int, times: Times = Times()) -> list[tuple[Worker, ...]]:
+def patterns(topology: Topology, losses: int, times: Times = EQUAL_SLOTS) -> list[tuple[Worker, ...]]:
     """All losses of so many workers that can be survived, one of each sort, in order."""
     found: set[tuple[Worker, ...]] = {()}
     for _ in range(losses):

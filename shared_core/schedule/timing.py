@@ -102,6 +102,10 @@ class Times:
         return dict(self.own)
 
 
+#: One slot for every action, three for the optimizer.
+EQUAL_SLOTS = Times()
+
+
 class Slot(NamedTuple):
     """An action and when it runs."""
 
