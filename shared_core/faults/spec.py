@@ -99,6 +99,10 @@ POINTS: tuple[str, ...] = (
     "reroute.backward_weight",
     "reroute.reduce",
     "reroute.step",
+    # New times are proposed to this worker; it, which decides on them, tells one more worker that they hold; they hold.
+    "reroute.proposed",
+    "reroute.switching",
+    "reroute.switched",
 )
 
 #: Value of ``Fault.step`` that matches every step; recoveries have no step of their own.

@@ -282,6 +282,8 @@ class Finishing:
         key = MessageKey(step.number, MessageKind.LOSSES, self._me.stage, self._me.pipeline)
         for worker in self._topology.workers():
             if worker not in self._history.lost and worker != self._me:
+                if word is Word.SWITCH:
+                    inject.point("reroute.switching")
                 self.channel.send(key, [table], self._rank(worker))
         self._reports.tell(step.number, word)
 

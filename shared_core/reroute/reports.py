@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from shared_core.faults import inject
 from shared_core.reroute.drift import EVERY, Deliberation, Reported, Word, decide
 from shared_core.reroute.history import PlanHistory
 from shared_core.reroute.measuring import Measuring
@@ -131,11 +132,13 @@ class Reports:
         times = agree(rows, self._topology.stages, self._planner.times)
         assert times is not None
         self._planner.proposal = Proposal(step, times)
+        inject.point("reroute.proposed")
 
     def _switch(self, step: int) -> None:
         assert self._planner.proposal is not None
         epoch = Epoch(step + 1, self._planner.proposal.times, self._history.lost)
         self._planner.adopt(epoch, self._planner.room)
+        inject.point("reroute.switched")
 
     def _key(self, step: int, kind: MessageKind, worker: Worker) -> MessageKey:
         return MessageKey(step, kind, worker.stage, worker.pipeline)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import logging
 import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -16,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shared_core.reroute.plan_cache import Settings
+from shared_core.schedule.symmetry import patterns
 from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import Report
 
@@ -31,9 +35,10 @@ class Block(nn.Module):
         slow_s: what a backward takes at least, slept too.
         counts: a buffer counts the forwards.
         work_s: what a forward takes at least; slept, because the test machines have few cores.
+        more_s: what it takes besides, in later steps.
     """
 
-    step, work_s, slow_s, counts = 0, 0.0, 0.0, False
+    step, work_s, more_s, slow_s, counts = 0, 0.0, 0.0, 0.0, False
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -44,7 +49,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.seen[Block.step, digest(x.detach())] += 1
-            time.sleep(Block.work_s)
+            time.sleep(Block.work_s + Block.more_s)
             if Block.counts:
                 self.count += 1
         y = torch.relu(self.drop(self.linear(x))) + x
@@ -98,6 +103,27 @@ def micro_batches(
         yield x, y
 
 
+def await_plans(folder: Path) -> None:
+    """Return when all plans that are being made in the background are there; a slow machine must not change a test."""
+    end = time.monotonic() + 40
+    while not all(map(_complete, folder.glob("plans*/*"))):
+        if time.monotonic() > end:
+            raise TimeoutError(f"rank {os.environ['RANK']}: plans in {folder} were not ready after 40 s")
+        time.sleep(0.01)
+
+
+def _complete(store: Path) -> bool:
+    losses = max((int(path.name.split("-")[1]) for path in store.glob("for-*-losses")), default=-1)
+    if losses < 0:
+        return True
+    try:
+        settings = Settings.from_dict(json.loads((store / "settings.json").read_text()))
+    except (FileNotFoundError, ValueError):
+        return False  # it is being written
+    count = sum(len(patterns(settings.topology, number, settings.times)) for number in range(losses + 1))
+    return len(list(store.glob("lost-*.json"))) >= count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=6)
@@ -118,6 +144,9 @@ def main() -> None:
     parser.add_argument("--odd-value", type=float, default=0.0)
     parser.add_argument("--work-ms", type=float, default=0.0)
     parser.add_argument("--slow-ms", type=float, default=0.0, help="what a layer's backward takes in rank 1")
+    parser.add_argument(
+        "--straggler", type=int, nargs=3, metavar=("RANK", "STEP", "MS"), help="forwards of a rank get slow"
+    )
     args = parser.parse_args()
     if os.environ["RANK"] == "1":
         Block.slow_s = args.slow_ms / 1000
@@ -168,6 +197,10 @@ def main() -> None:
     losses = []
     for step in range(args.steps):
         Block.step = step
+        if args.straggler:
+            rank, since, more_ms = args.straggler
+            Block.more_s = more_ms / 1000 if os.environ["RANK"] == str(rank) and step >= since else 0.0
+            await_plans(Path(os.environ["SWIFT_RECOVERY_JOB_DIR"]))
         losses.append(float(engine.train_batch(data)))
         if step + 1 in args.sum_after:
             total = torch.tensor(losses[-1])
@@ -177,10 +210,13 @@ def main() -> None:
             losses.append(float(engine.eval_batch(data)))
     digests = training_digest(net, [engine.optimizer], [], {"losses": losses})
     repeated = max((count for m in net.modules() if isinstance(m, Block) for count in m.seen.values()), default=0)
+    blocks = [m for m in net.modules() if isinstance(m, Block)]
+    computed = sum(count for (step, _), count in blocks[0].seen.items() if step == args.steps - 1)
     report.finish(
         {**digests, "losses": digest(torch.tensor(losses))},
         losses=losses,
         repeated=repeated,
+        computed=computed,
         parameters=[p.tolist() for p in net.parameters()],
     )
 
