@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.reroute.planning import Epoch, Plans
+from shared_core.reroute.planning import Epoch, Plans, Proposal
 from shared_core.reroute.times import agree, from_dict, rounded, to_dict
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
@@ -68,3 +68,28 @@ def test_a_plan_that_is_not_there_everywhere_is_made_by_each(tmp_path: Path) -> 
         each.adopt(Epoch(3, MEASURED), ROOM)
         each.choose(LOST, [])
     assert first.plan(LOST, 5) == second.plan(LOST, 5)
+
+
+def test_proposed_times_are_planned_for_while_the_old_plans_hold(tmp_path: Path) -> None:
+    own = ((Worker(0, 1), StageTimes(0.3, 0.3, 0.3, 0.1)),)
+    slow = Times(STAGES, 0.001, data_apart=True, own=own)
+    made = plans(tmp_path)
+    made.adopt(Epoch(3, MEASURED), ROOM)
+    made.choose(LOST, [])
+    before = made.plan(LOST, 8)
+    assert made.ready_for(LOST) == -1, "nothing is proposed"
+    made.proposal = Proposal(8, slow)
+    assert made.ready_for(LOST) == -1
+    try:
+        made.fill(LOST)
+        assert made._filling is not None
+        made._filling.wait(60)
+    finally:
+        made.stop()
+    assert made.ready_for(LOST) == 8 and made.plan(LOST, 9) is before and len(made.lies_ready(LOST)) == 1
+    made.adopt(Epoch(13, slow, LOST), ROOM)
+    assert made.proposal is None and made.plan(LOST, 12) is before
+    assert Worker(0, 1) not in made.plan(LOST, 13).route.values()
+    facts = made.facts(LOST, switched=True)
+    assert facts["ready"] and facts["period_s"] < facts["period_before_s"]
+    assert {tuple(each[:3]) for each in facts["drifted"]} == {(0, 1, kind) for kind in "FIW"}

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import logging
 import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -18,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shared_core.reroute.plan_cache import Settings
-from shared_core.schedule.symmetry import patterns
 from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import Report
 
@@ -103,27 +99,6 @@ def micro_batches(
         yield x, y
 
 
-def await_plans(folder: Path) -> None:
-    """Return when all plans that are being made in the background are there; a slow machine must not change a test."""
-    end = time.monotonic() + 40
-    while not all(map(_complete, folder.glob("plans*/*"))):
-        if time.monotonic() > end:
-            raise TimeoutError(f"rank {os.environ['RANK']}: plans in {folder} were not ready after 40 s")
-        time.sleep(0.01)
-
-
-def _complete(store: Path) -> bool:
-    losses = max((int(path.name.split("-")[1]) for path in store.glob("for-*-losses")), default=-1)
-    if losses < 0:
-        return True
-    try:
-        settings = Settings.from_dict(json.loads((store / "settings.json").read_text()))
-    except (FileNotFoundError, ValueError):
-        return False  # it is being written
-    count = sum(len(patterns(settings.topology, number, settings.times)) for number in range(losses + 1))
-    return len(list(store.glob("lost-*.json"))) >= count
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=6)
@@ -200,7 +175,6 @@ def main() -> None:
         if args.straggler:
             rank, since, more_ms = args.straggler
             Block.more_s = more_ms / 1000 if os.environ["RANK"] == str(rank) and step >= since else 0.0
-            await_plans(Path(os.environ["SWIFT_RECOVERY_JOB_DIR"]))
         losses.append(float(engine.train_batch(data)))
         if step + 1 in args.sum_after:
             total = torch.tensor(losses[-1])
