@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class Settings:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"these are not a planner's settings: {error!r}") from error
 
-    @property
+    @cached_property
     def key(self) -> str:
         """A name for the folder of their plans; other times, another folder."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]

@@ -94,6 +94,7 @@ class Plans:
         self._epochs: tuple[Epoch, ...] = ()
         self._known: dict[tuple[str, frozenset[Worker]], IterationPlan] = {}
         self._looked_up: tuple[bool, float] = False, 0.0
+        self._by_times: dict[Times | None, Settings] = {}
         self._stores: dict[str, PlanStore] = {}
         self._filled: set[tuple[str, int]] = set()
         self._filling: Filling | None = None
@@ -130,6 +131,7 @@ class Plans:
 
     def _use(self, epochs: tuple[Epoch, ...], room: tuple[int, ...]) -> None:
         self._epochs, self.room, self.proposal = epochs, room, None
+        self._by_times.clear()
         names = {self._settings(epoch.times).key for epoch in epochs}
         self._known = {key: plan for key, plan in self._known.items() if key[0] in names}
         self._stores = {name: store for name, store in self._stores.items() if name in names}
@@ -138,8 +140,10 @@ class Plans:
         return next((epoch for epoch in reversed(self._epochs) if epoch.since <= step), None)
 
     def _settings(self, times: Times | None) -> Settings:
-        planned = EQUAL if times is None else rounded(times)
-        return Settings(self._topology, planned, self._variant, self._ordered, self.room)
+        if times not in self._by_times:
+            planned = EQUAL if times is None else rounded(times)
+            self._by_times[times] = Settings(self._topology, planned, self._variant, self._ordered, self.room)
+        return self._by_times[times]
 
     def _settings_of(self, step: int) -> Settings:
         epoch = self._epoch_of(step)
