@@ -66,7 +66,6 @@ LARGE_CLASSES = {
     "shared_core.loop.TrainingLoop",
     "shared_core.worker.state.publications.Board",
     "shared_core.worker.checkpoints.checkpoints.Checkpoints",
-    "shared_core.worker.state.updates.Updates",
 }
 
 
