@@ -85,7 +85,10 @@ class SwiftProcessGroup(GroupIdentity):
             lazy=bucket,
             checksum=self._inputs_checksum(tensors) if not bucket or self._runtime.bucket_checksums else 0,
         )
-        return self._run(op, tensors)
+        work = self._run(op, tensors)
+        if bucket:
+            self._runtime.listener.bucket_handed_over(op)
+        return work
 
     def _in_place(self, tensors: Tensors, opts: Any, source: BucketInput) -> SwiftWork:
         """Reduce a bucket of DDP where it is. It is the log until DDP's next backward, and its input can be computed
@@ -110,7 +113,9 @@ class SwiftProcessGroup(GroupIdentity):
             borrowed=True,
             checksum=checksum if self._runtime.bucket_checksums else 0,
         )
-        return self._run(op, tensors)
+        work = self._run(op, tensors)
+        self._runtime.listener.bucket_handed_over(op)
+        return work
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SwiftWork:
         plain = dist.AllreduceOptions()

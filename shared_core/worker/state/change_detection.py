@@ -34,16 +34,18 @@ class Watch:
         """This newcomer's predecessor has watched so many updates; values that it has seen whole are not again."""
         self._noted = min(updates, _WHOLE)
 
-    def note(self, *, values: bool = True) -> None:
+    def note(self) -> None:
         """What there is now was there at the start, or was made by an update."""
         self._versions = self._count()
-        if not values:
-            return
         if self._noted < _WHOLE:
             self._sums = [(i, 0, checksum(p)) for i, p in enumerate(self._replicated.parameters)]
         else:
             self._sums = self._next_piece()
         self._noted += 1
+
+    def note_part(self) -> None:
+        """As :meth:`note`, in the middle of an update. Values are not looked at before it is complete."""
+        self._versions, self._sums = self._count(), []
 
     def _next_piece(self) -> list[tuple[int, int, int]]:
         parameters = self._replicated.parameters

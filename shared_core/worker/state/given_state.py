@@ -12,7 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from shared_core.errors import RecoveryFailed
 from shared_core.worker.state.outside_changes import Outside
 from shared_core.worker.state.replicated import Replicated
-from shared_core.worker.state.undo import Undo
+from shared_core.worker.state.undo import Parts, Undo
 from shared_core.worker.state.update_count import Count
 from shared_core.worker.state.update_gate import Gate
 from shared_core.worker.state.update_images import UpdateImages
@@ -36,16 +36,18 @@ class GivenState:
         self._replicated: Replicated | None = None
         self._sharded = False
         self._undo: Undo | None = None
+        self._parts: Parts | None = None
 
-    def attach(self, replicated: Replicated, sharded: bool, undo: Undo | None) -> None:
+    def attach(self, replicated: Replicated, sharded: bool, undo: Undo | None, parts: Parts | None) -> None:
         """This state is given from now on.
 
         Args:
             replicated: what is trained.
             sharded: its optimizer's state is divided over the replicas.
             undo: of the updates since the last batch top, if it is kept.
+            parts: of the next update, where parts of it are made early.
         """
-        self._replicated, self._sharded, self._undo = replicated, sharded, undo
+        self._replicated, self._sharded, self._undo, self._parts = replicated, sharded, undo, parts
 
     @contextmanager
     def frozen(
@@ -77,6 +79,7 @@ class GivenState:
             if kept is not None:
                 yield kept
                 return
+            self._whole()
             description, tensors = self._export()
             if self._sharded:
                 yield (
@@ -91,6 +94,16 @@ class GivenState:
                 self._outside.refuse()  # it may have been changed meanwhile
         finally:
             self._gate.release()
+
+    def _whole(self) -> None:
+        """Take back the parts of an update that cannot be completed without the newcomer. The program makes them again
+        when it has the others, or in ``optimizer.step()``.
+        """
+        if self._parts is not None and self._parts.torn:
+            self._fence()
+            with self._gate.condition:
+                self._parts.take_back()
+                self._outside.part_updated()
 
     def _has(self, version: int, top: int | None = None) -> bool:
         """Whether a newcomer that starts at ``version`` can be given the state now."""
@@ -130,6 +143,7 @@ class GivenState:
         has = self._count.state
         if has < version or (has > version and self._undo is None):
             raise RecoveryFailed(f"the state contains {has} updates, but {version} were requested")
+        self._whole()
         if has > version:
             assert self._undo is not None and self._replicated is not None
             self._fence()

@@ -15,11 +15,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shared_core.errors import Unsupported
 from shared_core.faults import inject
 from shared_core.worker.state.given_state import GivenState
 from shared_core.worker.state.outside_changes import Outside
 from shared_core.worker.state.replicated import Replicated
-from shared_core.worker.state.undo import Arguments, Undo, begin_after_closure
+from shared_core.worker.state.undo import Arguments, HiddenGradients, Parts, Undo, begin_after_closure
 from shared_core.worker.state.unstepped import Loose
 from shared_core.worker.state.update_count import Count
 from shared_core.worker.state.update_gate import Gate
@@ -54,10 +55,12 @@ class Updates:
         self._count = Count()
         self._images = UpdateImages(preimages, self._count)
         self._in_batch = 0
-        self._stash: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._hidden: dict[int, HiddenGradients] = {}
         self._clean: dict[int, list[tuple[int, int]]] = {}
         self._window: AbstractContextManager[Any] | None = None
         self._undo: Undo | None = None
+        self._parts: Parts | None = None
+        self._begun = False
         self._handles: list[Any] = []
         self.replicated: Replicated | None = None
         self.outside = Outside(preimages)
@@ -101,7 +104,13 @@ class Updates:
         return self._count.ahead == 0 or self._images.behind
 
     def attach(
-        self, replicated: Replicated, *, undo: bool = False, sharded: bool = False, loose: Loose | None = None
+        self,
+        replicated: Replicated,
+        *,
+        undo: bool = False,
+        sharded: bool = False,
+        loose: Loose | None = None,
+        parts: bool = False,
     ) -> None:
         """Watch the optimizers of ``replicated`` from now on.
 
@@ -113,9 +122,11 @@ class Updates:
             sharded: the optimizer's state is divided over the replicas, so that each publishes its own. A newcomer
                 then runs every update that its predecessor's batch had, on its own shard, and is given the parameters
                 at its batch top, never newer ones. Updates are what is inside :meth:`update`.
+            parts: parts of an update may be made before the optimizer's step, by :meth:`make_part`.
 
         Raises:
-            UnsupportedOptimizer: with ``undo``, for an optimizer whose updates cannot be undone.
+            UnsupportedOptimizer: with ``undo`` or ``parts``, for an optimizer whose updates cannot be undone, or not be
+                divided.
         """
         if self._undo is not None:
             self._undo.disarm()
@@ -123,10 +134,14 @@ class Updates:
         if undo and replicated.optimizers:
             self._undo = Undo(replicated.optimizers)
             self._undo.arm()
+        for hidden in self._hidden.values():
+            hidden.close()
+        self._hidden = {id(optimizer): HiddenGradients(optimizer) for optimizer in replicated.optimizers}
+        self._parts = Parts(replicated.optimizers[0], self._undo) if parts else None
         with self.gate.condition:
             self.replicated = replicated
             self._images.attach(len(replicated.optimizers), sharded)
-            self.given.attach(replicated, sharded, self._undo)
+            self.given.attach(replicated, sharded, self._undo, self._parts)
             self._clean.clear()
             self.outside.attach(replicated, loose)
             if not self._handles and replicated.optimizers:
@@ -152,6 +167,7 @@ class Updates:
 
     def next_batch(self) -> None:
         """A batch begins, at a recovery point or not."""
+        self._refuse_torn()
         if self._in_batch > 1:
             self._images.want()
         self._in_batch = 0
@@ -165,6 +181,7 @@ class Updates:
             index: number of the batch top.
             stable: batch top from which a newcomer may start at the earliest.
         """
+        self._refuse_torn()
         if self.outside.active:
             self._fence()  # memory that is used again may be being copied
         with self.gate.condition:
@@ -174,6 +191,13 @@ class Updates:
         if self._undo is not None:
             self._undo.commit()
         self._images.at_top()
+
+    def _refuse_torn(self) -> None:
+        if self.torn:
+            raise Unsupported(
+                "a batch ends after backward without optimizer.step(), but with state.overlapped_update the update has "
+                "been made by then: step after each backward that synchronizes gradients, or leave the option off"
+            )
 
     def pending_gradients(self) -> bool:
         """Whether gradients were accumulated since the last update of their optimizer."""
@@ -232,7 +256,42 @@ class Updates:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if not self._mine(optimizer):
             return None
-        return begin_after_closure(args, kwargs, lambda: self._begin_step(optimizer))
+        # What was made early is compared with what the program's own pre-hooks have left.
+        after_hooks = self._parts is not None
+        return begin_after_closure(args, kwargs, lambda: self._begin_step(optimizer), after_hooks=after_hooks)
+
+    # -- updates made in parts ---------------------------------------------------------------------
+
+    @property
+    def torn(self) -> bool:
+        """Whether parts of an update have been made that is not complete."""
+        return self._parts is not None and self._parts.torn
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether parts of the next update can be made: not where it will be left out."""
+        return self._parts is not None and self._count.ahead == 0
+
+    def make_part(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Update some parameters before the optimizer's step, which will make the rest.
+
+        Args:
+            parameters: that have had no update since the last step.
+            gradients: theirs, which do not change until the step has ended.
+        """
+        assert self._parts is not None and self.replicated is not None
+        if self._begun:
+            self._fence()
+            self.gate.begin()
+        else:
+            self._begin()
+            self._begun = True
+            self._keep_image(self.replicated.optimizers[0])
+        with inject.update_window():
+            self._parts.step(parameters, gradients)
+        with self.gate.condition:
+            self.outside.part_updated()
+            self.gate.end()
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -260,19 +319,27 @@ class Updates:
         self._in_batch += 1
 
     def _begin_step(self, optimizer: Optimizer) -> None:
-        self._begin()
+        begun, self._begun = self._begun, False
+        if begun:
+            self.outside.see()
+            self._fence()
+            self.gate.begin()
+        else:
+            self._begin()
+        if self._parts is not None:
+            self._hidden[id(optimizer)].hide(self._parts.check())
         if self._count.ahead:
-            # The state contains this update: without gradients, torch's optimizers leave every parameter alone.
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._stash.append((parameter, parameter.grad))
-                        parameter.grad = None
-        elif self.keeps_images:
+            # The state contains this update.
+            self._hidden[id(optimizer)].hide(p for group in optimizer.param_groups for p in group["params"])
+        elif not begun:
+            self._keep_image(optimizer)
+        self._open_window()
+
+    def _keep_image(self, optimizer: Optimizer) -> None:
+        if self.keeps_images:
             assert self.replicated is not None
             places = [self.replicated.index_of(p) for group in optimizer.param_groups for p in group["params"]]
             self._images.keep(self.replicated, places)
-        self._open_window()
 
     def _open_window(self) -> None:
         self._window = inject.update_window()
@@ -289,12 +356,11 @@ class Updates:
         self._close_window()
         with self.gate.condition:
             if self._count.ahead:
-                for parameter, grad in self._stash:
-                    parameter.grad = grad
-                self._stash.clear()
                 self._count.left_out()
                 assert self.replicated is not None
                 self._images.forward(self.replicated)
+            if self._parts is not None:
+                self._parts.commit()
             self._one_more()
         self._clean[id(optimizer)] = [(id(g), g._version) for g in _grads(optimizer)]
         self._end()
