@@ -82,6 +82,37 @@ def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
     assert all(report["extra"]["early"] >= 5 for report in result.reports.values())
 
 
+LIGHTNING = {
+    "torn": [Fault(1, 6, "bucket", "SIGKILL", nth=3)],
+    "rank_0": [Fault(0, 8, "update.during", "SIGKILL", nth=12)],
+    "two": [Fault(0, 6, "bucket", "SIGKILL", nth=2), Fault(1, 10, "bucket", "SIGKILL", nth=3)],
+    "the_newcomer": [Fault(0, 6, "bucket", "SIGKILL", nth=2), Fault(0, 6, "bucket", "SIGKILL", nth=3, incarnation=1)],
+}
+
+
+@pytest.mark.parametrize("name", most(LIGHTNING, "rank_0", "two", "the_newcomer"))
+def test_lightning(name: str, jobs: Jobs) -> None:
+    jobs.check("lit.py", faults=LIGHTNING[name], env=ON, args=["--feature", "small_buckets"])
+
+
+ACCELERATE = {
+    "torn": [Fault(1, 4, "bucket", "SIGKILL", nth=2)],
+    "rank_0": [Fault(0, 8, "update.during", "SIGKILL", nth=12)],
+    "two": [Fault(0, 6, "bucket", "SIGKILL", nth=2), Fault(1, 10, "bucket", "SIGKILL", nth=2)],
+}
+
+
+@pytest.mark.parametrize("name", most(ACCELERATE, "rank_0", "two"))
+def test_accelerate(name: str, jobs: Jobs) -> None:
+    jobs.check("acc.py", faults=ACCELERATE[name], env=ON, args=["--small-buckets"])
+
+
+@pytest.mark.nightly
+def test_accelerate_accumulates(jobs: Jobs) -> None:
+    faults = [Fault(1, 8, "bucket", "SIGKILL", nth=2)]
+    jobs.check("acc.py", faults=faults, env=ON, args=["--small-buckets", "--accumulate", "2"])
+
+
 @pytest.mark.parametrize("name", most(MISTAKES, "clip", "data", "skip"))
 def test_what_the_early_update_cannot_follow_is_refused(name: str, jobs: Jobs) -> None:
     result = jobs.run(SCRIPT, env=ON, args=["--mistake", name])

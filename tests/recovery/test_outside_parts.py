@@ -156,7 +156,7 @@ def test_the_state_at_a_batch_top_is_given_whatever_was_done_since(updates: Upda
         with updates.given.frozen(2, 1.0, 3) as (description, tensors):
             assert description["version"] == 2
     finally:
-        for handle in updates._handles:
+        for handle in updates.steps._handles:
             handle.remove()
 
 

@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--no-epochs", action="store_true")
     parser.add_argument("--average", action="store_true", help="of the weights, with which it evaluates")
     parser.add_argument("--prepare-inside", action="store_true", help="new loaders in each epoch")
+    parser.add_argument("--small-buckets", action="store_true", help="and no clipping")
     parser.add_argument("--checkpoints")
     parser.add_argument("--every", type=int, default=0)
     args = parser.parse_args()
@@ -61,7 +62,10 @@ def main() -> None:
         options |= {"checkpoint.every_steps": args.every} if args.every else {"checkpoint.price": 1e-3}
         plugin = SwiftPlugin(**options if args.checkpoints else {})
         handlers.append(plugin)
-    from accelerate.utils import DataLoaderConfiguration
+    from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
+
+    if args.small_buckets:
+        handlers.append(DistributedDataParallelKwargs(bucket_cap_mb=0.002))
 
     accelerator = Accelerator(
         cpu=True,
@@ -110,7 +114,7 @@ def main() -> None:
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(x), y)
                 accelerator.backward(loss)
-                if accelerator.sync_gradients:
+                if accelerator.sync_gradients and not args.small_buckets:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 scheduler.step()

@@ -274,6 +274,12 @@ FEATURES: dict[str, Feature] = {
         data=lambda: {"train_dataloaders": loader(112)},
         trainer=lambda: {"max_epochs": 2, "accumulate_grad_batches": 3},
     ),
+    "small_buckets": Feature(
+        module=lambda: Net(norm=True, dropout=0.1, scheduler="step"),
+        data=lambda: {"train_dataloaders": loader(112)},
+        trainer=lambda: {"max_epochs": 2, "accumulate_grad_batches": 2},
+        strategy={"bucket_cap_mb": 0.0005},
+    ),
     "clip_norm": Feature(trainer=lambda: {"max_epochs": 2, "gradient_clip_val": 0.1}),
     "clip_value": Feature(
         trainer=lambda: {"max_epochs": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}

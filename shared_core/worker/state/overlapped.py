@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shared_core.errors import Unsupported
 from shared_core.worker.comm.op import Op
 from shared_core.worker.state.bucket_inputs import BucketInput
-from shared_core.worker.state.updates import Updates
+from shared_core.worker.state.update_steps import UpdateSteps
 
 _OPTION = "state.overlapped_update"
 
@@ -47,15 +47,15 @@ class Overlapped:
     """Makes the updates of one DDP module's parameters.
 
     Args:
-        updates: of the state.
+        steps: of the optimizer.
         layout: which parameters are in which bucket; nothing before DDP has settled that.
         joining: whether this worker has not joined yet.
     """
 
     def __init__(
-        self, updates: Updates, layout: Callable[[], Sequence[BucketInput]], joining: Callable[[], bool]
+        self, steps: UpdateSteps, layout: Callable[[], Sequence[BucketInput]], joining: Callable[[], bool]
     ) -> None:
-        self._updates, self._layout, self._joining = updates, layout, joining
+        self._steps, self._layout, self._joining = steps, layout, joining
         self._graph = -1
         self._handed = 0
         self._waiting: deque[tuple[Op, BucketInput]] = deque()
@@ -66,13 +66,13 @@ class Overlapped:
         Raises:
             Unsupported: in a second backward before the step.
         """
-        if self._joining() or not self._updates.may_begin:
+        if self._joining() or not self._steps.may_begin:
             return
         graph = torch._C._current_graph_task_id()
         if graph != self._graph:
             self._graph, self._handed = graph, 0
             self._waiting.clear()
-            if self._updates.torn:
+            if self._steps.torn:
                 raise Unsupported(
                     f"a second backward before optimizer.step(), but with {_OPTION} the update of the first has been "
                     "made: accumulate gradients under no_sync(), or leave the option off"
@@ -97,4 +97,4 @@ class Overlapped:
         op, bucket = self._waiting.popleft()
         op.future.value()  # raises what made the reduction fail
         parts = bucket.parts(op.results[0])
-        self._updates.make_part([p for p, _ in parts], [g for _, g in parts])
+        self._steps.make_part([p for p, _ in parts], [g for _, g in parts])

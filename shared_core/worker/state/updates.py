@@ -1,30 +1,23 @@
 """Optimizer updates as the recovery sees them: counted, held off while a replica is copied, left out where the
 state already contains them.
-
-Steps are seen through torch's public global optimizer hooks. An update begins when the step's closure has returned
-(Lightning runs forward and backward inside it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shared_core.errors import Unsupported
-from shared_core.faults import inject
 from shared_core.worker.state.given_state import GivenState
 from shared_core.worker.state.outside_changes import Outside
 from shared_core.worker.state.replicated import Replicated
-from shared_core.worker.state.undo import Arguments, HiddenGradients, Parts, Undo, begin_after_closure
+from shared_core.worker.state.undo import Parts, Undo
 from shared_core.worker.state.unstepped import Loose
 from shared_core.worker.state.update_count import Count
 from shared_core.worker.state.update_gate import Gate
 from shared_core.worker.state.update_images import UpdateImages
+from shared_core.worker.state.update_steps import UpdateSteps
 
 
 class Updates:
@@ -35,6 +28,7 @@ class Updates:
         outside: changes that the script makes outside updates.
         gate: keeps updates away from the state.
         given: the state as others are given it.
+        steps: updates as they are made.
 
     Args:
         preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch
@@ -51,21 +45,15 @@ class Updates:
         after: Callable[[], None] = lambda: None,
         fence: Callable[[], None] = lambda: None,
     ) -> None:
-        self._after_each, self._fence = after, fence
+        self._fence = fence
         self._count = Count()
         self._images = UpdateImages(preimages, self._count)
-        self._in_batch = 0
-        self._hidden: dict[int, HiddenGradients] = {}
-        self._clean: dict[int, list[tuple[int, int]]] = {}
-        self._window: AbstractContextManager[Any] | None = None
         self._undo: Undo | None = None
-        self._parts: Parts | None = None
-        self._begun = False
-        self._handles: list[Any] = []
         self.replicated: Replicated | None = None
         self.outside = Outside(preimages)
         self.gate = Gate()
         self.given = GivenState(self.gate, self._count, self._images, self.outside, fence)
+        self.steps = UpdateSteps(self.gate, self._count, self._images, self.outside, after, fence)
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -121,8 +109,8 @@ class Updates:
             undo: keep what updates overwrite until the next batch top, for :meth:`GivenState.at_version`.
             sharded: the optimizer's state is divided over the replicas, so that each publishes its own. A newcomer
                 then runs every update that its predecessor's batch had, on its own shard, and is given the parameters
-                at its batch top, never newer ones. Updates are what is inside :meth:`update`.
-            parts: parts of an update may be made before the optimizer's step, by :meth:`make_part`.
+                at its batch top, never newer ones. Updates are what is inside :meth:`UpdateSteps.update`.
+            parts: parts of an update may be made before the optimizer's step, by :meth:`UpdateSteps.make_part`.
 
         Raises:
             UnsupportedOptimizer: with ``undo`` or ``parts``, for an optimizer whose updates cannot be undone, or not be
@@ -134,21 +122,13 @@ class Updates:
         if undo and replicated.optimizers:
             self._undo = Undo(replicated.optimizers)
             self._undo.arm()
-        for hidden in self._hidden.values():
-            hidden.close()
-        self._hidden = {id(optimizer): HiddenGradients(optimizer) for optimizer in replicated.optimizers}
-        self._parts = Parts(replicated.optimizers[0], self._undo) if parts else None
+        made = Parts(replicated.optimizers[0], self._undo) if parts else None
         with self.gate.condition:
             self.replicated = replicated
             self._images.attach(len(replicated.optimizers), sharded)
-            self.given.attach(replicated, sharded, self._undo, self._parts)
-            self._clean.clear()
+            self.given.attach(replicated, sharded, self._undo, made)
             self.outside.attach(replicated, loose)
-            if not self._handles and replicated.optimizers:
-                self._handles = [
-                    register_optimizer_step_pre_hook(self._before),
-                    register_optimizer_step_post_hook(self._after),
-                ]
+            self.steps.attach(replicated, made)
 
     # -- batch tops --------------------------------------------------------------------------------
 
@@ -167,10 +147,9 @@ class Updates:
 
     def next_batch(self) -> None:
         """A batch begins, at a recovery point or not."""
-        self._refuse_torn()
-        if self._in_batch > 1:
+        if self.steps.in_batch > 1:
             self._images.want()
-        self._in_batch = 0
+        self.steps.next_batch()
         with self.gate.condition:
             self.outside.next_batch(self.version)
 
@@ -181,7 +160,7 @@ class Updates:
             index: number of the batch top.
             stable: batch top from which a newcomer may start at the earliest.
         """
-        self._refuse_torn()
+        self.steps.refuse_torn()
         if self.outside.active:
             self._fence()  # memory that is used again may be being copied
         with self.gate.condition:
@@ -191,23 +170,6 @@ class Updates:
         if self._undo is not None:
             self._undo.commit()
         self._images.at_top()
-
-    def _refuse_torn(self) -> None:
-        if self.torn:
-            raise Unsupported(
-                "a batch ends after backward without optimizer.step(), but with state.overlapped_update the update has "
-                "been made by then: step after each backward that synchronizes gradients, or leave the option off"
-            )
-
-    def pending_gradients(self) -> bool:
-        """Whether gradients were accumulated since the last update of their optimizer."""
-        for optimizer in self.replicated.optimizers if self.replicated else ():
-            grads = _grads(optimizer)
-            if [(id(g), g._version) for g in grads] != self._clean.get(id(optimizer), []) and any(
-                bool(g.any()) for g in grads
-            ):
-                return True
-        return False
 
     # -- a newcomer takes over a state -------------------------------------------------------------
 
@@ -247,134 +209,3 @@ class Updates:
         """The last update was undone by its owner, who makes another in its place."""
         with self.gate.condition:
             self._count.take_back()
-
-    # -- hooks -------------------------------------------------------------------------------------
-
-    def _mine(self, optimizer: Optimizer) -> bool:
-        return self.replicated is not None and any(o is optimizer for o in self.replicated.optimizers)
-
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        if not self._mine(optimizer):
-            return None
-        # What was made early is compared with what the program's own pre-hooks have left.
-        after_hooks = self._parts is not None
-        return begin_after_closure(args, kwargs, lambda: self._begin_step(optimizer), after_hooks=after_hooks)
-
-    # -- updates made in parts ---------------------------------------------------------------------
-
-    @property
-    def torn(self) -> bool:
-        """Whether parts of an update have been made that is not complete."""
-        return self._parts is not None and self._parts.torn
-
-    @property
-    def may_begin(self) -> bool:
-        """Whether parts of the next update can be made: not where it will be left out."""
-        return self._parts is not None and self._count.ahead == 0
-
-    def make_part(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Update some parameters before the optimizer's step, which will make the rest.
-
-        Args:
-            parameters: that have had no update since the last step.
-            gradients: theirs, which do not change until the step has ended.
-        """
-        assert self._parts is not None and self.replicated is not None
-        if self._begun:
-            self._fence()
-            self.gate.begin()
-        else:
-            self._begin()
-            self._begun = True
-            self._keep_image(self.replicated.optimizers[0])
-        with inject.update_window():
-            self._parts.step(parameters, gradients)
-        with self.gate.condition:
-            self.outside.part_updated()
-            self.gate.end()
-
-    @contextmanager
-    def update(self) -> Iterator[None]:
-        """One update of a sharded stage is made in here: its shard is stepped, and parameters come from all shards."""
-        assert self.replicated is not None
-        self._begin()
-        if self.keeps_images:
-            with self.gate.condition:
-                self._images.keep(self.replicated, range(len(self.replicated.parameters)))
-                self.gate.condition.notify_all()
-        self._open_window()
-        try:
-            yield
-        finally:
-            self._close_window()
-        with self.gate.condition:
-            self._one_more()
-        self._end()
-
-    def _begin(self) -> None:
-        inject.point("update.before")
-        self.outside.see(pieces=True)
-        self._fence()
-        self.gate.begin()
-        self._in_batch += 1
-
-    def _begin_step(self, optimizer: Optimizer) -> None:
-        begun, self._begun = self._begun, False
-        if begun:
-            self.outside.see()
-            self._fence()
-            self.gate.begin()
-        else:
-            self._begin()
-        if self._parts is not None:
-            self._hidden[id(optimizer)].hide(self._parts.check())
-        if self._count.ahead:
-            # The state contains this update.
-            self._hidden[id(optimizer)].hide(p for group in optimizer.param_groups for p in group["params"])
-        elif not begun:
-            self._keep_image(optimizer)
-        self._open_window()
-
-    def _keep_image(self, optimizer: Optimizer) -> None:
-        if self.keeps_images:
-            assert self.replicated is not None
-            places = [self.replicated.index_of(p) for group in optimizer.param_groups for p in group["params"]]
-            self._images.keep(self.replicated, places)
-
-    def _open_window(self) -> None:
-        self._window = inject.update_window()
-        self._window.__enter__()
-
-    def _close_window(self) -> None:
-        if self._window is not None:
-            self._window.__exit__(None, None, None)
-            self._window = None
-
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._mine(optimizer):
-            return
-        self._close_window()
-        with self.gate.condition:
-            if self._count.ahead:
-                self._count.left_out()
-                assert self.replicated is not None
-                self._images.forward(self.replicated)
-            if self._parts is not None:
-                self._parts.commit()
-            self._one_more()
-        self._clean[id(optimizer)] = [(id(g), g._version) for g in _grads(optimizer)]
-        self._end()
-
-    def _one_more(self) -> None:
-        """Under the lock: an update is complete."""
-        self.outside.updated()
-        self._count.one()
-        self.gate.end()
-
-    def _end(self) -> None:
-        inject.point("update.after")
-        self._after_each()
-
-
-def _grads(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
