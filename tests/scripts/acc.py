@@ -102,6 +102,7 @@ def main() -> None:
     average = torch.optim.swa_utils.AveragedModel(net, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new)
     if args.average:
         accelerator.register_for_checkpointing(average)
+    early = 0
     for epoch in epochs:
         if args.prepare_inside:
             noisy = Noisy(images[epoch:], labels[epoch:])
@@ -113,7 +114,9 @@ def main() -> None:
             report.count(f"epoch {epoch} batch {x.sum().item():.6f}")
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(x), y)
+                before = [p.detach().clone() for p in net.parameters()] if args.small_buckets else []
                 accelerator.backward(loss)
+                early += any(not torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=False))
                 if accelerator.sync_gradients and not args.small_buckets:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
@@ -134,7 +137,7 @@ def main() -> None:
     inner = accelerator.unwrap_model(model)
     digests = training_digest([inner, average], [optimizer.optimizer], [scheduler.scheduler], vars(state))
     extra = {} if baseline else {"noted": noted(plugin.loop.job), "last": loss.item()}
-    report.finish(digests | {"generators": generators_digest()}, **extra, **vars(state))
+    report.finish(digests | {"generators": generators_digest()}, **extra, early=early, **vars(state))
     accelerator.end_training()
 
 
