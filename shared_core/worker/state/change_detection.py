@@ -34,9 +34,11 @@ class Watch:
         """This newcomer's predecessor has watched so many updates; values that it has seen whole are not again."""
         self._noted = min(updates, _WHOLE)
 
-    def note(self) -> None:
+    def note(self, *, values: bool = True) -> None:
         """What there is now was there at the start, or was made by an update."""
         self._versions = self._count()
+        if not values:
+            return
         if self._noted < _WHOLE:
             self._sums = [(i, 0, checksum(p)) for i, p in enumerate(self._replicated.parameters)]
         else:

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shared_core.errors import Unsupported
 from shared_core.faults import inject
+from shared_core.worker.state.following import Followers
 from shared_core.worker.state.outside_changes import Outside
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.undo import Arguments, HiddenGradients, Parts, begin_after_closure
@@ -32,6 +33,7 @@ class UpdateSteps:
         count: counts them.
         images: parameters before each, where they are kept.
         outside: changes that the script makes outside updates.
+        followers: copies of the state that are made while updates go on.
         after: called after each update.
         fence: returns when what is being copied may be changed.
 
@@ -45,11 +47,12 @@ class UpdateSteps:
         count: Count,
         images: UpdateImages,
         outside: Outside,
+        followers: Followers,
         after: Callable[[], None],
         fence: Callable[[], None],
     ) -> None:
         self._gate, self._count, self._images, self._outside = gate, count, images, outside
-        self._after_each, self._fence = after, fence
+        self._followers, self._after_each, self._fence = followers, after, fence
         self.in_batch = 0
         self._begun = False
         self._parts: Parts | None = None
@@ -193,6 +196,8 @@ class UpdateSteps:
             self._hidden[id(optimizer)].hide(p for group in optimizer.param_groups for p in group["params"])
         elif not begun:
             self._keep_image(optimizer)
+        if not self._count.ahead:
+            self._followers.begin(self._count.applied, optimizer)
         self._open_window()
 
     @property
@@ -233,6 +238,7 @@ class UpdateSteps:
         """Under the lock: an update is complete."""
         self._outside.updated()
         self._count.one()
+        self._followers.updated()
         self._gate.end()
 
     def _end(self) -> None:

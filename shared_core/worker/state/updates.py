@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shared_core.worker.state.following import Followers
 from shared_core.worker.state.given_state import GivenState
 from shared_core.worker.state.outside_changes import Outside
 from shared_core.worker.state.replicated import Replicated
@@ -26,6 +27,7 @@ class Updates:
     Attributes:
         replicated: what is trained; None before :meth:`attach`.
         outside: changes that the script makes outside updates.
+        followers: copies of the state that are made while updates go on.
         gate: keeps updates away from the state.
         given: the state as others are given it.
         steps: updates as they are made.
@@ -50,10 +52,10 @@ class Updates:
         self._images = UpdateImages(preimages, self._count)
         self._undo: Undo | None = None
         self.replicated: Replicated | None = None
-        self.outside = Outside(preimages)
+        self.outside, self.followers = Outside(preimages), Followers()
         self.gate = Gate()
         self.given = GivenState(self.gate, self._count, self._images, self.outside, fence)
-        self.steps = UpdateSteps(self.gate, self._count, self._images, self.outside, after, fence)
+        self.steps = UpdateSteps(self.gate, self._count, self._images, self.outside, self.followers, after, fence)
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -125,6 +127,7 @@ class Updates:
         made = Parts(replicated.optimizers[0], self._undo) if parts else None
         with self.gate.condition:
             self.replicated = replicated
+            self.followers.able = not sharded and made is None
             self._images.attach(len(replicated.optimizers), sharded)
             self.given.attach(replicated, sharded, self._undo, made)
             self.outside.attach(replicated, loose)
@@ -190,14 +193,15 @@ class Updates:
 
         Args:
             version: updates at the batch top.
-            description: of the state; None for the one that is here.
+            description: of the state; None for the one that is here. With ``here`` the state has come before.
             tensors: of the state.
             owned: nobody else uses them.
         """
         with self.gate.condition:
             self._count.begin(version)
             if description is not None and self.replicated is not None:
-                self.replicated.load(description, tensors, owned=owned)
+                if not description.get("here"):
+                    self.replicated.load(description, tensors, owned=owned)
                 self._count.begin(version, max(0, description["version"] - version))
                 self._images.load(self.replicated, description, tensors, owned)
             self._images.begin(version)
@@ -209,3 +213,4 @@ class Updates:
         """The last update was undone by its owner, who makes another in its place."""
         with self.gate.condition:
             self._count.take_back()
+            self.followers.taken_back(self.version)
