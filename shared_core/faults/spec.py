@@ -103,6 +103,9 @@ POINTS: tuple[str, ...] = (
     "reroute.backward_weight",
     "reroute.reduce",
     "reroute.step",
+    # An evaluation of a pipeline: before each forward; before all tell each other its losses.
+    "reroute.evaluate",
+    "reroute.evaluated",
 )
 
 #: Value of ``Fault.step`` that matches every step; recoveries have no step of their own.

@@ -117,10 +117,10 @@ class _GroupsRelay(_Relay):
         return self._worker.recovery.forming.kept_for(group)
 
     def record(self, key: tuple[int, str, str, int], results: list[torch.Tensor]) -> None:
-        self._worker.board.record(key, results)
+        self._worker.board.records.add(key, results)
 
     def publish_checksum(self, group: int, seq: int, checksum: int) -> None:
-        self._worker.board.checksum(group, seq, checksum)
+        self._worker.board.input_checksums.add(group, seq, checksum)
 
     def exact(self) -> bool:
         return self._worker.updates.exact
@@ -170,7 +170,7 @@ class _RecoveryRelay(_Relay):
         self._worker.replays.begun(replaying)
 
     def saved_tops(self) -> list[Top]:
-        return self._worker.start.checkpoints.tops()
+        return self._worker.start.checkpoints.own.tops()
 
     def together(self) -> tuple[int, ...]:
         return self._worker.log.together

@@ -252,7 +252,7 @@ class Forming:
         # What a predecessor with a damaged state has computed is no measure.
         born = self._lifecycle.entries[self._lifecycle.born]
         wrong = born.divergent(self._env.rank)
-        runtime.expected = {} if wrong or plan.copies else self._board.checksums()
+        runtime.expected = {} if wrong or plan.copies else self._board.input_checksums.read()
 
     def kept_for(self, group: str) -> dict[int, Logged]:
         """What was logged for a group that a newcomer makes again while it replays."""

@@ -115,7 +115,7 @@ class Recovery:
         if self.newcomer:
             self._find_place()
         if life.phase.answers:
-            self.runtime.answer_from(dict(self.board.records()))
+            self.runtime.answer_from(dict(self.board.records.read()))
 
     def _find_place(self) -> None:
         """Newcomer: agree with all others on where it starts, unless they go on without it."""
