@@ -180,10 +180,10 @@ def main() -> None:
     losses, copies = [], Copies(args.copies)
     for step in range(args.steps):
         Block.step = step
+        copies.wait(step)
         if args.straggler:
             rank, since, more_ms = args.straggler
             Block.more_s = more_ms / 1000 if os.environ["RANK"] == str(rank) and step >= since else 0.0
-        copies.wait(step)
         losses.append(float(engine.train_batch(data)))
         if step + 1 in args.sum_after:
             total = torch.tensor(losses[-1])
