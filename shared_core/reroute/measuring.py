@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
-from shared_core.reroute.planning import Epoch, Plans
+from shared_core.reroute.planning import Plans, TimesInUse
 from shared_core.reroute.room import MemoryUse, bytes_held, spare_bytes
 from shared_core.reroute.step import WorkerPlace
 from shared_core.reroute.times import EQUAL, agree, completed
@@ -103,7 +103,7 @@ class Measuring:
         workers = self._place.workers()
         times = agree(((workers[rank], one["medians"]) for rank, one in found.items()), self._topology.stages)
         room = self._planner.room_for((workers[rank].stage, MemoryUse(*one["memory"])) for rank, one in found.items())
-        self._planner.adopt(Epoch(step + 1, EQUAL if times is None else times), room)
+        self._planner.adopt(TimesInUse(step + 1, EQUAL if times is None else times), room)
 
     def _ping(self, channel: MessageChannel, step: int, sends: Mapping[int, bool], parts: Sequence[Tensors]) -> None:
         """Measure how long activations take to the next stage: half of the way there and back, in turn."""

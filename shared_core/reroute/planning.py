@@ -25,12 +25,12 @@ from shared_core.schedule.remainder import EFFORT
 from shared_core.schedule.schedule import Action, Schedule, Topology, Worker
 from shared_core.schedule.timing import Times, simulate
 
-#: Epochs that are known: the step under way may be of the one before the newest.
-_EPOCHS = 2
+#: Times that are known: the step under way may be of the one before the newest.
+_KEPT = 2
 
 
 @dataclass(frozen=True)
-class Epoch:
+class TimesInUse:
     """Times that all go by from a step on.
 
     Attributes:
@@ -49,7 +49,7 @@ class Epoch:
         return {"since": self.since, "times": to_dict(self.times), "ready": ready}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Epoch:
+    def from_dict(cls, data: Mapping[str, Any]) -> TimesInUse:
         """Reverse of :meth:`to_dict`."""
         ready = None if data["ready"] is None else frozenset(Worker(*each) for each in data["ready"])
         return cls(data["since"], from_dict(data["times"]), ready)
@@ -91,7 +91,7 @@ class Plans:
         self._folder, self._losses, self._held = folder, losses, held
         self.room = room_of(topology, held)
         self.proposal: Proposal | None = None
-        self._epochs: tuple[Epoch, ...] = ()
+        self._in_use: tuple[TimesInUse, ...] = ()
         self._known: dict[tuple[str, frozenset[Worker]], IterationPlan] = {}
         self._looked_up: tuple[bool, float] = False, 0.0
         self._by_times: dict[Times | None, Settings] = {}
@@ -104,40 +104,40 @@ class Plans:
     @property
     def times(self) -> Times | None:
         """Durations that all workers go by; None until they are known: then plans are made for equal slots."""
-        return self._epochs[-1].times if self._epochs else None
+        return self._in_use[-1].times if self._in_use else None
 
     @property
     def since(self) -> int:
         """First step that is planned with the newest times; -1 before anything is measured."""
-        return self._epochs[-1].since if self._epochs else -1
+        return self._in_use[-1].since if self._in_use else -1
 
     def room_for(self, found: Iterable[tuple[int, MemoryUse]]) -> tuple[int, ...]:
         """What workers may hold, from what all have measured, given as (stage, use)."""
         return room_of(self._topology, self._held, found)
 
-    def adopt(self, epoch: Epoch, room: tuple[int, ...]) -> None:
-        """Go by these times, and hold so much, from the epoch's first step on."""
-        self._use((*self._epochs, epoch)[-_EPOCHS:], room)
+    def adopt(self, used: TimesInUse, room: tuple[int, ...]) -> None:
+        """Go by these times, and hold so much, from their first step on."""
+        self._use((*self._in_use, used)[-_KEPT:], room)
 
     def view(self) -> dict[str, Any]:
         """What others are told after a loss; plain data."""
-        return {"epochs": [epoch.to_dict() for epoch in self._epochs], "room": list(self.room)}
+        return {"in_use": [used.to_dict() for used in self._in_use], "room": list(self.room)}
 
     def learn(self, views: Iterable[Mapping[str, Any]]) -> None:
         """Go by what the one knows that has heard most: the times of a step are settled before anybody begins it."""
-        newest = max(views, key=lambda view: max((each["since"] for each in view["epochs"]), default=-1))
-        if newest["epochs"] and newest["epochs"][-1]["since"] > self.since:
-            self._use(tuple(map(Epoch.from_dict, newest["epochs"])), tuple(newest["room"]))
+        newest = max(views, key=lambda view: max((each["since"] for each in view["in_use"]), default=-1))
+        if newest["in_use"] and newest["in_use"][-1]["since"] > self.since:
+            self._use(tuple(map(TimesInUse.from_dict, newest["in_use"])), tuple(newest["room"]))
 
-    def _use(self, epochs: tuple[Epoch, ...], room: tuple[int, ...]) -> None:
-        self._epochs, self.room, self.proposal = epochs, room, None
+    def _use(self, in_use: tuple[TimesInUse, ...], room: tuple[int, ...]) -> None:
+        self._in_use, self.room, self.proposal = in_use, room, None
         self._by_times.clear()
-        names = {self._settings(epoch.times).key for epoch in epochs}
+        names = {self._settings(used.times).key for used in in_use}
         self._known = {key: plan for key, plan in self._known.items() if key[0] in names}
         self._stores = {name: store for name, store in self._stores.items() if name in names}
 
-    def _epoch_of(self, step: int) -> Epoch | None:
-        return next((epoch for epoch in reversed(self._epochs) if epoch.since <= step), None)
+    def _of_step(self, step: int) -> TimesInUse | None:
+        return next((used for used in reversed(self._in_use) if used.since <= step), None)
 
     def _settings(self, times: Times | None) -> Settings:
         if times not in self._by_times:
@@ -146,8 +146,8 @@ class Plans:
         return self._by_times[times]
 
     def _settings_of(self, step: int) -> Settings:
-        epoch = self._epoch_of(step)
-        return self._settings(epoch.times if epoch is not None else None)
+        used = self._of_step(step)
+        return self._settings(used.times if used is not None else None)
 
     def planned_times(self, step: int) -> Times:
         """Durations that the plan of a step is made for: rounded, in no unit."""
@@ -212,10 +212,10 @@ class Plans:
 
     def plan(self, lost: frozenset[Worker], step: int) -> IterationPlan:
         """The plan of a step that begins while some are lost."""
-        epoch, settings = self._epoch_of(step), self._settings_of(step)
+        used, settings = self._of_step(step), self._settings_of(step)
         found = self._known.get((settings.key, lost))
         if found is None:
-            ready = epoch is not None and epoch.ready == lost and self._losses > 0
+            ready = used is not None and used.ready == lost and self._losses > 0
             found = self._make(settings, lost, ready)
         return found
 
@@ -250,8 +250,8 @@ class Plans:
             "ready": ready,
             "planned_s": seconds,
         }
-        if switched and len(self._epochs) == _EPOCHS:
-            old, new = self._epochs
+        if switched and len(self._in_use) == _KEPT:
+            old, new = self._in_use
             there = [worker for worker in self._topology.workers() if worker not in lost]
             before = self.plan(lost, new.since - 1)
             found = drifts(new.times, old.times, there)

@@ -19,7 +19,7 @@ from shared_core.reroute.drift import EVERY, Deliberation, Reported, Word, decid
 from shared_core.reroute.history import PlanHistory
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
-from shared_core.reroute.planning import Epoch, Plans, Proposal
+from shared_core.reroute.planning import Plans, Proposal, TimesInUse
 from shared_core.reroute.step import WorkerPlace
 from shared_core.reroute.times import Medians, agree
 from shared_core.schedule.profile import COMMUNICATION
@@ -136,8 +136,8 @@ class Reports:
 
     def _switch(self, step: int) -> None:
         assert self._planner.proposal is not None
-        epoch = Epoch(step + 1, self._planner.proposal.times, self._history.lost)
-        self._planner.adopt(epoch, self._planner.room)
+        used = TimesInUse(step + 1, self._planner.proposal.times, self._history.lost)
+        self._planner.adopt(used, self._planner.room)
         inject.point("reroute.switched")
 
     def _key(self, step: int, kind: MessageKind, worker: Worker) -> MessageKey:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.reroute.planning import Epoch, Plans, Proposal
+from shared_core.reroute.planning import Plans, Proposal, TimesInUse
 from shared_core.reroute.times import agree, from_dict, rounded, to_dict
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
@@ -43,7 +43,7 @@ def test_plans_are_made_for_whole_parts() -> None:
 def test_what_lies_ready_is_what_was_planned_and_is_found_at_once(tmp_path: Path) -> None:
     first, second = plans(tmp_path), plans(tmp_path)
     for each in (first, second):
-        each.adopt(Epoch(3, MEASURED), ROOM)
+        each.adopt(TimesInUse(3, MEASURED), ROOM)
         assert not each.lies_ready(LOST)
     try:
         first.fill(frozenset())
@@ -65,7 +65,7 @@ def test_what_lies_ready_is_what_was_planned_and_is_found_at_once(tmp_path: Path
 def test_a_plan_that_is_not_there_everywhere_is_made_by_each(tmp_path: Path) -> None:
     first, second = plans(tmp_path / "a"), plans(tmp_path / "b", losses=0)
     for each in (first, second):
-        each.adopt(Epoch(3, MEASURED), ROOM)
+        each.adopt(TimesInUse(3, MEASURED), ROOM)
         each.choose(LOST, [])
     assert first.plan(LOST, 5) == second.plan(LOST, 5)
 
@@ -74,7 +74,7 @@ def test_proposed_times_are_planned_for_while_the_old_plans_hold(tmp_path: Path)
     own = ((Worker(0, 1), StageTimes(0.3, 0.3, 0.3, 0.1)),)
     slow = Times(STAGES, 0.001, data_apart=True, own=own)
     made = plans(tmp_path)
-    made.adopt(Epoch(3, MEASURED), ROOM)
+    made.adopt(TimesInUse(3, MEASURED), ROOM)
     made.choose(LOST, [])
     before = made.plan(LOST, 8)
     assert made.ready_for(LOST) == -1, "nothing is proposed"
@@ -87,7 +87,7 @@ def test_proposed_times_are_planned_for_while_the_old_plans_hold(tmp_path: Path)
     finally:
         made.stop()
     assert made.ready_for(LOST) == 8 and made.plan(LOST, 9) is before and len(made.lies_ready(LOST)) == 1
-    made.adopt(Epoch(13, slow, LOST), ROOM)
+    made.adopt(TimesInUse(13, slow, LOST), ROOM)
     assert made.proposal is None and made.plan(LOST, 12) is before
     assert Worker(0, 1) not in made.plan(LOST, 13).route.values()
     facts = made.facts(LOST, switched=True)

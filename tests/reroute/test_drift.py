@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared_core.reroute.drift import EVERY, STEADY, Deliberation, Reported, Word, decide
-from shared_core.reroute.planning import Epoch, Plans, Proposal
+from shared_core.reroute.planning import Plans, Proposal, TimesInUse
 from shared_core.reroute.times import agree, completed, drift_line, drifts, rounded
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
@@ -99,13 +99,13 @@ def test_what_drifted_is_said() -> None:
     assert line.endswith("a step is expected to take 0.500 s, 0.600 s with the plan until now")
 
 
-def test_the_times_of_a_step_are_those_of_its_epoch(tmp_path: Path) -> None:
+def test_the_times_of_a_step_are_those_agreed_for_it(tmp_path: Path) -> None:
     assert USED is not None
     slow = Times(USED.stages, 0.1, data_apart=True, own=((Worker(1, 0), StageTimes(3, 3, 3, 3)),))
     one, other = (Plans(TOPOLOGY, Variant.STAGGERED, False, tmp_path, 0) for _ in range(2))
     for each in (one, other):
-        each.adopt(Epoch(3, USED), ROOM)
-    one.adopt(Epoch(9, slow, frozenset()), ROOM)
+        each.adopt(TimesInUse(3, USED), ROOM)
+    one.adopt(TimesInUse(9, slow, frozenset()), ROOM)
     lost = frozenset({Worker(0, 0)})
     assert one.plan(lost, 8) == other.plan(lost, 8) != one.plan(lost, 9)
     assert Worker(1, 0) not in one.plan(lost, 9).route.values()
@@ -144,7 +144,7 @@ class SimulatedJob:
         self.deliberation, self.told, self.word = Deliberation(), 3, Word.NOTHING
         self.members = {worker: Member(self.plans(), 4) for worker in WORKERS}
         for member in self.members.values():
-            member.plans.adopt(Epoch(4, USED or Times()), ROOM)
+            member.plans.adopt(TimesInUse(4, USED or Times()), ROOM)
 
     def plans(self) -> Plans:
         return Plans(TOPOLOGY, Variant.STAGGERED, False, self.folder, 0)
@@ -189,7 +189,7 @@ class SimulatedJob:
             member.plans.proposal = Proposal(self.told, self.deliberation.proposed)
         elif self.word is Word.SWITCH:
             assert member.plans.proposal is not None
-            member.plans.adopt(Epoch(self.told + 1, member.plans.proposal.times, frozenset()), ROOM)
+            member.plans.adopt(TimesInUse(self.told + 1, member.plans.proposal.times, frozenset()), ROOM)
 
     def lose(self, worker: Worker) -> None:
         """The others tell each other how far they are; who has not finished its step gets the losses from who has."""
