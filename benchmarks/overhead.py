@@ -62,8 +62,8 @@ def sides(systems: Sequence[str]) -> Iterator[dict[str, Side]]:
                 env["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(WORKERS))
             if system == OVERLAPPED:
                 env[variable_of("state.overlapped_update")] = "true"
-            kind = "swift" if system == OVERLAPPED else system
-            starts[system] = Start("torchrun" if system == "gloo" else kind, ("--system", kind), env)
+            launcher = {"gloo": "torchrun", OVERLAPPED: "swift"}.get(system, system)
+            starts[system] = Start(launcher, ("--system", system), env)
         yield stack.enter_context(turns.sides(starts, SCRIPT))
 
 

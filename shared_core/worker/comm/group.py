@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,15 +74,11 @@ class SwiftProcessGroup(GroupIdentity):
                 buffer.copy_(tensor.detach())
             return inner.allreduce(buffers, opts)
 
-        def install(results: Sequence[torch.Tensor]) -> None:
-            for tensor, result in zip(tensors, results, strict=True):
-                tensor.data.copy_(result)
-
         op = Op(
             signature("all_reduce", tensors, _reduce_detail(opts)),
             start,
             buffers,
-            install=install,
+            install=partial(_copy, tensors),
             value=buffers if bucket else tensors,  # DDP gets the buffer itself
             copy_results=False,
             lazy=bucket,
@@ -130,15 +127,11 @@ class SwiftProcessGroup(GroupIdentity):
                 buffer.copy_(tensor.detach())
             return inner.allreduce_coalesced(buffers, coalesced)
 
-        def install(results: Sequence[torch.Tensor]) -> None:
-            for tensor, result in zip(tensors, results, strict=True):
-                tensor.data.copy_(result)
-
         op = Op(
             signature("all_reduce_coalesced", tensors, _reduce_detail(coalesced)),
             start,
             buffers,
-            install=install,
+            install=partial(_copy, tensors),
             value=tensors,
             copy_results=False,
             checksum=self._inputs_checksum(tensors),
@@ -353,6 +346,11 @@ class _Together(SwiftWork):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+
+def _copy(tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
+    for tensor, result in zip(tensors, results, strict=True):
+        tensor.data.copy_(result)
 
 
 def _dense(name: str, tensors: Tensors) -> None:
