@@ -1,0 +1,151 @@
+"""Jobs lose workers while they read loaders of each kind: the bits are those of the stock run, and a newcomer reads again
+only what docs/loops.md says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from harness import Jobs
+from kinds import ROWS, SIZE
+
+from shared_core.faults import Fault
+from shared_core.testing.runner import JobResult
+
+EPOCHS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of loader under one framework.
+
+    Attributes:
+        framework: see the script.
+        kind: of loader.
+        batches: of each rank in an epoch.
+        items: read by a rank in an epoch.
+        again: what a newcomer reads again: ``nothing``, the ``pass``, or empty where that is not counted.
+        still: the model draws no random numbers.
+    """
+
+    framework: str
+    kind: str
+    batches: int = SIZE // ROWS
+    items: int = SIZE
+    again: str = "nothing"
+    still: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.framework}-{self.kind}"
+
+    @property
+    def ahead(self) -> int:
+        """Batches fetched before their use."""
+        return 1 if self.framework == "accelerate" else 0
+
+    def step(self, epoch: int, batch: int) -> int:
+        """Number of the batch top of a batch, counted from 0."""
+        tops = self.batches + (self.framework == "plain")  # there the end of a pass is a top, too
+        return tops * epoch + batch + 1
+
+    def fault(self, rank: int, epoch: int, batch: int, incarnation: int = 0) -> Fault:
+        """The rank is killed in the backward pass of a batch."""
+        return Fault(rank, self.step(epoch, batch), "bucket", "SIGKILL", incarnation=incarnation)
+
+
+#: Kinds whose batches are divided among the two ranks.
+HALF = SIZE // ROWS // 2
+CASES = [
+    Case("plain", "plain"),
+    Case("plain", "workers"),
+    Case("plain", "lasting"),
+    Case("plain", "workers_many"),
+    Case("plain", "shaken"),
+    Case("plain", "workers_shaken"),
+    Case("plain", "reading"),
+    Case("plain", "eager"),
+    Case("plain", "workers_eager"),
+    Case("plain", "several", items=2 * SIZE),
+    Case("plain", "cache", again="pass", still=True),
+    Case("plain", "stream", again="pass", still=True),
+    Case("plain", "parts"),
+    Case("plain", "workers_stream", again="pass"),
+    Case("plain", "workers_parts", batches=13),
+    Case("plain", "stateful"),
+    Case("lightning", "plain", HALF, SIZE // 2),
+    Case("lightning", "workers", HALF, SIZE // 2),
+    Case("lightning", "lasting", HALF, SIZE // 2),
+    Case("lightning", "workers_many", HALF, SIZE // 2),
+    Case("lightning", "shaken", HALF, SIZE // 2),
+    Case("lightning", "workers_shaken", HALF, SIZE // 2),
+    Case("lightning", "reading"),
+    Case("lightning", "eager"),
+    Case("lightning", "workers_eager"),
+    Case("lightning", "several", HALF, SIZE),
+    Case("lightning", "stream", again="pass", still=True),
+    Case("lightning", "parts"),
+    Case("lightning", "workers_stream", again="pass"),
+    Case("lightning", "workers_parts", batches=13),
+    Case("lightning", "stateful"),
+    Case("accelerate", "plain", HALF, SIZE // 2),
+    Case("accelerate", "workers", HALF, SIZE // 2),
+    Case("accelerate", "lasting", HALF, SIZE // 2),
+    Case("accelerate", "workers_many", HALF, SIZE // 2),
+    Case("accelerate", "shaken", HALF, SIZE // 2),
+    Case("accelerate", "workers_shaken", HALF, SIZE // 2),
+    Case("accelerate", "reading", HALF, SIZE // 2),
+    Case("accelerate", "eager", HALF, SIZE // 2),
+    Case("accelerate", "workers_eager", HALF, SIZE // 2),
+    Case("accelerate", "several", HALF, SIZE),
+    Case("accelerate", "stream", HALF, again="pass", still=True),
+    Case("accelerate", "own_stream", HALF, again="pass", still=True),
+    Case("accelerate", "parts", HALF, again=""),
+    Case("accelerate", "own_parts", HALF),
+    Case("accelerate", "own_workers_stream", HALF, again="pass"),
+]
+#: By name: epoch and batch at which a rank is lost, in this order; a rank that is lost twice, the second time as the
+#: newcomer of the first.
+LOSSES = {
+    "middles": [(1, 0, 3), (0, 1, 2), (1, 2, 4)],
+    "ends": [(0, 0, -1), (1, 1, 0), (0, 2, -1)],
+    "again": [(1, 1, 2), (1, 1, 4), (0, 2, 0)],
+}
+#: In every run; all else is left to the night.
+DAILY = {("lightning-workers_shaken", "middles"), ("accelerate-plain", "ends"), ("plain-several", "again")}
+
+
+def cases() -> list[Any]:
+    """Cases and losses."""
+    found = []
+    for case in CASES:
+        for losses in LOSSES:
+            marks = [] if (case.name, losses) in DAILY else [pytest.mark.nightly]
+            found.append(pytest.param(case, losses, marks=marks, id=f"{case.name}-{losses}"))
+    return found
+
+
+@pytest.mark.parametrize("case, losses", cases())
+def test_a_loss_changes_no_bit_and_reads_nothing_again(case: Case, losses: str, jobs: Jobs) -> None:
+    args = [case.framework, case.kind, "--epochs", str(EPOCHS), *(["--still"] if case.still else [])]
+    places = [(rank, epoch, batch % case.batches) for rank, epoch, batch in LOSSES[losses]]
+    faults, lost = [], {0: 0, 1: 0}
+    for rank, epoch, batch in places:
+        faults.append(case.fault(rank, epoch, batch, lost[rank]))
+        lost[rank] += 1
+    result = jobs.check("read.py", faults=faults, args=args)
+    check_reads(result, case, places)
+
+
+def check_reads(result: JobResult, case: Case, places: list[tuple[int, int, int]]) -> None:
+    """Of the newest newcomer of each rank: those before it may have read ahead when they were lost."""
+    for rank in {rank for rank, *_ in places}:
+        newest = [place for place in places if place[0] == rank]
+        _, epoch, batch = newest[-1]
+        path = result.out / f"reads-{rank}-0-{len(newest)}.txt"
+        reads = len(path.read_text().split()) if path.exists() else 0
+        used = (0 if case.again == "pass" else batch) * case.items // case.batches
+        expected = (EPOCHS - epoch) * case.items - used
+        assert not case.again or reads == expected, (case.name, newest, reads, expected, result.tail())
