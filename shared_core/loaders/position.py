@@ -52,7 +52,7 @@ class Position(Iterator[Any]):
         self._log = DrawLog()
         self._drawing: Drawing | None = None
         self._recent: deque[_Mark] = deque(maxlen=max(ahead, 1))
-        self._told: deque[tuple[int, dict[str, Any]]] = deque()  # loader workers' states after the last batches
+        self._told: deque[Note] = deque()  # what loader workers have told with the last batches
         self.last_items: list[Any] = []
         if not lazy:
             self._begin()
@@ -130,7 +130,7 @@ class Position(Iterator[Any]):
         record: Record,
         inner: Iterator[Any],
         drawing: Drawing | None,
-        told: list[tuple[int, dict[str, Any]]],
+        told: list[Note],
         items: list[Any],
     ) -> None:
         """Go on where the pass of a predecessor was.
@@ -139,7 +139,7 @@ class Position(Iterator[Any]):
             record: of that pass.
             inner: the loader's iterator, at that place.
             drawing: what draws its indices.
-            told: states of loader workers after batches fetched ahead of their use.
+            told: by loader workers with the batches fetched ahead of their use.
             items: those fetched last.
         """
         self._told = deque(told)
@@ -183,15 +183,16 @@ class Position(Iterator[Any]):
     def _note_told(self, told: Note) -> None:
         """What the worker has told that read this batch."""
         engine, record = self._engine, self.record
-        number, workers = record.delivered, engine.workers
         if told.changed:
-            before = [state for other, state in self._told if (number - other) % workers == 0]
-            self._note_change(told.changed, before[-1] if before else record.loader_workers.get(number % workers, {}))
-        engine.count_changes(number % workers, told, record)
-        self._told.append((number, told.state))
+            before = [other.state for other in self._told if other.worker == told.worker]
+            state = before[-1] if before else record.loader_workers.get(told.worker, {})
+            self._note_change(told.changed, None if engine.stream else state)
+        engine.count_changes(told, record)
+        self._told.append(told)
         while len(self._told) > self._ahead:
-            number, state = self._told.popleft()
-            record.loader_workers[number % workers] = state
+            first = self._told.popleft()
+            record.loader_workers[first.worker] = first.state
+            record.turn = (first.worker + 1) % engine.workers
 
     def _note_change(self, what: str, before: dict[str, Any] | None) -> None:
         rereads = self.record.rereads

@@ -76,6 +76,18 @@ class Cache(Plain):
         return self.kept[index]
 
 
+class Kept(Plain):
+    """Keeps what any process would have read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Batch] = {}
+
+    def __getitem__(self, index: int) -> Batch:
+        note(index)
+        return self.kept.setdefault(index, torch.tensor([float(index), 0.0, 1.0, 2.0]))
+
+
 class Slots(Cache):
     """The same in a long list, whose length does not change; read more than once in an epoch."""
 
@@ -159,6 +171,18 @@ class Reading(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         for _ in range(SIZE):
             yield (int(torch.randint(SIZE, ())) + self.dataset.count) % SIZE
+
+
+class Restless(Sampler[int]):
+    """Draws from a global generator with each index."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(SIZE))
+        while left:
+            yield left.pop(int(torch.randint(len(left), ())))
 
 
 class Eager:
@@ -330,6 +354,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "remembering": lambda: loader(Remembering()),
     "shared_generator": shared_generator,
     "reading": lambda: DataLoader(d := Plain(), batch_size=ROWS, sampler=Reading(d)),
+    "kept": lambda: loader(Kept()),
+    "restless": lambda: DataLoader(Plain(), batch_size=ROWS, sampler=Restless()),
     "eager": lambda: DataLoader(Plain(), batch_sampler=Eager()),
     "mixing": lambda: loader(Plain(), collate_fn=Collate()),
     "shaken": lambda: loader(Plain(), collate_fn=shaken),
@@ -352,7 +378,12 @@ KINDS: dict[str, Callable[[], Any]] = {
     "workers_shaken": lambda: loader(Plain(), num_workers=2, collate_fn=shaken),
     "workers_stream": lambda: DataLoader(Shuffled(), batch_size=ROWS, num_workers=2),
     "workers_parts": lambda: DataLoader(Parts(), batch_size=ROWS, num_workers=2),
+    "workers_parts_shaken": lambda: DataLoader(Parts(), batch_size=ROWS, num_workers=2, collate_fn=shaken),
+    "workers_noisy_counter": lambda: DataLoader(Counter(noisy=True), batch_size=ROWS, num_workers=2),
+    "workers_parts_single": lambda: DataLoader(Parts(), batch_size=None, num_workers=2),
     "lasting": lambda: loader(Plain(), **LASTING),
+    "lasting_parts": lambda: DataLoader(Parts(), batch_size=ROWS, **LASTING),
+    "lasting_parts_shaken": lambda: DataLoader(Parts(), batch_size=ROWS, collate_fn=shaken, drop_last=True, **LASTING),
     "lasting_lazy": lambda: loader(Lazy(), **LASTING),
     "lasting_cache": lambda: loader(Cache(), **LASTING),
     "lasting_prepared": lambda: loader(Prepared(), worker_init_fn=prepare, **LASTING),
