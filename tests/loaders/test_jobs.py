@@ -6,14 +6,16 @@ A newcomer reads again only what docs/loops.md says.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpointed import committed, finished, options, running, went_on_from
 from harness import Jobs
 from kinds import ROWS, SIZE
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import JobResult
+from shared_core.testing.runner import JobResult, compare
 
 EPOCHS = 3
 #: Items of each batch of a stream in two parts, of 15 and 9 items.
@@ -144,15 +146,56 @@ def test_a_loss_changes_no_bit_and_reads_nothing_again(case: Case, losses: str, 
         faults.append(case.fault(rank, epoch, batch, lost[rank]))
         lost[rank] += 1
     result = jobs.check("read.py", faults=faults, args=args)
-    check_reads(result, case, places)
-
-
-def check_reads(result: JobResult, case: Case, places: list[tuple[int, int, int]]) -> None:
-    """Of the newest newcomer of each rank: those before it may have read ahead when they were lost."""
-    for rank in {rank for rank, *_ in places}:
+    for rank in {rank for rank, *_ in places}:  # newcomers that were lost again may have read ahead
         newest = [place for place in places if place[0] == rank]
-        _, epoch, batch = newest[-1]
-        path = result.out / f"reads-{rank}-0-{len(newest)}.txt"
-        reads = len(path.read_text().split()) if path.exists() else 0
-        expected = (EPOCHS - epoch) * case.items - (0 if case.again == "pass" else case.used(batch))
-        assert not case.again or reads == expected, (case.name, newest, reads, expected, result.tail())
+        check_reads(result, case, rank, len(newest), *newest[-1][1:])
+
+
+def check_reads(result: JobResult, case: Case, rank: int, incarnation: int, epoch: int, batch: int) -> None:
+    """A worker has read from a batch on, to the end of the training."""
+    path = result.out / f"reads-{rank}-0-{incarnation}.txt"
+    reads = len(path.read_text().split()) if path.exists() else 0
+    expected = (EPOCHS - epoch) * case.items - (0 if case.again == "pass" else case.used(batch))
+    assert not case.again or reads == expected, (case.name, rank, reads, expected, result.tail())
+
+
+#: Kinds of loader whose whole job is killed, and whether that is in every run.
+RESTARTED = {
+    ("plain", "plain"): False,
+    ("plain", "lasting"): False,
+    ("plain", "lasting_parts"): True,
+    ("plain", "workers_parts"): False,
+    ("plain", "several"): False,
+    ("lightning", "workers_shaken"): True,
+    ("lightning", "lasting"): False,
+    ("lightning", "several"): False,
+    ("lightning", "workers_parts"): False,
+    ("accelerate", "plain"): False,
+    ("accelerate", "workers_shaken"): False,
+    ("accelerate", "lasting"): False,
+}
+
+
+@pytest.mark.parametrize("epoch, batch", [(1, 3), pytest.param(2, 0, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if often else pytest.mark.nightly) for way, often in RESTARTED.items()]
+)
+def test_a_killed_job_goes_on_in_the_middle_of_an_epoch(
+    way: tuple[str, str], epoch: int, batch: int, jobs: Jobs, tmp_path: Path
+) -> None:
+    """From the checkpoint at that batch; each sample that it had used is not read again."""
+    case = next(case for case in CASES if (case.framework, case.kind) == way)
+    args = [case.framework, case.kind, "--epochs", str(EPOCHS)]
+    top = case.step(epoch, batch)
+    env = options(tmp_path, every=top, on_failure="restart", checkpoint_background="false")
+    stop = {"STOP_AT": str(case.batches * epoch + batch)}
+    with running(jobs, "read.py", args, env=env | stop) as job:
+        job.until(lambda: committed(tmp_path) == [top])
+        job.kill()
+        job.end()
+    with running(jobs, "read.py", args, env=env) as job:
+        result = finished(job)
+    assert went_on_from(result) == {top}, result.tail()
+    compare(result, jobs.reference("read.py", args=args))
+    for rank in range(2):
+        check_reads(result, case, rank, 0, epoch, batch)

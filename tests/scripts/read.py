@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from standstill import stand_still
 from torch import nn
 
 from shared_core.testing.digest import training_digest
@@ -72,6 +73,7 @@ def plain(kind: str, epochs: int, net: Net, report: Report) -> dict[str, str]:
     for epoch in job.epochs(epochs):
         for index, batch in batches():
             report.count(f"epoch {epoch} batch {index}")
+            stand_still(report.counts.total() - 1)
             loss = model(batch)
             loss.backward()
             optimizer.step()
@@ -93,6 +95,7 @@ def lightning(kind: str, epochs: int, net: Net, report: Report) -> dict[str, str
             self.net = net
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            stand_still(report.counts.total() - 1)
             return self.net(batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -145,6 +148,7 @@ def accelerate(kind: str, epochs: int, net: Net, report: Report) -> dict[str, st
         model.train()
         for index, batch in enumerate(zip(*prepared, strict=False) if several else prepared[0]):
             report.count(f"epoch {epoch} batch {index}")
+            stand_still(report.counts.total() - 1)
             loss = model(dict(enumerate(batch)) if several else batch)
             accelerator.backward(loss)
             optimizer.step()
