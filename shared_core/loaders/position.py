@@ -50,6 +50,7 @@ class Position(Iterator[Any]):
         self._keep, self._ahead = keep, ahead
         self.inner: Iterator[Any] | None = None
         self._log = DrawLog()
+        self._latest: RawRandom | None = None
         self._drawing: Drawing | None = None
         self._recent: deque[_Mark] = deque(maxlen=max(ahead, 1))
         self._told: deque[Note] = deque()  # what loader workers have told with the last batches
@@ -142,7 +143,7 @@ class Position(Iterator[Any]):
             told: by loader workers with the batches fetched ahead of their use.
             items: those fetched last.
         """
-        self._told = deque(told)
+        self._told, self._latest = deque(told), None  # what was seen before says nothing of generators that were set
         self.inner, self.record, self._drawing, self.last_items, self._keep = inner, record, drawing, items, 0
         self._log.notes = record.fetches
         if drawing is not None:
@@ -169,7 +170,8 @@ class Position(Iterator[Any]):
         if not (self._ahead or engine.stream or self.record.delivered < _MARKED):
             return None
         where = engine.where() if self._ahead or engine.kind is Kind.RESTORE else None
-        return _Mark(RawRandom(), engine.owned.capture(), where)
+        self._latest = RawRandom(self._latest)
+        return _Mark(self._latest, engine.owned.capture(), where)
 
     def _note(self, mark: _Mark) -> None:
         engine, record = self._engine, self.record
@@ -177,7 +179,8 @@ class Position(Iterator[Any]):
         # A stream may carry on what each of its items drew, such as a shuffle buffer; a sampler nobody watches starts
         # with the first.
         if engine.stream or engine.indices is None and record.delivered == 0:
-            self._log.note(record.delivered, mark.random, RawRandom())
+            self._latest = RawRandom(self._latest)
+            self._log.note(record.delivered, mark.random, self._latest)
             record.fetches = self._log.notes
 
     def _note_told(self, told: Note) -> None:

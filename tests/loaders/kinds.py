@@ -283,7 +283,7 @@ class Parts(IterableDataset[Batch]):
 
     def __init__(self) -> None:
         self.passes, self.at, self.start = 0, 0, 0
-        self.generator = np.random.default_rng(19)
+        self.noise = np.random.default_rng(19)
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
@@ -291,17 +291,17 @@ class Parts(IterableDataset[Batch]):
         first, self.start = self.start, 0
         for self.at in range(first + 1, end - begin + 1):
             note(begin + self.at - 1)
-            yield torch.tensor([float(begin + self.at), float(self.passes), self.generator.random(), 0.0])
+            yield torch.tensor([float(begin + self.at), float(self.passes), self.noise.random(), 0.0])
         self.passes += 1
         self.at = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "passes": self.passes, "generator": self.generator.bit_generator.state}
+        return {"at": self.at, "passes": self.passes, "noise": self.noise.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.start = self.at = state["at"]
         self.passes = state["passes"]
-        self.generator.bit_generator.state = state["generator"]
+        self.noise.bit_generator.state = state["noise"]
 
 
 class Stateful:
