@@ -80,8 +80,9 @@ class Gate:
 
 
 class _Synchronized(list[Any]):
-    """The generators that Accelerate makes equal in all ranks when a pass begins: none where a predecessor has begun the
-    pass, for then the others did so in an earlier batch.
+    """The generators that Accelerate makes equal in all ranks when a pass begins.
+
+    There are none where a predecessor has begun the pass: the others did so in an earlier batch.
     """
 
     def __init__(self, rng_types: Iterable[Any], below: Gate) -> None:

@@ -142,16 +142,16 @@ def _attributes(item: Any) -> Iterator[tuple[str, Any]]:
     for name, value in list(getattr(item, "__dict__", {}).items()):
         if name not in BACK_REFERENCES and not (private and name.startswith("_")):
             yield name, value
-    for name in _slots(type(item)):
+    for name in _slots(type(item).__mro__):
         if hasattr(item, name):
             yield name, getattr(item, name)
 
 
 @functools.lru_cache(maxsize=1024)
-def _slots(kind: type) -> tuple[str, ...]:
-    """Attributes that a class and those it derives from keep in slots."""
+def _slots(kinds: tuple[type, ...]) -> tuple[str, ...]:
+    """Attributes that these classes keep in slots."""
     found: list[str] = []
-    for each in kind.__mro__:
+    for each in kinds:
         slots = () if _of_a_library(each) else vars(each).get("__slots__", ())
         found += [slots] if isinstance(slots, str) else slots
     return tuple(name for name in found if name not in ("__dict__", "__weakref__"))

@@ -33,6 +33,7 @@ class Case:
         items: read by a rank in an epoch.
         again: what a newcomer reads again: ``nothing``, the ``pass``, or empty where that is not counted.
         still: the model draws no random numbers.
+        begun: most items that a newcomer reads before it has its place; Lightning fetches a batch ahead of a stream.
     """
 
     framework: str
@@ -41,6 +42,7 @@ class Case:
     items: int = SIZE
     again: str = "nothing"
     still: bool = False
+    begun: int = 0
 
     @property
     def name(self) -> str:
@@ -62,6 +64,8 @@ class Case:
         return Fault(rank, self.step(epoch, batch), "bucket", "SIGKILL", incarnation=incarnation)
 
 
+#: One batch, and those that two loader workers read ahead.
+BEGUN = (1 + 2 * 2) * ROWS
 #: Kinds whose batches are divided among the two ranks.
 HALF = SIZE // ROWS // 2
 CASES = [
@@ -83,7 +87,7 @@ CASES = [
     Case("plain", "workers_parts", batches=len(PARTS)),
     Case("plain", "lasting_parts", batches=len(PARTS)),
     Case("plain", "workers_noisy_counter", batches=2 * SIZE // ROWS, items=2 * SIZE, again="pass"),
-    Case("plain", "stateful"),
+    Case("plain", "stateful", SIZE),
     Case("lightning", "plain", HALF, SIZE // 2),
     Case("lightning", "workers", HALF, SIZE // 2),
     Case("lightning", "lasting", HALF, SIZE // 2),
@@ -94,12 +98,12 @@ CASES = [
     Case("lightning", "eager"),
     Case("lightning", "workers_eager"),
     Case("lightning", "several", HALF, SIZE),
-    Case("lightning", "stream", again="pass"),
-    Case("lightning", "parts"),
-    Case("lightning", "workers_stream", again="pass"),
-    Case("lightning", "workers_parts", batches=len(PARTS)),
-    Case("lightning", "lasting_parts", batches=len(PARTS)),
-    Case("lightning", "stateful"),
+    Case("lightning", "stream", again="pass", begun=ROWS),
+    Case("lightning", "parts", begun=ROWS),
+    Case("lightning", "workers_stream", again="pass", begun=BEGUN),
+    Case("lightning", "workers_parts", batches=len(PARTS), begun=BEGUN),
+    Case("lightning", "lasting_parts", batches=len(PARTS), begun=BEGUN),
+    Case("lightning", "stateful", SIZE, begun=1),
     Case("accelerate", "plain", HALF, SIZE // 2),
     Case("accelerate", "workers", HALF, SIZE // 2),
     Case("accelerate", "lasting", HALF, SIZE // 2),
@@ -124,7 +128,7 @@ LOSSES = {
     "again": [(1, 1, 2), (1, 1, 4), (0, 2, 0)],
 }
 #: In every run; all else is left to the night.
-DAILY = {("lightning-workers_shaken", "middles"), ("accelerate-plain", "ends"), ("plain-several", "again")}
+DAILY = {("lightning-workers_shaken", "middles"), ("accelerate-plain", "ends")}
 
 
 def cases() -> list[Any]:
@@ -156,7 +160,8 @@ def check_reads(result: JobResult, case: Case, rank: int, incarnation: int, epoc
     path = result.out / f"reads-{rank}-0-{incarnation}.txt"
     reads = len(path.read_text().split()) if path.exists() else 0
     expected = (EPOCHS - epoch) * case.items - (0 if case.again == "pass" else case.used(batch))
-    assert not case.again or reads == expected, (case.name, rank, reads, expected, result.tail())
+    right = expected <= reads <= expected + case.begun
+    assert not case.again or right, (case.name, rank, reads, expected, result.tail())
 
 
 #: Kinds of loader whose whole job is killed, and whether that is in every run.
@@ -166,7 +171,7 @@ RESTARTED = {
     ("plain", "lasting_parts"): True,
     ("plain", "workers_parts"): False,
     ("plain", "several"): False,
-    ("lightning", "workers_shaken"): True,
+    ("lightning", "workers_shaken"): False,
     ("lightning", "lasting"): False,
     ("lightning", "several"): False,
     ("lightning", "workers_parts"): False,
