@@ -10,7 +10,9 @@ good as one for each worker. Rows:
 - first re-routed: from the kill until the first forward of a lost worker's micro-batch begins at a peer;
 - extra: how much longer the step took in which the worker was killed; beside it what was predicted when the rest of the
   step was planned, which was after everybody had finished what he was at and was connected again;
-- let in: how much later the others are, when a newcomer was let in, than they would be without.
+- let in: how much later the others are, when a newcomer was let in, than they would be without;
+- straggler: a peer of the lost worker takes twice as long in forward and backward from some step on. The period until
+  the plan for its new times holds, and from then on.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.common import Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
 from benchmarks.pipeline_model import COMPUTE, ENV, OPTIMIZER
@@ -41,6 +44,8 @@ WARM = 4
 #: Steps of which a period is taken.
 STEPS, QUICK_STEPS = 8, 5
 PERIOD_TARGET, COST_TARGET, FIRST_TARGET_S, EXTRA_TARGET = 0.05, 0.03, 0.3, 0.1
+#: Four micro-batches that take twice as long, instead of six of them, where others have eight of the usual ones.
+STRAGGLER_TARGET = 0.8
 NEVER_S = 1e6
 
 
@@ -54,6 +59,7 @@ class Case:
         losses: workers that are killed, one after the other.
         compute: see ``pipeline_model.COMPUTE``.
         rejoins: newcomers come at once.
+        straggler: gets slow after the losses.
     """
 
     topology: Topology
@@ -61,13 +67,14 @@ class Case:
     losses: tuple[Worker, ...]
     compute: str = "halves"
     rejoins: bool = False
+    straggler: Worker | None = None
 
     @property
     def name(self) -> str:
         """In the table: pipe x data, as the number of micro-batches of each pipeline."""
         t, slot = self.topology, COMPUTE[self.compute].slot_s
         compute = f"slots of {1000 * slot:.0f} ms" if slot else "real"
-        rejoins = ", newcomer" if self.rejoins else ""
+        rejoins = ", newcomer" if self.rejoins else ", straggler" if self.straggler else ""
         return f"pipe {t.stages} x data {t.pipelines} x {t.micro_batches}, {compute}, {self.variant.value}{rejoins}"
 
     def rank(self, worker: Worker) -> int:
@@ -102,13 +109,30 @@ class Phase:
     predicted_s: float | None = None
 
 
+class Straggling(NamedTuple):
+    """Periods with a straggler, in seconds: measured, and as the job expects them.
+
+    Attributes:
+        old_s, new_s: with the plan until then, and with the one for its times.
+        old_expected_s, new_expected_s: of these.
+        steps: from the first slow step until the new plan holds.
+    """
+
+    old_s: float
+    new_s: float
+    old_expected_s: float
+    new_expected_s: float
+    steps: int
+
+
 @dataclass
 class Outcome:
-    """All phases of a case, and what letting a newcomer in took."""
+    """All phases of a case, what letting a newcomer in took, and periods with a straggler."""
 
     case: Case
     phases: list[Phase] = field(default_factory=list)
     let_in_s: float | None = None
+    straggling: Straggling | None = None
 
 
 class Run:
@@ -121,6 +145,7 @@ class Run:
         self.traces = Traces(self.out, topology.pipelines * topology.stages)
         args = ["--out", str(self.out), "--compute", case.compute, "--stages", str(topology.stages)]
         args += ["--micro-batches", str(topology.micro_batches)]
+        args += ["--straggler", str(case.rank(case.straggler))] if case.straggler is not None else []
         env = ENV | {
             "SWIFT_RECOVERY_ON_FAILURE": "reroute",
             "SWIFT_RECOVERY_REROUTE_PLAN": case.variant.value,
@@ -168,6 +193,8 @@ class Run:
             say(f"{case.name}: lost {worker}: period {last.period_s:.3f} s (slots {case.slots(lost):.3f} s)")
             if case.rejoins:
                 outcome.let_in_s = self.await_newcomer(ranks, normal, outcome.phases[-1].period_s)
+        if case.straggler is not None:
+            outcome.straggling = self.straggle(ranks)
         furthest = max(max(self.ends(rank)) for rank in ranks)
         (self.out / "stop").write_text(str(furthest + 3))
         try:
@@ -219,6 +246,20 @@ class Run:
         took = max(self.ends(rank)[before + 1] - self.ends(rank)[before] for rank in others)
         return took - normal_s
 
+    def straggle(self, ranks: Sequence[int]) -> Straggling:
+        """Let a worker get slow, and wait until its times are planned with."""
+        at = time.time()
+        (self.out / "slow").touch()
+        self.when(lambda: any(event.fields.get("drifted") for event in self.events("planned", at)))
+        event = next(event for event in self.events("planned", at) if event.fields.get("drifted"))
+        self.traces.refresh()
+        slow = min(step for step, end in self.ends(ranks[0]).items() if end > at) + 1
+        last = max(step for step, end in self.ends(ranks[0]).items() if end <= event.time + 0.01)
+        ends = self.ends(ranks[0])
+        old = (ends[last] - ends[slow]) / (last - slow)
+        new = self.period(last + 2, ranks)
+        return Straggling(old, new, event.fields["period_before_s"], event.fields["period_s"], last - slow + 1)
+
 
 def rows_of(outcome: Outcome) -> list[Row]:
     """Rows of a case, by losses."""
@@ -228,6 +269,16 @@ def rows_of(outcome: Outcome) -> list[Row]:
     pipelines = case.topology.pipelines
     if outcome.let_in_s is not None:
         return [at_most(case.name, "let in: later than without, in steps", outcome.let_in_s / normal, "steps", 1.0)]
+    if outcome.straggling is not None:
+        found = outcome.straggling
+        return [
+            Row(case.name, "period with a straggler, plan until then", found.old_s, "s"),
+            Row(case.name, "the same, expected", found.old_expected_s, "s"),
+            Row(case.name, "period with a straggler, plan for its times", found.new_s, "s"),
+            Row(case.name, "the same, expected", found.new_expected_s, "s"),
+            at_most(case.name, "new plan / old plan", found.new_s / found.old_s, "times", STRAGGLER_TARGET),
+            Row(case.name, "steps until the new plan holds", float(found.steps), "steps"),
+        ]
     for phase in outcome.phases:
         name = f"{case.name}, {len(phase.lost)} lost"
         rows.append(Row(name, "period", phase.period_s, "s"))
@@ -285,6 +336,7 @@ def cases(quick: bool) -> list[Case]:
     shapes = [(small, two), (Topology(3, 2, 4), two), (Topology(2, 4, 6), big), (large, big)]
     found = [Case(topology, variant, lost, _slots(topology)) for topology, lost in shapes for variant in Variant]
     found += [Case(small, Variant.STAGGERED, two, "real")]
+    found += [Case(Topology(3, 2, 4), Variant.STAGGERED, two[:1], straggler=Worker(0, 1))]
     found += [Case(small, variant, two[:1], rejoins=True) for variant in (Variant.STAGGERED, Variant.DECOUPLED)]
     return found
 

@@ -22,6 +22,7 @@ from shared_core.reroute.keeping import DataAway, Keeping, first_without_data
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKind, Shapes
 from shared_core.reroute.planning import Plans
+from shared_core.reroute.reports import Reports
 from shared_core.reroute.row_runner import RowRunner
 from shared_core.reroute.step import Item, Options, StageModel, Step, StepResult, WorkerPlace
 from shared_core.reroute.through_losses import through_losses
@@ -64,7 +65,10 @@ class Executor:
         self._steps: dict[int, Step] = {}
         self._channel: MessageChannel | None = None
         self._measuring = Measuring(place, planner)
-        self._finishing = Finishing(place, model, self._history, self._steps, knocking, options, self._measuring)
+        self._reports = Reports(place, planner, self._measuring, self._history)
+        self._finishing = Finishing(
+            place, model, self._history, self._steps, knocking, options, self._measuring, self._reports
+        )
         self._keeping = Keeping(place)
         self._evaluating = Evaluating(place, model)
         self._runner = RowRunner(place, model, options, self._finishing, self._keeping, self._measuring, noted)
@@ -117,6 +121,8 @@ class Executor:
         plan = self._history.begin(step.number)
         if not changed:  # else the data are sent already
             self._keeping.give(step, plan)
+        if step.result is None:
+            self._reports.report(step.number)
         self._runner.run(step, plan)
         self._finishing.finish(step)
         assert self._channel is not None
@@ -219,12 +225,13 @@ class Executor:
             if step in self._history.changed_since(views[rank]["base"]):
                 place = 0  # it has just learned of a change that others had made before
             at[_name(workers[rank])] = [step, place]
-        ready = all(view["ready"] for view in views.values())
+        ready = sorted(set.intersection(*(set(view["ready"]) for view in views.values())))
         self._until = self._first_without_data(lost, views)
         self._apply({"generation": lane.generation, "lost": lost, "ready": ready, "at": at, "until": self._until})
         self._settled = self.step if all(step >= self.step for step, _ in at.values()) else -1
         knows = {rank: {MessageKind(kind) for kind in view["shapes"]} for rank, view in views.items()}
         self._channel = MessageChannel(lane, self._topology, self._shapes, knows)
+        self._reports.connect(self._channel)
         self._finishing.connect(self._channel)
         self._runner.connect(self._channel)
         self._keeping.connect(self._channel, self._steps, views)

@@ -56,6 +56,8 @@ class MessageKind(IntEnum):
     EVALUATION = 13  # from the stage before, in an evaluation
     EVALUATION_INPUTS = 14
     EVALUATION_LABELS = 15
+    REPORT = 16  # medians of a worker, to the one that decides on times
+    PROPOSAL = 17  # medians of all, from there
 
 
 class MessageKey(NamedTuple):

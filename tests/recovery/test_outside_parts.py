@@ -139,7 +139,7 @@ def test_the_state_at_a_batch_top_is_given_whatever_was_done_since(updates: Upda
         updates.at_top(1)
         first = [p.detach().clone() for p in net.parameters()]
         step(net, optimizer)
-        with updates.frozen(0, 1.0, 1) as (description, tensors):
+        with updates.given.frozen(0, 1.0, 1) as (description, tensors):
             assert description["version"] == 0
             assert all(torch.equal(a, b) for a, b in zip(first, tensors, strict=False))
         updates.next_batch()
@@ -147,16 +147,16 @@ def test_the_state_at_a_batch_top_is_given_whatever_was_done_since(updates: Upda
         net[0].weight.data.mul_(2)
         with pytest.raises(RecoveryFailed, match="outside an optimizer's update"):
             updates.outside.see()
-            with updates.frozen(0, 1.0, 1):
+            with updates.given.frozen(0, 1.0, 1):
                 pass
         for index in (2, 3, 4):
             updates.at_top(index, index - 1)
             step(net, optimizer)
         assert updates.outside.tops.indices == [3, 4]
-        with updates.frozen(2, 1.0, 3) as (description, tensors):
+        with updates.given.frozen(2, 1.0, 3) as (description, tensors):
             assert description["version"] == 2
     finally:
-        for handle in updates._handles:
+        for handle in updates.steps._handles:
             handle.remove()
 
 

@@ -39,8 +39,10 @@ class SwiftProcessGroup(GroupIdentity):
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _run(self, op: Op, tensors: Sequence[torch.Tensor] = ()) -> SwiftWork:
+    def _run(self, op: Op, tensors: Sequence[torch.Tensor] = (), *, bucket: bool = False) -> SwiftWork:
         self._runtime.submit(self._state, op, tensors)
+        if bucket:
+            self._runtime.listener.bucket_handed_over(op)
         return SwiftWork(op, self._runtime.turn)
 
     def _inputs_checksum(self, inputs: Sequence[torch.Tensor]) -> int:
@@ -85,7 +87,7 @@ class SwiftProcessGroup(GroupIdentity):
             lazy=bucket,
             checksum=self._inputs_checksum(tensors) if not bucket or self._runtime.bucket_checksums else 0,
         )
-        return self._run(op, tensors)
+        return self._run(op, tensors, bucket=bucket)
 
     def _in_place(self, tensors: Tensors, opts: Any, source: BucketInput) -> SwiftWork:
         """Reduce a bucket of DDP where it is. It is the log until DDP's next backward, and its input can be computed
@@ -110,7 +112,7 @@ class SwiftProcessGroup(GroupIdentity):
             borrowed=True,
             checksum=checksum if self._runtime.bucket_checksums else 0,
         )
-        return self._run(op, tensors)
+        return self._run(op, tensors, bucket=True)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SwiftWork:
         plain = dist.AllreduceOptions()

@@ -45,6 +45,10 @@ class Watch:
             self._sums = self._next_piece()
         self._noted += 1
 
+    def note_part(self) -> None:
+        """As :meth:`note`, in the middle of an update. Values are not looked at before it is complete."""
+        self._versions, self._sums = self._count(), []
+
     def _next_piece(self) -> list[tuple[int, int, int]]:
         parameters = self._replicated.parameters
         if not parameters:
