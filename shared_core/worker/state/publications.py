@@ -1,7 +1,7 @@
 """What a rank publishes in the agent's shared memory, and what its newcomer reads there.
 
-Files in ``rank{r}/`` of the job's private folder, each written whole and then renamed, so that a reader never sees
-half a file:
+Files in ``rank{r}/`` of the job's private folder, of which a reader never sees a half. Those that replace each other at
+each batch (``top``, ``mid``, ``loose``) stay mapped; the others are written and then renamed:
 
 - ``top.{n}``: a batch top with the rank-local state there; ``mid.{n}.{k}``: forward-mutated state again, before the
   first gradient bucket of the k-th backward;
@@ -33,7 +33,8 @@ from shared_core.protocol.frontier import Top
 from shared_core.resources import map_file
 from shared_core.worker.mirror import Mirror
 from shared_core.worker.state.overflow import Overflow
-from shared_core.worker.state.publication_file import append_whole, read_file, write_bare, write_file
+from shared_core.worker.state.publication_file import append_whole, is_blank, packed, read_file, write_bare, write_file
+from shared_core.worker.state.publication_slots import Slots
 
 _RECORD = struct.Struct("<II")  # length, checksum
 _CHECK = struct.Struct("<IIQ")  # group, checksum, sequence number + 1
@@ -42,6 +43,8 @@ _CHECKS = 8192
 Records = list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
 #: The part of parameters that no optimizer steps; start of the names of the files that they are in.
 LOOSE, _LOOSE_FILE = "swift.loose", "loose."
+#: Starts of the names of files that are replaced at each batch.
+_REPLACED = ("top.", "mid.", _LOOSE_FILE)
 #: Start of the names of files with the order of a pass over the data.
 _ORDER = "order."
 #: Start of the names of files with numbers.
@@ -110,8 +113,7 @@ class Board:
         self._mirror, self._disk = mirror, disk or Overflow(None)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._refers: dict[int, frozenset[int]] = {}
-        self._spare, self._spare_loose = folder / "spare.tmp", folder / "spare_loose.tmp"
-        self._spare_mid = folder / "spare_mid.tmp"
+        self._slots = Slots(folder, _REPLACED)
         self._packed: dict[str, Any] = {}
         self._names: dict[int, frozenset[str]] = {}
         self._count = 0
@@ -123,8 +125,8 @@ class Board:
     def _look(self) -> None:
         """See what predecessors have left."""
         folder = self.folder
-        self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in folder.glob("top.*") if p.suffix != ".tmp")
-        self._loose = [int(p.name.split(".")[1]) for p in folder.glob(f"{_LOOSE_FILE}*") if p.suffix != ".tmp"]
+        self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in self._found("top."))
+        self._loose = [int(p.name.split(".")[1]) for p in self._found(_LOOSE_FILE)]
         self._mids = self._found_mids()
         # Which of their batch tops refers to which is not known.
         self._orders = {path.name for path in folder.glob(f"{_ORDER}*")}
@@ -147,17 +149,23 @@ class Board:
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def put(self, name: str, head: bytes, payload: Sequence[Piece], spare: Path | None = None) -> int:
-        """Write a file, as :func:`write_file` does; to disk where memory is full. Returns the size of the payload."""
+    def put(self, name: str, head: bytes, payload: Sequence[Piece]) -> None:
+        """Publish under a name; on disk where memory is full."""
+        data = packed(head, payload)
 
-        def write(path: Path) -> int:
-            here = path.parent == self.folder  # a file of memory can be used again there only
-            return write_file(path, head, payload, self._mirror, spare if here else None, name)
+        def write(path: Path) -> None:
+            if name.startswith(_REPLACED) and path.parent == self.folder:
+                self._slots.write(name, data)
+            else:
+                write_file(path, data)
 
-        return self._disk.write(self.folder / name, len(head) + sum(map(len, payload)), write)
+        self._disk.write(self.folder / name, sum(map(len, data)), write)
+        if self._mirror is not None:
+            self._mirror.write(name, data)
+            self._mirror.sync()
 
-    def publish_top(self, top: Top, parts: dict[str, Any]) -> int:
-        """Publish a batch top. Returns its size in bytes.
+    def publish_top(self, top: Top, parts: dict[str, Any]) -> None:
+        """Publish a batch top.
 
         Args:
             top: the batch top.
@@ -167,21 +175,20 @@ class Board:
         self._refers[top.index] = frozenset(parts.get(LOOSE, {}).values())
         if self._orders:
             self._names[top.index] = _orders_in(parts)
-        size = self.put(f"top.{top.index}", head, pieces(parts), self._spare)
+        self.put(f"top.{top.index}", head, pieces(parts))
         if top.index in self._kept:  # a newcomer publishes its predecessor's top again
             self._kept.remove(top.index)
         self._kept.append(top.index)
-        return size
 
     def write_loose(self, top: int, tensors: Mapping[int, torch.Tensor]) -> None:
         """Write tensors to which this batch top, that is to be published, and later ones refer."""
-        self.put(f"{_LOOSE_FILE}{top}", b"", pieces(dict(tensors)), self._spare_loose)
+        self.put(f"{_LOOSE_FILE}{top}", b"", pieces(dict(tensors)))
         if top not in self._loose:
             self._loose.append(top)
 
     def publish_mid(self, top: int, number: int, parts: dict[str, Any]) -> None:
         """Publish forward-mutated state before the first bucket of backward ``number`` of the batch after ``top``."""
-        self.put(f"mid.{top}.{number}", b"", pieces(parts), self._spare_mid)
+        self.put(f"mid.{top}.{number}", b"", pieces(parts))
         self._mids[top] = max(self._mids.get(top, 0), number + 1)
 
     def publish_end(self, entry: int, result: Any, parts: dict[str, Any]) -> None:
@@ -192,18 +199,18 @@ class Board:
         """Remove batch tops below ``top``; the newest is always kept."""
         while len(self._kept) > 1 and self._kept[0] < top:
             index = self._kept.pop(0)
-            self._retire(f"top.{index}", self._spare)
+            self._retire(f"top.{index}")
             self._refers.pop(index, None)
             self._names.pop(index, None)
         for index in [each for each in self._mids if self._kept and each < self._kept[0]]:
             for number in range(self._mids.pop(index)):
-                self._retire(f"mid.{index}.{number}", self._spare_mid)
+                self._retire(f"mid.{index}.{number}")
         self._drop_orders()
         if self._loose and self._refers.keys() >= set(self._kept):  # of a predecessor's tops it is not known
             needed = frozenset().union(*self._refers.values())
             for number in [each for each in self._loose if each not in needed]:
                 self._loose.remove(number)
-                self._retire(f"{_LOOSE_FILE}{number}", self._spare_loose)
+                self._retire(f"{_LOOSE_FILE}{number}")
 
     def _drop_orders(self) -> None:
         """Remove predecessors' orders once all batch tops are this worker's own. One that these still name, because its
@@ -215,22 +222,23 @@ class Board:
             self._orders.clear()
             self._names.clear()
 
+    def _found(self, start: str) -> list[Path]:
+        """What predecessors have published under names that begin so."""
+        paths = (path for path in self.folder.glob(f"{start}*") if path.suffix != ".tmp")
+        return [path for path in paths if not is_blank(path)]
+
     def _found_mids(self) -> dict[int, int]:
         """What predecessors have published before buckets: how many, by batch top."""
         found: dict[int, int] = {}
-        for path in self.folder.glob("mid.*"):
-            if path.suffix != ".tmp":
-                _, top, number = path.name.split(".")
-                found[int(top)] = max(found.get(int(top), 0), int(number) + 1)
+        for path in self._found("mid."):
+            _, top, number = path.name.split(".")
+            found[int(top)] = max(found.get(int(top), 0), int(number) + 1)
         return found
 
-    def _retire(self, name: str, spare: Path) -> None:
-        """Remove a file, and leave its memory to the next of its kind."""
-        if self._disk.used:
-            self._remove(name)
-            return
-        with suppress(FileNotFoundError):
-            os.rename(f"{self.folder}/{name}", spare)
+    def _retire(self, name: str) -> None:
+        """Remove a publication, and leave its memory to the next one."""
+        if not self._slots.retire(name):
+            self._disk.remove(self.folder / name)
         if self._mirror is not None:
             self._mirror.remove(name)
 
@@ -242,12 +250,12 @@ class Board:
     def forget_tops(self) -> None:
         """Remove all batch tops."""
         for number in self._loose:
-            self._remove(f"{_LOOSE_FILE}{number}")
+            self._retire(f"{_LOOSE_FILE}{number}")
         self._loose.clear()
         self._refers.clear()
         self._names.clear()
         for index in self._kept:
-            self._remove(f"top.{index}")
+            self._retire(f"top.{index}")
         self._kept.clear()
 
     def record(self, key: tuple[int, str, str, int], results: Any) -> None:
