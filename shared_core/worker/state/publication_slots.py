@@ -59,8 +59,8 @@ class Slots:
         self._free: list[_Slot] = []
         self._looked = False
 
-    def write(self, name: str, data: Sequence[Piece]) -> None:
-        """Publish ``data``, which begins with a header, under a name.
+    def write(self, name: str, size: int, data: Sequence[Piece]) -> None:
+        """Publish ``data``, which begins with a header and has ``size`` bytes, under a name.
 
         Raises:
             OSError: there is no room; what had the name before still has it.
@@ -68,7 +68,7 @@ class Slots:
         if not self._looked:
             self._looked = True
             self._remove_blank()
-        slot, path = self._clear_slot(sum(map(len, data))), f"{self._folder}/{name}"
+        slot, path = self._clear_slot(size), f"{self._folder}/{name}"
         taken = os.path.lexists(path)  # a newcomer publishes its predecessor's again
         _rename(slot, f"{path}.tmp" if taken else path)
         slot.fill(data)

@@ -14,12 +14,10 @@ each batch (``top``, ``mid``, ``loose``) stay mapped; the others are written and
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,9 @@ import torch
 
 from shared_core.encoding.plain import Piece, dumps, loads, pieces
 from shared_core.errors import CorruptFile
+from shared_core.faults import inject
 from shared_core.loaders.reshard import loader_states, pack_indices, unpack_indices
-from shared_core.plain_json import is_count, parse
+from shared_core.plain_json import is_count
 from shared_core.protocol.frontier import Top
 from shared_core.resources import map_file
 from shared_core.worker.mirror import Mirror
@@ -53,14 +52,14 @@ _TALLY = struct.Struct("<Q")
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
-def top_of(head: bytes) -> Top:
+def top_of(head: Piece) -> Top:
     """The batch top that the head of a file describes.
 
     Raises:
         CorruptFile: if it describes none.
     """
     try:
-        top = Top(**parse(head))
+        top = Top(**loads(head))
         if is_count(top.index) and is_count(top.version) and isinstance(top.kind, str) and isinstance(top.groups, dict):
             return top
         raise ValueError("a number or name is missing")
@@ -152,14 +151,15 @@ class Board:
     def put(self, name: str, head: bytes, payload: Sequence[Piece]) -> None:
         """Publish under a name; on disk where memory is full."""
         data = packed(head, payload)
-
-        def write(path: Path) -> None:
-            if name.startswith(_REPLACED) and path.parent == self.folder:
-                self._slots.write(name, data)
-            else:
-                write_file(path, data)
-
-        self._disk.write(self.folder / name, sum(map(len, data)), write)
+        size = sum(map(len, data))
+        if name.startswith(_REPLACED):
+            try:
+                inject.point("publish")
+                self._slots.write(name, size, data)
+            except OSError as error:
+                self._disk.elsewhere(self.folder / name, size, lambda path: write_file(path, data), error)
+        else:
+            self._disk.write(self.folder / name, size, lambda path: write_file(path, data))
         if self._mirror is not None:
             self._mirror.write(name, data)
             self._mirror.sync()
@@ -171,11 +171,10 @@ class Board:
             top: the batch top.
             parts: rank-local state; :data:`LOOSE` in it says for each of those tensors with which top it was written.
         """
-        head = json.dumps(vars(top)).encode()
         self._refers[top.index] = frozenset(parts.get(LOOSE, {}).values())
         if self._orders:
             self._names[top.index] = _orders_in(parts)
-        self.put(f"top.{top.index}", head, pieces(parts))
+        self.put(f"top.{top.index}", dumps(vars(top)), pieces(parts))
         if top.index in self._kept:  # a newcomer publishes its predecessor's top again
             self._kept.remove(top.index)
         self._kept.append(top.index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,7 @@ def _of_payload(payload: bytes) -> bytes:
 
 
 def _head(value: Any, folder: Path) -> bytes:
-    import json
-    from dataclasses import asdict
-
-    return json.dumps(asdict(value)).encode()
+    return dumps(asdict(value))
 
 
 def _refers(value: Any, folder: Path) -> bytes:
