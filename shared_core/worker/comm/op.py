@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shared_core.encoding.raw_memory import memory_of
 from shared_core.errors import WaitTimeout
 from shared_core.worker.comm.compute_turn import Turn
 from shared_core.worker.messages.group_log import Signature
-from shared_core.worker.raw_memory import memory_of
 
 Start = Callable[[Any], Any]  # inner gloo group -> inner work
 

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 import torch
 
-from shared_core.worker.raw_memory import memory_of
+from shared_core.encoding.raw_memory import memory_of
 from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.replicated import Replicated
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shared_core.encoding.plain import dumps, loads
-from shared_core.worker.raw_memory import memory_of
+from shared_core.encoding.raw_memory import memory_of
 
 #: What a Mersenne Twister of numpy has in memory: 624 words and a position.
 _TWISTER_BYTES = 625 * 4

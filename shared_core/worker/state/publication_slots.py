@@ -58,6 +58,7 @@ class Slots:
         self._used: dict[str, _Slot] = {}
         self._free: list[_Slot] = []
         self._looked = False
+        self._others: set[str] = set()
 
     def write(self, name: str, size: int, data: Sequence[Piece]) -> None:
         """Publish ``data``, which begins with a header and has ``size`` bytes, under a name.
@@ -67,13 +68,14 @@ class Slots:
         """
         if not self._looked:
             self._looked = True
-            self._remove_blank()
+            self._look()
         slot, path = self._clear_slot(size), f"{self._folder}/{name}"
-        taken = os.path.lexists(path)  # a newcomer publishes its predecessor's again
+        taken = name in self._used or name in self._others  # a newcomer publishes its predecessor's again
         _rename(slot, f"{path}.tmp" if taken else path)
         slot.fill(data)
         if taken:
             _rename(slot, path)
+            self._others.discard(name)
         if name in self._used:
             self._used[name].memory.close()
         self._used[name] = slot
@@ -112,11 +114,15 @@ class Slots:
         with suppress(OSError):
             os.unlink(slot.path)
 
-    def _remove_blank(self) -> None:
-        """Remove what a predecessor has left that is no publication."""
+    def _look(self) -> None:
+        """See what a predecessor has left, and remove what is no publication of it."""
         for each in os.scandir(self._folder):
-            if each.name.startswith(self._names) and each.is_file(follow_symlinks=False) and is_blank(Path(each.path)):
+            if not each.name.startswith(self._names):
+                continue
+            if each.is_file(follow_symlinks=False) and is_blank(Path(each.path)):
                 os.unlink(each.path)
+            else:
+                self._others.add(each.name)
 
 
 def _rename(slot: _Slot, path: str) -> None:
