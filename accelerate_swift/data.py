@@ -6,7 +6,7 @@ the next turn of the loop. That fetch is the top of batch k + 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ def gate(watch: Watch, prepared: Any) -> Any:
     if type(prepared) is DataLoaderDispatcher:
         return SwiftDispatcher.adopt(watch, prepared, watch.next_key())
     if issubclass(type(prepared), DataLoaderShard) and type(prepared.base_dataloader) is not Gate:
-        prepared.base_dataloader = Gate(watch, prepared.base_dataloader)
+        prepared.base_dataloader = below = Gate(watch, prepared.base_dataloader)
+        if prepared.rng_types is not None:
+            prepared.rng_types = _Synchronized(prepared.rng_types, below)
     return prepared
 
 
@@ -58,6 +60,11 @@ class Gate:
     def __len__(self) -> int:
         return len(self._tracked.loader)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next pass is one that a predecessor has begun."""
+        return self._tracked.goes_on
+
     def __iter__(self) -> Iterator[Any]:
         loop, watch = self._watch.loop, self._watch
         if not watch.training or not torch.is_grad_enabled():
@@ -70,6 +77,20 @@ class Gate:
         tops = _Tops(watch, self._tracked)
         loop.activate(tops)
         return tops
+
+
+class _Synchronized(list[Any]):
+    """The generators that Accelerate makes equal in all ranks when a pass begins.
+
+    There are none where a predecessor has begun the pass: the others did so in an earlier batch.
+    """
+
+    def __init__(self, rng_types: Iterable[Any], below: Gate) -> None:
+        super().__init__(rng_types)
+        self._below = below
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(()) if self._below.goes_on else super().__iter__()
 
 
 class _Inner(Iterator[Any]):

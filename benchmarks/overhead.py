@@ -26,6 +26,7 @@ from benchmarks.common import (
 )
 from benchmarks.overhead_parts import PARTS
 from benchmarks.turns import Side, Start
+from shared_core.config import variable_of
 
 SCRIPT = Path(__file__).with_name("overhead_worker.py")
 #: Steps in a block, rounds, and rounds with --quick; None leaves the case out there.
@@ -44,6 +45,8 @@ NAMES = {
     "50M": "MLP, 50 M parameters",
 }
 TARGETS = {"gpt2": 1.02, "mlp": 1.04, "10M": 1.02, "50M": 1.02}
+#: Swift with updates overlapped with communication.
+OVERLAPPED = "swift, updates overlapped"
 #: Memory is judged where a gradient is larger than what interpreter and allocator vary by.
 MEMORY_JUDGED = ("10M", "50M")
 
@@ -57,7 +60,10 @@ def sides(systems: Sequence[str]) -> Iterator[dict[str, Side]]:
             env = {}
             if system == "torchft":
                 env["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(WORKERS))
-            starts[system] = Start("torchrun" if system == "gloo" else system, ("--system", system), env)
+            if system == OVERLAPPED:
+                env[variable_of("state.overlapped_update")] = "true"
+            launcher = {"gloo": "torchrun", OVERLAPPED: "swift"}.get(system, system)
+            starts[system] = Start(launcher, ("--system", system), env)
         yield stack.enter_context(turns.sides(starts, SCRIPT))
 
 
@@ -101,6 +107,9 @@ def measure(case: str, ready: Mapping[str, Side], steps: int, rounds: int, alone
         judged = system == "swift" and case in MEMORY_JUDGED and alone
         unit = "gradients"
         rows.append(at_most(name, metric, extra, unit, 0.5) if judged else Row(name, metric, extra, unit))
+    if OVERLAPPED in ready:
+        pairs = zip(times[OVERLAPPED], times["swift"], strict=True)
+        rows.append(Row(name, f"step time, {OVERLAPPED} / swift", statistics.median(a / b for a, b in pairs), "ratio"))
     rows.append(Row(name, "published by a worker in shared memory", ready["swift"].published() / 1e6, "MB"))
     for row in rows:
         if row.unit == "ratio":
@@ -127,11 +136,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("overhead", "Step time and memory of DDP on backend swift against plain gloo.")
     parser.add_argument("--only", choices=list(CASES), action="append", help="only this case; may be repeated")
     parser.add_argument("--parts", action="store_true", help="also what each part takes of a step")
+    parser.add_argument("--overlapped", action="store_true", help="also with updates overlapped with communication")
     options = parser.parse_args(argv)
     leave_nothing()
     systems = ["gloo", "swift"]
     if has_torchft() and not options.quick:
         systems.append("torchft")
+    if options.overlapped:
+        systems.append(OVERLAPPED)
     rounds = {case: quick if options.quick else full for case, (_, full, quick) in CASES.items()}
     chosen = [case for case in options.only or CASES if rounds[case]]
     rows: list[Row] = []

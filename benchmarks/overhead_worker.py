@@ -75,7 +75,7 @@ class Trainer:
             return
         self.model = nn.parallel.DistributedDataParallel(net)
         self.optimizer = optimizer
-        if system == "swift":
+        if system.startswith("swift"):
             import shared_core
 
             self.job = shared_core.current_job()
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--socket", required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.system == "swift":
+    if options.system.startswith("swift"):
         import shared_core
 
         job = shared_core.install()

@@ -11,7 +11,9 @@ good as one for each worker. Rows:
 - extra: how much longer the step took in which the worker was killed; beside it what was predicted when the rest of the
   step was planned, which was after everybody had finished what he was at and was connected again;
 - let in: how much later the others are, when a newcomer was let in, than they would be without;
-- two of a stage: with and without a survivor of the other stage that moves there.
+- two of a stage: with and without a survivor of the other stage that moves there;
+- straggler: a peer of the lost worker takes twice as long in forward and backward from some step on. The period until
+  the plan for its new times holds, and from then on.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.common import Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
 from benchmarks.pipeline_model import COMPUTE, ENV, OPTIMIZER
@@ -42,6 +45,8 @@ WARM = 4
 #: Steps of which a period is taken.
 STEPS, QUICK_STEPS = 8, 5
 PERIOD_TARGET, COST_TARGET, FIRST_TARGET_S, EXTRA_TARGET = 0.05, 0.03, 0.3, 0.1
+#: Four micro-batches that take twice as long, instead of six of them, where others have eight of the usual ones.
+STRAGGLER_TARGET = 0.8
 NEVER_S = 1e6
 
 
@@ -56,6 +61,7 @@ class Case:
         compute: see ``pipeline_model.COMPUTE``.
         rejoins: newcomers come at once.
         spreads: whether survivors may move to the stage that has lost most; None where no stage has lost two.
+        straggler: gets slow after the losses.
     """
 
     topology: Topology
@@ -64,13 +70,14 @@ class Case:
     compute: str = "halves"
     rejoins: bool = False
     spreads: bool | None = None
+    straggler: Worker | None = None
 
     @property
     def name(self) -> str:
         """In the table: pipe x data, as the number of micro-batches of each pipeline."""
         t, slot = self.topology, COMPUTE[self.compute].slot_s
         compute = f"slots of {1000 * slot:.0f} ms" if slot else "real"
-        rejoins = ", newcomer" if self.rejoins else ""
+        rejoins = ", newcomer" if self.rejoins else ", straggler" if self.straggler else ""
         if self.spreads is not None:
             rejoins = ", two of a stage, " + ("normalised" if self.spreads else "not normalised")
         return f"pipe {t.stages} x data {t.pipelines} x {t.micro_batches}, {compute}, {self.variant.value}{rejoins}"
@@ -109,13 +116,30 @@ class Phase:
     moved_s: float | None = None
 
 
+class Straggling(NamedTuple):
+    """Periods with a straggler, in seconds: measured, and as the job expects them.
+
+    Attributes:
+        old_s, new_s: with the plan until then, and with the one for its times.
+        old_expected_s, new_expected_s: of these.
+        steps: from the first slow step until the new plan holds.
+    """
+
+    old_s: float
+    new_s: float
+    old_expected_s: float
+    new_expected_s: float
+    steps: int
+
+
 @dataclass
 class Outcome:
-    """All phases of a case, and what letting a newcomer in took."""
+    """All phases of a case, what letting a newcomer in took, and periods with a straggler."""
 
     case: Case
     phases: list[Phase] = field(default_factory=list)
     let_in_s: float | None = None
+    straggling: Straggling | None = None
 
 
 class Run:
@@ -128,6 +152,7 @@ class Run:
         self.traces = Traces(self.out, topology.pipelines * topology.stages)
         args = ["--out", str(self.out), "--compute", case.compute, "--stages", str(topology.stages)]
         args += ["--micro-batches", str(topology.micro_batches)]
+        args += ["--straggler", str(case.rank(case.straggler))] if case.straggler is not None else []
         env = ENV | {
             "SWIFT_RECOVERY_ON_FAILURE": "reroute",
             "SWIFT_RECOVERY_REROUTE_PLAN": case.variant.value,
@@ -178,6 +203,8 @@ class Run:
                 outcome.let_in_s = self.await_newcomer(ranks, normal, outcome.phases[-1].period_s)
         if case.spreads:
             outcome.phases[-1] = self.spread(lost, ranks)  # the move came while that phase was measured
+        if case.straggler is not None:
+            outcome.straggling = self.straggle(ranks)
         furthest = max(max(self.ends(rank)) for rank in ranks)
         (self.out / "stop").write_text(str(furthest + 3))
         try:
@@ -244,6 +271,20 @@ class Run:
         took = max(self.ends(rank)[before + 1] - self.ends(rank)[before] for rank in others)
         return took - normal_s
 
+    def straggle(self, ranks: Sequence[int]) -> Straggling:
+        """Let a worker get slow, and wait until its times are planned with."""
+        at = time.time()
+        (self.out / "slow").touch()
+        self.when(lambda: any(event.fields.get("drifted") for event in self.events("planned", at)))
+        event = next(event for event in self.events("planned", at) if event.fields.get("drifted"))
+        self.traces.refresh()
+        slow = min(step for step, end in self.ends(ranks[0]).items() if end > at) + 1
+        last = max(step for step, end in self.ends(ranks[0]).items() if end <= event.time + 0.01)
+        ends = self.ends(ranks[0])
+        old = (ends[last] - ends[slow]) / (last - slow)
+        new = self.period(last + 2, ranks)
+        return Straggling(old, new, event.fields["period_before_s"], event.fields["period_s"], last - slow + 1)
+
 
 def rows_of(outcome: Outcome) -> list[Row]:
     """Rows of a case, by losses."""
@@ -253,6 +294,16 @@ def rows_of(outcome: Outcome) -> list[Row]:
     pipelines = case.topology.pipelines
     if outcome.let_in_s is not None:
         return [at_most(case.name, "let in: later than without, in steps", outcome.let_in_s / normal, "steps", 1.0)]
+    if outcome.straggling is not None:
+        found = outcome.straggling
+        return [
+            Row(case.name, "period with a straggler, plan until then", found.old_s, "s"),
+            Row(case.name, "the same, expected", found.old_expected_s, "s"),
+            Row(case.name, "period with a straggler, plan for its times", found.new_s, "s"),
+            Row(case.name, "the same, expected", found.new_expected_s, "s"),
+            at_most(case.name, "new plan / old plan", found.new_s / found.old_s, "times", STRAGGLER_TARGET),
+            Row(case.name, "steps until the new plan holds", float(found.steps), "steps"),
+        ]
     for phase in outcome.phases:
         name = f"{case.name}, {len(phase.lost)} lost{'' if phase.moved_s is None else ', one moved'}"
         rows.append(Row(name, "period", phase.period_s, "s"))
@@ -315,6 +366,7 @@ def cases(quick: bool) -> list[Case]:
     found += [Case(small, Variant.STAGGERED, two, "real")]
     one_stage = (Worker(0, 1), Worker(1, 1))
     found += [Case(Topology(3, 2, 4), Variant.STAGGERED, one_stage, spreads=spreads) for spreads in (False, True)]
+    found += [Case(Topology(3, 2, 4), Variant.STAGGERED, two[:1], straggler=Worker(0, 1))]
     found += [Case(small, variant, two[:1], rejoins=True) for variant in (Variant.STAGGERED, Variant.DECOUPLED)]
     return found
 

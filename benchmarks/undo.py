@@ -1,4 +1,4 @@
-"""What exact undo of an update costs, and what the update overlapped with backward gains.
+"""What exact undo of an update costs.
 
 Times are on one thread. Ratios are medians over rounds in which the compared ways take turns, so that whatever else the
 machine does hits all alike.
@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from benchmarks.common import Row, arguments, at_least, finish, leave_nothing, say, scratch
 from benchmarks.undo_residuals import residual_rows
 from shared_core.testing.digest import digest, optimizer_digest_data
-from shared_core.worker.state.undo import Undo, WaitFreeUpdate
+from shared_core.worker.state.undo import Undo
 
 PATHS: dict[str, dict[str, Any]] = {
     "single": {"foreach": False},
@@ -150,108 +149,31 @@ def measure(name: str, path: str, million: int, rounds: int, refetch_gbs: float)
     return rows
 
 
-# -- two processes: what a replica's state takes to fetch, and the overlapped update ----------------------
+# -- two processes: what a replica's state takes to fetch --------------------------------------------------
 
 
-def models() -> dict[str, Callable[[], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]]]:
-    """Models with their loss, as functions that build them."""
-
-    def mlp(width: int, depth: int, rows: int) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-        layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
-        x = torch.randn(rows, width)
-        return nn.Sequential(*layers), lambda net: net(x).square().mean()
-
-    def gpt2() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-        from examples.demo.model import CONTEXT, byte_gpt2
-
-        tokens = torch.randint(256, (4, CONTEXT))
-        return byte_gpt2(), lambda net: net(input_ids=tokens, labels=tokens).loss
-
-    return {
-        "demo GPT-2, 1.2 M parameters, batch 4": gpt2,
-        "6-layer MLP, width 512, batch 32": lambda: mlp(512, 6, 32),
-        "10-layer MLP, 10 M parameters, batch 8": lambda: mlp(1024, 10, 8),
-    }
-
-
-def worker(rank: int, out: str, quick: bool, with_models: bool) -> None:
+def worker(rank: int, out: str, quick: bool) -> None:
     """One of two processes; the first writes what was measured."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=2)
-    result: dict[str, Any] = {"models": {}}
     flat = torch.ones(2_500_000 if quick else 25_000_000)
     dist.broadcast(flat, 0)
     rates = []
     for _ in range(5):
         dist.barrier()
         rates.append(flat.nbytes / seconds(lambda: (dist.broadcast(flat, 0), dist.barrier())) / 1e9)
-    result["broadcast_gbs"] = statistics.median(rates)
-    for name, build in list(models().items())[: 2 if quick else None] if with_models else []:
-        for path in ("fused",) if quick else PATHS:
-            result["models"][f"{name}, AdamW {path}, 2 ranks"] = overlapped(build, path, 3 if quick else 5)
     if rank == 0:
-        Path(out, "result.json").write_text(json.dumps(result))
+        Path(out, "result.json").write_text(json.dumps(statistics.median(rates)))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def overlapped(
-    build: Callable[[], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]], path: str, rounds: int
-) -> dict[str, float]:
-    """Step times of plain DDP and optimizer, of these with undo armed, of the overlapped update, and of it armed."""
-    steps: dict[str, Callable[[], None]] = {}
-    for way in ("plain", "plain armed", "overlapped", "overlapped armed"):
-        torch.manual_seed(0)
-        net, loss = build()
-        ddp = DistributedDataParallel(net, bucket_cap_mb=1)
-        optimizer = torch.optim.AdamW(net.parameters(), **PATHS[path])
-        undo = WaitFreeUpdate(ddp, optimizer).undo if "overlapped" in way else Undo([optimizer])
-        if "armed" in way:
-            undo.arm()
-
-        def step(
-            ddp: nn.Module = ddp,
-            loss: Callable[[nn.Module], torch.Tensor] = loss,
-            optimizer: Optimizer = optimizer,
-            undo: Undo = undo,
-        ) -> None:
-            optimizer.zero_grad()
-            loss(ddp).backward()
-            optimizer.step()
-            undo.commit()
-
-        steps[way] = step
-    times: dict[str, list[float]] = {way: [] for way in steps}
-    for turn in range(rounds + 1):
-        for way, step in steps.items():
-            dist.barrier()
-            step()
-            spent = seconds(step, 2)
-            if turn:
-                times[way].append(spent)
-    result = {"ms": 1e3 * statistics.median(times["plain"])}
-    for way in steps:
-        result[way] = statistics.median(a / b for a, b in zip(times[way], times["plain"], strict=True))
-    return result
-
-
-def two_processes(quick: bool, with_models: bool) -> dict[str, Any]:
-    """What the two processes have measured."""
+def broadcast_gbs(quick: bool) -> float:
+    """Rate of a broadcast between two processes, in GB/s."""
     with scratch() as folder:
-        mp.spawn(worker, (str(folder), quick, with_models), nprocs=2, daemon=True)  # type: ignore[no-untyped-call]
-        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-        return result
-
-
-def model_rows(measured: Mapping[str, Mapping[str, float]]) -> list[Row]:
-    """Rows of the overlapped update."""
-    rows = []
-    for case, values in measured.items():
-        rows.append(Row(case, "training step, plain DDP and optimizer.step()", values["ms"], "ms"))
-        for way in ("plain armed", "overlapped", "overlapped armed"):
-            rows.append(Row(case, f"training step, {way} / plain", values[way], "ratio"))
-        say(f"{case}: overlapped {values['overlapped']:.3f}, armed too {values['overlapped armed']:.3f} of plain")
-    return rows
+        mp.spawn(worker, (str(folder), quick), nprocs=2, daemon=True)  # type: ignore[no-untyped-call]
+        rate: float = json.loads((folder / "result.json").read_text())
+        return rate
 
 
 def room_for_the_largest() -> bool:
@@ -265,17 +187,16 @@ def room_for_the_largest() -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if undo was not exact."""
-    parser = arguments("undo", "What exact undo of an update costs, and what the overlapped update gains.")
-    parts = ["overlapped", "1M", "10M", "100M"]
+    parser = arguments("undo", "What exact undo of an update costs.")
+    parts = ["1M", "10M", "100M"]
     parser.add_argument("--only", choices=parts, action="append", help="only this part; may be repeated")
     options = parser.parse_args(argv)
     leave_nothing()
     torch.set_num_threads(1)
-    chosen = options.only or (parts[:2] if options.quick else parts)
-    say("two processes: fetching state" + (", and the overlapped update" if "overlapped" in chosen else ""))
-    measured = two_processes(options.quick, "overlapped" in chosen)
-    gbs = measured["broadcast_gbs"]
-    rows = [Row("gloo broadcast, 2 ranks", "rate", gbs, "GB/s"), *model_rows(measured["models"])]
+    chosen = options.only or (parts[:1] if options.quick else parts)
+    say("two processes: fetching state")
+    gbs = broadcast_gbs(options.quick)
+    rows = [Row("gloo broadcast, 2 ranks", "rate", gbs, "GB/s")]
     for million in SIZES:
         if f"{million}M" not in chosen:
             continue

@@ -20,7 +20,7 @@ from lightning_swift.checkpoint import SwiftCheckpoint
 from lightning_swift.checkpoint_io import SwiftCheckpointIO
 from lightning_swift.collectives import CollectiveStrategy
 from lightning_swift.sharing import SharedLoader, Sharing
-from lightning_swift.support import check_trainer
+from lightning_swift.support import check_overlapped_update, check_trainer
 from shared_core import Job, SwiftConfig
 from shared_core.faults import point
 from shared_core.loaders import wrap_loader
@@ -92,6 +92,8 @@ class RecoveringStrategy(CollectiveStrategy):
         self.sharing.settle()
 
     def _check(self, trainer: pl.Trainer) -> None:
+        if self.config.state.overlapped_update:
+            check_overlapped_update(trainer)
         check_trainer(trainer, averages=self.averages and not self.reroutes)
 
     def begin_entry(self, trainer: pl.Trainer) -> None:

@@ -63,6 +63,21 @@ def check_trainer(trainer: pl.Trainer, *, averages: bool = True) -> None:
             )
 
 
+def check_overlapped_update(trainer: pl.Trainer) -> None:
+    """With ``state.overlapped_update``: refuse what changes gradients after backward.
+
+    Raises:
+        Unsupported: naming the option of the trainer.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
+    if trainer.gradient_clip_val or scaler:
+        what = "precision='16-mixed'" if scaler else f"gradient_clip_val={trainer.gradient_clip_val}"
+        raise Unsupported(
+            f"state.overlapped_update updates parameters before Trainer({what}) could change their gradients: leave "
+            "one of them off"
+        )
+
+
 def check_device(device: Any) -> None:
     """Refuse accelerators whose recovery has not been run on hardware.
 

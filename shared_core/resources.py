@@ -116,27 +116,35 @@ def told_before(folder: Path, what: str) -> bool:
 
 
 def map_file(path: Path, size: int) -> mmap.mmap:
+    """As :func:`map_room`, for a file that recovery cannot do without.
+
+    Raises:
+        OutOfResources: there is no room.
+        OSError: this process may do no more.
+    """
+    try:
+        return map_room(path, size)
+    except OSError as error:
+        if error.errno in OF_PROCESS:
+            raise
+        raise unwritable(path, size, error) from error
+
+
+def map_room(path: str | os.PathLike[str], size: int) -> mmap.mmap:
     """Map the beginning of a file, made if it is not there, in memory that is really there.
 
     A file that has only been given its length is a trap where memory is short: the first touch of a page ends the
     process with SIGBUS.
 
     Raises:
-        OutOfResources: there is no room.
-        OSError: this process may do no more.
+        OSError: there is no room, or this process may do no more.
     """
-    fd = -1
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.posix_fallocate(fd, 0, size)
         return mmap.mmap(fd, size)
-    except OSError as error:
-        if error.errno in OF_PROCESS:
-            raise
-        raise unwritable(path, size, error) from error
     finally:
-        if fd >= 0:
-            os.close(fd)
+        os.close(fd)
 
 
 def unwritable(path: Path, size: int, error: OSError, nor: str = "") -> OutOfResources:

@@ -114,6 +114,7 @@ class StepSharing:
         if rerouted is not None:
             self._steps = steps = steps_of(rerouted, self._parameters, self._compute)
             rerouted.lanes.at_end(lambda: steps.settle(self._next))
+            rerouted.lanes.while_completed(steps.come)
         start_alike(modules)
 
     @property

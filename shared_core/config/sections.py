@@ -287,6 +287,12 @@ class StateOptions(Section):
         "updates](how_it_works.md#what-a-script-changes-by-itself). `always`: from the start. `never`",
         formerly="preimages",
     )
+    overlapped_update: bool = option(
+        False,
+        Truth(),
+        "the optimizer updates the parameters of a gradient bucket as soon as that is reduced, while others are still "
+        "being reduced ([undo.md](undo.md#the-update-overlapped-with-communication))",
+    )
     verify_checksums: bool = option(
         True,
         Truth(),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shared_core.encoding.raw_memory import memory_of
 from shared_core.encoding.unpacking import array_kind, unpack
 from shared_core.errors import CorruptFile, SwiftError
 
@@ -41,9 +42,11 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
-            flat = obj.detach().cpu().contiguous()
-            view: Any = flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-            apart = self._limit is not None and view.nbytes >= self._limit
+            bits = obj.is_conj() or obj.is_neg()  # their values are not what lies in memory
+            dense = obj if obj.is_cpu and obj.is_contiguous() and not bits else _dense(obj)
+            size = dense.nbytes
+            view = memory_of(dense)[:size] if size else memoryview(b"")
+            apart = self._limit is not None and size >= self._limit
             data = pickle.PickleBuffer(view) if apart else view.tobytes()
             return _tensor, (data, str(obj.dtype).removeprefix("torch."), tuple(obj.shape))
         if isinstance(obj, np.ndarray) and obj.dtype != object:
@@ -53,6 +56,10 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.dtype):
             return _dtype, (str(obj).removeprefix("torch."),)
         return NotImplemented
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
 
 
 def dumps(value: Any) -> bytes:

@@ -109,6 +109,10 @@ POINTS: tuple[str, ...] = (
     # An evaluation of a pipeline: before each forward; before all tell each other its losses.
     "reroute.evaluate",
     "reroute.evaluated",
+    # New times are proposed to this worker; it, which decides on them, tells one more worker that they hold; they hold.
+    "reroute.proposed",
+    "reroute.switching",
+    "reroute.switched",
 )
 
 #: Value of ``Fault.step`` that matches every step; recoveries have no step of their own.

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
@@ -18,7 +18,7 @@ from shared_core.loaders.opaque import Watch
 from shared_core.loaders.owned import OwnedState
 from shared_core.loaders.place import Record
 from shared_core.loaders.randomness import RawRandom, changed, restore_raw
-from shared_core.loaders.reader import MANY, Note, Reader, Told, has_state, watch_of
+from shared_core.loaders.reader import MANY, MapReader, Note, Reader, StreamReader, Told, has_state, watch_of
 from shared_core.loaders.seeded import SeededDataset
 
 #: Passes whose order is kept: a publication may name the one before the last.
@@ -86,11 +86,16 @@ def kind_of(loader: Any, mode: str) -> Kind:
         return Kind.SEEDED
     if mode == "refetch":
         return Kind.REREAD
-    if maps and stock:
+    if stock and (maps or loader.num_workers and _says_where_in_workers(loader.dataset)):
         return Kind.RESTORE
     if not getattr(loader, "num_workers", 0):  # the random numbers of loader workers are in no state_dict
         return Kind.STATE if has_state(loader) or stock and has_state(loader.dataset) else Kind.REREAD
     return Kind.REREAD
+
+
+def _says_where_in_workers(stream: Any) -> bool:
+    """Whether each loader worker's copy of a stream can say where it is; torch itself changes pipes in the workers."""
+    return has_state(stream) and not isinstance(stream, IterDataPipe)
 
 
 class Engine:
@@ -147,6 +152,10 @@ class Engine:
             known = all_known(loader)
             if not self.stream and (self.kind is not Kind.REREAD or not known or listed):
                 self._copy(known, listed)
+            elif self.stream and self.kind is Kind.RESTORE:
+                self.iterated, self.workers = copy.copy(loader), loader.num_workers
+                vars(self.iterated)["_iterator"] = None
+                self.times = [0] * self.workers
         self.owned = OwnedState(self._roots)
         self.cheap = mode == "refetch" or isinstance(loader, (list, tuple, range))
         self._watch: Watch | None = None
@@ -184,7 +193,7 @@ class Engine:
         if self.kind is Kind.RESTORE:
             record.rereads = {}
         if self.workers:
-            reader = Reader(self.loader.dataset, self.loader.collate_fn, self.loader.worker_init_fn)
+            reader = self._reader(follow or Follow())
             vars(self.iterated).update(dataset=reader, collate_fn=reader.collate, worker_init_fn=reader.begin)
         self.place[2] = record.epoch
         before = RawRandom()
@@ -198,6 +207,14 @@ class Engine:
             record.before = before.pack(changed(before, RawRandom()))
         self._enter(record, inner, continues)
         return inner
+
+    def _reader(self, follow: Follow) -> Reader:
+        """What loader workers read in the place of the data set."""
+        loader = self.loader
+        if self.stream:
+            size = loader.batch_size or 1
+            return StreamReader(loader.dataset, loader.collate_fn, loader.worker_init_fn, size, follow.starts)
+        return MapReader(loader.dataset, loader.collate_fn, loader.worker_init_fn)
 
     def _enter(self, record: Record, inner: Iterator[Any], continues: bool) -> None:
         """``record`` is the newest pass."""
@@ -251,13 +268,15 @@ class Engine:
         if self.kind is Kind.RESTORE and self.in_process:
             self._watch = watch_of(self.loader.dataset, self.loader.collate_fn, self.owned)
 
-    def count_changes(self, worker: int, told: Note, record: Record) -> None:
+    def count_changes(self, told: Note, record: Record) -> None:
         """A loader worker has told how many batches have changed what cannot be put back."""
-        if told.times > self.times[worker] + bool(told.changed) and len(self.pool) > 1:
+        if told.times > self.times[told.worker] + bool(told.changed) and len(self.pool) > 1:
             before = self.pool[-2]  # among the batches that were on their way when it was left
-            if before.rereads is not None:
+            if self.stream:
+                before.rereads = None
+            elif before.rereads is not None:
                 before.rereads[before.delivered] = {}
-        self.times[worker] = told.times
+        self.times[told.worker] = told.times
         if told.times > MANY and record.rereads is not None:
             self.give_up(record, "its data set")
 

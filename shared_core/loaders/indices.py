@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
@@ -24,7 +24,7 @@ from shared_core.loaders.opaque import Watch
 from shared_core.loaders.owned import OwnedState
 from shared_core.loaders.place import Draws, Way
 from shared_core.loaders.randomness import DrawLog, RawRandom, restore_raw, seed_random, write_random
-from shared_core.loaders.reader import Asked
+from shared_core.loaders.reader import Asked, Start
 from shared_core.loaders.seeded import SeededBatch, SeededIndex, place_seed
 
 _SAMPLER = -1
@@ -49,6 +49,7 @@ class Follow:
         prepare: called with the number of each index before it is drawn.
         states: of loader workers, by the number of the batch before which each is put back.
         ends: no index is given.
+        starts: where loader workers begin each pass over a stream, from the one in which they are started.
     """
 
     way: Way = field(default_factory=lambda: Way((), 0))
@@ -56,6 +57,7 @@ class Follow:
     prepare: Callable[[int], None] | None = None
     states: Mapping[int, Any] = field(default_factory=dict)
     ends: bool = False
+    starts: Sequence[Start] = ()
 
 
 class Drawing(Iterator[Any]):

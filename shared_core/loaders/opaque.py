@@ -142,11 +142,19 @@ def _attributes(item: Any) -> Iterator[tuple[str, Any]]:
     for name, value in list(getattr(item, "__dict__", {}).items()):
         if name not in BACK_REFERENCES and not (private and name.startswith("_")):
             yield name, value
-    for kind in type(item).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in () if _of_a_library(kind) else ([slots] if isinstance(slots, str) else slots):
-            if name not in ("__dict__", "__weakref__") and hasattr(item, name):
-                yield name, getattr(item, name)
+    for name in _slots(type(item).__mro__):
+        if hasattr(item, name):
+            yield name, getattr(item, name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kinds: tuple[type, ...]) -> tuple[str, ...]:
+    """Attributes that these classes keep in slots."""
+    found: list[str] = []
+    for each in kinds:
+        slots = () if _of_a_library(each) else vars(each).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
 def _held(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -114,5 +114,6 @@ def changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[s
     return {
         path: changed
         for path, values in now.items()
+        if values != before.get(path)
         if (changed := {k: v for k, v in values.items() if k not in before.get(path, {}) or before[path][k] != v})
     }

@@ -35,6 +35,7 @@ class Record:
             all batches are such, or nobody knows.
         indices_sum: checksum of the indices of the batches delivered; None where nobody has computed it.
         loader_workers: state of each loader worker before the first batch that it has to read again.
+        turn: the loader worker that reads the first batch of a stream to be read again.
         stream: state of a loader or data set that can say where it is, before the first batch to be read.
     """
 
@@ -54,6 +55,7 @@ class Record:
     rereads: dict[int, Any] | None = None
     indices_sum: int | None = None
     loader_workers: dict[int, Any] = field(default_factory=dict)
+    turn: int = 0
     stream: Any = None
 
     def plain(self) -> dict[str, Any]:
@@ -75,7 +77,9 @@ class Way:
     begin: int
 
 
-def way_to(record: Record, *, ahead: int, workers: int, seeded: bool = False, taken: int = 0) -> Way:
+def way_to(
+    record: Record, *, ahead: int, workers: int, seeded: bool = False, taken: int = 0, told: bool = False
+) -> Way:
     """How a newcomer reaches the place of its predecessor.
 
     Args:
@@ -84,12 +88,15 @@ def way_to(record: Record, *, ahead: int, workers: int, seeded: bool = False, ta
         workers: of the loader.
         seeded: what an item draws is a function of its place.
         taken: items that this process has taken of a loader that cannot be started again.
+        told: the loader workers of a stream go to the states that they have told.
     """
     begin = record.delivered - min(ahead, record.delivered)
     if seeded or record.stream is not None:
         return Way((), begin)
     if record.rereads is None:
         return Way(range(min(taken, record.delivered), max(begin, taken)), max(begin, taken))
+    if told:
+        return Way([None] * record.turn, begin)
     return Way(_by_turns([number for number in sorted(record.rereads) if number < begin], begin, workers), begin)
 
 
@@ -104,7 +111,7 @@ def _by_turns(numbers: Collection[int], begin: int, workers: int) -> list[int | 
     return lead
 
 
-def needed(records: Sequence[Record], *, ahead: int, workers: int) -> list[tuple[Record, bool]]:
+def needed(records: Sequence[Record], *, workers: int) -> list[tuple[Record, bool]]:
     """The passes that shape a loader's next one, where they do: its workers last, or it is its own iterator.
 
     A pass is needed if it changed what cannot be put back, or if the next that is needed begins with loader workers
@@ -123,7 +130,7 @@ def needed(records: Sequence[Record], *, ahead: int, workers: int) -> list[tuple
         if read or number == 0:
             found.append((each, read))
         if read:
-            wanted = each.rereads != {} or each.delivered - ahead < workers
+            wanted = each.rereads != {} or len(each.loader_workers) < workers
     return found[::-1]
 
 

@@ -50,9 +50,10 @@ class Position(Iterator[Any]):
         self._keep, self._ahead = keep, ahead
         self.inner: Iterator[Any] | None = None
         self._log = DrawLog()
+        self._latest: RawRandom | None = None
         self._drawing: Drawing | None = None
         self._recent: deque[_Mark] = deque(maxlen=max(ahead, 1))
-        self._told: deque[tuple[int, dict[str, Any]]] = deque()  # loader workers' states after the last batches
+        self._told: deque[Note] = deque()  # what loader workers have told with the last batches
         self.last_items: list[Any] = []
         if not lazy:
             self._begin()
@@ -130,7 +131,7 @@ class Position(Iterator[Any]):
         record: Record,
         inner: Iterator[Any],
         drawing: Drawing | None,
-        told: list[tuple[int, dict[str, Any]]],
+        told: list[Note],
         items: list[Any],
     ) -> None:
         """Go on where the pass of a predecessor was.
@@ -139,10 +140,10 @@ class Position(Iterator[Any]):
             record: of that pass.
             inner: the loader's iterator, at that place.
             drawing: what draws its indices.
-            told: states of loader workers after batches fetched ahead of their use.
+            told: by loader workers with the batches fetched ahead of their use.
             items: those fetched last.
         """
-        self._told = deque(told)
+        self._told, self._latest = deque(told), None  # what was seen before says nothing of generators that were set
         self.inner, self.record, self._drawing, self.last_items, self._keep = inner, record, drawing, items, 0
         self._log.notes = record.fetches
         if drawing is not None:
@@ -169,7 +170,8 @@ class Position(Iterator[Any]):
         if not (self._ahead or engine.stream or self.record.delivered < _MARKED):
             return None
         where = engine.where() if self._ahead or engine.kind is Kind.RESTORE else None
-        return _Mark(RawRandom(), engine.owned.capture(), where)
+        self._latest = RawRandom(self._latest)
+        return _Mark(self._latest, engine.owned.capture(), where)
 
     def _note(self, mark: _Mark) -> None:
         engine, record = self._engine, self.record
@@ -177,21 +179,23 @@ class Position(Iterator[Any]):
         # A stream may carry on what each of its items drew, such as a shuffle buffer; a sampler nobody watches starts
         # with the first.
         if engine.stream or engine.indices is None and record.delivered == 0:
-            self._log.note(record.delivered, mark.random, RawRandom())
+            self._latest = RawRandom(self._latest)
+            self._log.note(record.delivered, mark.random, self._latest)
             record.fetches = self._log.notes
 
     def _note_told(self, told: Note) -> None:
         """What the worker has told that read this batch."""
         engine, record = self._engine, self.record
-        number, workers = record.delivered, engine.workers
         if told.changed:
-            before = [state for other, state in self._told if (number - other) % workers == 0]
-            self._note_change(told.changed, before[-1] if before else record.loader_workers.get(number % workers, {}))
-        engine.count_changes(number % workers, told, record)
-        self._told.append((number, told.state))
+            before = [other.state for other in self._told if other.worker == told.worker]
+            state = before[-1] if before else record.loader_workers.get(told.worker, {})
+            self._note_change(told.changed, None if engine.stream else state)
+        engine.count_changes(told, record)
+        self._told.append(told)
         while len(self._told) > self._ahead:
-            number, state = self._told.popleft()
-            record.loader_workers[number % workers] = state
+            first = self._told.popleft()
+            record.loader_workers[first.worker] = first.state
+            record.turn = (first.worker + 1) % engine.workers
 
     def _note_change(self, what: str, before: dict[str, Any] | None) -> None:
         rereads = self.record.rereads

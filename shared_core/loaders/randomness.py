@@ -19,11 +19,11 @@ _MANY_NOTES = 256
 
 
 class RawRandom:
-    """The global generators as the libraries hand them out; cheap to take (about 10 us), compared and packed on
-    demand.
+    """The global generators as the libraries hand them out, compared and packed on demand.
 
     Args:
-        earlier: of the same process; what has not moved since is taken from there, which is cheaper still.
+        earlier: of the same process; NumPy's state is taken from there if it has not moved since, which is several
+            times cheaper. Not after NumPy's generator has been set.
     """
 
     __slots__ = ("torch", "python", "numpy", "_words")

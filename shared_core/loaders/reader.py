@@ -1,10 +1,12 @@
-"""What a loader worker does besides reading: it tells its state with each batch, and goes back to one it is given."""
+"""What a loader worker does besides reading: it tells its state with each batch, and goes to one it is given."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import get_worker_info
@@ -14,6 +16,7 @@ from shared_core.loaders.owned import OwnedState
 from shared_core.loaders.randomness import RawRandom, changed, restore_raw, write_random
 
 _PASSED_OVER = object()
+_DREW = "a global random generator with the items of a stream"
 
 
 class Asked:
@@ -37,14 +40,30 @@ class Note:
             read: as plain data, without what is as it was when the worker had started.
         changed: what reading the batch changed that cannot be put back; empty if nothing.
         times: batches so far whose reading did so.
+        worker: number of the loader worker.
     """
 
-    def __init__(self, state: dict[str, Any], changed: str, times: int) -> None:
-        self.state, self.changed, self.times = state, changed, times
+    def __init__(self, state: dict[str, Any], changed: str, times: int, worker: int) -> None:
+        self.state, self.changed, self.times, self.worker = state, changed, times, worker
 
 
 class Told(list[Any]):
     """A batch and the :class:`Note` with it: a list, which is pinned as one."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where loader workers begin a pass over a stream.
+
+    Attributes:
+        states: by worker, see :attr:`Note.state`; a worker that is not named begins as it is.
+        turn: the worker whose turn it is: each one before it first gives a batch that is passed over.
+        ends: nothing is read.
+    """
+
+    states: Mapping[int, Any] = field(default_factory=dict)
+    turn: int = 0
+    ends: bool = False
 
 
 class Reader:
@@ -70,33 +89,17 @@ class Reader:
         if self._init_fn is not None:
             self._init_fn(worker)
         self._look_around()
-        self._random, self._started = RawRandom(), self._own_state()
+        self._number, self._random, self._started = worker, RawRandom(), self._own_state()
         self._latest = self._random
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, asked: Any) -> Any:
-        index = self._obey(asked)
-        return index if index is _PASSED_OVER else self._dataset[index]
-
-    def __getitems__(self, asked: Any) -> Any:
-        indices = self._obey(asked)
-        if indices is _PASSED_OVER:
-            return indices
-        fetch_many = getattr(self._dataset, "__getitems__", None)
-        return fetch_many(indices) if fetch_many else [self._dataset[index] for index in indices]
 
     def collate(self, items: Any) -> Told:
         """The batch, and what reading it did."""
-        if items is _PASSED_OVER:
-            return Told([None, None])
         batch = self._collate_fn(items)
-        changed = self._watch.changed() if self._watch is not None else ""
-        if changed:
+        what = self._watch.changed() if self._watch is not None else ""
+        if what:
             self._times += 1
             self._look_around()
-        return Told([batch, Note(self._state(), changed, self._times)])
+        return Told([batch, Note(self._state(), what, self._times, self._number)])
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -105,18 +108,6 @@ class Reader:
         self._watch: Watch | None = None
         if self._times <= MANY:  # where there were more, all will be read again
             self._watch = watch_of(self._dataset, self._collate_fn, self._owned, alone=True)
-
-    def _obey(self, asked: Any) -> Any:
-        index = asked
-        if isinstance(asked, Asked):
-            if asked.passed_over:
-                return _PASSED_OVER
-            index = asked.index
-            if asked.state:
-                self._go_to(asked.state)
-        if self._watch is not None:
-            self._watch.look(index)
-        return index
 
     def _own_state(self) -> dict[str, Any]:
         owned = self._owned.capture()
@@ -140,6 +131,95 @@ class Reader:
         self._owned.restore({name: state.get(name, self._started[name]) for name in ("scalars", "generators")})
         if "stream" in state:
             self._dataset.load_state_dict(copy.deepcopy(state["stream"]))
+        elif self._has_state:
+            self._dataset.load_state_dict(pickle.loads(self._started["stream"]))
+
+
+class MapReader(Reader):
+    """Stands for a map-style data set."""
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, asked: Any) -> Any:
+        index = self._obey(asked)
+        return index if index is _PASSED_OVER else self._dataset[index]
+
+    def __getitems__(self, asked: Any) -> Any:
+        indices = self._obey(asked)
+        if indices is _PASSED_OVER:
+            return indices
+        fetch_many = getattr(self._dataset, "__getitems__", None)
+        return fetch_many(indices) if fetch_many else [self._dataset[index] for index in indices]
+
+    def collate(self, items: Any) -> Told:
+        """The batch, and what reading it did."""
+        return Told([None, None]) if items is _PASSED_OVER else super().collate(items)
+
+    def _obey(self, asked: Any) -> Any:
+        index = asked
+        if isinstance(asked, Asked):
+            if asked.passed_over:
+                return _PASSED_OVER
+            index = asked.index
+            if asked.state:
+                self._go_to(asked.state)
+        if self._watch is not None:
+            self._watch.look(index)
+        return index
+
+
+class StreamReader(Reader):
+    """Stands for an iterable data set that can say where it is.
+
+    Args:
+        dataset: the user's.
+        collate_fn: the user's.
+        worker_init_fn: the user's.
+        size: items of a batch, 1 where the loader does not batch.
+        starts: of the first passes; those after them begin where the one before has ended.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Any, worker_init_fn: Any, size: int, starts: Iterable[Start]) -> None:
+        super().__init__(dataset, collate_fn, worker_init_fn)
+        self._size, self._starts = size, deque(starts)
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._items(self._starts.popleft() if self._starts else Start())
+
+    def _items(self, start: Start) -> Iterator[Any]:
+        if start.ends:
+            return
+        if self._number < start.turn:
+            yield from [_PASSED_OVER] * self._size
+        state = start.states.get(self._number)
+        if state is not None:
+            self._go_to(state)
+        self._look()
+        self._ended = state is not None and "ended" in state
+        if not self._ended:
+            yield from self._dataset
+            self._ended = True
+
+    def collate(self, items: Any) -> Told:
+        """The batch, and what reading it did."""
+        if items is _PASSED_OVER or type(items) is list and items[0] is _PASSED_OVER:
+            return Told([None, None])
+        # Nobody can see whether the data set draws once, when it is iterated, or with each item. What the collate_fn
+        # draws belongs to its batch.
+        drew = changed(self._latest, RawRandom(self._latest))
+        told = super().collate(items)
+        self._look()
+        if drew:
+            told[1].changed = _DREW
+        if self._ended:
+            told[1].state["ended"] = True
+        return told
+
+    def _look(self) -> None:
+        if self._watch is not None:
+            self._watch.look(None)
 
 
 #: So many batches whose reading changes what cannot be put back are read again; where there are more, all are.

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shared_core.loaders.engine import Engine, Kind
 from shared_core.loaders.indices import Drawing, Follow
 from shared_core.loaders.place import Record, needed, way_to
 from shared_core.loaders.randomness import write_random
-from shared_core.loaders.reader import Note
+from shared_core.loaders.reader import Note, Start
 from shared_core.waiting import Wait
 
-#: A record, the loader's iterator at its place, what draws its indices, and the states that loader workers have told
-#: with the batches fetched ahead, by the number of the batch.
-Reached = tuple[Record, Iterator[Any], Drawing | None, list[tuple[int, dict[str, Any]]]]
+#: A record, the loader's iterator at its place, what draws its indices, and what loader workers have told with the
+#: batches fetched ahead.
+Reached = tuple[Record, Iterator[Any], Drawing | None, list[Note]]
 
 
 def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[Any]) -> Reached | None:
@@ -36,15 +36,24 @@ def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[An
         records = records[-1:]
     engine.forget_passes()
     reached = None
-    for record, read in needed(records, ahead=state["ahead"], workers=engine.workers):
+    passes = needed(records, workers=engine.workers)
+    starts = [start_of(record, read) for record, read in passes]
+    for record, read in passes:
         already = min(taken, record.delivered)
         taken -= already
         engine.deal_out(record, state)
-        one = _Replay(engine, record, state, already, items, newest=record is records[-1])
+        one = _Replay(engine, record, state, already, items, starts, newest=record is records[-1])
         reached = one.run() if read else one.begin_only()
         engine.replace(record)
     engine.deal_out(None, state)
     return reached
+
+
+def start_of(record: Record, read: bool) -> Start:
+    """Where loader workers of a stream begin a pass; ``read``: it is to be read, not only begun."""
+    if record.rereads is None:
+        return Start(ends=not read)
+    return Start(record.loader_workers, record.turn, ends=not read)
 
 
 class _Replay:
@@ -57,13 +66,15 @@ class _Replay:
         state: Mapping[str, Any],
         already: int,
         items: deque[Any],
+        starts: Sequence[Start],
         newest: bool,
     ) -> None:
-        self._engine, self._record, self._items = engine, record, items
+        self._engine, self._record, self._items, self._starts = engine, record, items, starts
         self._ahead, self._already = state["ahead"], already
         self._recent = state["recent"] if newest else []
         workers = engine.workers if record.rereads is not None else 0
-        self._way = way_to(record, ahead=self._ahead, workers=workers, seeded=engine.kind is Kind.SEEDED, taken=already)
+        seeded, told = engine.kind is Kind.SEEDED, bool(workers) and engine.stream
+        self._way = way_to(record, ahead=self._ahead, workers=workers, seeded=seeded, taken=already, told=told)
 
     def run(self) -> Reached:
         """Go to the place of the pass."""
@@ -81,14 +92,14 @@ class _Replay:
 
     def begin_only(self) -> Reached:
         """Make the iterator, for what that draws and starts."""
-        return self._start(Follow(ends=True))
+        return self._start(Follow(ends=True, starts=self._starts))
 
     def _run(self) -> Reached:
         engine, record, way = self._engine, self._record, self._way
         if engine.indices is not None:
             reached = self._start(self._follow())
         else:
-            reached = self._start(Follow())
+            reached = self._start(Follow(starts=self._starts))
         inner = reached[1]
         done = 0
         wait = Wait(
@@ -105,7 +116,7 @@ class _Replay:
             item, told = self._fetch(inner, number)
             self._items.append(item)
             if told is not None:
-                reached[3].append((number, told.state))
+                reached[3].append(told)
         if reached[2] is not None:
             reached[2].arrive()
         if record.exhausted:
@@ -157,7 +168,7 @@ class _Replay:
             self._prepare(number)
         item, told = engine.fetch(inner)
         if told is not None:
-            engine.count_changes((number or 0) % engine.workers, told, self._record)
+            engine.count_changes(told, self._record)
         else:
             engine.changed()
         return item, told

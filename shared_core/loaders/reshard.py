@@ -123,6 +123,7 @@ def taken_up(state: Mapping[str, Any], indices: list[Any]) -> dict[str, Any]:
         "rereads": {},
         "indices_sum": None,
         "loader_workers": {},
+        "turn": 0,
         "stream": None,
     }
     return {"iterations": [record], "recent": [], "indices": indices}

@@ -102,6 +102,11 @@ class TrackedLoader:
         else:  # nothing has begun to read it: what the script gave it in both processes stays
             self.loader.restore({**state, "owned": {**state["owned"], "scalars": state["moved"]}})
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next iteration is the one that a predecessor was in."""
+        return self._pending is not None
+
     def resume(self, position: Iterator[Any]) -> list[Any]:
         """Put ``position`` where the predecessor's iteration was, if one was in progress.
 

@@ -16,6 +16,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor, nn
 
 from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
+from shared_core.events import console
 from shared_core.job import Job
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import compat
@@ -30,6 +31,7 @@ from shared_core.reroute.places import Places
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.step import Options, StageModel, StepResult, Tied
 from shared_core.reroute.summing import GROUPS, unflatten
+from shared_core.reroute.times import drift_line
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.worker.state.undo import Undo
@@ -57,7 +59,7 @@ class Rerouting:
         folder = job.env.job_dir / f"plans{job.env.restart}"
         ahead, held = options.reroute.ahead, options.reroute.held_micro_batches
         self._plans = Plans(self._topology, variant, ordered, folder, ahead, held)
-        self._prepared: tuple[frozenset[Worker], bool] = (frozenset(), False)
+        self._prepared: tuple[frozenset[Worker], int] = (frozenset(), -1)
         self._layers = _Layers(engine, job)
         self._executor = Executor(
             self._me,
@@ -84,15 +86,15 @@ class Rerouting:
         return int(self._engine.grid.stage_to_global(worker.stage, data=worker.pipeline))
 
     def _prepare(self) -> None:
-        """Have plans made for what may come, if that has changed."""
-        lost, executor = self._executor.lost, self._executor
-        now = lost, self._plans.times is not None
-        if now == self._prepared:
-            return
-        self._prepared = now
-        facts = self._plans.prepare(lost)
-        if executor.connected and self._job.rank == executor.lane.ranks[0]:
+        """Have plans made for what may come, and say what is planned if that has changed."""
+        lost, executor, plans = self._executor.lost, self._executor, self._plans
+        plans.fill(lost)
+        before, self._prepared = self._prepared, (lost, plans.since)
+        if self._prepared != before and executor.connected and self._job.rank == executor.lane.ranks[0]:
+            facts = plans.facts(lost, switched=plans.since != before[1])
             self._job.news.emit("planned", **facts)
+            if "drifted" in facts:
+                console(drift_line(facts))
 
     def at_top(self) -> None:
         """At each batch top: let newcomers in, if the last step has said so."""

@@ -322,7 +322,7 @@ def steps_of(
     job: Job, parameters: Sequence[torch.nn.Parameter], compute: Callable[[int, int], Outcome]
 ) -> DataParallelSteps:
     """The steps of a job's workers; arguments as in :class:`DataParallelSteps`."""
-    steps = DataParallelSteps(
+    return DataParallelSteps(
         job.rank,
         job.world_size,
         parameters,
@@ -333,8 +333,6 @@ def steps_of(
         ordered=job.config.reroute.reduction == "ordered",
         noted=lambda lost, step: job.news.emit("rerouted", lost=lost, step=step),
     )
-    job.lanes.while_completed(steps.come)
-    return steps
 
 
 def hosts(world: int, present: Sequence[int]) -> dict[int, int]:

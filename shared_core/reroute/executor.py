@@ -25,6 +25,7 @@ from shared_core.reroute.messages import MessageChannel, MessageKind
 from shared_core.reroute.moving import Role, Roles
 from shared_core.reroute.places import Places, WorkerPlace
 from shared_core.reroute.planning import Plans
+from shared_core.reroute.reports import Reports
 from shared_core.reroute.row_runner import RowRunner
 from shared_core.reroute.spreading import Due, as_plain, from_plain, next_change, tell
 from shared_core.reroute.step import HomeModel, Item, Options, StageModel, Step, StepResult
@@ -69,11 +70,10 @@ class Executor:
         self._planner, self._history = planner, PlanHistory(planner)
         self._steps: dict[int, Step] = {}
         self._channel: MessageChannel | None = None
-        self._measuring = Measuring(WorkerPlace(home, home, places), planner)
-        self._me = home
         self._roles = Roles(home, model, places, self._role)
         at_home = Places(places.topology, places.home_rank)  # who has moved evaluates at its own place
         self._evaluating = Evaluating(WorkerPlace(home, home, at_home), model)
+        self._me = home
         self._due: Due | None = None
         self._sent_bytes = 0
         self._settled = -1
@@ -81,10 +81,14 @@ class Executor:
         self.step = 0
 
     def _role(self, place: WorkerPlace, model: StageModel) -> Role:
-        finishing = Finishing(place, model, self._history, self._steps, self._knocking, self._options, self._measuring)
+        measuring = Measuring(place, self._planner)  # durations are of the place at which they are taken
+        reports = Reports(place, self._planner, measuring, self._history)
+        finishing = Finishing(
+            place, model, self._history, self._steps, self._knocking, self._options, measuring, reports
+        )
         keeping = Keeping(place)
-        runner = RowRunner(place, model, self._options, finishing, keeping, self._measuring, self._noted)
-        return Role(place, model, finishing, keeping, runner, {})
+        runner = RowRunner(place, model, self._options, finishing, keeping, measuring, self._noted)
+        return Role(place, model, measuring, reports, finishing, keeping, runner, {})
 
     # -- what the engine calls ---------------------------------------------------------------------
 
@@ -104,8 +108,8 @@ class Executor:
             RecoveryFailed: nobody can compute what was lost.
             DataAway: newcomers have to be let in first, before the step; then call it again.
         """
-        self._measuring.begin(self.step)
         through_losses(self._move, self.leave)
+        self._roles.now.measuring.begin(self.step)
         begun = self._steps.get(self.step)
         mine = self._steps[self.step] = Step(self.step)
         for old in [number for number in self._steps if number < self.step - 1]:
@@ -131,6 +135,8 @@ class Executor:
         plan, role = self._history.begin(step.number), self._roles.now
         if not changed:  # else the data are sent already
             role.keeping.give(step, plan)
+        if step.result is None:
+            role.reports.report(step.number)
         role.runner.run(step, plan)
         role.finishing.finish(step)
         assert self._channel is not None
@@ -138,7 +144,7 @@ class Executor:
             self._roles.following.follow(self._channel, step, self.lost)
         activations = [tensors for key, tensors in step.made.items() if key.kind is MessageKind.ACTIVATION]
         self._sent_bytes = max((sum(t.nbytes for t in tensors) for tensors in activations), default=0)
-        self._measuring.agree(self._channel, step.number, activations)
+        role.measuring.agree(self._channel, step.number, activations)
 
     def begin_evaluation(self, top: int, micro_batches: int, items: Sequence[Item]) -> None:
         """See :meth:`Evaluating.begin`."""
@@ -224,7 +230,7 @@ class Executor:
         moves = self._places.still(self._places.moves, lane.ranks)
         ready = self._planner.lies_ready(self._places.vacant_after(moves, lane.ranks))
         views: dict[int, Any] = dict(lane.exchange(self._tell() | {"ready": ready}))
-        self._measuring.learn(views)
+        self._roles.now.measuring.learn(views)
         started = time.perf_counter()
         missed = {entry["generation"]: entry for view in views.values() for entry in view["entries"]}
         for _, entry in sorted(missed.items()):
@@ -241,13 +247,12 @@ class Executor:
             if step in self._history.changed_since(views[rank]["base"]):
                 place = 0  # it has just learned of a change that others had made before
             at[_name(workers[rank])] = [step, place]
-        ready = all(view["ready"] for view in views.values())
         gone = self._places.gone(vacant)
         _refuse(self._topology, gone)
         self._until = _first_without_data(self._topology, gone, views)
         lost = [list(worker) for worker in sorted(vacant)]
-        entry = {"generation": 2 * lane.generation, "lost": lost, "ready": ready, "at": at, "until": self._until}
-        self._apply(entry)
+        entry = {"generation": 2 * lane.generation, "lost": lost, "ready": _all_have(views), "at": at}
+        self._apply(entry | {"until": self._until})
         self._settled = self.step if all(step >= self.step for step, _ in at.values()) else -1
         self._channel = self._roles.meet(lane, views, self._steps)
         self._evaluating.learn({rank: view["evaluating"] for rank, view in views.items()})
@@ -278,8 +283,9 @@ class Executor:
         if not found:
             self._roles.take(moves, self._steps)
             at = {_name(place): [self.step, 0] for rank, place in self._places.workers().items() if rank in lane.ranks}
-            ready, lost = all(view["ready"] for view in views.values()), [list(worker) for worker in sorted(vacant)]
-            self._apply({"generation": 2 * lane.generation + 1, "lost": lost, "ready": ready, "at": at, "until": None})
+            lost = [list(worker) for worker in sorted(vacant)]
+            entry = {"generation": 2 * lane.generation + 1, "lost": lost, "ready": _all_have(views), "at": at}
+            self._apply(entry | {"until": None})
             self._channel = self._roles.meet(lane, views, {})
         if self._places.home_rank(self._me) == lane.ranks[0]:
             facts = {"moves": as_plain(moves), "step": self.step, "took_s": time.perf_counter() - began}
@@ -302,7 +308,7 @@ class Executor:
                 for number, one in self._steps.items()
             },
         }
-        return self._measuring.view() | self._roles.shapes() | mine
+        return self._roles.now.measuring.view() | self._roles.shapes() | mine
 
     def _apply(self, entry: Mapping[str, Any]) -> None:
         try:
@@ -334,6 +340,11 @@ class Executor:
             ranks = having[number]
             waiting = {rank for rank, view in views.items() if rank not in ranks and view["at"][0] <= number}
             role.finishing.pass_on_sums(step, ranks, waiting)
+
+
+def _all_have(views: Mapping[int, Any]) -> list[str]:
+    """Names of the times for which all have the plan that is needed."""
+    return sorted(set.intersection(*(set(view["ready"]) for view in views.values())))
 
 
 def _bytes_in(told: Mapping[int, Any]) -> int:

@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from shared_core.faults import inject
+from shared_core.reroute.drift import Word
 from shared_core.reroute.history import PlanHistory, StepPlan
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
 from shared_core.reroute.places import WorkerPlace
+from shared_core.reroute.reports import Reports
 from shared_core.reroute.step import Options, StageModel, Step, StepResult, Tied, merge, table_of
 from shared_core.reroute.summing import flatten, hand_over, reduce_in_order, unflatten
 from shared_core.schedule.schedule import Action, Kind, Worker
+
+#: What comes before the losses in their message: who is let in, and a word about times.
+_FLAGS = 2
 
 
 class Finishing:
@@ -30,6 +35,7 @@ class Finishing:
         knocking: whether all that are lost have a newcomer that waits; asked at one worker only.
         options: see :class:`Options`.
         measuring: takes durations.
+        reports: has a word to tell with the losses.
 
     Attributes:
         channel: over the lane in use.
@@ -46,11 +52,12 @@ class Finishing:
         knocking: Callable[[], bool],
         options: Options,
         measuring: Measuring,
+        reports: Reports,
     ) -> None:
         self._place, self._model = place, model
         self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
         self._history, self._steps, self._knocking = history, steps, knocking
-        self._options, self._measuring = options, measuring
+        self._options, self._measuring, self._reports = options, measuring, reports
         self._last = place.last
         self._told: set[tuple[int, str]] = set()
         self._heard: set[tuple[int, Worker]] = set()
@@ -280,12 +287,16 @@ class Finishing:
         self._told.add((step.number, "losses"))
         if self._me == self._tails()[0] and self._history.lost and self._knocking():
             step.let_in = self.channel.lane.generation
-        flag = torch.tensor([float(step.let_in)], dtype=torch.float64)
-        table = torch.cat([flag, table_of(step.losses, self._topology)])
+        word = self._reports.word(step.number)
+        flags = torch.tensor([float(step.let_in), float(word)], dtype=torch.float64)
+        table = torch.cat([flags, table_of(step.losses, self._topology)])
         key = MessageKey(step.number, MessageKind.LOSSES, self._me.stage, self._me.pipeline)
         for worker in self._topology.workers():
             if worker not in self._history.lost and worker != self._me:
+                if word is Word.SWITCH:
+                    inject.point("reroute.switching")
                 self.channel.send(key, [table], self._rank(worker))
+        self._reports.tell(step.number, word)
 
     def _tails(self) -> list[Worker]:
         """Workers of the last stage that are there."""
@@ -296,13 +307,14 @@ class Finishing:
         """Wait for the losses that a worker of the last stage tells."""
         if worker == self._me or step.result is not None or (step.number, worker) in self._heard:
             return
-        like = torch.empty(1 + self._topology.pipelines * self._topology.micro_batches, dtype=torch.float64)
+        like = torch.empty(_FLAGS + self._topology.pipelines * self._topology.micro_batches, dtype=torch.float64)
         key = MessageKey(step.number, MessageKind.LOSSES, worker.stage, worker.pipeline)
         (table,) = self.channel.fetch_like(key, [like], self._rank(worker))
         self._heard.add((step.number, worker))
-        merge(step.losses, table[1:], self._topology)
+        merge(step.losses, table[_FLAGS:], self._topology)
         if worker == self._tails()[0]:
             step.let_in = int(table[0])
+            self._reports.hear(step.number, Word(int(table[1])))
 
     def _gather_result(self, step: Step) -> None:
         """The losses of all micro-batches."""

@@ -79,7 +79,7 @@ class PlanHistory:
     def begin(self, step: int) -> StepPlan:
         """The plan of a step that this worker begins."""
         if step not in self.steps:
-            self.steps[step] = StepPlan(self._planner.plan(self.lost))
+            self.steps[step] = StepPlan(self._planner.plan(self.lost, step))
         for old in [number for number in self.steps if number < step - 1]:
             del self.steps[old]
         return self.steps[step]
@@ -93,10 +93,11 @@ class PlanHistory:
 
         Args:
             entry: plain data, the same at every worker: ``generation``, which rises with each change; ``lost``, all
-                places at which nobody computes, as (pipeline, stage); ``ready``, whether all have the plan for these
-                losses already; ``at``: for each worker that is there, as text, the number of its step and its place in
-                that step's row. A worker that has finished a step and begun no other is at place 0 of the next;
-                ``until``, the first step that nobody can make as yet, or None: what was begun of it is begun again.
+                places at which nobody computes, as (pipeline, stage); ``ready``, names of the times for which all have
+                the plan for these losses; ``at``: for each worker that is there, as text, the number of its step and
+                its place in that step's row. A worker that has finished a step and begun no other is at place 0 of the
+                next; ``until``, the first step that nobody can make as yet, or None: what was begun of it is begun
+                again.
 
         Returns:
             Steps that have new rows, in which every worker is at place 0.
@@ -116,7 +117,7 @@ class PlanHistory:
             newest = min(newest, entry["until"] - 1)
         for number in range(first, newest + 1):
             if number not in self.steps:
-                self.steps[number] = StepPlan(self._planner.plan(self.lost))
+                self.steps[number] = StepPlan(self._planner.plan(self.lost, number))
             before, self.steps[number] = self.steps[number], self._again(self.steps[number], number, lost, at)
             if self.steps[number] is not before:
                 fresh.add(number)
@@ -143,7 +144,7 @@ class PlanHistory:
         if all(progress[worker] == len(rows.get(worker, ())) for worker in progress):
             return step  # nobody there has anything left to do
         if not any(progress.values()) and not done:
-            fresh, staggered = self._planner.plan(lost), step.plan.variant is Variant.STAGGERED
+            fresh, staggered = self._planner.plan(lost, number), step.plan.variant is Variant.STAGGERED
             seconds = [self._planner.seconds(one.schedule, staggered) for one in (fresh, step.plan)]
             self.extra[number] = seconds[0] - seconds[1]
             self.rest[number] = self._planner.rest(fresh.schedule, staggered, ())
@@ -158,7 +159,7 @@ class PlanHistory:
             step.plan,
             progress,
             now,
-            times=planner.planned_times,
+            times=planner.planned_times(number),
             measured=planner.times,
             before=step.done,
             memory=planner.memory,

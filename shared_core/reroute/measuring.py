@@ -1,4 +1,4 @@
-"""Durations that workers take in the first steps, and the times that all of them then plan with."""
+"""Durations that a worker takes, and the times that all workers plan with after the first steps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
 from shared_core.reroute.places import WorkerPlace
-from shared_core.reroute.planning import EQUAL, Plans, agree, from_dict, to_dict
+from shared_core.reroute.planning import Plans, TimesInUse
 from shared_core.reroute.room import MemoryUse, bytes_held, spare_bytes
+from shared_core.reroute.times import EQUAL, agree, completed
 from shared_core.schedule.profile import COMMUNICATION, Profile
 from shared_core.schedule.schedule import Kind
 
@@ -20,7 +21,7 @@ MEASURED = 3
 
 
 class Measuring:
-    """Measures the actions of one worker until all workers have agreed on times.
+    """Measures the actions of one worker, and has all workers agree on times at the end of the first steps.
 
     Args:
         place: of this worker.
@@ -34,20 +35,37 @@ class Measuring:
         self._held_bytes: int | None = None
         #: First step of the job; the same at all workers once they have told each other.
         self._first: int | None = None
+        #: First step of this worker.
+        self._began: int | None = None
 
     def begin(self, step: int) -> None:
         """A step begins."""
         if self._first is None:
             self._first = step
+        if self._began is None:
+            self._began = step
 
     def takes(self, step: int) -> bool:
-        """Whether durations are taken in a step: not in the first, in which allocators and caches warm up."""
-        return self._planner.times is None and self._first is not None and step > self._first
+        """Whether durations are taken in a step: not in the first one here, in which allocators and caches warm up."""
+        return self._began is not None and step > self._began
+
+    def takes_halves(self, step: int) -> bool:
+        """Whether some whole backwards are run in halves, so that all sorts of durations are known."""
+        return self._planner.times is None and self.takes(step)
 
     def add(self, step: int, kind: Kind, began: float) -> None:
         """An action of a step is over; it began at this time of ``time.perf_counter``."""
         if self.takes(step):
-            self._profile.add(kind, time.perf_counter() - began)
+            self._profile.add(kind, time.perf_counter() - began, step)
+
+    def recent(self, since: int) -> dict[str, float]:
+        """Medians of the steps from ``since`` on, with what is known of those that were not taken lately; empty for a
+        worker that has taken none, and before all have agreed on times.
+        """
+        medians, used = self._profile.medians(since), self._planner.times
+        if used is None or not medians.keys() & {Kind.F, Kind.I, Kind.W, Kind.B}:
+            return {}
+        return completed(medians, used.at(self._me))
 
     def measure_held(self, step: int, tensors: Tensors, outputs: Tensors, parameters: Sequence[Tensor]) -> None:
         """A forward is over: take what it holds until its backward, once."""
@@ -56,17 +74,12 @@ class Measuring:
 
     def view(self) -> dict[str, Any]:
         """What others are told after a loss; plain data."""
-        planner = self._planner
-        if planner.times is None:
-            return {"began": self._first, "times": None}
-        return {"began": self._first, "times": to_dict(planner.times), "room": list(planner.room)}
+        return {"began": self._first} | self._planner.view()
 
     def learn(self, views: Mapping[int, Any]) -> None:
         """Take over the times that others go by, or from which step on they measure."""
         self._first = min((view["began"] for view in views.values() if view["began"] is not None), default=None)
-        known = next((view for view in views.values() if view["times"] is not None), None)
-        if known is not None and self._planner.times is None:
-            self._planner.adopt(from_dict(known["times"]), tuple(known["room"]))
+        self._planner.learn(views.values())
 
     def agree(self, channel: MessageChannel, step: int, activations: Sequence[Tensors]) -> None:
         """At the end of the last step that is measured, all workers tell what they found, and go by the same times
@@ -80,17 +93,19 @@ class Measuring:
         Raises:
             LaneBroken: somebody was lost.
         """
+        if self._planner.times is not None:  # always at another's place: nobody moves before there are times
+            return
         assert self._first is not None
-        if self._planner.times is not None or step + 1 < self._first + MEASURED:
+        if step + 1 < self._first + MEASURED:
             return
         lane = channel.lane
         self._ping(channel, step, lane.exchange(bool(activations)), activations[:1])
         use = MemoryUse(self._held_bytes, spare_bytes())
         found = lane.exchange({"medians": self._profile.medians(), "memory": list(use)})
-        stages = {rank: worker.stage for rank, worker in self._place.workers().items()}
-        times = agree(((stages[rank], one["medians"]) for rank, one in found.items()), self._topology.stages)
-        room = self._planner.room_for((stages[rank], MemoryUse(*one["memory"])) for rank, one in found.items())
-        self._planner.adopt(EQUAL if times is None else times, room)
+        workers = self._place.workers()
+        times = agree(((workers[rank], one["medians"]) for rank, one in found.items()), self._topology.stages)
+        room = self._planner.room_for((workers[rank].stage, MemoryUse(*one["memory"])) for rank, one in found.items())
+        self._planner.adopt(TimesInUse(step + 1, EQUAL if times is None else times), room)
 
     def _ping(self, channel: MessageChannel, step: int, sends: Mapping[int, bool], parts: Sequence[Tensors]) -> None:
         """Measure how long activations take to the next stage: half of the way there and back, in turn."""

@@ -56,8 +56,10 @@ class MessageKind(IntEnum):
     EVALUATION = 13  # from the stage before, in an evaluation
     EVALUATION_INPUTS = 14
     EVALUATION_LABELS = 15
-    STATE = 16  # of a stage, for who moves there
-    FOLLOW = 17  # the sum of a stage, for its worker that computes elsewhere
+    REPORT = 16  # medians of a worker, to the one that decides on times
+    PROPOSAL = 17  # medians of all, from there
+    STATE = 18  # of a stage, for who moves there
+    FOLLOW = 19  # the sum of a stage, for its worker that computes elsewhere
 
 
 class MessageKey(NamedTuple):

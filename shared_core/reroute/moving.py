@@ -19,8 +19,10 @@ from shared_core.errors import ReplicaMismatch, Unsupported
 from shared_core.faults import inject
 from shared_core.reroute.finishing import Finishing, set_gradients
 from shared_core.reroute.keeping import Keeping
+from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Shapes
 from shared_core.reroute.places import Places, WorkerPlace
+from shared_core.reroute.reports import Reports
 from shared_core.reroute.row_runner import RowRunner
 from shared_core.reroute.step import HomeModel, StageModel, Step
 from shared_core.schedule.normalise import Move
@@ -35,6 +37,8 @@ class Role:
     Attributes:
         place: where.
         model: its layers.
+        measuring: takes durations there.
+        reports: tells them, and new times.
         finishing: ends steps.
         keeping: passes data on.
         runner: runs rows.
@@ -43,6 +47,8 @@ class Role:
 
     place: WorkerPlace
     model: StageModel
+    measuring: Measuring
+    reports: Reports
     finishing: Finishing
     keeping: Keeping
     runner: RowRunner
@@ -119,6 +125,7 @@ class Roles:
             for rank, view in views.items()
         }
         channel = MessageChannel(lane, self._places.topology, self.now.shapes, knows)
+        self.now.reports.connect(channel)
         self.now.finishing.connect(channel)
         self.now.runner.connect(channel)
         self.now.keeping.connect(channel, steps, views)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,10 @@ class Settings:
         try:
             times = data["times"]
             stages = tuple(StageTimes(**one) for one in times["stages"])
+            own = tuple((Worker(*place), StageTimes(**one)) for place, one in times["own"])
             return cls(
                 Topology(**data["topology"]),
-                Times(stages, times["communication"], times["data_apart"]),
+                Times(stages, times["communication"], times["data_apart"], own),
                 Variant(data["variant"]),
                 data["ordered"],
                 tuple(data["room"]),
@@ -83,7 +85,7 @@ class Settings:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"these are not a planner's settings: {error!r}") from error
 
-    @property
+    @cached_property
     def key(self) -> str:
         """A name for the folder of their plans; other times, another folder."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
@@ -105,13 +107,13 @@ class PlanStore:
 
     def look_up(self, lost: Collection[Worker]) -> IterationPlan | None:
         """The plan for these losses, None if it has not been made yet. Reads one file, the first time."""
-        pattern, names = canonical(self.settings.topology, lost)
+        pattern, names = canonical(self.settings.topology, lost, self.settings.times)
         found = self._load(pattern)
         return None if found is None else rename(found, {new: old for old, new in names.items()})
 
     def make(self, lost: Collection[Worker]) -> IterationPlan:
         """The plan for these losses, made and stored if it is not there; raises what ``planner.plan`` does."""
-        pattern, names = canonical(self.settings.topology, lost)
+        pattern, names = canonical(self.settings.topology, lost, self.settings.times)
         found = self._load(pattern)
         if found is None:
             found = self.settings.plan(pattern)
@@ -126,7 +128,7 @@ class PlanStore:
         """Make all plans for 0 to so many losses, fewest first, while ``wanted``; returns how many there are."""
         count = 0
         for number in range(losses + 1):
-            for pattern in patterns(self.settings.topology, number):
+            for pattern in patterns(self.settings.topology, number, self.settings.times):
                 if not wanted():
                     return count
                 self.make(pattern)

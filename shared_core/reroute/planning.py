@@ -10,82 +10,61 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared_core.errors import ConfigError
 from shared_core.reroute.plan_cache import Filling, PlanStore, Settings
 from shared_core.reroute.room import MemoryUse, room_of
+from shared_core.reroute.times import EQUAL, drifts, from_dict, rounded, to_dict
 from shared_core.schedule.check import Memory
 from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Variant
-from shared_core.schedule.profile import COMMUNICATION
 from shared_core.schedule.remainder import EFFORT
-from shared_core.schedule.schedule import Action, Kind, Schedule, Topology, Worker
-from shared_core.schedule.timing import StageTimes, Times, simulate
+from shared_core.schedule.schedule import Action, Schedule, Topology, Worker
+from shared_core.schedule.timing import Times, simulate
 
-#: Parts into which the longest of the measured F, I and W is divided; plans go by whole parts. Noise of some percent
-#: would make orders that look better and are not, and no plan would reach its bound, at which planning stops.
-PARTS = 8
-#: What an engine plans for until it has measured: equal slots.
-EQUAL = Times(data_apart=True)
-
-#: Medians of one worker, by kind of action or ``communication``, in seconds.
-Medians = Mapping[str, float]
+#: Times that are known: the step under way may be of the one before the newest.
+_KEPT = 2
 
 
-def agree(found: Iterable[tuple[int, Medians]], stages: int) -> Times | None:
-    """Times of the stages from what all workers have measured, given as (stage, medians).
+@dataclass(frozen=True)
+class TimesInUse:
+    """Times that all go by from a step on.
 
-    A worker that comes early to the sum of gradients waits there for its peers, so the least of a stage's optimizer
-    times is its own. Of all else it is the median of the workers.
-
-    Returns:
-        None if a stage has not been measured.
+    Attributes:
+        since: that step.
+        times: durations.
+        ready: losses whose plan all had when they agreed on the times; None if nobody was asked.
     """
-    rows = list(found)
-    made = []
-    for stage in range(stages):
-        there: dict[str, list[float]] = {}
-        for at, medians in rows:
-            if at == stage:
-                for name, seconds in medians.items():
-                    there.setdefault(name, []).append(seconds)
-        middle = {name: median(values) for name, values in there.items()}
-        try:
-            whole, optimizer = middle.get(Kind.B), min(there[Kind.OPT])
-            made.append(StageTimes(middle[Kind.F], middle[Kind.I], middle[Kind.W], optimizer, whole))
-        except KeyError:
-            return None
-    transfers = [medians[COMMUNICATION] for _, medians in rows if COMMUNICATION in medians]
-    return Times(tuple(made), median(transfers) if transfers else 0.0, data_apart=True)
+
+    since: int
+    times: Times
+    ready: frozenset[Worker] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        ready = None if self.ready is None else [list(worker) for worker in sorted(self.ready)]
+        return {"since": self.since, "times": to_dict(self.times), "ready": ready}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TimesInUse:
+        """Reverse of :meth:`to_dict`."""
+        ready = None if data["ready"] is None else frozenset(Worker(*each) for each in data["ready"])
+        return cls(data["since"], from_dict(data["times"]), ready)
 
 
-def rounded(times: Times) -> Times:
-    """Times in whole parts, for the planner; see :data:`PARTS`. A whole backward is its two halves if it nearly is."""
-    part = max(max(one.forward, one.backward_input, one.backward_weight) for one in times.stages) / PARTS
-    if not part:
-        return times
+class Proposal(NamedTuple):
+    """Times that all may go by later.
 
-    def whole(seconds: float) -> float:
-        return float(round(seconds / part))
+    Attributes:
+        number: of the proposal.
+        times: durations.
+    """
 
-    def of(one: StageTimes) -> StageTimes:
-        halves = one.backward_input + one.backward_weight
-        splits_well = one.backward is None or abs(one.backward - halves) <= halves / PARTS
-        return StageTimes(
-            whole(one.forward),
-            whole(one.backward_input),
-            whole(one.backward_weight),
-            whole(one.optimizer),
-            None if splits_well or one.backward is None else whole(one.backward),
-        )
-
-    # Never nothing: a plan that leaves messages some time is as short, and a late one then delays nobody.
-    made = tuple(of(one) for one in times.stages)
-    return replace(times, stages=made, communication=max(1.0, whole(times.communication)))
+    number: int
+    times: Times
 
 
 class Plans:
@@ -103,8 +82,8 @@ class Plans:
     Attributes:
         variant: of all plans.
         ordered: all micro-batches of a lost worker go to one peer.
-        times: durations that all workers go by; None until they are known: then plans are made for equal slots.
         room: micro-batches that a worker of each stage may hold.
+        proposal: times that plans are being made for, if any.
     """
 
     def __init__(
@@ -112,68 +91,135 @@ class Plans:
     ) -> None:
         self._topology, self.variant, self.ordered = topology, variant, ordered
         self._folder, self._losses, self._held = folder, losses, held
-        self.times: Times | None = None
         self.room = room_of(topology, held)
-        self._known: dict[frozenset[Worker], IterationPlan] = {}
-        self._looked_up: dict[frozenset[Worker], tuple[bool, float]] = {}
-        self._store: PlanStore | None = None
+        self.proposal: Proposal | None = None
+        self._in_use: tuple[TimesInUse, ...] = ()
+        self._known: dict[tuple[str, frozenset[Worker]], IterationPlan] = {}
+        self._looked_up: tuple[bool, float] = False, 0.0
+        self._by_times: dict[Times | None, Settings] = {}
+        self._stores: dict[str, PlanStore] = {}
+        self._filled: set[tuple[str, int]] = set()
         self._filling: Filling | None = None
+
+    # -- times -------------------------------------------------------------------------------------
+
+    @property
+    def times(self) -> Times | None:
+        """Durations that all workers go by; None until they are known: then plans are made for equal slots."""
+        return self._in_use[-1].times if self._in_use else None
+
+    @property
+    def since(self) -> int:
+        """First step that is planned with the newest times; -1 before anything is measured."""
+        return self._in_use[-1].since if self._in_use else -1
 
     def room_for(self, found: Iterable[tuple[int, MemoryUse]]) -> tuple[int, ...]:
         """What workers may hold, from what all have measured, given as (stage, use)."""
         return room_of(self._topology, self._held, found)
 
-    def adopt(self, times: Times, room: tuple[int, ...]) -> None:
-        """Go by these times, and hold so much, from now on."""
-        self.times, self.room = times, room
-        self._known.clear()
-        self._looked_up.clear()
-        self._store = PlanStore(self._folder, self._settings)
+    def adopt(self, used: TimesInUse, room: tuple[int, ...]) -> None:
+        """Go by these times, and hold so much, from their first step on."""
+        self._use((*self._in_use, used)[-_KEPT:], room)
 
-    @property
-    def _settings(self) -> Settings:
-        times = EQUAL if self.times is None else rounded(self.times)
-        return Settings(self._topology, times, self.variant, self.ordered, self.room)
+    def view(self) -> dict[str, Any]:
+        """What others are told after a loss; plain data."""
+        return {"in_use": [used.to_dict() for used in self._in_use], "room": list(self.room)}
 
-    @property
-    def planned_times(self) -> Times:
-        """Durations that plans are made for: rounded, in no unit."""
-        return self._settings.times
+    def learn(self, views: Iterable[Mapping[str, Any]]) -> None:
+        """Go by what the one knows that has heard most: the times of a step are settled before anybody begins it."""
+        newest = max(views, key=lambda view: max((each["since"] for each in view["in_use"]), default=-1))
+        if newest["in_use"] and newest["in_use"][-1]["since"] > self.since:
+            self._use(tuple(map(TimesInUse.from_dict, newest["in_use"])), tuple(newest["room"]))
+
+    def _use(self, in_use: tuple[TimesInUse, ...], room: tuple[int, ...]) -> None:
+        self._in_use, self.room, self.proposal = in_use, room, None
+        self._by_times.clear()
+        names = {self._settings(used.times).key for used in in_use}
+        self._known = {key: plan for key, plan in self._known.items() if key[0] in names}
+        self._stores = {name: store for name, store in self._stores.items() if name in names}
+
+    def _of_step(self, step: int) -> TimesInUse | None:
+        return next((used for used in reversed(self._in_use) if used.since <= step), None)
+
+    def _settings(self, times: Times | None) -> Settings:
+        if times not in self._by_times:
+            planned = EQUAL if times is None else rounded(times)
+            self._by_times[times] = Settings(self._topology, planned, self.variant, self.ordered, self.room)
+        return self._by_times[times]
+
+    def _settings_of(self, step: int) -> Settings:
+        used = self._of_step(step)
+        return self._settings(used.times if used is not None else None)
+
+    def planned_times(self, step: int) -> Times:
+        """Durations that the plan of a step is made for: rounded, in no unit."""
+        return self._settings_of(step).times
 
     @property
     def memory(self) -> Memory:
         """What every worker may hold."""
-        return self._settings.memory
+        return self._settings(None).memory
 
-    def lies_ready(self, lost: frozenset[Worker]) -> bool:
-        """Whether this worker has the plan for these losses; reads one file, the first time."""
-        if self._store is None or not self._losses:
-            return False
+    # -- plans -------------------------------------------------------------------------------------
+
+    def _store(self, settings: Settings) -> PlanStore:
+        name = settings.key
+        if name not in self._stores:
+            self._stores[name] = PlanStore(self._folder, settings)
+        return self._stores[name]
+
+    def _has(self, settings: Settings, lost: frozenset[Worker]) -> bool:
+        """Whether this worker has a plan; reads one file, the first time."""
         try:
-            return self._store.look_up(lost) is not None
+            return self._store(settings).look_up(lost) is not None
         except ConfigError:  # half a file, say, on a full disk
             return False
 
-    def choose(self, lost: frozenset[Worker], ready: bool) -> None:
-        """Go by the plan that lies ready, if it does so everywhere, else by one that is quickly made.
+    def lies_ready(self, lost: frozenset[Worker]) -> list[str]:
+        """Names of the times, in use and proposed, for which this worker has the plan for these losses."""
+        if not self._losses:
+            return []
+        proposed = [] if self.proposal is None else [self.proposal.times]
+        newest = [] if self.times is None else [self.times]
+        found = [self._settings(times) for times in (*newest, *proposed)]
+        return [settings.key for settings in found if self._has(settings, lost)]
+
+    def ready_for(self, lost: frozenset[Worker]) -> int:
+        """Number of the proposal, if this worker has the plan for these losses that goes with it, else -1."""
+        if self.proposal is None:
+            return -1
+        ready = not self._losses or self._has(self._settings(self.proposal.times), lost)
+        return self.proposal.number if ready else -1
+
+    def choose(self, lost: frozenset[Worker], ready: Collection[str]) -> None:
+        """With the newest times, go by the plan that lies ready, if it does so everywhere, else by one that is quickly
+        made.
 
         Args:
             lost: what to plan for.
-            ready: what all workers have agreed upon.
+            ready: names of the times for which all workers have the plan.
         """
-        began, found = time.perf_counter(), None
-        if ready and self._store is not None:
-            found = self._store.look_up(lost) or self._settings.plan(lost)
-        if found is None:
-            found = self._settings.plan_within(lost, EFFORT)
-        self._known[lost] = found
-        self._looked_up[lost] = ready, time.perf_counter() - began
+        settings = self._settings(self.times)
+        self._make(settings, lost, settings.key in ready)
 
-    def plan(self, lost: frozenset[Worker]) -> IterationPlan:
+    def _make(self, settings: Settings, lost: frozenset[Worker], ready: bool) -> IterationPlan:
+        began, found = time.perf_counter(), None
+        if ready:
+            found = self._store(settings).look_up(lost) or settings.plan(lost)
+        if found is None:
+            found = settings.plan_within(lost, EFFORT)
+        self._known[settings.key, lost] = found
+        self._looked_up = ready, time.perf_counter() - began
+        return found
+
+    def plan(self, lost: frozenset[Worker], step: int) -> IterationPlan:
         """The plan of a step that begins while some are lost."""
-        if lost not in self._known:
-            self.choose(lost, False)
-        return self._known[lost]
+        used, settings = self._of_step(step), self._settings_of(step)
+        found = self._known.get((settings.key, lost))
+        if found is None:
+            ready = used is not None and used.ready == lost and self._losses > 0
+            found = self._make(settings, lost, ready)
+        return found
 
     def seconds(self, schedule: Schedule, staggered: bool) -> float:
         """What an iteration takes, by the measured times."""
@@ -184,16 +230,20 @@ class Plans:
         timeline = simulate(schedule, self.times or EQUAL, staggered=staggered, done=done, rounds=0)
         return max((slot.end for row in timeline.rows.values() for slot in row), default=0.0)
 
-    def prepare(self, lost: frozenset[Worker]) -> dict[str, Any]:
-        """Begin to make plans for further losses, and say what is planned for now. Not on the way of a loss.
+    def facts(self, lost: frozenset[Worker], *, switched: bool) -> dict[str, Any]:
+        """What is planned for the losses that there are. Not on the way of a loss.
+
+        Args:
+            lost: who is not there.
+            switched: the newest times are new.
 
         Returns:
             Plain data: the ``times``, the ``room``, the ``period_s`` that is expected, whether the plan was ``ready``,
-            and after how many seconds it was there (``planned_s``).
+            and after how many seconds it was there (``planned_s``). After new times also what ``drifted``: pipeline,
+            stage, kind, seconds before and now; and the period with the plan until then (``period_before_s``).
         """
-        now = self.plan(lost)
-        ready, seconds = self._looked_up[lost]
-        staggered = self.variant is Variant.STAGGERED
+        now, staggered = self.plan(lost, self.since), self.variant is Variant.STAGGERED
+        ready, seconds = self._looked_up
         facts = {
             "lost": [list(worker) for worker in sorted(lost)],
             "period_s": self.seconds(now.schedule, staggered),
@@ -202,30 +252,34 @@ class Plans:
             "ready": ready,
             "planned_s": seconds,
         }
-        if self._store is None or not self._losses:
-            return facts
-        number = len(lost) + self._losses
-        try:
-            (self._store.folder / f"for-{number}-losses").touch(exist_ok=False)
-        except FileExistsError:
-            return facts  # another worker of this machine makes them
-        self.stop()
-        self._filling = self._store.fill_in_background(number)
+        if switched and len(self._in_use) == _KEPT:
+            old, new = self._in_use
+            there = [worker for worker in self._topology.workers() if worker not in lost]
+            before = self.plan(lost, new.since - 1)
+            found = drifts(new.times, old.times, there)
+            facts["drifted"] = [[*one.worker, one.kind.value, one.before, one.now] for one in found]
+            facts["period_before_s"] = self.seconds(before.schedule, staggered)
         return facts
+
+    def fill(self, lost: frozenset[Worker]) -> None:
+        """Begin to make plans for these and further losses, with the times that are proposed, or else in use."""
+        times = self.times if self.proposal is None else self.proposal.times
+        if times is None or not self._losses:
+            return
+        settings, number = self._settings(times), len(lost) + self._losses
+        if (settings.key, number) in self._filled:
+            return
+        self._filled.add((settings.key, number))
+        store = self._store(settings)
+        try:
+            (store.folder / f"for-{number}-losses").touch(exist_ok=False)
+        except FileExistsError:
+            return  # another worker of this machine makes them
+        self.stop()
+        self._filling = store.fill_in_background(number)
 
     def stop(self) -> None:
         """End what runs in the background."""
         if self._filling is not None:
             self._filling.stop()
             self._filling = None
-
-
-def to_dict(times: Times) -> dict[str, Any]:
-    """Plain data of times by stage."""
-    rows = [[s.forward, s.backward_input, s.backward_weight, s.optimizer, s.backward] for s in times.stages]
-    return {"stages": rows, "communication": times.communication}
-
-
-def from_dict(data: Mapping[str, Any]) -> Times:
-    """Reverse of :func:`to_dict`."""
-    return Times(tuple(StageTimes(*row) for row in data["stages"]), data["communication"], data_apart=True)

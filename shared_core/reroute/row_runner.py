@@ -128,7 +128,7 @@ class RowRunner:
         gradients = None if self._last else self._gradients(step, plan, action, outputs)
         self._finishing.tell_read(step, plan)
         whole, began = action.kind is Kind.B, time.perf_counter()
-        halves = whole and self._measuring.takes(step.number) and (action.micro_batch + step.number) % 2 == 1
+        halves = whole and self._measuring.takes_halves(step.number) and (action.micro_batch + step.number) % 2 == 1
         with self._accumulating(step, action.pipeline):
             found = record.backward(gradients) if whole and not halves else record.backward_input(gradients)
         if whole and not halves:

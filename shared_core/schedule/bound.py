@@ -8,6 +8,7 @@ tail). For any set of jobs of one worker the plan takes at least the least head,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import combinations
 from typing import NamedTuple
 
@@ -46,27 +47,35 @@ def lower_bound(problem: Problem) -> float:
     """
     topology, times = problem.topology, problem.times
     coupled = problem.variant is Variant.COUPLED
-    stages = [_Stage.of(times.at(Worker(0, s)), coupled) for s in range(topology.stages)]
-    most = dict.fromkeys(range(topology.stages), 0)
+    own = {worker: _Stage.of(times.at(worker), coupled) for worker in topology.workers()}
+    most: dict[tuple[int, _Stage], int] = {}
     best = 0.0
     for worker, count in _counts(problem).items():
-        stage = worker.stage
+        here = own[worker]
         if problem.done:
             done = [one for one in problem.done.get(worker, ()) if one.kind is not Kind.OPT]
-            left = count * sum(stages[stage]) - sum(times.at(worker).of(one.kind) for one in done)
+            left = count * sum(here) - sum(times.at(worker).of(one.kind) for one in done)
             best = max(best, left)
-        most[stage] = max(most[stage], count)
+        most[worker.stage, here] = max(most.get((worker.stage, here), 0), count)
     if problem.done:
         return best
-    for stage, count in most.items():
-        jobs = _jobs(stages, times.communication, stage, count, alone=problem.staggered)
+    # Other stages are passed at their fastest worker.
+    there = [[w for w in own if w.stage == s and w not in problem.lost] for s in range(topology.stages)]
+    stages = [_fastest(own[worker] for worker in workers) for workers in there]
+    for (stage, here), count in most.items():
+        jobs = _jobs(stages, here, times.communication, stage, count, alone=problem.staggered)
         spans = (
             min(one.head for one in some) + sum(one.work for one in some) + min(one.tail for one in some)
             for size in range(1, len(jobs) + 1)
             for some in combinations(jobs, size)
         )
-        best = max(best, max(spans) + (times.at(Worker(0, stage)).optimizer if problem.staggered else 0.0))
+        optimizer = max(times.at(worker).optimizer for worker in there[stage])
+        best = max(best, max(spans) + (optimizer if problem.staggered else 0.0))
     return best
+
+
+def _fastest(some: Iterable[_Stage]) -> _Stage:
+    return _Stage(*map(min, zip(*some, strict=True)))
 
 
 def _counts(problem: Problem) -> dict[Worker, int]:
@@ -79,9 +88,10 @@ def _counts(problem: Problem) -> dict[Worker, int]:
     return counts
 
 
-def _jobs(stages: list[_Stage], communication: float, stage: int, count: int, *, alone: bool) -> list[_Job]:
+def _jobs(
+    stages: list[_Stage], here: _Stage, communication: float, stage: int, count: int, *, alone: bool
+) -> list[_Job]:
     """The jobs of a worker; ``alone``: between the first start and the last end of its stage, not of all stages."""
-    here = stages[stage]
     head = 0.0 if alone else sum(one.forward + communication for one in stages[:stage])
     answer = sum(one.forward + one.gradient + 2 * communication for one in stages[stage + 1 :])
     tail, way = here.rest, 0.0

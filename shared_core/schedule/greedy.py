@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from shared_core.schedule.bound import lower_bound
 from shared_core.schedule.listing import Arrays, Rule
@@ -99,17 +101,25 @@ def _attempts(
     """
     whiches, aheads = list(range(choices)), [0, 1, 2, problem.topology.stages]
     whole = problem.variant is Variant.COUPLED
+    # Whole backwards lose less where forwards are ready for the next one; split ones go on with a W.
+    first, second = (math.inf, -math.inf) if whole else (-math.inf, math.inf)
     if hurry:
         aheads.reverse()
         whiches = [*whiches[-2:], *reversed(whiches[:-2])]
     for hosted in (0.5, -0.5, 1.5, -1.5, 99.0, -99.0):
         for which in whiches:
             for ahead in aheads:
-                # Whole backwards lose less where forwards are ready for the next one; split ones go on with a W.
-                for forward_first in (whole, not whole):
-                    yield which, Rule(hosted, ahead, forward_first)
+                for lead in (first, second):
+                    yield which, Rule(hosted, ahead, lead)
                 if hosted == 0.5:
-                    yield which, Rule(0.0, ahead, forward_first=whole, arrival=True)
+                    yield which, Rule(0.0, ahead, first, arrival=True)
+    limited = any(problem.memory.at(worker) < math.inf for worker in problem.topology.workers())
+    for hosted, which, ahead in product((0.5, -0.5), whiches, aheads):
+        for lead in (-1.0, 1.0):
+            yield which, Rule(hosted, ahead, lead)
+        if limited and not whole:
+            for lead in (first, second):
+                yield which, Rule(hosted, ahead, lead, frees=True)
     seed = 0
     while True:
         tried.sort(key=lambda one: one[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -24,7 +25,8 @@ class Rule:
     Attributes:
         hosted: micro-batches of others come this many places before a worker's own of the same index.
         ahead: forwards that a pipeline may be ahead at a stage beyond 1F1B's (stages - stage).
-        forward_first: take a forward before a backward where both can be run.
+        lead: where both can be run, take a forward before a backward that is at most so many micro-batches before it.
+        frees: run a W before a backward where a forward waits for memory.
         arrival: what came first goes first.
         noise: seed of small random changes of the order; 0 for none.
         width: their size, in micro-batches.
@@ -32,7 +34,8 @@ class Rule:
 
     hosted: float = 0.0
     ahead: int = 0
-    forward_first: bool = False
+    lead: float = -math.inf
+    frees: bool = False
     arrival: bool = False
     noise: int = 0
     width: float = 1.0
@@ -192,7 +195,12 @@ class _Pass:
         """Codes of every place in the order in which they start."""
         a, events, instants, wake, host = self.a, self.events, self.instants, self.wake, self.a.host
         forwards, backwards, weights, limit, held = self.forwards, self.backwards, self.weights, self.a.limit, self.held
-        arrival, forward_first, (forward_keys, backward_keys) = self.rule.arrival, self.rule.forward_first, self.keys
+        arrival, lead, frees, (forward_keys, backward_keys) = (
+            self.rule.arrival,
+            self.rule.lead,
+            self.rule.frees,
+            self.keys,
+        )
         in_turn = self.turns is not None
         free = [0.0] * len(a.places)
         rows: list[list[int]] = [[] for _ in a.places]
@@ -218,10 +226,11 @@ class _Pass:
                 if free[w] > now:
                     continue
                 code = -1
-                if forwards[w] and (forward_first or not backwards[w]) and held[w] + 1.0 <= limit[w]:
+                fits = held[w] + 1.0 <= limit[w]
+                if forwards[w] and fits and (not backwards[w] or forwards[w][0][0] <= backwards[w][0][0] + lead):
                     code = self._forward(w, now)
                 if code < 0:
-                    if backwards[w]:
+                    if backwards[w] and not (frees and not fits and forwards[w] and weights[w]):
                         code = self._backward(w, now)
                     elif weights[w]:
                         code = self._weight(w, now)

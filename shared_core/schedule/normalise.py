@@ -153,7 +153,7 @@ def stage_cost(
     With r micro-batches at the survivor that has most of them: the way to the stage, r forwards and backwards, and
     (coupled) the way back. Staggered: r forwards and backwards and the optimizer. Never less than without a loss.
     """
-    at = [times.at(Worker(0, s)) for s in range(topology.stages)]
+    at = [times.of_stage(s) for s in range(topology.stages)]
     count = topology.micro_batches
     heads, tails = [0.0], [0.0]
     for one in at[:-1]:

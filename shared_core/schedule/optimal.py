@@ -263,8 +263,8 @@ class _Model:
 
 def _durations(problem: Problem) -> list[float]:
     values = [problem.times.communication]
-    for stage in problem.times.stages:
-        values += [stage.of(kind) for kind in Kind]
+    for times in (*problem.times.stages, *(one for _, one in problem.times.own)):
+        values += [times.of(kind) for kind in Kind]
     return values
 
 

@@ -187,7 +187,7 @@ def plan(
     """
     times = Times() if times is None else times
     gone = tuple(sorted(set(lost)))
-    route = deal(topology, gone, ordered=ordered)
+    route = deal(topology, gone, times=times, ordered=ordered)
     problem = Problem(topology, times, variant, frozenset(gone), route, memory, ordered)
     if not gone and (healthy := _healthy(problem)) is not None:
         return healthy

@@ -1,7 +1,8 @@
-"""Measured durations of the first steps, from which the planner's times are made."""
+"""Measured durations of one worker, from which the planner's times are made."""
 
 from __future__ import annotations
 
+from collections import deque
 from statistics import median
 
 from shared_core.errors import ConfigError
@@ -10,17 +11,17 @@ from shared_core.schedule.schedule import Kind
 #: Name of transfers among the samples; the others are named as the kinds of actions.
 COMMUNICATION = "communication"
 _NAMES = (*(kind.value for kind in Kind), COMMUNICATION)
-#: Samples kept of each sort; later ones are not looked at.
+#: The newest samples of each sort are kept.
 _KEPT = 64
 
 
 class Profile:
-    """Samples of durations of one worker, in seconds."""
+    """Samples of durations of one worker, in seconds, and the steps in which they were taken."""
 
     def __init__(self) -> None:
-        self._samples: dict[str, list[float]] = {}
+        self._samples: dict[str, deque[tuple[int, float]]] = {}
 
-    def add(self, kind: Kind | str, seconds: float) -> None:
+    def add(self, kind: Kind | str, seconds: float, step: int = 0) -> None:
         """One duration of an action, or of a transfer (``COMMUNICATION``).
 
         Raises:
@@ -31,10 +32,15 @@ class Profile:
             raise ConfigError(f"{name!r} is not profiled; choose one of {', '.join(_NAMES)}")
         if not 0 <= seconds < float("inf"):
             raise ConfigError(f"a duration of {name} must be a finite number of at least 0, got {seconds!r}")
-        there = self._samples.setdefault(name, [])
-        if len(there) < _KEPT:
-            there.append(seconds)
+        self._samples.setdefault(name, deque(maxlen=_KEPT)).append((step, seconds))
 
-    def medians(self) -> dict[str, float]:
-        """Of each sort of samples, by name."""
-        return {name: median(samples) for name, samples in self._samples.items()}
+    def medians(self, since: int = 0) -> dict[str, float]:
+        """Of each sort of samples of the steps from ``since`` on, by name. Transfers are measured once in a job: theirs
+        has no age. Of the optimizer it is the least, since the others contain waiting for peers.
+        """
+        found: dict[str, float] = {}
+        for name, samples in self._samples.items():
+            recent = [seconds for step, seconds in samples if step >= since or name == COMMUNICATION]
+            if recent:
+                found[name] = min(recent) if name == Kind.OPT else median(recent)
+        return found

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from shared_core.errors import ConfigError
 from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.timing import EQUAL_SLOTS, StageTimes, Times
 
 #: Who computes a micro-batch: (home pipeline, stage, micro-batch) to the worker.
 Route = dict[tuple[int, int, int], Worker]
@@ -34,11 +35,9 @@ def survivors(topology: Topology, lost: Collection[Worker]) -> list[list[int]]:
     return alive
 
 
-def deal(topology: Topology, lost: Collection[Worker], *, ordered: bool = False) -> Route:
-    """Deal every micro-batch of a lost worker out: to its peers in turn or, ``ordered``, all to one of them.
-
-    Several losses of one stage continue the same turn, so that no peer gets more than one micro-batch more than
-    another (``ordered``: one lost worker more).
+def deal(topology: Topology, lost: Collection[Worker], *, times: Times = EQUAL_SLOTS, ordered: bool = False) -> Route:
+    """Deal every micro-batch of a lost worker out to the peer that is through with it first, all its work counted;
+    ``ordered``, all of a lost worker to one peer. Peers that are equally fast take turns, over all losses of a stage.
 
     Raises:
         ConfigError: a stage has nobody left.
@@ -48,13 +47,22 @@ def deal(topology: Topology, lost: Collection[Worker], *, ordered: bool = False)
     for stage, peers in enumerate(alive):
         gone = sorted(worker.pipeline for worker in set(lost) if worker.stage == stage)
         # In order, the next pipeline takes all: that spreads losses of several stages over the pipelines.
-        turn = next((i for i, peer in enumerate(peers) if peer > gone[0]), 0) if ordered and gone else 0
+        first = next((i for i, peer in enumerate(peers) if peer > gone[0]), 0) if ordered and gone else 0
+        turns = [Worker(peer, stage) for peer in (*peers[first:], *peers[:first])]
+        takes = {peer: _micro_batch(times.at(peer)) for peer in turns}
+        count = dict.fromkeys(turns, topology.micro_batches)
+        size = topology.micro_batches if ordered else 1
         for d in gone:
             for j in range(topology.micro_batches):
-                route[d, stage, j] = Worker(peers[turn % len(peers)], stage)
-                turn += 0 if ordered else 1
-            turn += 1 if ordered else 0
+                if j % size == 0:
+                    host = min(turns, key=lambda peer: (count[peer] + size) * takes[peer])
+                    count[host] += size
+                route[d, stage, j] = host
     return route
+
+
+def _micro_batch(times: StageTimes) -> float:
+    return times.forward + times.backward_input + times.backward_weight
 
 
 def loads(topology: Topology, lost: Collection[Worker], route: Route) -> dict[Worker, int]:

@@ -7,18 +7,27 @@ from dataclasses import replace
 
 from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.schedule import Schedule, Topology, Worker
+from shared_core.schedule.timing import EQUAL_SLOTS, StageTimes, Times
 
 
-def canonical(topology: Topology, lost: Collection[Worker]) -> tuple[tuple[Worker, ...], dict[int, int]]:
+def canonical(
+    topology: Topology, lost: Collection[Worker], times: Times = EQUAL_SLOTS
+) -> tuple[tuple[Worker, ...], dict[int, int]]:
     """The losses after renaming pipelines, and the new name of every pipeline.
 
-    Pipelines are sorted by the stages that they have lost; those that have lost none come last, in their order.
+    Pipelines are sorted by the stages that they have lost; those that have lost none come last, in their order. Only
+    pipelines whose workers have the same times change places.
     """
     stages: dict[int, tuple[int, ...]] = {}
     for d in range(topology.pipelines):
         stages[d] = tuple(sorted({worker.stage for worker in lost if worker.pipeline == d}))
-    order = sorted(stages, key=lambda d: (not stages[d], stages[d], d))
-    names = {d: at for at, d in enumerate(order)}
+    alike: dict[tuple[StageTimes, ...], list[int]] = {}
+    for d in range(topology.pipelines):
+        alike.setdefault(tuple(times.at(Worker(d, s)) for s in range(topology.stages)), []).append(d)
+    names: dict[int, int] = {}
+    for pipelines in alike.values():
+        order = sorted(pipelines, key=lambda d: (not stages[d], stages[d], d))
+        names.update(zip(order, pipelines, strict=True))
     return tuple(sorted(Worker(names[worker.pipeline], worker.stage) for worker in set(lost))), names
 
 
@@ -37,12 +46,12 @@ def rename(plan: IterationPlan, names: Mapping[int, int]) -> IterationPlan:
     return replace(plan, lost=lost, route=route, schedule=Schedule(dict(sorted(rows.items()))))
 
 
-def patterns(topology: Topology, losses: int) -> list[tuple[Worker, ...]]:
+def patterns(topology: Topology, losses: int, times: Times = EQUAL_SLOTS) -> list[tuple[Worker, ...]]:
     """All losses of so many workers that can be survived, one of each sort, in order."""
     found: set[tuple[Worker, ...]] = {()}
     for _ in range(losses):
         found = {
-            canonical(topology, {*pattern, worker})[0]
+            canonical(topology, {*pattern, worker}, times)[0]
             for pattern in found
             for worker in topology.workers()
             if worker not in pattern

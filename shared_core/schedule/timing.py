@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, NoReturn
 
 from shared_core.errors import ConfigError, InvalidSchedule
@@ -59,6 +60,7 @@ class Times:
 
     Attributes:
         stages: of each stage; a single entry holds for all.
+        own: of workers that differ from their stage.
         communication: from the end of an action until its result can be used at the neighbouring stage.
         data_apart: only the two ends of a pipeline have its data. Those of a lost first stage come from the last one,
             which sends them when it begins an iteration; staggered, that is later than a first stage could use them.
@@ -67,6 +69,7 @@ class Times:
     stages: tuple[StageTimes, ...] = (StageTimes(),)
     communication: float = 0.0
     data_apart: bool = False
+    own: tuple[tuple[Worker, StageTimes], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -80,11 +83,27 @@ class Times:
         Raises:
             ConfigError: there are no times of its stage.
         """
+        return self._by_worker.get(worker) or self.of_stage(worker.stage)
+
+    def of_stage(self, stage: int) -> StageTimes:
+        """Durations at the workers of a stage that have none of their own.
+
+        Raises:
+            ConfigError: there are none.
+        """
         if len(self.stages) == 1:
             return self.stages[0]
-        if worker.stage >= len(self.stages):
-            raise ConfigError(f"times are given for {len(self.stages)} stages, but there is a worker {worker}")
-        return self.stages[worker.stage]
+        if stage >= len(self.stages):
+            raise ConfigError(f"times are given for {len(self.stages)} stages, but there is a worker of stage {stage}")
+        return self.stages[stage]
+
+    @cached_property
+    def _by_worker(self) -> dict[Worker, StageTimes]:
+        return dict(self.own)
+
+
+#: One slot for every action, three for the optimizer.
+EQUAL_SLOTS = Times()
 
 
 class Slot(NamedTuple):

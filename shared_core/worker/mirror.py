@@ -11,6 +11,7 @@ from shared_core.events import console
 from shared_core.protocol.mirroring import APPEND, BEGIN, END, LOCAL, REMOVE, SYNC, WRITE, keeper
 from shared_core.system import threads
 from shared_core.system.wire import CONNECT_S, Link, connect
+from shared_core.worker.state.publication_file import is_blank
 
 #: Without a copy for so long, and without a new generation, the user is told.
 _TROUBLE_S = 5.0
@@ -60,7 +61,7 @@ class Mirror:
                 self._link = connect(chosen, self._key)
                 self._send(BEGIN)
                 for path in sorted(self._folder.iterdir()):
-                    if path.suffix != ".tmp" and path.name not in LOCAL:
+                    if path.suffix != ".tmp" and path.name not in LOCAL and not is_blank(path):
                         self._send(WRITE, path.name, [path.read_bytes()])
                 self._send(END)
                 self.sync()

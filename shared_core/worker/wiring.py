@@ -53,6 +53,7 @@ from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import Passes
 from shared_core.worker.state.local_state import Parts, Position
 from shared_core.worker.state.overflow import overflow
+from shared_core.worker.state.overlapped import Overlapped
 from shared_core.worker.state.publications import Board
 from shared_core.worker.state.updates import Updates
 
@@ -131,6 +132,9 @@ class _GroupsRelay(_Relay):
 
     def bucket_input(self, bucket: torch.Tensor) -> BucketInput | None:
         return self._worker.buckets.input_of(bucket)
+
+    def bucket_handed_over(self, op: Op) -> None:
+        self._worker.trained.bucket_handed_over(op)
 
     def bucket_order(self, ddp: DistributedDataParallel, op: Op) -> None:
         self._worker.buckets.note(ddp, op)
@@ -255,7 +259,9 @@ def wire(env: WorkerEnv) -> Worker:
     spare = Spare(env, store, board)
     start = Start(runtime, store, endings, events, updates, parts, board, recovery, lanes, state_relay.presses, spare)
     checkpoints = Checkpointing(start, position, board)
-    trained = Trained(config, runtime, updates, parts, buckets, passes)
+    trained = Trained(
+        config, runtime, updates, parts, buckets, passes, Overlapped(updates.steps, buckets.layout, state_relay.joining)
+    )
     publishing = Publishing(
         position, parts, trained, buckets, passes, updates, runtime, board, donor, lanes, replicas, checkpoints
     )

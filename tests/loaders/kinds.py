@@ -17,14 +17,22 @@ from shared_core.loaders import read_random, wrap_loader, write_random
 
 Batch = torch.Tensor
 SIZE, ROWS = 24, 2
-#: Environment variable: file in which :class:`Plain` notes each index that it reads.
+#: Environment variable: file in which each item that is read is noted.
 LOG = "TEST_READS"
 #: Counted by a function without an object of its own.
 collated = 0
 
 
+def note(index: int) -> None:
+    """An item is read."""
+    if log := os.environ.get(LOG):
+        with open(log, "a", encoding="ascii") as file:
+            file.write(f"{index}\n")
+
+
 def row(index: int, *more: float) -> Batch:
     """An item with noise of all three global generators."""
+    note(index)
     noise = (float(torch.rand(())), random.random(), float(np.random.randn()))
     return torch.tensor([float(index), *noise, *more], dtype=torch.float64)
 
@@ -40,9 +48,6 @@ class Plain(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         self.count += 1
-        if log := os.environ.get(LOG):
-            with open(log, "a", encoding="ascii") as file:
-                file.write(f"{index}\n")
         return row(index, float(self.count))
 
 
@@ -69,6 +74,18 @@ class Cache(Plain):
         if index not in self.kept:
             self.kept[index] = row(index)
         return self.kept[index]
+
+
+class Kept(Plain):
+    """Keeps what any process would have read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Batch] = {}
+
+    def __getitem__(self, index: int) -> Batch:
+        note(index)
+        return self.kept.setdefault(index, torch.tensor([float(index), 0.0, 1.0, 2.0]))
 
 
 class Slots(Cache):
@@ -156,6 +173,18 @@ class Reading(Sampler[int]):
             yield (int(torch.randint(SIZE, ())) + self.dataset.count) % SIZE
 
 
+class Restless(Sampler[int]):
+    """Draws from a global generator with each index."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(SIZE))
+        while left:
+            yield left.pop(int(torch.randint(len(left), ())))
+
+
 class Eager:
     """A batch sampler of tuples that draws when its iterator is made."""
 
@@ -198,6 +227,11 @@ def count_globally(items: list[Batch]) -> Batch:
     return torch.stack(items) + collated
 
 
+def shaken(items: list[Batch]) -> Batch:
+    """A ``collate_fn`` with noise."""
+    return torch.stack(items) + torch.rand(()) + random.random()
+
+
 class Remembering(Plain):
     """Items from a function that remembers."""
 
@@ -221,6 +255,7 @@ class Counter(IterableDataset[Batch]):
         first, self.start = self.start, 0
         for self.at in range(first, SIZE):
             Counter.reads += 1
+            note(self.at)
             noise = float(torch.rand(())) if self.noisy else 0.0
             self.at += 1
             yield torch.tensor([float(self.at), noise])
@@ -230,6 +265,43 @@ class Counter(IterableDataset[Batch]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.start = self.at = state["at"]
+
+
+class Shuffled(IterableDataset[Batch]):
+    """A stream with noise that cannot say where it is; each loader worker has a part of it."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info is not None else (0, 1)
+        order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(17)).tolist()
+        for index in order[first::step]:
+            yield row(index)
+
+
+class Parts(IterableDataset[Batch]):
+    """A stream that can say where it is and has a generator; loader workers have parts of different lengths."""
+
+    def __init__(self) -> None:
+        self.passes, self.at, self.start = 0, 0, 0
+        self.noise = np.random.default_rng(19)
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = get_worker_info()
+        begin, end = (0, SIZE) if info is None else ((0, 15), (15, SIZE))[info.id]
+        first, self.start = self.start, 0
+        for self.at in range(first + 1, end - begin + 1):
+            note(begin + self.at - 1)
+            yield torch.tensor([float(begin + self.at), float(self.passes), self.noise.random(), 0.0])
+        self.passes += 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "passes": self.passes, "noise": self.noise.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = self.at = state["at"]
+        self.passes = state["passes"]
+        self.noise.bit_generator.state = state["noise"]
 
 
 class Stateful:
@@ -245,6 +317,7 @@ class Stateful:
         while self.at < SIZE:
             self.at += 1
             Stateful.reads += 1
+            note(self.at)
             yield torch.rand(2, generator=self.generator) + self.at
         self.at = 0
 
@@ -281,13 +354,18 @@ KINDS: dict[str, Callable[[], Any]] = {
     "remembering": lambda: loader(Remembering()),
     "shared_generator": shared_generator,
     "reading": lambda: DataLoader(d := Plain(), batch_size=ROWS, sampler=Reading(d)),
+    "kept": lambda: loader(Kept()),
+    "restless": lambda: DataLoader(Plain(), batch_size=ROWS, sampler=Restless()),
     "eager": lambda: DataLoader(Plain(), batch_sampler=Eager()),
     "mixing": lambda: loader(Plain(), collate_fn=Collate()),
+    "shaken": lambda: loader(Plain(), collate_fn=shaken),
     "counting": lambda: loader(Plain(), collate_fn=counting()),
     "count_globally": lambda: loader(Plain(), collate_fn=count_globally),
     "counter": lambda: DataLoader(Counter(), batch_size=ROWS),
     "noisy_counter": lambda: DataLoader(Counter(noisy=True), batch_size=ROWS),
     "stateful": Stateful,
+    "stream": lambda: DataLoader(Shuffled(), batch_size=ROWS),
+    "parts": lambda: DataLoader(Parts(), batch_size=ROWS),
     "workers": lambda: loader(Plain(), num_workers=2),
     "workers_lazy": lambda: loader(Lazy(), num_workers=2),
     "workers_cache": lambda: loader(Cache(), num_workers=1),
@@ -297,7 +375,15 @@ KINDS: dict[str, Callable[[], Any]] = {
     "workers_eager": lambda: DataLoader(Plain(), batch_sampler=Eager(), num_workers=3, prefetch_factor=1),
     "workers_unbatched": lambda: loader(Plain(), batch_size=None, num_workers=2),
     "workers_many": lambda: loader(Many(), num_workers=2, prefetch_factor=4),
+    "workers_shaken": lambda: loader(Plain(), num_workers=2, collate_fn=shaken),
+    "workers_stream": lambda: DataLoader(Shuffled(), batch_size=ROWS, num_workers=2),
+    "workers_parts": lambda: DataLoader(Parts(), batch_size=ROWS, num_workers=2),
+    "workers_parts_shaken": lambda: DataLoader(Parts(), batch_size=ROWS, num_workers=2, collate_fn=shaken),
+    "workers_noisy_counter": lambda: DataLoader(Counter(noisy=True), batch_size=ROWS, num_workers=2),
+    "workers_parts_single": lambda: DataLoader(Parts(), batch_size=None, num_workers=2),
     "lasting": lambda: loader(Plain(), **LASTING),
+    "lasting_parts": lambda: DataLoader(Parts(), batch_size=ROWS, **LASTING),
+    "lasting_parts_shaken": lambda: DataLoader(Parts(), batch_size=ROWS, collate_fn=shaken, drop_last=True, **LASTING),
     "lasting_lazy": lambda: loader(Lazy(), **LASTING),
     "lasting_cache": lambda: loader(Cache(), **LASTING),
     "lasting_prepared": lambda: loader(Prepared(), worker_init_fn=prepare, **LASTING),

@@ -12,8 +12,10 @@ import torch
 from kinds import KINDS, LOG, ROWS, SIZE, Counter, Life, Stateful
 from torch.utils.data import DataLoader
 
-from shared_core.loaders import read_random
+from shared_core import waiting
+from shared_core.loaders import read_random, wrap_loader
 from shared_core.loaders.engine import Kind, kind_of
+from shared_core.loaders.reshard import divide, order_name, taken_up, used
 
 EPOCHS = 3
 #: Kinds that change with each batch what nobody can put back: all is read again, for which the model must not draw from
@@ -85,7 +87,7 @@ def test_losses_anywhere(seed: int) -> None:
     live_and_die(name, ahead, leave, sorted(losses))
 
 
-@pytest.mark.parametrize("name", ["plain", "workers", "lasting"])
+@pytest.mark.parametrize("name", ["plain", "workers", "lasting", "workers_parts", "lasting_parts"])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_delivered_items_are_not_read_again(
     name: str, ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,10 +100,75 @@ def test_delivered_items_are_not_read_again(
     del worker
     monkeypatch.setenv(LOG, str(tmp_path / "reads"))
     newcomer = Life(name, ahead, 0, state=state)
-    while newcomer.number < SIZE // ROWS - ahead:  # an item ahead would be the next epoch's
+    batches = 13 if "parts" in name else SIZE // ROWS  # 15 items for one loader worker and 9 for the other
+    while newcomer.number < batches - ahead:  # an item ahead would be the next epoch's
         newcomer.next()
     reads = (tmp_path / "reads").read_text().split()
     assert len(reads) == len(set(reads)) == SIZE - used * ROWS
+
+
+class Listed:
+    """Where the order of each pass is published."""
+
+    may_drop, asked = False, True
+
+    def __init__(self) -> None:
+        self.kept: dict[str, list[Any]] = {}
+
+    def write(self, indices: list[Any]) -> str:
+        name = f"order {len(self.kept)}"
+        self.kept[name] = list(indices)
+        return name
+
+    def read(self, name: str) -> list[Any]:
+        return self.kept[name]
+
+    def drop(self, name: str) -> None:
+        del self.kept[name]
+
+
+@pytest.mark.parametrize("name", ["plain", "workers", "lasting"])
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_rest_of_a_pass_is_dealt_out_without_reading_what_was_used(
+    name: str, ahead: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker becomes ``workers``."""
+    orders = Listed()
+    old = wrap_loader(KINDS[name](), ahead=ahead, orders=orders)
+    position = iter(old)
+    for _ in range(5 + ahead):
+        next(position)
+    state = old.state(position)
+    rest = orders.read(order_name(state))[used(state) :]
+    old.restore(state | {"live": False}, position)  # ends its loader workers
+    monkeypatch.setenv(LOG, str(tmp_path / "reads"))
+    for share in divide([rest], workers):
+        new = wrap_loader(KINDS[name](), ahead=ahead, orders=Listed(), lazy=True)
+        position = iter(new)
+        new.restore({**state, **taken_up(state, share)}, position)
+        batches = [*position.last_items, *position]  # type: ignore[attr-defined]
+        assert [[int(row[0]) for row in batch] for batch in batches] == share
+    reads = (tmp_path / "reads").read_text().split()
+    assert sorted(map(int, reads)) == sorted(index for batch in rest for index in batch)
+    assert len(reads) == SIZE - 5 * ROWS
+
+
+@pytest.mark.parametrize("name", ["stream", "workers_stream", "workers_noisy_counter"])
+def test_what_is_read_again_is_said_before_and_while_it_is(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    worker = Life(name, 0, 0)
+    for _ in range(7):
+        worker.next()
+    state = worker.state()
+    said = capfd.readouterr().err
+    assert said.count("will read again what its predecessor has read of this pass over a DataLoader") == 1, said
+    del worker
+    monkeypatch.setattr(waiting, "QUIET_S", 0.0)
+    Life(name, 0, 0, state=state)
+    said = capfd.readouterr().err
+    assert "of 7 batches of its predecessor are read again; it takes as long as reading them did before" in said, said
 
 
 @pytest.mark.parametrize("kind", [Counter, Stateful])

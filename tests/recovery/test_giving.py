@@ -85,7 +85,7 @@ def moved(inners: list[InnerGroup], steps: list[int]) -> tuple[list[Rank], list[
     assert places == [parameter.data_ptr() for parameter in newcomer.net.parameters()]
     assert newcomer.replicated.checksums() == ranks[0].replicated.checksums()
     for each in (*ranks, newcomer):
-        for handle in each.updates._handles:
+        for handle in each.updates.steps._handles:
             handle.remove()
     return ranks, given
 

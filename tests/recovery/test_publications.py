@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import collections
 import datetime
+import mmap
 import os
 import pathlib
 import pickle
+import shutil
+import signal
 import struct
 from typing import Any
 
@@ -20,7 +23,8 @@ from shared_core.loaders.reshard import MARK
 from shared_core.protocol.frontier import Top
 from shared_core.testing.digest import digest
 from shared_core.worker.state import input_checksums
-from shared_core.worker.state import publications as board_module
+from shared_core.worker.state import publication_slots as slots_module
+from shared_core.worker.state.publication_file import HEADER_BYTES, is_blank
 from shared_core.worker.state.publications import Board
 
 
@@ -115,6 +119,7 @@ def test_every_truncation_and_every_flipped_byte_is_noticed(tmp_path: pathlib.Pa
     board.publish_top(Top(1, 0, 0, "batch", {"w": 3}), {"a": torch.arange(3.0), "b": "text"})
     path = tmp_path / "rank0" / "top.1"
     whole = path.read_bytes()
+    whole = whole[: HEADER_BYTES + sum(struct.unpack_from("<IQ", whole))]  # there is room behind it
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(CorruptFile):
@@ -129,19 +134,76 @@ def test_every_truncation_and_every_flipped_byte_is_noticed(tmp_path: pathlib.Pa
     assert board.tops() == [Top(1, 0, 0, "batch", {"w": 3})]
 
 
-def test_a_writer_that_is_killed_leaves_what_was_there(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Deadly:
+    """Mapped memory to which 512 bytes are written at once, whose process is killed before one of these writes."""
+
+    def __init__(self, memory: mmap.mmap, left: list[int]) -> None:
+        self.memory, self.left = memory, left
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __setitem__(self, place: slice, data: Any) -> None:
+        start = place.start or 0
+        for at in range(0, len(data), 512):
+            if not self.left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.left[0] -= 1
+            part = bytes(data[at : at + 512])
+            self.memory[start + at : start + at + len(part)] = part
+
+
+def state_of(index: int) -> dict[str, Any]:
+    return {"index": index, "state": torch.full((20_000 + 10_000 * (index % 2),), float(index))}
+
+
+def publish_until_killed(folder: pathlib.Path, first: int, writes: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Publish tops from ``first`` on in a process that dies before its memory is written to for the ``writes``-th time.
+    Returns the last one that was published for sure."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        left, room = [writes], slots_module.map_room
+        monkeypatch.setattr(slots_module, "map_room", lambda path, size: Deadly(room(path, size), left))
+        board = Board(folder)
+        for index in range(first, first + 100):
+            board.publish_top(Top(index, index, 0, "batch", {}), state_of(index))
+            board.publish_mid(index, 0, state_of(index))
+            board.drop_before(index - 1)
+            os.write(theirs, bytes([index]))
+        os._exit(1)
+    os.close(theirs)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with open(ours, "rb") as file:
+        return (file.read() or bytes([first - 1]))[-1]
+
+
+def test_a_writer_killed_at_any_moment_leaves_whole_publications(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     board = Board(tmp_path / "rank0")
-    board.publish_top(Top(1, 0, 0, "batch", {}), {"a": 1})
-    with monkeypatch.context() as patch:
-        patch.setattr(board_module.os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            board.publish_top(Top(2, 1, 0, "batch", {}), {"a": 2})
-    successor = Board(tmp_path / "rank0")
-    assert [top.index for top in successor.tops()] == [1]
-    assert successor.read_top(1) == {"a": 1}
-    successor.publish_top(Top(2, 1, 0, "batch", {}), {"a": 2})
-    successor.publish_top(Top(1, 0, 0, "batch", {}), {"a": 1})  # a newcomer that starts earlier publishes it again
-    assert [top.index for top in successor.tops()] == [1, 2]
+    board.publish_top(Top(1, 1, 0, "batch", {}), state_of(1))
+    seen = set()
+    for writes in range(0, 2200, 97):
+        folder = tmp_path / f"killed{writes}"
+        shutil.copytree(board.folder, folder)
+        done = publish_until_killed(folder, 2, writes, monkeypatch)
+        successor = Board(folder)
+        found = [top.index for top in successor.tops()]
+        assert found[-1] - done in (0, 1) and found == list(range(found[0], found[-1] + 1))
+        assert set(range(max(1, done - 1), done + 1)) <= set(found), "what was kept is there"
+        for index in found:
+            assert digest(successor.read_top(index)) == digest(state_of(index))
+            mid = successor.read_mid(index, 0)
+            assert mid is None or digest(mid) == digest(state_of(index))
+        newest = found[-1]
+        successor.publish_top(Top(newest, newest, 0, "batch", {}), state_of(newest))  # a newcomer publishes it again
+        successor.publish_top(Top(newest + 1, 0, 0, "batch", {}), state_of(newest + 1))
+        successor.drop_before(newest)
+        assert [top.index for top in successor.tops()] == [newest, newest + 1]
+        assert digest(successor.read_top(newest)) == digest(state_of(newest))
+        seen.add((newest - done, len(found)))
+    assert len(seen) > 2, "it was killed in different places"
 
 
 def test_old_tops_go_and_the_newest_stays(tmp_path: pathlib.Path) -> None:
@@ -154,10 +216,13 @@ def test_old_tops_go_and_the_newest_stays(tmp_path: pathlib.Path) -> None:
     assert board.read_mid(2, 0) is None and board.read_mid(3, 0) == {"n": 3} and board.read_mid(3, 1) is None
     board.drop_before(100)
     assert [top.index for top in board.tops()] == [4]
-    left = sorted(p.name for p in (tmp_path / "rank0").iterdir())
-    assert left == ["checks", "mid.4.0", "records", "spare.tmp", "spare_mid.tmp", "top.4"]
+    assert Board(board.folder).read_top(4) == {} and board.read_mid(3, 0) is None
+    files = set(board.folder.iterdir())
     board.publish_top(Top(5, 0, 0, "batch", {}), {"shorter": 1})  # over what a dropped one has left
-    assert not (tmp_path / "rank0" / "spare.tmp").exists() and board.read_top(5) == {"shorter": 1}
+    assert len(set(board.folder.iterdir())) == len(files) and board.read_top(5) == {"shorter": 1}
+    successor = Board(board.folder)
+    successor.publish_top(Top(6, 0, 0, "batch", {}), {})
+    assert {path.name for path in board.folder.iterdir()} == {"checks", "mid.4.0", "records", "top.4", "top.5", "top.6"}
 
 
 def test_what_predecessors_left_goes_when_nothing_refers_to_it(tmp_path: pathlib.Path) -> None:
@@ -167,7 +232,8 @@ def test_what_predecessors_left_goes_when_nothing_refers_to_it(tmp_path: pathlib
         return {"loop": [{MARK: True, "iterations": [{"order": order}]}]}
 
     def files() -> set[str]:
-        return {path.name for path in board.folder.iterdir()} - {"checks", "records", "spare.tmp", "spare_mid.tmp"}
+        found = {path for path in board.folder.iterdir() if not is_blank(path)}
+        return {path.name for path in found} - {"checks", "records"}
 
     board = Board(tmp_path / "rank0")
     dealt = board.orders.write([1, 2, 3])

@@ -25,6 +25,7 @@ class Case:
 
     Attributes:
         durations: of F, I, W, B and OPT at each stage.
+        own: of workers, as text, that differ from their stage.
         transfer: between stages.
         apart: the data of a lost first stage come from the last one.
         room: micro-batches that each worker, as text, can hold.
@@ -32,10 +33,15 @@ class Case:
     """
 
     durations: Sequence[Mapping[str, float]]
+    own: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     transfer: float = 0.0
     apart: bool = False
     room: Mapping[str, float] = field(default_factory=dict)
     done: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def takes(self, name: str, kind: str) -> float:
+        """What an action of that kind takes at a worker."""
+        return self.own.get(name, self.durations[_place(name)[1]])[kind]
 
 
 def parsed(row: Sequence[str], home: int) -> list[Step]:
@@ -180,7 +186,7 @@ def _run(
                 if kind == "F" and stage == 0 and case.apart and home != _place(name)[0]:
                     start = max(start, ready.get(last, 0.0) + case.transfer)
                 starts[name, position[name]] = start
-                free[name] = ends[name, position[name]] = start + case.durations[stage][kind]
+                free[name] = ends[name, position[name]] = start + case.takes(name, kind)
                 ends_of["G" if kind in "IB" else kind, stage, index, home] = free[name]
                 position[name] += 1
                 going = True
@@ -211,7 +217,9 @@ def _period(plan: Mapping[str, Any], rows: Mapping[str, list[Step]], case: Case)
             over[stage] = max(over[stage], end)
         if plan["variant"] != "staggered":
             over = dict.fromkeys(over, max(over.values()))
-        ready = {s: end + case.durations[s]["OPT"] for s, end in over.items()}
+        ready = {
+            s: end + max(case.takes(name, "OPT") for name in rows if _place(name)[1] == s) for s, end in over.items()
+        }
     if plan["variant"] != "staggered":
         return marks[1] - marks[0]
     return (marks[-1] - marks[_STEADY - 1]) / _STEADY

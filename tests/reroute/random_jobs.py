@@ -18,11 +18,14 @@ def some_lost(topology: Topology, rng: random.Random, number: int) -> list[Worke
 
 
 def some_times(topology: Topology, rng: random.Random) -> Times:
-    """Other durations for each stage."""
-    stages = tuple(
-        StageTimes(
-            rng.uniform(0.5, 2), rng.uniform(0.5, 2), rng.uniform(0, 2), rng.uniform(0, 4), rng.choice([None, 2.5])
-        )
-        for _ in range(topology.stages)
+    """Other durations for each stage, and for some workers."""
+    stages = tuple(_some(rng) for _ in range(topology.stages))
+    differ = rng.sample(topology.workers(), min(rng.choice([0, 0, 1, 2]), len(topology.workers())))
+    own = tuple((worker, _some(rng)) for worker in sorted(differ))
+    return Times(stages, rng.choice([0.0, 0.3]), data_apart=rng.random() < 0.5, own=own)
+
+
+def _some(rng: random.Random) -> StageTimes:
+    return StageTimes(
+        rng.uniform(0.5, 2), rng.uniform(0.5, 2), rng.uniform(0, 2), rng.uniform(0, 4), rng.choice([None, 2.5])
     )
-    return Times(stages, rng.choice([0.0, 0.3]), data_apart=rng.random() < 0.5)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.reroute.planning import Plans, agree, from_dict, rounded, to_dict
+from shared_core.reroute.planning import Plans, Proposal, TimesInUse
+from shared_core.reroute.times import agree, from_dict, rounded, to_dict
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.schedule.timing import StageTimes, Times
@@ -23,12 +24,12 @@ def plans(folder: Path, losses: int = 1) -> Plans:
 
 
 def test_all_agree_on_medians_and_the_least_optimizer() -> None:
-    one = {"F": 1.0, "I": 2.0, "W": 3.0, "B": 5.0, "OPT": 9.0, "communication": 0.5}
-    found = [(0, one), (0, one | {"F": 3.0, "OPT": 4.0}), (0, one | {"F": 2.0}), (1, one), (1, {})]
-    times = agree(found, 2)
+    one = {"F": 1.7, "I": 2.0, "W": 3.0, "B": 5.0, "OPT": 9.0, "communication": 0.5}
+    first = [(Worker(0, 0), one), (Worker(1, 0), one | {"F": 2.3, "OPT": 4.0}), (Worker(2, 0), one | {"F": 2.0})]
+    times = agree([*first, (Worker(0, 1), one | {"F": 1.0}), (Worker(1, 1), {})], 2)
     stages = StageTimes(2.0, 2.0, 3.0, 4.0, 5.0), StageTimes(1.0, 2.0, 3.0, 9.0, 5.0)
     assert times == Times(stages, 0.5, data_apart=True)
-    assert agree([(0, one), (1, {"F": 1.0})], 2) is None
+    assert agree([(Worker(0, 0), one), (Worker(0, 1), {"F": 1.0})], 2) is None
 
 
 def test_times_survive_being_told() -> None:
@@ -42,28 +43,53 @@ def test_plans_are_made_for_whole_parts() -> None:
 def test_what_lies_ready_is_what_was_planned_and_is_found_at_once(tmp_path: Path) -> None:
     first, second = plans(tmp_path), plans(tmp_path)
     for each in (first, second):
-        each.adopt(MEASURED, ROOM)
+        each.adopt(TimesInUse(3, MEASURED), ROOM)
         assert not each.lies_ready(LOST)
     try:
-        first.prepare(frozenset())
-        assert second.prepare(frozenset())["ready"] is False  # and starts nothing
-        assert first._filling is not None and second._filling is None
+        first.fill(frozenset())
+        second.fill(frozenset())
+        assert second.facts(frozenset(), switched=True)["ready"] is False
+        assert first._filling is not None and second._filling is None, "one is enough"
         first._filling.wait(60)
     finally:
         first.stop()
-    assert first.lies_ready(LOST) and second.lies_ready(LOST)
+    assert len(first.lies_ready(LOST)) == 1 and first.lies_ready(LOST) == second.lies_ready(LOST)
     for each in (first, second):
-        each.choose(LOST, True)
-    assert first.plan(LOST) == second.plan(LOST)
-    facts = second.prepare(LOST)
-    second.stop()
+        each.choose(LOST, each.lies_ready(LOST))
+    assert first.plan(LOST, 3) == second.plan(LOST, 3)
+    facts = second.facts(LOST, switched=False)
     assert facts["ready"] and facts["planned_s"] < 0.01
-    assert facts["period_s"] == pytest.approx(second.seconds(second.plan(LOST).schedule, True))
+    assert facts["period_s"] == pytest.approx(second.seconds(second.plan(LOST, 3).schedule, True))
 
 
 def test_a_plan_that_is_not_there_everywhere_is_made_by_each(tmp_path: Path) -> None:
     first, second = plans(tmp_path / "a"), plans(tmp_path / "b", losses=0)
     for each in (first, second):
-        each.adopt(MEASURED, ROOM)
-        each.choose(LOST, False)
-    assert first.plan(LOST) == second.plan(LOST)
+        each.adopt(TimesInUse(3, MEASURED), ROOM)
+        each.choose(LOST, [])
+    assert first.plan(LOST, 5) == second.plan(LOST, 5)
+
+
+def test_proposed_times_are_planned_for_while_the_old_plans_hold(tmp_path: Path) -> None:
+    own = ((Worker(0, 1), StageTimes(0.3, 0.3, 0.3, 0.1)),)
+    slow = Times(STAGES, 0.001, data_apart=True, own=own)
+    made = plans(tmp_path)
+    made.adopt(TimesInUse(3, MEASURED), ROOM)
+    made.choose(LOST, [])
+    before = made.plan(LOST, 8)
+    assert made.ready_for(LOST) == -1, "nothing is proposed"
+    made.proposal = Proposal(8, slow)
+    assert made.ready_for(LOST) == -1
+    try:
+        made.fill(LOST)
+        assert made._filling is not None
+        made._filling.wait(60)
+    finally:
+        made.stop()
+    assert made.ready_for(LOST) == 8 and made.plan(LOST, 9) is before and len(made.lies_ready(LOST)) == 1
+    made.adopt(TimesInUse(13, slow, LOST), ROOM)
+    assert made.proposal is None and made.plan(LOST, 12) is before
+    assert Worker(0, 1) not in made.plan(LOST, 13).route.values()
+    facts = made.facts(LOST, switched=True)
+    assert facts["ready"] and facts["period_s"] < facts["period_before_s"]
+    assert {tuple(each[:3]) for each in facts["drifted"]} == {(0, 1, kind) for kind in "FIW"}

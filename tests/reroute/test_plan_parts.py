@@ -82,6 +82,32 @@ def test_pipelines_are_renamed() -> None:
     assert rename(back, names) == first
 
 
+def test_only_pipelines_that_are_alike_are_renamed() -> None:
+    slow = Times(own=((Worker(1, 2), StageTimes(2, 2, 2)),))
+    assert canonical(TOPOLOGY, places((2, 1)), slow) == ((Worker(0, 1),), {2: 0, 0: 2, 1: 1})
+    assert canonical(TOPOLOGY, places((1, 2)), slow)[0] == (Worker(1, 2),)
+    assert len(patterns(TOPOLOGY, 1, slow)) == 8, "of each stage the slow pipeline's worker, and one of the others"
+    everywhere = Times(own=tuple((Worker(d, 0), StageTimes(2, 2, 2)) for d in range(3)))
+    assert len(patterns(TOPOLOGY, 1, everywhere)) == 4
+
+
+def test_a_store_plans_by_the_times_of_each_worker(tmp_path: Path) -> None:
+    slow = StageTimes(3, 3, 3)
+    settings = Settings(TOPOLOGY, Times(own=((Worker(0, 2), slow),)))
+    assert Settings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    store = PlanStore(tmp_path, settings)
+    assert store.fill(1) == 9 and store.folder != PlanStore(tmp_path, Settings(TOPOLOGY)).folder
+    for worker in TOPOLOGY.workers():
+        found = PlanStore(tmp_path, settings).look_up([worker])
+        assert found is not None and found.lost == (worker,)
+        assert simulate(found.schedule, settings.times, staggered=True).period == pytest.approx(found.period)
+        if worker.stage == 2 and worker.pipeline:
+            assert Worker(0, 2) not in found.route.values(), "the slow one gets none of the lost worker's"
+    blind = plan(TOPOLOGY, places((1, 2)))
+    found = store.look_up(places((1, 2)))
+    assert found is not None and found.period < simulate(blind.schedule, settings.times, staggered=True).period
+
+
 def test_plans_are_stored(tmp_path: Path) -> None:
     times = Times((StageTimes(1, 1, 1, 3),), 0.25, data_apart=True)
     settings = Settings(TOPOLOGY, times, Variant.DECOUPLED)

@@ -93,6 +93,10 @@ def test_the_solver_proves_what_the_bound_does_not() -> None:
     assert first.bound < best.bound == verified(best, times) < first.slots and best.optimal
 
 
+def whole_times(rng: random.Random) -> StageTimes:
+    return StageTimes(rng.randint(1, 2), rng.randint(1, 3), rng.randint(0, 2), 3, rng.choice([None, 0.5, 1.5, 2]))
+
+
 @pytest.mark.nightly
 def test_no_plan_beats_the_bound() -> None:
     """The solver is not told the bound, and may split every backward."""
@@ -100,12 +104,11 @@ def test_no_plan_beats_the_bound() -> None:
     for _ in range(60):
         topology = Topology(rng.randint(2, 3), rng.randint(1, 4), rng.randint(1, 4))
         lost = some_lost(topology, rng, rng.randint(0, 2))
-        stages = tuple(
-            StageTimes(rng.randint(1, 2), rng.randint(1, 3), rng.randint(0, 2), 3, rng.choice([None, 0.5, 1.5, 2]))
-            for _ in range(topology.stages)
-        )
-        times = Times(stages, rng.choice([0, 0.5, 1]), data_apart=rng.random() < 0.3)
-        problem = Problem(topology, times, rng.choice(list(Variant)), frozenset(lost), deal(topology, lost))
+        stages = tuple(whole_times(rng) for _ in range(topology.stages))
+        own = ((rng.choice(topology.workers()), whole_times(rng)),) if rng.random() < 0.4 else ()
+        times = Times(stages, rng.choice([0, 0.5, 1]), data_apart=rng.random() < 0.3, own=own)
+        route = deal(topology, lost, times=times)
+        problem = Problem(topology, times, rng.choice(list(Variant)), frozenset(lost), route)
         found = greedy(problem, 20_000)
         best = improve(replace(found, bound=0.0), 2.0)
         assert found.bound * (1 - 1e-9) <= best.cost <= found.cost and best.bound <= best.cost * (1 + 1e-9)
@@ -151,6 +154,13 @@ def test_who_computes_what() -> None:
     assert set(loads(topology, workers((1, 0), (3, 0)), route).values()) == {5, 10}
     one = deal(topology, workers((1, 0), (3, 0)), ordered=True)
     assert {one[1, 0, j] for j in range(5)} == {Worker(2, 0)} and {one[3, 0, j] for j in range(5)} == {Worker(0, 0)}
+    slow = Times(own=((Worker(2, 0), StageTimes(2, 2, 2)),))
+    route = deal(topology, workers((1, 0)), times=slow)
+    assert {route[1, 0, j] for j in range(5)} == {Worker(0, 0), Worker(3, 0)}, "the slow one has enough to do"
+    route = deal(Topology(2, 2, 4), workers((0, 1)), times=slow)
+    assert {route[0, 1, j] for j in range(4)} == {Worker(1, 1)}
+    one = deal(topology, workers((1, 0), (3, 0)), times=slow, ordered=True)
+    assert set(one.values()) == {Worker(0, 0)}, "15 micro-batches there take less than 10 at the slow one"
     with pytest.raises(ConfigError, match="all 2 workers of stage 1 are lost: nobody holds its parameters"):
         plan(Topology(2, 2, 2), workers((0, 1), (1, 1)))
     with pytest.raises(ConfigError, match="lost worker 5:0 does not exist: there are 2 pipelines of 2 stages"):
@@ -231,4 +241,4 @@ def test_the_greedy_is_close_to_the_best_known() -> None:
         for limit in (0.0, 10.0):
             found = plan(topology, lost, times=times, variant=variant, memory=memory, ordered=ordered, time_limit=limit)
             costs.append(verified(found, times, memory))
-        assert costs[0] <= 1.07 * costs[1]
+        assert costs[0] <= 1.05 * costs[1]

@@ -27,8 +27,9 @@ def one_f_one_bs(topology: Topology) -> Memory:
 
 def case_of(topology: Topology, times: Times, memory: Memory) -> Case:
     durations = [{kind.value: stage.of(kind) for kind in Kind} for stage in times.stages]
+    own = {str(worker): {kind.value: one.of(kind) for kind in Kind} for worker, one in times.own}
     room = {str(worker): memory.at(worker) for worker in topology.workers()}
-    return Case(durations, times.communication, times.data_apart, room)
+    return Case(durations, own, times.communication, times.data_apart, room)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -74,7 +74,7 @@ COPIES: dict[str, tuple[list[Fault], tuple[str, ...], str]] = {
     "another": (
         [Fault(3, 2, "reroute.action", "SIGKILL", nth=3), Fault(0, 7, "reroute.action", "SIGKILL", nth=3)],
         (),
-        "5:1,8:3",
+        "5:1,8:2",
     ),
 }
 

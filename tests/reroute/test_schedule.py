@@ -83,7 +83,7 @@ def test_times_of_stages_workers_and_transfers() -> None:
     timeline = simulate(schedule, Times(stages, communication=0.5))
     assert timeline.slots == 57 and timeline.period == 57 + 7
     assert [(slot.start, slot.end) for slot in timeline.rows[Worker(0, 1)]] == [(1.5, 11.5), (11.5, 51.5), (57, 64)]
-    with pytest.raises(ConfigError, match="times are given for 2 stages, but there is a worker W0_2"):
+    with pytest.raises(ConfigError, match="times are given for 2 stages, but there is a worker of stage 2"):
         simulate(one_f_one_b(Topology(1, 3, 1)), Times(stages))
     with pytest.raises(ConfigError, match="forward must be a finite number of at least 0, got -1"):
         StageTimes(forward=-1)

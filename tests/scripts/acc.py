@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--no-epochs", action="store_true")
     parser.add_argument("--average", action="store_true", help="of the weights, with which it evaluates")
     parser.add_argument("--prepare-inside", action="store_true", help="new loaders in each epoch")
+    parser.add_argument("--small-buckets", action="store_true", help="and no clipping")
     parser.add_argument("--checkpoints")
     parser.add_argument("--every", type=int, default=0)
     args = parser.parse_args()
@@ -61,7 +62,10 @@ def main() -> None:
         options |= {"checkpoint.every_steps": args.every} if args.every else {"checkpoint.price": 1e-3}
         plugin = SwiftPlugin(**options if args.checkpoints else {})
         handlers.append(plugin)
-    from accelerate.utils import DataLoaderConfiguration
+    from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
+
+    if args.small_buckets:
+        handlers.append(DistributedDataParallelKwargs(bucket_cap_mb=0.002))
 
     accelerator = Accelerator(
         cpu=True,
@@ -98,6 +102,7 @@ def main() -> None:
     average = torch.optim.swa_utils.AveragedModel(net, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new)
     if args.average:
         accelerator.register_for_checkpointing(average)
+    early = 0
     for epoch in epochs:
         if args.prepare_inside:
             noisy = Noisy(images[epoch:], labels[epoch:])
@@ -109,8 +114,10 @@ def main() -> None:
             report.count(f"epoch {epoch} batch {x.sum().item():.6f}")
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(x), y)
+                before = [p.detach().clone() for p in net.parameters()] if args.small_buckets else []
                 accelerator.backward(loss)
-                if accelerator.sync_gradients:
+                early += any(not torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=False))
+                if accelerator.sync_gradients and not args.small_buckets:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 scheduler.step()
@@ -130,7 +137,7 @@ def main() -> None:
     inner = accelerator.unwrap_model(model)
     digests = training_digest([inner, average], [optimizer.optimizer], [scheduler.scheduler], vars(state))
     extra = {} if baseline else {"noted": noted(plugin.loop.job), "last": loss.item()}
-    report.finish(digests | {"generators": generators_digest()}, **extra, **vars(state))
+    report.finish(digests | {"generators": generators_digest()}, **extra, early=early, **vars(state))
     accelerator.end_training()
 
 

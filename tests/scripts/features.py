@@ -52,6 +52,24 @@ def _with_validation(**train: Any) -> Callable[[], dict[str, Any]]:
     }
 
 
+class Early(Net):
+    """With the update overlapped with communication, parameters are new when backward has ended."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=True, dropout=0.1, scheduler="step")
+        self.early = 0
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self.before = [p.detach().clone() for p in self.parameters()]
+
+    def on_after_backward(self) -> None:
+        self.early += any(not torch.equal(p, b) for p, b in zip(self.parameters(), self.before, strict=True))
+
+    def on_train_end(self) -> None:
+        overlapped = not os.environ.get("SWIFT_BASELINE")
+        assert bool(self.early) == overlapped, f"{self.early} updates were made early"
+
+
 class Sums(Net):
     """Everything that can be logged: per step and epoch, sums, torchmetrics, synchronised or not."""
 
@@ -273,6 +291,12 @@ FEATURES: dict[str, Feature] = {
         module=lambda: Net(norm=True, dropout=0.1),
         data=lambda: {"train_dataloaders": loader(112)},
         trainer=lambda: {"max_epochs": 2, "accumulate_grad_batches": 3},
+    ),
+    "small_buckets": Feature(
+        module=Early,
+        data=lambda: {"train_dataloaders": loader(112)},
+        trainer=lambda: {"max_epochs": 2, "accumulate_grad_batches": 2},
+        strategy={"bucket_cap_mb": 0.0005},
     ),
     "clip_norm": Feature(trainer=lambda: {"max_epochs": 2, "gradient_clip_val": 0.1}),
     "clip_value": Feature(

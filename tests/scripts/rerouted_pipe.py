@@ -32,9 +32,10 @@ class Block(nn.Module):
         slow_s: what a backward takes at least, slept too.
         counts: a buffer counts the forwards.
         work_s: what a forward takes at least; slept, because the test machines have few cores.
+        more_s: what it takes besides, in later steps.
     """
 
-    step, work_s, slow_s, counts = 0, 0.0, 0.0, False
+    step, work_s, more_s, slow_s, counts = 0, 0.0, 0.0, 0.0, False
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.seen[Block.step, digest(x.detach())] += 1
-            time.sleep(Block.work_s)
+            time.sleep(Block.work_s + Block.more_s)
             if Block.counts:
                 self.count += 1
         y = torch.relu(self.drop(self.linear(x))) + x
@@ -123,6 +124,9 @@ def main() -> None:
     parser.add_argument("--odd-value", type=float, default=0.0)
     parser.add_argument("--work-ms", type=float, default=0.0)
     parser.add_argument("--slow-ms", type=float, default=0.0, help="what a layer's backward takes in rank 1")
+    parser.add_argument(
+        "--straggler", type=int, nargs=3, metavar=("RANK", "STEP", "MS"), help="forwards of a rank get slow"
+    )
     args = parser.parse_args()
     if os.environ["RANK"] == "1":
         Block.slow_s = args.slow_ms / 1000
@@ -177,6 +181,9 @@ def main() -> None:
     for step in range(args.steps):
         Block.step = step
         copies.wait(step)
+        if args.straggler:
+            rank, since, more_ms = args.straggler
+            Block.more_s = more_ms / 1000 if os.environ["RANK"] == str(rank) and step >= since else 0.0
         losses.append(float(engine.train_batch(data)))
         if step + 1 in args.sum_after:
             total = torch.tensor(losses[-1])
@@ -195,10 +202,13 @@ def main() -> None:
             engine.reset_activation_shape()
     digests = training_digest(net, [engine.optimizer], [], {"losses": losses})
     repeated = max((count for m in net.modules() if isinstance(m, Block) for count in m.seen.values()), default=0)
+    blocks = [m for m in net.modules() if isinstance(m, Block)]
+    computed = sum(count for (step, _), count in blocks[0].seen.items() if step == args.steps - 1)
     report.finish(
         {**digests, "losses": digest(torch.tensor(losses))},
         losses=losses,
         repeated=repeated,
+        computed=computed,
         parameters=[p.tolist() for p in net.parameters()],
     )
 

@@ -227,7 +227,7 @@ class Checkpoints:
             }
             images = {}
             if rank == min(top.replicas, default=0):
-                with self._updates.frozen(top.version, 60.0, top.index) as (description, tensors):
+                with self._updates.given.frozen(top.version, 60.0, top.index) as (description, tensors):
                     if not self._updates.exact or description.get("version", top.version) != top.version:
                         return False  # a newcomer that is still behind: the parameters of this top are gone
                 for place in self._updates.outside.local:  # the script may change them while they are being read

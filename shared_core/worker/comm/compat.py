@@ -74,6 +74,11 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch:Tensor._backward_hooks", "hooks of parameters, which see a whole gradient only"),
     ("torch.nn.modules.batchnorm:_NormBase", "statistics of one worker"),
     ("torch.nn.modules.batchnorm:_BatchNorm", "the same"),
+    ("torch.optim:Optimizer.profile_hook_step(func)", "the step without its hooks is what it wraps"),
+    (
+        "torch.optim:Optimizer._optimizer_step_post_hooks",
+        "hidden gradients are back before the program's hooks see them",
+    ),
     ("torch.utils._pytree:tree_flatten", "nested batches"),
     ("torch.utils._pytree:tree_unflatten", "the same"),
     ("torch.utils._pytree:tree_map", "the same"),

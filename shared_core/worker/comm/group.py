@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +40,10 @@ class SwiftProcessGroup(GroupIdentity):
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _run(self, op: Op, tensors: Sequence[torch.Tensor] = ()) -> SwiftWork:
+    def _run(self, op: Op, tensors: Sequence[torch.Tensor] = (), *, bucket: bool = False) -> SwiftWork:
         self._runtime.submit(self._state, op, tensors)
+        if bucket:
+            self._runtime.listener.bucket_handed_over(op)
         return SwiftWork(op, self._runtime.turn)
 
     def _inputs_checksum(self, inputs: Sequence[torch.Tensor]) -> int:
@@ -71,21 +74,17 @@ class SwiftProcessGroup(GroupIdentity):
                 buffer.copy_(tensor.detach())
             return inner.allreduce(buffers, opts)
 
-        def install(results: Sequence[torch.Tensor]) -> None:
-            for tensor, result in zip(tensors, results, strict=True):
-                tensor.data.copy_(result)
-
         op = Op(
             signature("all_reduce", tensors, _reduce_detail(opts)),
             start,
             buffers,
-            install=install,
+            install=partial(_copy, tensors),
             value=buffers if bucket else tensors,  # DDP gets the buffer itself
             copy_results=False,
             lazy=bucket,
             checksum=self._inputs_checksum(tensors) if not bucket or self._runtime.bucket_checksums else 0,
         )
-        return self._run(op, tensors)
+        return self._run(op, tensors, bucket=bucket)
 
     def _in_place(self, tensors: Tensors, opts: Any, source: BucketInput) -> SwiftWork:
         """Reduce a bucket of DDP where it is. It is the log until DDP's next backward, and its input can be computed
@@ -110,7 +109,7 @@ class SwiftProcessGroup(GroupIdentity):
             borrowed=True,
             checksum=checksum if self._runtime.bucket_checksums else 0,
         )
-        return self._run(op, tensors)
+        return self._run(op, tensors, bucket=True)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SwiftWork:
         plain = dist.AllreduceOptions()
@@ -128,15 +127,11 @@ class SwiftProcessGroup(GroupIdentity):
                 buffer.copy_(tensor.detach())
             return inner.allreduce_coalesced(buffers, coalesced)
 
-        def install(results: Sequence[torch.Tensor]) -> None:
-            for tensor, result in zip(tensors, results, strict=True):
-                tensor.data.copy_(result)
-
         op = Op(
             signature("all_reduce_coalesced", tensors, _reduce_detail(coalesced)),
             start,
             buffers,
-            install=install,
+            install=partial(_copy, tensors),
             value=tensors,
             copy_results=False,
             checksum=self._inputs_checksum(tensors),
@@ -351,6 +346,11 @@ class _Together(SwiftWork):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+
+def _copy(tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
+    for tensor, result in zip(tensors, results, strict=True):
+        tensor.data.copy_(result)
 
 
 def _dense(name: str, tensors: Tensors) -> None:

@@ -52,6 +52,9 @@ class Listener(Protocol):
     def bucket_input(self, bucket: torch.Tensor) -> BucketInput | None:
         """Where the content of the bucket that DDP hands over can be computed from; None if that is not known."""
 
+    def bucket_handed_over(self, op: Op) -> None:
+        """DDP has handed over a bucket, which this operation reduces."""
+
     def bucket_order(self, ddp: DistributedDataParallel, op: Op) -> None:
         """DDP agrees on the order of its buckets by this operation."""
 

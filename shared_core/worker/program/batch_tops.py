@@ -59,7 +59,7 @@ class BatchTops:
         if accumulating:
             return False
         grads = None
-        if self._updates.pending_gradients():
+        if self._updates.steps.pending_gradients():
             self._deferred += 1
             # Gradients of a worker that is lost could not be dealt out to others.
             if self._deferred <= _MAX_DEFERRED or self._resizes:

@@ -73,7 +73,8 @@ class Publishing:
             grads: gradients that are pending, by place.
             save: whether a checkpoint may be made.
         """
-        self._updates.outside.see()
+        if kind != "batch":  # a batch has been begun, and nothing has run since
+            self._updates.outside.see()
         parts = self._parts.capture()
         parts["swift.outside"] = self._updates.outside.active
         parts["swift.eligible"] = self._buckets.eligible

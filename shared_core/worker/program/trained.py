@@ -15,10 +15,12 @@ from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime
+from shared_core.worker.comm.op import Op
 from shared_core.worker.state.attached import Attached
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import Passes
 from shared_core.worker.state.local_state import Parts
+from shared_core.worker.state.overlapped import Overlapped, check
 from shared_core.worker.state.publications import LOOSE, Board
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.unstepped import Loose
@@ -35,16 +37,25 @@ class Trained:
         parts: rank-local state.
         buckets: of DDP modules.
         passes: through them.
+        overlapped: makes updates of their parameters early, where that is wanted.
 
     Attributes:
         replicas: ranks that train the same parameters, where not all do; else empty.
     """
 
     def __init__(
-        self, config: SwiftConfig, runtime: Runtime, updates: Updates, parts: Parts, buckets: Buckets, passes: Passes
+        self,
+        config: SwiftConfig,
+        runtime: Runtime,
+        updates: Updates,
+        parts: Parts,
+        buckets: Buckets,
+        passes: Passes,
+        overlapped: Overlapped,
     ) -> None:
         self._config, self._runtime, self._updates, self._parts = config, runtime, updates, parts
-        self._buckets, self._passes = buckets, passes
+        self._buckets, self._passes, self._overlapped = buckets, passes, overlapped
+        self._overlaps = False
         self._handles: list[Any] = []
         self._alike = self._keeps_tops = False
         self._loose: Loose
@@ -72,12 +83,15 @@ class Trained:
             handle.remove()
         self._handles = [ddp.register_forward_hook(self._passes.after_forward) for ddp in self._buckets.modules]
         self._handles += [ddp.register_forward_hook(self._forward_done) for ddp in self._buckets.modules]
+        self._overlaps = self._config.state.overlapped_update and bool(optimizers) and self._runtime.world_size > 1
+        if self._overlaps:
+            check(self._buckets.modules, optimizers)
         replicated = Replicated(modules, optimizers)
         alike = replicas is None and not sharded
         self._loose = Loose(replicated, {id(p) for ddp in self._buckets.modules for p in ddp.parameters()})
         # What a re-routed step changes outside updates is in a newcomer's copy; pipelines keep images of their own.
         loose = self._loose if alike and not self._config.reroutes else None
-        self._updates.attach(replicated, undo=self._config.resizes, sharded=sharded, loose=loose)
+        self._updates.attach(replicated, undo=self._config.resizes, sharded=sharded, loose=loose, parts=self._overlaps)
         if self._keeps_tops:
             self._updates.outside.expect()
         if replicas is not None:
@@ -93,6 +107,11 @@ class Trained:
     def _forward_done(self, ddp: DistributedDataParallel, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
             self._buckets.forward_done(ddp)
+
+    def bucket_handed_over(self, op: Op) -> None:
+        """DDP has handed over a bucket, which this operation reduces."""
+        if self._overlaps:
+            self._overlapped.bucket(op)
 
     def _refuse_devices(self, modules: Sequence[nn.Module]) -> None:
         for module in modules:

@@ -103,7 +103,7 @@ class Copies:
             wait_for(store, {rank: key}, abandoned, math.inf, self._env.rank, "to ask for its state", silent=True)
         except (GenerationAbandoned, RuntimeError):
             return
-        with updates.held():
+        with updates.gate.held():
             following = updates.followers.start(updates.replicated) if updates.exact else None
         if following is None:
             store.set(f"{key}/answer", "no")

@@ -60,7 +60,7 @@ def give(inner: InnerGroup, newcomer: int, updates: Updates, following: Followin
         send(inner, newcomer, head, tensors)
         sent.nbytes += nbytes(tensors)
 
-    for item in following.next_items(updates.held, lambda: updates.state_version):
+    for item in following.next_items(updates.gate.held, lambda: updates.state_version):
         if isinstance(item, Piece):
             say({"what": "piece", "places": item.places, "states": item.description}, item.tensors)
         elif isinstance(item, LoggedUpdate):

@@ -53,7 +53,7 @@ class Donor:
         self, min_version: int, top: int, *, wait: bool = True
     ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         """The state at a batch top, or at a moment when no update runs and at least ``min_version`` steps are in it; no
-        update begins inside. See :meth:`Updates.frozen`.
+        update begins inside. See :meth:`GivenState.frozen`.
 
         Args:
             min_version: updates at the batch top.
@@ -61,7 +61,7 @@ class Donor:
             wait: for such a moment.
         """
         timeout_s = self._env.config.detection.wait_timeout_s if wait else 0.0
-        with self._updates.frozen(min_version, timeout_s, top) as exported:
+        with self._updates.given.frozen(min_version, timeout_s, top) as exported:
             yield exported
 
     def places(self, count: int) -> list[torch.Tensor]:
@@ -75,7 +75,7 @@ class Donor:
         """Say what this worker has, and pass no batch top and no update any more; see :meth:`withdraw`."""
         self._leaving.close()
         self._leaving.enter_context(self.publishing)
-        self._leaving.enter_context(self._updates.held())
+        self._leaving.enter_context(self._updates.gate.held())
         self._board.sync()
         tops = tuple((top.index, top.version, top.kind) for top in self._board.tops())
         # A newcomer that is still behind has parameters that no batch top knows.
@@ -92,5 +92,5 @@ class Donor:
         Raises:
             RecoveryFailed: if it cannot be had.
         """
-        with self._updates.at_version(cut.version, cut.top) as (description, tensors):
+        with self._updates.given.at_version(cut.version, cut.top) as (description, tensors):
             self._board.put(REPLICATED, b"", pieces((description, list(tensors))))

@@ -94,7 +94,7 @@ class Attached:
     def _group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         values = {key: value for key, value in group.items() if key != "params"}
         if self._alike:
-            values["params"] = [self._replicated.index_of(p) for p in group["params"]]
+            values["params"] = self._replicated.places_of(group["params"])
         return values
 
     def restore_groups(self, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:

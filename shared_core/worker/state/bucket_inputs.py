@@ -46,7 +46,7 @@ class BucketInput:
             return False
         begin, end = bucket.data_ptr(), bucket.data_ptr() + bucket.nbytes
         as_bits = _BITS[bucket.element_size()]
-        for parameter, part in self._parts(bucket):
+        for parameter, part in self.parts(bucket):
             grad = parameter.grad
             if grad is None or parameter._post_accumulate_grad_hooks or grad.layout is not torch.strided:
                 return False
@@ -63,7 +63,7 @@ class BucketInput:
             RecoveryFailed: the result does not have this checksum, of :func:`input_checksum`.
         """
         with torch.no_grad():
-            for parameter, part in self._parts(bucket):
+            for parameter, part in self.parts(bucket):
                 if parameter.grad is None:
                     part.zero_()
                 else:
@@ -74,7 +74,8 @@ class BucketInput:
                 "cannot be made again: do not write to gradients during backward"
             )
 
-    def _parts(self, bucket: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    def parts(self, bucket: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Each parameter with its part of the bucket, in its own shape."""
         flat, at, parts = bucket.detach().view(-1), 0, []
         for parameter in self._parameters:
             part = flat[at : at + parameter.numel()]
@@ -147,6 +148,11 @@ class BucketInputs:
         module = self._modules.get(id(ddp))
         if module is not None:
             module.left = len(module.inputs)
+
+    def layout(self, ddp: nn.Module) -> Sequence[BucketInput]:
+        """The buckets of a module in the order in which it hands them over; nothing before that is known."""
+        module = self._modules.get(id(ddp))
+        return module.inputs if module is not None else ()
 
     def of(self, bucket: torch.Tensor) -> BucketInput | None:
         """Where the content of this bucket, which DDP hands over, can be computed from; None if that is not known."""

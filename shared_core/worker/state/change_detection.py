@@ -6,8 +6,13 @@ after the first updates, where scripts that do so begin, and later a small piece
 
 from __future__ import annotations
 
+import zlib
+from itertools import chain, compress
+from operator import attrgetter
+
 import torch
 
+from shared_core.encoding.raw_memory import memory_of
 from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.replicated import Replicated
 
@@ -15,6 +20,7 @@ from shared_core.worker.state.replicated import Replicated
 _WHOLE = 2
 #: Elements of the piece that is looked at later.
 _PIECE = 1024
+_version = attrgetter("_version")
 
 
 class Watch:
@@ -29,6 +35,8 @@ class Watch:
         self._versions: list[int] | None = None
         self._sums: list[tuple[int, int, int]] = []
         self._noted = self._place = self._start = 0
+        self._kinds: list[type] = []
+        self._tensors: list[bool] = []
 
     def resume(self, updates: int) -> None:
         """This newcomer's predecessor has watched so many updates; values that it has seen whole are not again."""
@@ -45,6 +53,10 @@ class Watch:
             self._sums = self._next_piece()
         self._noted += 1
 
+    def note_part(self) -> None:
+        """As :meth:`note`, in the middle of an update. Values are not looked at before it is complete."""
+        self._versions, self._sums = self._count(), []
+
     def _next_piece(self) -> list[tuple[int, int, int]]:
         parameters = self._replicated.parameters
         if not parameters:
@@ -55,14 +67,19 @@ class Watch:
         return [(self._place, self._start, self._piece(self._place, self._start))]
 
     def _piece(self, place: int, start: int) -> int:
-        parameter = self._replicated.parameters[place].detach()
-        return checksum(parameter.view(-1)[start : start + _PIECE]) if parameter.is_contiguous() else 0
+        parameter = self._replicated.parameters[place]
+        if not parameter.is_contiguous():
+            return 0
+        size = parameter.element_size()
+        return zlib.crc32(memory_of(parameter)[start * size : min(start + _PIECE, parameter.numel()) * size])
 
     def _count(self) -> list[int]:
-        counts = [p._version for p in self._replicated.parameters]
-        states = [state for optimizer in self._replicated.optimizers for state in optimizer.state.values()]
-        counts += [v._version for state in states for v in state.values() if isinstance(v, torch.Tensor)]
-        return counts
+        states = chain.from_iterable(optimizer.state.values() for optimizer in self._replicated.optimizers)
+        values = [*chain.from_iterable(state.values() for state in states)]
+        kinds = [*map(type, values)]
+        if kinds != self._kinds:
+            self._kinds, self._tensors = kinds, [issubclass(kind, torch.Tensor) for kind in kinds]
+        return [*map(_version, self._replicated.parameters), *map(_version, compress(values, self._tensors))]
 
     @property
     def counted(self) -> bool:

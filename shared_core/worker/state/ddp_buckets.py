@@ -125,6 +125,10 @@ class Buckets:
         """Where the content of a bucket that DDP hands over can be computed from; None if that is not known."""
         return self._inputs.of(bucket)
 
+    def layout(self) -> Sequence[BucketInput]:
+        """The buckets of the one DDP module in the order in which it hands them over; nothing before that is known."""
+        return self._inputs.layout(self.modules[0]) if len(self.modules) == 1 else ()
+
     def settle(self, records: Records, top: Top) -> None:
         """Give DDP the buckets that were agreed on before ``top``, without a backward: the broadcasts of that
         agreement are served from the record.

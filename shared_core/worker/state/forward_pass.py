@@ -86,10 +86,10 @@ class Passes:
         """Forward hook of DDP modules."""
         if not torch.is_grad_enabled() or self._joining() or self._updates.computes_again:
             return None
-        leaves, layout = tree_flatten(output)
         if self._updates.exact:
-            self._keep(leaves)
+            self._keep([output] if isinstance(output, torch.Tensor) else tree_flatten(output)[0])
             return None
+        leaves, layout = tree_flatten(output)
         recorded = self._board.read_mid(self._runtime.top, self._backwards)
         outputs = recorded[_OUTPUTS] if recorded is not None else []
         place = len(self._outputs)

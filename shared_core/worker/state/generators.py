@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shared_core.encoding.plain import dumps, loads
+from shared_core.encoding.raw_memory import memory_of
 
 #: What a Mersenne Twister of numpy has in memory: 624 words and a position.
 _TWISTER_BYTES = 625 * 4
@@ -93,7 +94,9 @@ _remembered: dict[str, _Remembered] = {}
 
 def random_state() -> dict[str, Any]:
     """Of the global generators, as plain data."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state()}
+    # As bytes, which are several times cheaper to publish than a tensor.
+    of_torch = torch.default_generator.get_state()
+    state: dict[str, Any] = {"torch": bytes(memory_of(of_torch)[: of_torch.nbytes])}
     if "python" not in _remembered:
         _remembered["python"] = _of_python()
     state["python"] = _remembered["python"].encoded()
@@ -107,7 +110,10 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Inverse of :func:`random_state`."""
-    torch.set_rng_state(state["torch"])
+    of_torch = state["torch"]
+    torch.set_rng_state(
+        torch.frombuffer(bytearray(of_torch), dtype=torch.uint8) if isinstance(of_torch, bytes) else of_torch
+    )
     random.setstate(_decoded(state["python"]))
     if "numpy" in state:
         import numpy

@@ -73,6 +73,11 @@ class Outside:
         if self._watch is not None and not self.active:
             self._watch.note()
 
+    def part_updated(self) -> None:
+        """A part of an update was made, or taken back."""
+        if self._watch is not None and not self.active:
+            self._watch.note_part()
+
     @property
     def local(self) -> list[int]:
         """Places of parameters that each rank has for itself, and publishes."""

@@ -53,11 +53,19 @@ class Overflow:
             inject.point("publish")
             return write(path)
         except OSError as error:
-            if error.errno in OF_PROCESS:
-                raise
-            if error.errno not in FULL or self._folder is None:
-                raise unwritable(path, size, error) from error
-            full = error
+            return self.elsewhere(path, size, write, error)
+
+    def elsewhere(self, path: Path, size: int, write: Callable[[Path], T], full: OSError) -> T:
+        """As :meth:`write`, after the memory has refused the file.
+
+        Raises:
+            OutOfResources: it cannot be written at all.
+            OSError: this process may do no more.
+        """
+        if full.errno in OF_PROCESS:
+            raise full
+        if full.errno not in FULL or self._folder is None:
+            raise unwritable(path, size, full) from full
         there = self._folder / f"{path.name}.{os.urandom(4).hex()}"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The files that publications lie in: each is whole, or not there."""
+"""The files that publications lie in: each is whole, or counts as absent."""
 
 from __future__ import annotations
 
@@ -11,49 +11,42 @@ from pathlib import Path
 
 from shared_core.encoding.plain import Piece
 from shared_core.errors import CorruptFile
-from shared_core.worker.mirror import Mirror
 
-_HEADER = struct.Struct("<IQI")  # length of the header, length of the payload, checksum of all of this
+_HEADER = struct.Struct("<IQI")  # length of the head, length of the payload, checksum of all of this
+HEADER_BYTES = _HEADER.size
 #: Pieces that the system is given in one call.
 _AT_ONCE = 64
 _LENGTHS = struct.Struct("<IQ")
 
 
-def write_file(
-    path: Path,
-    head: bytes,
-    payload: Sequence[Piece],
-    mirror: Mirror | None = None,
-    spare: Path | None = None,
-    name: str = "",
-) -> int:
-    """Write a file whole, with a checksum. Returns the size of the payload in bytes.
+def packed(head: bytes, payload: Sequence[Piece]) -> list[Piece]:
+    """The content of a file, in pieces; the first begins with a header of :data:`HEADER_BYTES`.
+
+    Args:
+        head: read without the payload.
+        payload: in pieces.
+    """
+    size = sum(map(len, payload))
+    crc = zlib.crc32(head, zlib.crc32(_LENGTHS.pack(len(head), size)))
+    for piece in payload:
+        crc = zlib.crc32(piece, crc)
+    return [_HEADER.pack(len(head), size, crc) + head, *payload]
+
+
+def write_file(path: Path, data: Sequence[Piece]) -> None:
+    """Write a file whole.
 
     Args:
         path: of the file.
-        head: read without the payload.
-        payload: in pieces.
-        mirror: where a copy goes.
-        spare: a file that is overwritten and renamed, if it exists: writing to memory that a file already has costs
-            less than a third.
-        name: what the copy is called; as the file by default.
+        data: from :func:`packed`.
 
     Raises:
         OSError: it cannot be written; nothing of it is left.
     """
     temporary = f"{path}.tmp"
-    if spare is not None:
-        with suppress(FileNotFoundError):
-            os.rename(spare, temporary)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600)
-    size = sum(map(len, payload))
-    crc = zlib.crc32(head, zlib.crc32(_LENGTHS.pack(len(head), size)))
-    for piece in payload:
-        crc = zlib.crc32(piece, crc)
-    data = [_HEADER.pack(len(head), size, crc) + head, *payload]
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         _write_all(fd, data)
-        os.ftruncate(fd, sum(map(len, data)))
         os.rename(temporary, path)
     except OSError:
         with suppress(OSError):
@@ -61,10 +54,6 @@ def write_file(
         raise
     finally:
         os.close(fd)
-    if mirror is not None:
-        mirror.write(name or path.name, data)
-        mirror.sync()
-    return size
 
 
 def _write_all(fd: int, data: Sequence[Piece]) -> None:
@@ -105,18 +94,29 @@ def write_bare(path: Path, pieces: Sequence[bytes]) -> None:
         raise
 
 
+def is_blank(path: Path) -> bool:
+    """Whether a file holds no publication, but room for one, or is gone."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        header = file.read(HEADER_BYTES)
+        return len(header) == HEADER_BYTES and not any(header)
+    return True
+
+
 def read_file(path: Path, *, payload: bool = True) -> tuple[bytes, Piece]:
-    """What :func:`write_file` was given.
+    """Head and payload of what :func:`packed` has made. There may be room behind it.
 
     Raises:
+        FileNotFoundError: also where there is only room for a publication.
         CorruptFile: if its checksum does not match.
     """
     data = memoryview(path.read_bytes())
-    if len(data) < _HEADER.size:
+    if len(data) < HEADER_BYTES:
         raise CorruptFile(f"{path} is damaged: it is cut off")
     head_len, payload_len, crc = _HEADER.unpack_from(data)
-    head = bytes(data[_HEADER.size : _HEADER.size + head_len])
-    body = data[_HEADER.size + head_len :]
+    if not any(data[:HEADER_BYTES]):
+        raise FileNotFoundError(f"{path} holds no publication")
+    head = bytes(data[HEADER_BYTES : HEADER_BYTES + head_len])
+    body = data[HEADER_BYTES + head_len :][:payload_len]
     # The lengths count too: where one begins and the other ends is nowhere else.
     if len(body) != payload_len or zlib.crc32(body, zlib.crc32(head, zlib.crc32(data[: _LENGTHS.size]))) != crc:
         raise CorruptFile(f"{path} is damaged: its checksum does not match")

@@ -1,7 +1,7 @@
 """What a rank publishes in the agent's shared memory, and what its newcomer reads there.
 
-Files in ``rank{r}/`` of the job's private folder, each written whole and then renamed, so that a reader never sees
-half a file:
+Files in ``rank{r}/`` of the job's private folder, of which a reader never sees a half. Those that replace each other at
+each batch (``top``, ``mid``, ``loose``) stay mapped; the others are written and then renamed:
 
 - ``top.{n}``: a batch top with the rank-local state there; ``mid.{n}.{k}``: forward-mutated state again, before the
   first gradient bucket of the k-th backward;
@@ -14,43 +14,44 @@ half a file:
 
 from __future__ import annotations
 
-import json
-import os
 import struct
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shared_core.encoding.plain import Piece, loads, pieces
+from shared_core.encoding.plain import Piece, dumps, loads, pieces
 from shared_core.errors import CorruptFile
-from shared_core.plain_json import is_count, parse
+from shared_core.faults import inject
+from shared_core.plain_json import is_count
 from shared_core.protocol.frontier import Top
 from shared_core.resources import map_file
 from shared_core.worker.mirror import Mirror
 from shared_core.worker.state.input_checksums import InputChecksums
 from shared_core.worker.state.orders import OrderFiles
 from shared_core.worker.state.overflow import Overflow
-from shared_core.worker.state.publication_file import read_file, write_file
+from shared_core.worker.state.publication_file import is_blank, packed, read_file, write_file
+from shared_core.worker.state.publication_slots import Slots
 from shared_core.worker.state.records import RecordFile, Records
 
 #: The part of parameters that no optimizer steps; start of the names of the files that they are in.
 LOOSE, _LOOSE_FILE = "swift.loose", "loose."
+#: Starts of the names of files that are replaced at each batch.
+_REPLACED = ("top.", "mid.", _LOOSE_FILE)
 #: Start of the names of files with numbers.
 TALLY = "tally."
 _TALLY = struct.Struct("<Q")
 
 
-def top_of(head: bytes) -> Top:
+def top_of(head: Piece) -> Top:
     """The batch top that the head of a file describes.
 
     Raises:
         CorruptFile: if it describes none.
     """
     try:
-        top = Top(**parse(head))
+        top = Top(**loads(head))
         if is_count(top.index) and is_count(top.version) and isinstance(top.kind, str) and isinstance(top.groups, dict):
             return top
         raise ValueError("a number or name is missing")
@@ -101,8 +102,7 @@ class Board:
         self._mirror, self._disk = mirror, disk or Overflow(None)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._refers: dict[int, frozenset[int]] = {}
-        self._spare, self._spare_loose = folder / "spare.tmp", folder / "spare_loose.tmp"
-        self._spare_mid = folder / "spare_mid.tmp"
+        self._slots = Slots(folder, _REPLACED)
         self.orders = OrderFiles(folder, self.put, self._remove)
         self.input_checksums = InputChecksums(folder, self._disk)
         self.records = RecordFile(folder, mirror, self._disk)
@@ -110,9 +110,8 @@ class Board:
 
     def _look(self) -> None:
         """See what predecessors have left."""
-        folder = self.folder
-        self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in folder.glob("top.*") if p.suffix != ".tmp")
-        self._loose = [int(p.name.split(".")[1]) for p in folder.glob(f"{_LOOSE_FILE}*") if p.suffix != ".tmp"]
+        self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in self._found("top."))
+        self._loose = [int(p.name.split(".")[1]) for p in self._found(_LOOSE_FILE)]
         self._mids = self._found_mids()
         self.orders.look()
 
@@ -133,40 +132,45 @@ class Board:
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def put(self, name: str, head: bytes, payload: Sequence[Piece], spare: Path | None = None) -> int:
-        """Write a file, as :func:`write_file` does; to disk where memory is full. Returns the size of the payload."""
+    def put(self, name: str, head: bytes, payload: Sequence[Piece]) -> None:
+        """Publish under a name; on disk where memory is full."""
+        data = packed(head, payload)
+        size = sum(map(len, data))
+        if name.startswith(_REPLACED):
+            try:
+                inject.point("publish")
+                self._slots.write(name, size, data)
+            except OSError as error:
+                self._disk.elsewhere(self.folder / name, size, lambda path: write_file(path, data), error)
+        else:
+            self._disk.write(self.folder / name, size, lambda path: write_file(path, data))
+        if self._mirror is not None:
+            self._mirror.write(name, data)
+            self._mirror.sync()
 
-        def write(path: Path) -> int:
-            here = path.parent == self.folder  # a file of memory can be used again there only
-            return write_file(path, head, payload, self._mirror, spare if here else None, name)
-
-        return self._disk.write(self.folder / name, len(head) + sum(map(len, payload)), write)
-
-    def publish_top(self, top: Top, parts: dict[str, Any]) -> int:
-        """Publish a batch top. Returns its size in bytes.
+    def publish_top(self, top: Top, parts: dict[str, Any]) -> None:
+        """Publish a batch top.
 
         Args:
             top: the batch top.
             parts: rank-local state; :data:`LOOSE` in it says for each of those tensors with which top it was written.
         """
-        head = json.dumps(vars(top)).encode()
         self._refers[top.index] = frozenset(parts.get(LOOSE, {}).values())
         self.orders.note(top.index, parts)
-        size = self.put(f"top.{top.index}", head, pieces(parts), self._spare)
+        self.put(f"top.{top.index}", dumps(vars(top)), pieces(parts))
         if top.index in self._kept:  # a newcomer publishes its predecessor's top again
             self._kept.remove(top.index)
         self._kept.append(top.index)
-        return size
 
     def write_loose(self, top: int, tensors: Mapping[int, torch.Tensor]) -> None:
         """Write tensors to which this batch top, that is to be published, and later ones refer."""
-        self.put(f"{_LOOSE_FILE}{top}", b"", pieces(dict(tensors)), self._spare_loose)
+        self.put(f"{_LOOSE_FILE}{top}", b"", pieces(dict(tensors)))
         if top not in self._loose:
             self._loose.append(top)
 
     def publish_mid(self, top: int, number: int, parts: dict[str, Any]) -> None:
         """Publish forward-mutated state before the first bucket of backward ``number`` of the batch after ``top``."""
-        self.put(f"mid.{top}.{number}", b"", pieces(parts), self._spare_mid)
+        self.put(f"mid.{top}.{number}", b"", pieces(parts))
         self._mids[top] = max(self._mids.get(top, 0), number + 1)
 
     def publish_end(self, entry: int, result: Any, parts: dict[str, Any]) -> None:
@@ -177,34 +181,35 @@ class Board:
         """Remove batch tops below ``top``; the newest is always kept."""
         while len(self._kept) > 1 and self._kept[0] < top:
             index = self._kept.pop(0)
-            self._retire(f"top.{index}", self._spare)
+            self._retire(f"top.{index}")
             self._refers.pop(index, None)
         for index in [each for each in self._mids if self._kept and each < self._kept[0]]:
             for number in range(self._mids.pop(index)):
-                self._retire(f"mid.{index}.{number}", self._spare_mid)
+                self._retire(f"mid.{index}.{number}")
         self.orders.drop_unnamed(self._kept)
         if self._loose and self._refers.keys() >= set(self._kept):  # of a predecessor's tops it is not known
             needed = frozenset().union(*self._refers.values())
             for number in [each for each in self._loose if each not in needed]:
                 self._loose.remove(number)
-                self._retire(f"{_LOOSE_FILE}{number}", self._spare_loose)
+                self._retire(f"{_LOOSE_FILE}{number}")
+
+    def _found(self, start: str) -> list[Path]:
+        """What predecessors have published under names that begin so."""
+        paths = (path for path in self.folder.glob(f"{start}*") if path.suffix != ".tmp")
+        return [path for path in paths if not is_blank(path)]
 
     def _found_mids(self) -> dict[int, int]:
         """What predecessors have published before buckets: how many, by batch top."""
         found: dict[int, int] = {}
-        for path in self.folder.glob("mid.*"):
-            if path.suffix != ".tmp":
-                _, top, number = path.name.split(".")
-                found[int(top)] = max(found.get(int(top), 0), int(number) + 1)
+        for path in self._found("mid."):
+            _, top, number = path.name.split(".")
+            found[int(top)] = max(found.get(int(top), 0), int(number) + 1)
         return found
 
-    def _retire(self, name: str, spare: Path) -> None:
-        """Remove a file, and leave its memory to the next of its kind."""
-        if self._disk.used:
-            self._remove(name)
-            return
-        with suppress(FileNotFoundError):
-            os.rename(f"{self.folder}/{name}", spare)
+    def _retire(self, name: str) -> None:
+        """Remove a publication, and leave its memory to the next one."""
+        if not self._slots.retire(name):
+            self._disk.remove(self.folder / name)
         if self._mirror is not None:
             self._mirror.remove(name)
 
@@ -216,12 +221,12 @@ class Board:
     def forget_tops(self) -> None:
         """Remove all batch tops."""
         for number in self._loose:
-            self._remove(f"{_LOOSE_FILE}{number}")
+            self._retire(f"{_LOOSE_FILE}{number}")
         self._loose.clear()
         self._refers.clear()
         self.orders.forget_tops()
         for index in self._kept:
-            self._remove(f"top.{index}")
+            self._retire(f"top.{index}")
         self._kept.clear()
 
     def complete(self, records: Records, ends: Mapping[int, tuple[Any, dict[str, Any]]]) -> None:

@@ -49,6 +49,12 @@ class Replicated:
                 seen.add(id(parameter))
                 self.parameters.append(parameter)
                 self.names.append(name)
+        self._places = {id(p): i for i, p in enumerate(self.parameters)}
+
+    def places_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """As :meth:`index_of`, of several."""
+        places = [self._places.get(id(each), -1) for each in parameters]
+        return [self.index_of(each) for each in parameters] if -1 in places else places
 
     def index_of(self, parameter: torch.Tensor) -> int:
         """Place of a parameter in the shared order.
@@ -56,8 +62,6 @@ class Replicated:
         Raises:
             Unsupported: for one that is neither in the modules nor was in a group of the optimizers at first.
         """
-        if not hasattr(self, "_places"):
-            self._places = {id(p): i for i, p in enumerate(self.parameters)}
         place = self._places.get(id(parameter))
         if place is None:
             raise Unsupported(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from shared_core.encoding.plain import dumps
 from shared_core.protocol.frontier import Top
-from shared_core.worker.state.publication_file import write_file
+from shared_core.worker.state.publication_file import packed
 from shared_core.worker.state.publications import LOOSE, Board
 
 from ..harness import Target, exact, exact_parts, only_errors
@@ -55,26 +56,15 @@ def _read_top(data: bytes, folder: Path) -> Any:
 
 def _of_head(head: bytes) -> bytes:
     """A file with this head and no mistake in its checksum."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        write_file(Path(folder, "x"), head, [dumps({"a": 1})])
-        return Path(folder, "x").read_bytes()
+    return b"".join(packed(head, [dumps({"a": 1})]))
 
 
 def _of_payload(payload: bytes) -> bytes:
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        write_file(Path(folder, "x"), b"", [payload])
-        return Path(folder, "x").read_bytes()
+    return b"".join(packed(b"", [payload]))
 
 
 def _head(value: Any, folder: Path) -> bytes:
-    import json
-    from dataclasses import asdict
-
-    return json.dumps(asdict(value)).encode()
+    return dumps(asdict(value))
 
 
 def _refers(value: Any, folder: Path) -> bytes:

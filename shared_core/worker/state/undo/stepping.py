@@ -9,21 +9,24 @@ from typing import Any
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def begin_after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], begin: Callable[[], None]) -> Arguments | None:
+def begin_after_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], begin: Callable[[], None], *, after_hooks: bool = False
+) -> Arguments | None:
     """For a step pre-hook: have ``begin`` called when the update begins; what the hook is to return.
 
     Args:
         args: of the hook: the optimizer, and the closure where it is not in ``kwargs``.
         kwargs: of the hook.
         begin: called now, or when the closure has returned.
+        after_hooks: also without a closure, call ``begin`` when all pre-hooks have been called.
     """
     closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
+    if closure is None and not after_hooks:
         begin()
         return None
 
     def then_begin() -> Any:
-        result = closure()
+        result = closure() if closure is not None else None
         begin()
         return result
 

@@ -159,22 +159,22 @@ class Undo:
     # -- hooks -------------------------------------------------------------------------------------
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        kept = self._kept[id(optimizer)]
         if len(args) > 2 or any(value is not None for key, value in kwargs.items() if key != "closure"):
             raise UnsupportedOptimizer(
                 f"{type(optimizer).__name__}.step was given more than a closure; what it then changes besides its own "
                 "parameters could not be undone. Call step() alone, or leave undo off."
             )
-        return begin_after_closure(args, kwargs, lambda: self._keep(kept))
+        return begin_after_closure(args, kwargs, lambda: self.begin(optimizer))
 
-    def _keep(self, kept: _Kept) -> None:
-        """Copy what the update may change and has not been copied since the last commit.
+    def begin(self, optimizer: Optimizer) -> None:
+        """An update begins: copy what it may change and has not been copied since the last commit. While armed,
+        a hook of the optimizer calls this.
 
         Raises:
             UnsupportedOptimizer: a gradient is sparse, or state holds something that cannot be kept. Nothing has been
                 changed then.
         """
-        optimizer = kept.optimizer
+        kept = self._kept[id(optimizer)]
         kept.stepping = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -204,6 +204,10 @@ class Undo:
         kept.parameters.update(parameter for parameter, _ in fresh)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.end(optimizer)
+
+    def end(self, optimizer: Optimizer) -> None:
+        """The update is complete."""
         kept = self._kept[id(optimizer)]
         kept.applied.update(kept.stepping)
         for parameter in kept.stepping:

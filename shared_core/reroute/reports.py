@@ -1,0 +1,152 @@
+"""What workers report of their durations while they train, and how they come to new times together.
+
+Reports go to the first worker of the last stage, which reads them when it tells all others the losses of a step. By
+then everybody has begun the step and has reported, so nobody waits. What it decides (see :mod:`.drift`) goes out with
+those losses, which everybody has before it begins the next step. A loss makes all that was proposed void; new times
+hold for all or for nobody, as the survivors tell each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from shared_core.faults import inject
+from shared_core.reroute.drift import EVERY, Deliberation, Reported, Word, decide
+from shared_core.reroute.history import PlanHistory
+from shared_core.reroute.measuring import Measuring
+from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
+from shared_core.reroute.places import WorkerPlace
+from shared_core.reroute.planning import Plans, Proposal, TimesInUse
+from shared_core.reroute.times import Medians, agree
+from shared_core.schedule.profile import COMMUNICATION
+from shared_core.schedule.schedule import Kind, Worker
+
+#: What a report has of medians, in this order.
+_NAMES = (*(kind.value for kind in Kind), COMMUNICATION)
+
+
+class Reports:
+    """Reports of one worker, and, at the one that decides, those of all.
+
+    Args:
+        place: of this worker.
+        planner: goes by the times.
+        measuring: has the durations of this worker.
+        history: who is there.
+    """
+
+    _channel: MessageChannel
+
+    def __init__(self, place: WorkerPlace, planner: Plans, measuring: Measuring, history: PlanHistory) -> None:
+        self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
+        self._planner, self._measuring, self._history = planner, measuring, history
+        self._deliberation = Deliberation()
+        self._reported = -1
+        self._rows: Mapping[Worker, Reported] = {}
+
+    def connect(self, channel: MessageChannel) -> None:
+        """There is a new lane."""
+        self._channel, self._deliberation, self._reported = channel, Deliberation(), -1
+        self._planner.proposal = None
+
+    def _there(self) -> dict[Worker, int]:
+        """Workers that are there, and their ranks."""
+        return {w: self._rank(w) for w in self._topology.workers() if w not in self._history.lost}
+
+    def _decider(self) -> Worker:
+        return min(worker for worker in self._there() if worker.stage == self._topology.stages - 1)
+
+    def _due(self, step: int) -> bool:
+        return step % EVERY == 0 and 0 <= self._planner.since <= step
+
+    def _mine(self, step: int) -> Reported:
+        return Reported(self._measuring.recent(step - EVERY), self._planner.ready_for(self._history.lost))
+
+    def report(self, step: int) -> None:
+        """A step whose losses are not known yet begins, or goes on over a new lane: report, if it is due.
+
+        Raises:
+            LaneBroken: somebody was lost.
+        """
+        decider = self._decider()
+        if not self._due(step) or self._reported == step or decider == self._me:
+            return
+        self._reported = step
+        mine = self._mine(step)
+        values = torch.tensor([mine.ready, *_values(mine.medians)], dtype=torch.float64)
+        self._channel.send(self._key(step, MessageKind.REPORT, self._me), [values], self._rank(decider))
+
+    def word(self, step: int) -> Word:
+        """At the worker that decides, which tells the losses of a step: what else to tell.
+
+        Raises:
+            LaneBroken: somebody was lost.
+        """
+        used = self._planner.times
+        if not self._due(step) or used is None or self._decider() != self._me:
+            return Word.NOTHING
+        reports = {self._me: self._mine(step)}
+        like = torch.empty(1 + len(_NAMES), dtype=torch.float64)
+        for worker, rank in self._there().items():
+            if worker != self._me:
+                (values,) = self._channel.fetch_like(self._key(step, MessageKind.REPORT, worker), [like], rank)
+                ready, *medians = values.tolist()
+                reports[worker] = Reported(_medians(medians), int(ready))
+        self._rows = reports
+        self._deliberation, word = decide(self._deliberation, step, reports, used, self._topology.stages)
+        return word
+
+    def tell(self, step: int, word: Word) -> None:
+        """At the worker that decides, after the losses: what goes with the word. Then it holds here, too."""
+        if word is Word.PROPOSAL:
+            rows = [self._rows.get(worker, Reported({})) for worker in self._topology.workers()]
+            values = torch.tensor([_values(row.medians) for row in rows], dtype=torch.float64)
+            for worker, rank in self._there().items():
+                if worker != self._me:
+                    self._channel.send(self._key(step, MessageKind.PROPOSAL, self._me), [values], rank)
+            self._propose(step, values)
+        elif word is Word.SWITCH:
+            self._switch(step)
+
+    def hear(self, step: int, word: Word) -> None:
+        """The losses of a step have come, with a word from the worker that decides.
+
+        Raises:
+            LaneBroken: somebody was lost.
+        """
+        if word is Word.PROPOSAL:
+            decider = self._decider()
+            like = torch.empty(len(self._topology.workers()), len(_NAMES), dtype=torch.float64)
+            key = self._key(step, MessageKind.PROPOSAL, decider)
+            (values,) = self._channel.fetch_like(key, [like], self._rank(decider))
+            self._propose(step, values)
+        elif word is Word.SWITCH:
+            self._switch(step)
+
+    def _propose(self, step: int, values: Tensor) -> None:
+        rows = zip(self._topology.workers(), map(_medians, values.tolist()), strict=True)
+        times = agree(rows, self._topology.stages, self._planner.times)
+        assert times is not None
+        self._planner.proposal = Proposal(step, times)
+        inject.point("reroute.proposed")
+
+    def _switch(self, step: int) -> None:
+        assert self._planner.proposal is not None
+        used = TimesInUse(step + 1, self._planner.proposal.times, self._history.lost)
+        self._planner.adopt(used, self._planner.room)
+        inject.point("reroute.switched")
+
+    def _key(self, step: int, kind: MessageKind, worker: Worker) -> MessageKey:
+        return MessageKey(step, kind, worker.stage, worker.pipeline)
+
+
+def _values(medians: Medians) -> list[float]:
+    return [medians.get(name, math.nan) for name in _NAMES]
+
+
+def _medians(values: list[float]) -> dict[str, float]:
+    return {name: value for name, value in zip(_NAMES, values, strict=True) if not math.isnan(value)}

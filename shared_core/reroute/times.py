@@ -1,0 +1,186 @@
+"""Times that plans are made for, from what workers have measured, and how far they are from others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from statistics import median, median_low
+from typing import Any, NamedTuple
+
+from shared_core.schedule.profile import COMMUNICATION
+from shared_core.schedule.schedule import Kind, Worker
+from shared_core.schedule.timing import StageTimes, Times
+
+#: Parts into which the longest F, I or W of the stages is divided; plans go by whole parts. Noise of some percent would
+#: make orders that look better and are not, and no plan would reach its bound, at which planning stops.
+PARTS = 8
+#: A worker has times of its own where one of them is off its stage's by this share of the stage's longest F, I or W.
+OWN = 0.25
+#: Times have drifted where one is off by this share. More than :data:`OWN`, so that a worker at that limit is no drift.
+DRIFT = 0.4
+#: Drifts that a line names.
+_TOLD = 4
+#: What an engine plans for until it has measured: equal slots.
+EQUAL = Times(data_apart=True)
+
+#: Medians of one worker, by kind of action or ``communication``, in seconds.
+Medians = Mapping[str, float]
+
+
+class Drift(NamedTuple):
+    """A duration that is another one now, in seconds.
+
+    Attributes:
+        worker: which takes it.
+        kind: F, I, W or OPT.
+        before: what it was.
+        now: what it is.
+    """
+
+    worker: Worker
+    kind: Kind
+    before: float
+    now: float
+
+
+def agree(found: Iterable[tuple[Worker, Medians]], stages: int, used: Times | None = None) -> Times | None:
+    """Times of a job from what its workers have measured.
+
+    A worker that comes early to the sum of gradients waits there for its peers, so the least of a stage's optimizer
+    times is its own. Of all else it is the median of the workers, of two the lower one. Who is far from that is a
+    straggler, or the opposite, and gets times of its own.
+
+    Args:
+        found: medians of the workers.
+        stages: how many there are.
+        used: times until now, for transfers that nobody has measured.
+
+    Returns:
+        None if a stage has not been measured.
+    """
+    rows = sorted(found)
+    made: list[StageTimes] = []
+    own: list[tuple[Worker, StageTimes]] = []
+    for stage in range(stages):
+        here = [(worker, medians) for worker, medians in rows if worker.stage == stage]
+        there: dict[str, list[float]] = {}
+        for _, medians in here:
+            for name, seconds in medians.items():
+                there.setdefault(name, []).append(seconds)
+        try:
+            optimizer = min(there[Kind.OPT])
+            common = _times_of({name: median_low(values) for name, values in there.items()}, optimizer)
+        except KeyError:
+            return None
+        made.append(common)
+        for worker, medians in here:
+            if {Kind.F, Kind.I, Kind.W} <= medians.keys():
+                times = _times_of(medians, optimizer)
+                if _furthest(times, common) > OWN:
+                    own.append((worker, times))
+    transfers = [medians[COMMUNICATION] for _, medians in rows if COMMUNICATION in medians]
+    otherwise = 0.0 if used is None else used.communication
+    return Times(tuple(made), median(transfers) if transfers else otherwise, data_apart=True, own=tuple(own))
+
+
+def _times_of(medians: Medians, optimizer: float) -> StageTimes:
+    return StageTimes(medians[Kind.F], medians[Kind.I], medians[Kind.W], optimizer, medians.get(Kind.B))
+
+
+def _furthest(one: StageTimes, other: StageTimes) -> float:
+    """The largest difference of F, I, W and B, in parts of the longest F, I or W of ``other``."""
+    longest = max(other.forward, other.backward_input, other.backward_weight)
+    kinds = (Kind.F, Kind.I, Kind.W, Kind.B)
+    return max(abs(one.of(kind) - other.of(kind)) for kind in kinds) / longest if longest else 0.0
+
+
+def completed(medians: Medians, used: StageTimes) -> dict[str, float]:
+    """Medians of one worker with those that it has not measured lately: a worker that runs whole backwards sees no I
+    and W, one that splits all of them sees no B. They are in proportion to those that it sees.
+
+    Args:
+        medians: what it sees.
+        used: its times until now.
+    """
+    halves = used.backward_input + used.backward_weight
+    full = {Kind.F.value: used.forward, Kind.OPT.value: used.optimizer} | dict(medians)
+    if Kind.I in full and Kind.W in full:
+        grown = (full[Kind.I] + full[Kind.W]) / halves if halves else 1.0
+        full.setdefault(Kind.B.value, used.of(Kind.B) * grown)
+    else:
+        grown = full[Kind.B] / used.of(Kind.B) if Kind.B in full and used.of(Kind.B) else 1.0
+        full.setdefault(Kind.B.value, used.of(Kind.B))
+        full |= {Kind.I.value: used.backward_input * grown, Kind.W.value: used.backward_weight * grown}
+    return full
+
+
+def drifts(now: Times, before: Times, workers: Iterable[Worker]) -> list[Drift]:
+    """Durations of workers that are off by more than :data:`DRIFT`, as a share of the longest F, I or W of the worker
+    until now; of the optimizer, of that, if it is longer.
+    """
+    found = []
+    for worker in workers:
+        old, new = before.at(worker), now.at(worker)
+        longest = max(old.forward, old.backward_input, old.backward_weight)
+        for kind in (Kind.F, Kind.I, Kind.W, Kind.OPT):
+            unit = max(longest, old.optimizer) if kind is Kind.OPT else longest
+            if abs(new.of(kind) - old.of(kind)) > DRIFT * unit:
+                found.append(Drift(worker, kind, old.of(kind), new.of(kind)))
+    return found
+
+
+def drift_line(facts: Mapping[str, Any]) -> str:
+    """What has drifted, and what that means, from what ``Plans.facts`` gives."""
+    names = {"F": "forward", "I": "gradient of inputs", "W": "gradient of weights", "OPT": "optimizer"}
+    parts = [
+        f"{names[kind]} of worker {d}:{s} took {1000 * before:.1f} ms, takes {1000 * now:.1f} ms"
+        for d, s, kind, before, now in facts["drifted"][:_TOLD]
+    ]
+    more = len(facts["drifted"]) - _TOLD
+    parts += [f"{more} more"] if more > 0 else []
+    return (
+        f"durations have drifted ({'; '.join(parts)}): planned again, a step is expected to take "
+        f"{facts['period_s']:.3f} s, {facts['period_before_s']:.3f} s with the plan until now"
+    )
+
+
+def rounded(times: Times) -> Times:
+    """Times in whole parts, for the planner; see :data:`PARTS`. A whole backward is its two halves if it nearly is."""
+    part = max(max(one.forward, one.backward_input, one.backward_weight) for one in times.stages) / PARTS
+    if not part:
+        return times
+
+    def whole(seconds: float) -> float:
+        return float(round(seconds / part))
+
+    def of(one: StageTimes) -> StageTimes:
+        halves = one.backward_input + one.backward_weight
+        splits_well = one.backward is None or abs(one.backward - halves) <= halves / PARTS
+        return StageTimes(
+            whole(one.forward),
+            whole(one.backward_input),
+            whole(one.backward_weight),
+            whole(one.optimizer),
+            None if splits_well or one.backward is None else whole(one.backward),
+        )
+
+    # Never nothing: a plan that leaves messages some time is as short, and a late one then delays nobody.
+    made, own = tuple(of(one) for one in times.stages), tuple((worker, of(one)) for worker, one in times.own)
+    return replace(times, stages=made, own=own, communication=max(1.0, whole(times.communication)))
+
+
+def to_dict(times: Times) -> dict[str, Any]:
+    """Plain data of times: by stage, and of workers with times of their own."""
+    own = [[*worker, *_row(one)] for worker, one in times.own]
+    return {"stages": [_row(one) for one in times.stages], "communication": times.communication, "own": own}
+
+
+def from_dict(data: Mapping[str, Any]) -> Times:
+    """Reverse of :func:`to_dict`."""
+    own = tuple((Worker(d, s), StageTimes(*row)) for d, s, *row in data["own"])
+    stages = tuple(StageTimes(*row) for row in data["stages"])
+    return Times(stages, data["communication"], data_apart=True, own=own)
+
+
+def _row(one: StageTimes) -> list[float | None]:
+    return [one.forward, one.backward_input, one.backward_weight, one.optimizer, one.backward]

@@ -1,0 +1,155 @@
+"""The replicated state as a worker gives it to others: at a version that they can begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from shared_core.errors import RecoveryFailed
+from shared_core.worker.state.outside_changes import Outside
+from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.undo import Parts, Undo
+from shared_core.worker.state.update_count import Count
+from shared_core.worker.state.update_gate import Gate
+from shared_core.worker.state.update_images import UpdateImages
+
+
+class GivenState:
+    """Waits until the state can be given, and keeps updates away meanwhile.
+
+    Args:
+        gate: of the updates.
+        count: of the updates.
+        images: parameters before each.
+        outside: changes that the script makes outside updates.
+        fence: returns when what is being copied may be changed.
+    """
+
+    def __init__(
+        self, gate: Gate, count: Count, images: UpdateImages, outside: Outside, fence: Callable[[], None]
+    ) -> None:
+        self._gate, self._count, self._images, self._outside, self._fence = gate, count, images, outside, fence
+        self._replicated: Replicated | None = None
+        self._sharded = False
+        self._undo: Undo | None = None
+        self._parts: Parts | None = None
+
+    def attach(self, replicated: Replicated, sharded: bool, undo: Undo | None, parts: Parts | None) -> None:
+        """This state is given from now on.
+
+        Args:
+            replicated: what is trained.
+            sharded: its optimizer's state is divided over the replicas.
+            undo: of the updates since the last batch top, if it is kept.
+            parts: of the next update, where parts of it are made early.
+        """
+        self._replicated, self._sharded, self._undo, self._parts = replicated, sharded, undo, parts
+
+    @contextmanager
+    def frozen(
+        self, min_version: int, timeout_s: float, top: int | None = None
+    ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """State with at least ``min_version`` updates in it, and no update running; see :meth:`Replicated.export`.
+
+        Args:
+            min_version: updates at the batch top for which it is wanted.
+            timeout_s: longest wait for it.
+            top: number of that batch top; where it is kept, the state is the one at it.
+
+        Raises:
+            RecoveryFailed: if the state does not get there in time, or cannot be had because the script has changed it
+                outside updates.
+        """
+        with self._gate.condition:
+            ready = self._gate.condition.wait_for(lambda: self._has(min_version, top), timeout=timeout_s)
+            if not ready:
+                raise RecoveryFailed(
+                    f"waited {timeout_s:.0f} s for the state to contain {min_version} updates; it has "
+                    f"{self._count.state}"
+                )
+            kept = self._outside.given(top)
+            if kept is None and top is not None:
+                self._outside.refuse()
+            self._gate.hold()
+        try:
+            if kept is not None:
+                yield kept
+                return
+            self._whole()
+            description, tensors = self._export()
+            if self._sharded:
+                yield (
+                    description | {"version": min_version, "images": []},
+                    self._images.parameters_at(min_version, tensors),
+                )
+                return
+            description["version"] = self._count.state
+            self._images.add_to(description, tensors, min_version)
+            yield description, tensors
+            if top is not None:
+                self._outside.refuse()  # it may have been changed meanwhile
+        finally:
+            self._gate.release()
+
+    def _whole(self) -> None:
+        """Take back the parts of an update that cannot be completed without the newcomer. The program makes them again
+        when it has the others, or in ``optimizer.step()``.
+        """
+        if self._parts is not None and self._parts.torn:
+            self._fence()
+            with self._gate.condition:
+                self._parts.take_back()
+                self._outside.part_updated()
+
+    def _has(self, version: int, top: int | None = None) -> bool:
+        """Whether a newcomer that starts at ``version`` can be given the state now."""
+        if self._gate.installing:
+            return False
+        if self._outside.decided(top):
+            return True  # also in the middle of an update
+        if self._outside.waits(top):
+            return False
+        if self._sharded and self._images.has(version):
+            return True  # also in the middle of an update, whose end may need the newcomer
+        return not self._gate.updating and self._count.state >= version
+
+    def _export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        nothing: dict[str, Any] = {"parameters": 0, "states": [], "tensors": []}
+        return self._replicated.export() if self._replicated is not None else (nothing, [])
+
+    @contextmanager
+    def at_version(self, version: int, top: int | None = None) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """State with ``version`` updates in it, as it was at the last batch top; updates since then are undone.
+
+        Call while the gate is held.
+
+        Args:
+            version: updates at the batch top.
+            top: its number.
+
+        Raises:
+            RecoveryFailed: if that state cannot be had.
+        """
+        kept = self._outside.given(top)
+        if kept is not None:
+            yield kept
+            return
+        if top is not None:
+            self._outside.refuse()
+        has = self._count.state
+        if has < version or (has > version and self._undo is None):
+            raise RecoveryFailed(f"the state contains {has} updates, but {version} were requested")
+        self._whole()
+        if has > version:
+            assert self._undo is not None and self._replicated is not None
+            self._fence()
+            # A backward may be under way; it goes on with what it has, and what it gives is not used.
+            with _unsafe_preserve_version_counter(tuple(self._replicated.parameters)):
+                self._undo.undo()
+            self._count.begin(version)
+        description, tensors = self._export()
+        yield description | {"version": version, "images": []}, tensors

@@ -1,0 +1,66 @@
+"""Keeps updates apart from what must not see half of one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Gate:
+    """No update runs while somebody holds the state, and nobody takes hold of it while an update runs.
+
+    Attributes:
+        condition: its lock guards whatever changes with updates; notified when something may have become possible.
+        updating: an update runs.
+        installing: a newcomer is about to join, and has no state to give.
+    """
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.updating = False
+        self.installing = False
+        self._holders = 0
+
+    @property
+    def held_now(self) -> bool:
+        """Whether somebody holds the state."""
+        return self._holders > 0
+
+    def begin(self) -> None:
+        """An update begins, once nobody holds the state."""
+        with self.condition:
+            self.condition.wait_for(lambda: self._holders == 0)
+            self.updating = True
+
+    def end(self) -> None:
+        """Under the lock: the update is complete."""
+        self.updating = False
+        self.condition.notify_all()
+
+    def install(self, installing: bool) -> None:
+        """A newcomer is about to join, or has joined."""
+        with self.condition:
+            self.installing = installing
+            self.condition.notify_all()
+
+    def hold(self) -> None:
+        """Under the lock: no update begins until :meth:`release`."""
+        self._holders += 1
+
+    def release(self) -> None:
+        """Somebody holds the state no longer."""
+        with self.condition:
+            self._holders -= 1
+            self.condition.notify_all()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No update runs in here."""
+        with self.condition:
+            self.condition.wait_for(lambda: not self.updating)
+            self.hold()
+        try:
+            yield
+        finally:
+            self.release()

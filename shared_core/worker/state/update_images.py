@@ -1,0 +1,156 @@
+"""Parameters as they were before each update, for newcomers that compute what lies between two updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shared_core.errors import RecoveryFailed
+from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.update_count import Count
+
+#: (version before the update, parameters before it by place)
+PreImage = tuple[int, dict[int, torch.Tensor]]
+
+
+class UpdateImages:
+    """What is kept before updates, and until when.
+
+    Args:
+        policy: ``always``, ``never``, or ``auto``: once a batch has had several updates.
+        count: of updates.
+    """
+
+    def __init__(self, policy: str, count: Count) -> None:
+        self._policy, self._count = policy, count
+        self._several = False
+        self._wanted = False
+        self._sharded = False
+        self._images: list[PreImage] = []
+        self._newest: dict[int, torch.Tensor] = {}
+        self._versions_at_tops: list[int] = []
+
+    # -- whether -----------------------------------------------------------------------------------
+
+    def attach(self, optimizers: int, sharded: bool) -> None:
+        """So many optimizers update the state, or a shard of it."""
+        self._sharded = sharded
+        self._several = self._several or optimizers > 1
+
+    @property
+    def kept(self) -> bool:
+        """Whether parameters are kept before each update."""
+        # Of a sharded stage a replica has nothing else to give: see Updates.attach().
+        return self._policy == "always" or (self._several and (self._policy == "auto" or self._sharded))
+
+    def want(self, *, at_once: bool = False) -> None:
+        """Keep from the next batch top on, or at once (where the policy is ``auto``)."""
+        self._wanted = True
+        self._several = self._several or at_once
+
+    def resume(self, several: bool) -> None:
+        """Newcomer: keep what the predecessor kept."""
+        self._several = several
+
+    # -- keeping -----------------------------------------------------------------------------------
+
+    def keep(self, replicated: Replicated, places: Iterable[int]) -> None:
+        """An update of the parameters at these places begins."""
+        kept = {i: replicated.parameters[i].detach().clone() for i in places}
+        self._images.append((self._count.applied, kept))
+
+    def at_top(self) -> None:
+        """A batch top was published: images older than the one before it cannot be asked for any more."""
+        self._several = self._several or self._wanted
+        self._versions_at_tops.append(self._count.applied)
+        del self._versions_at_tops[:-2]
+        self._images = [image for image in self._images if image[0] >= self._versions_at_tops[0]]
+
+    # -- for a newcomer ----------------------------------------------------------------------------
+
+    def has(self, version: int) -> bool:
+        """Whether the parameters before the update that follows ``version`` are kept."""
+        return self._image(version) is not None
+
+    def _image(self, version: int) -> dict[int, torch.Tensor] | None:
+        return next((params for kept, params in self._images if kept == version), None)
+
+    def parameters_at(self, version: int, newest: list[torch.Tensor]) -> list[torch.Tensor]:
+        """All parameters with ``version`` updates in them.
+
+        Args:
+            version: that is wanted.
+            newest: the parameters now.
+
+        Raises:
+            RecoveryFailed: they are no longer kept.
+        """
+        image = self._image(version)
+        if image is not None:
+            return list(image.values())
+        if self._count.applied != version:
+            raise RecoveryFailed(
+                f"the parameters before update {version + 1} are no longer kept: there have been {self._count.applied}"
+            )
+        return newest
+
+    def add_to(self, description: dict[str, Any], tensors: list[torch.Tensor], version: int) -> None:
+        """Add the images since ``version`` to an exported state."""
+        description["images"] = []
+        for kept, params in self._images:
+            if kept >= version:
+                description["images"].append([kept, list(params), len(tensors)])
+                tensors += params.values()
+        for place, value in self._newest.items():  # a newcomer that is itself still behind has older parameters
+            tensors[place] = value
+
+    # -- in a newcomer -----------------------------------------------------------------------------
+
+    @property
+    def behind(self) -> bool:
+        """Whether parameters are older than the optimizer's state, as they were at this place of the program."""
+        return bool(self._newest)
+
+    def begin(self, version: int) -> None:
+        """The program is at a batch top of ``version``."""
+        self._versions_at_tops = [version]
+
+    def load(
+        self, replicated: Replicated, description: dict[str, Any], tensors: Sequence[torch.Tensor], owned: bool
+    ) -> None:
+        """Take over a donor's images, and put parameters where they were at the batch top.
+
+        Args:
+            replicated: has the donor's newest parameters.
+            description: of the donor's state.
+            tensors: of it.
+            owned: nobody else uses them.
+        """
+        self._images = [
+            (v, {p: t if owned else t.clone() for p, t in zip(places, tensors[at : at + len(places)], strict=True)})
+            for v, places, at in description["images"]
+        ]
+        if self._count.ahead and self._images:
+            self._newest = {
+                place: replicated.parameters[place].detach().clone() for _, params in self._images for place in params
+            }
+            for _, params in reversed(self._images):
+                _put(replicated, params)
+
+    def forward(self, replicated: Replicated) -> None:
+        """The update before the present version was left out: put its parameters where they were after it."""
+        if not self._newest:
+            return
+        version = self._count.applied
+        for place in self._image(version) or {}:
+            later = next((params[place] for kept, params in self._images if kept > version and place in params), None)
+            _put(replicated, {place: later if later is not None else self._newest[place]})
+        if self._count.ahead == 0:
+            self._newest = {}
+
+
+def _put(replicated: Replicated, params: dict[int, torch.Tensor]) -> None:
+    for place, value in params.items():
+        replicated.parameters[place].data.copy_(value)

@@ -1,0 +1,250 @@
+"""What happens around each update of the optimizers, whole or made in parts.
+
+Steps are seen through torch's public global optimizer hooks. An update begins when the step's closure has returned
+(Lightning runs forward and backward inside it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shared_core.errors import Unsupported
+from shared_core.faults import inject
+from shared_core.worker.state.following import Followers
+from shared_core.worker.state.outside_changes import Outside
+from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.undo import Arguments, HiddenGradients, Parts, begin_after_closure
+from shared_core.worker.state.update_count import Count
+from shared_core.worker.state.update_gate import Gate
+from shared_core.worker.state.update_images import UpdateImages
+
+
+class UpdateSteps:
+    """Updates as they are made: held off while the state is copied, left out where the state contains them.
+
+    Args:
+        gate: keeps updates away from the state.
+        count: counts them.
+        images: parameters before each, where they are kept.
+        outside: changes that the script makes outside updates.
+        followers: copies of the state that are made while updates go on.
+        after: called after each update.
+        fence: returns when what is being copied may be changed.
+
+    Attributes:
+        in_batch: updates that have begun in the present batch.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        count: Count,
+        images: UpdateImages,
+        outside: Outside,
+        followers: Followers,
+        after: Callable[[], None],
+        fence: Callable[[], None],
+    ) -> None:
+        self._gate, self._count, self._images, self._outside = gate, count, images, outside
+        self._followers, self._after_each, self._fence = followers, after, fence
+        self.in_batch = 0
+        self._begun = False
+        self._parts: Parts | None = None
+        self._replicated: Replicated | None = None
+        self._hidden: dict[int, HiddenGradients] = {}
+        self._clean: dict[int, list[tuple[int, int]]] = {}
+        self._window: AbstractContextManager[Any] | None = None
+        self._handles: list[Any] = []
+
+    def attach(self, replicated: Replicated, parts: Parts | None) -> None:
+        """Watch the optimizers of ``replicated`` from now on.
+
+        Args:
+            replicated: what is trained.
+            parts: of the next update, where parts of it may be made early.
+        """
+        for hidden in self._hidden.values():
+            hidden.close()
+        self._hidden = {id(optimizer): HiddenGradients(optimizer) for optimizer in replicated.optimizers}
+        self._replicated, self._parts = replicated, parts
+        self._clean.clear()
+        if not self._handles and replicated.optimizers:
+            self._handles = [
+                register_optimizer_step_pre_hook(self._before),
+                register_optimizer_step_post_hook(self._after),
+            ]
+
+    def next_batch(self) -> None:
+        """A batch begins.
+
+        Raises:
+            Unsupported: in the middle of an update.
+        """
+        self.refuse_torn()
+        self.in_batch = 0
+
+    def refuse_torn(self) -> None:
+        """A batch has ended.
+
+        Raises:
+            Unsupported: in the middle of an update.
+        """
+        if self.torn:
+            raise Unsupported(
+                "a batch ends after backward without optimizer.step(), but with state.overlapped_update the update has "
+                "been made by then: step after each backward that synchronizes gradients, or leave the option off"
+            )
+
+    def pending_gradients(self) -> bool:
+        """Whether gradients were accumulated since the last update of their optimizer."""
+        for optimizer in self._replicated.optimizers if self._replicated else ():
+            grads = _grads(optimizer)
+            if [(id(g), g._version) for g in grads] != self._clean.get(id(optimizer), []) and any(
+                bool(g.any()) for g in grads
+            ):
+                return True
+        return False
+
+    # -- a whole update ----------------------------------------------------------------------------
+
+    def _mine(self, optimizer: Optimizer) -> bool:
+        return self._replicated is not None and any(o is optimizer for o in self._replicated.optimizers)
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        if not self._mine(optimizer):
+            return None
+        # What was made early is compared with what the program's own pre-hooks have left.
+        after_hooks = self._parts is not None
+        return begin_after_closure(args, kwargs, lambda: self._begin_step(optimizer), after_hooks=after_hooks)
+
+    # -- updates made in parts ---------------------------------------------------------------------
+
+    @property
+    def torn(self) -> bool:
+        """Whether parts of an update have been made that is not complete."""
+        return self._parts is not None and self._parts.torn
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether parts of the next update can be made: not where it will be left out."""
+        return self._parts is not None and self._count.ahead == 0
+
+    def make_part(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Update some parameters before the optimizer's step, which will make the rest.
+
+        Args:
+            parameters: that have had no update since the last step.
+            gradients: theirs, which do not change until the step has ended.
+        """
+        assert self._parts is not None and self._replicated is not None
+        if self._begun:
+            self._fence()
+            self._gate.begin()
+        else:
+            self._begin()
+            self._begun = True
+            self._keep_image(self._replicated.optimizers[0])
+        with inject.update_window():
+            self._parts.step(parameters, gradients)
+        with self._gate.condition:
+            self._outside.part_updated()
+            self._gate.end()
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """One update of a sharded stage is made in here: its shard is stepped, and parameters come from all shards."""
+        assert self._replicated is not None
+        self._begin()
+        if self._keeps_images:
+            with self._gate.condition:
+                self._images.keep(self._replicated, range(len(self._replicated.parameters)))
+                self._gate.condition.notify_all()
+        self._open_window()
+        try:
+            yield
+        finally:
+            self._close_window()
+        with self._gate.condition:
+            self._one_more()
+        self._end()
+
+    def _begin(self) -> None:
+        inject.point("update.before")
+        self._outside.see(pieces=True)
+        self._fence()
+        self._gate.begin()
+        self.in_batch += 1
+
+    def _begin_step(self, optimizer: Optimizer) -> None:
+        begun, self._begun = self._begun, False
+        if begun:
+            self._outside.see()
+            self._fence()
+            self._gate.begin()
+        else:
+            self._begin()
+        if self._parts is not None:
+            self._hidden[id(optimizer)].hide(self._parts.check())
+        if self._count.ahead:
+            # The state contains this update.
+            self._hidden[id(optimizer)].hide(p for group in optimizer.param_groups for p in group["params"])
+        elif not begun:
+            self._keep_image(optimizer)
+        if not self._count.ahead:
+            self._followers.begin(self._count.applied, optimizer)
+        self._open_window()
+
+    @property
+    def _keeps_images(self) -> bool:
+        return not self._outside.active and self._images.kept
+
+    def _keep_image(self, optimizer: Optimizer) -> None:
+        if self._keeps_images:
+            assert self._replicated is not None
+            places = [self._replicated.index_of(p) for group in optimizer.param_groups for p in group["params"]]
+            self._images.keep(self._replicated, places)
+
+    def _open_window(self) -> None:
+        self._window = inject.update_window()
+        self._window.__enter__()
+
+    def _close_window(self) -> None:
+        if self._window is not None:
+            self._window.__exit__(None, None, None)
+            self._window = None
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._mine(optimizer):
+            return
+        self._close_window()
+        with self._gate.condition:
+            if self._count.ahead:
+                self._count.left_out()
+                assert self._replicated is not None
+                self._images.forward(self._replicated)
+            if self._parts is not None:
+                self._parts.commit()
+            self._one_more()
+        self._clean[id(optimizer)] = [(id(g), g._version) for g in _grads(optimizer)]
+        self._end()
+
+    def _one_more(self) -> None:
+        """Under the lock: an update is complete."""
+        self._outside.updated()
+        self._count.one()
+        self._followers.updated()
+        self._gate.end()
+
+    def _end(self) -> None:
+        inject.point("update.after")
+        self._after_each()
+
+
+def _grads(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -1,0 +1,214 @@
+"""When times have drifted, who decides it, and that all switch at the same step: without a job."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shared_core.reroute.drift import EVERY, STEADY, Deliberation, Reported, Word, decide
+from shared_core.reroute.planning import Plans, Proposal, TimesInUse
+from shared_core.reroute.times import agree, completed, drift_line, drifts, rounded
+from shared_core.schedule.problem import Variant
+from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.timing import StageTimes, Times
+
+TOPOLOGY = Topology(3, 2, 4)
+WORKERS = TOPOLOGY.workers()
+USUAL = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0, "OPT": 3.0, "communication": 0.1}
+SLOW = USUAL | {"F": 3.0}
+USED = agree([(worker, USUAL) for worker in WORKERS], 2)
+ROOM = (8, 8)
+
+
+def reports(ready: int = -1, **slow: dict[str, float]) -> dict[Worker, Reported]:
+    return {worker: Reported(slow.get(str(worker), USUAL), ready) for worker in WORKERS}
+
+
+def test_a_straggler_has_times_of_its_own_and_a_little_noise_has_none() -> None:
+    found = agree([(w, SLOW if w == Worker(1, 0) else USUAL | {"F": 1.2}) for w in WORKERS], 2)
+    assert found is not None and found.stages[0] == StageTimes(1.2, 1.0, 1.0, 3.0, 2.0)
+    assert found.own == ((Worker(1, 0), StageTimes(3.0, 1.0, 1.0, 3.0, 2.0)),)
+    assert rounded(found).own == ((Worker(1, 0), StageTimes(20, 7, 7, 20)),)
+    noisy = agree([(w, USUAL | {"F": 1 + 0.05 * i}) for i, w in enumerate(WORKERS)], 2)
+    assert noisy is not None and noisy.own == ()
+    two = agree([(w, SLOW if w == Worker(1, 0) else USUAL) for w in WORKERS if w.pipeline < 2], 2)
+    assert two is not None and [worker for worker, _ in two.own] == [Worker(1, 0)], "the slow one of two, not the other"
+
+
+def test_what_was_not_measured_lately_is_in_proportion() -> None:
+    used = StageTimes(1.0, 1.0, 2.0, 4.0, 2.5)
+    assert completed({"F": 2.0, "B": 5.0}, used) == {"F": 2.0, "I": 2.0, "W": 4.0, "B": 5.0, "OPT": 4.0}
+    assert completed({"I": 2.0, "W": 4.0, "OPT": 1.0}, used) == {"F": 1.0, "I": 2.0, "W": 4.0, "B": 5.0, "OPT": 1.0}
+    assert completed({"F": 1.5}, used) == {"F": 1.5, "I": 1.0, "W": 2.0, "B": 2.5, "OPT": 4.0}
+    seen = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 9.0, "OPT": 1.0}
+    assert completed(seen, used) == seen
+    none = StageTimes(1.0, 0.0, 0.0, 1.0)
+    assert completed({"B": 3.0}, none)["I"] == 0.0 and completed({"I": 0.0, "W": 0.0}, none)["B"] == 0.0
+
+
+def test_only_a_drift_that_stays_is_proposed_and_only_what_all_can_plan_holds() -> None:
+    assert USED is not None
+    at, word = decide(Deliberation(), 4, reports(W1_0=SLOW), USED, 2)
+    assert word is Word.NOTHING and at.seen == 1
+    at, word = decide(at, 8, reports(), USED, 2)
+    assert word is Word.NOTHING and at.seen == 0, "it was one long step"
+    for step in (12, 16):
+        at, word = decide(at, step, reports(W1_0=SLOW), USED, 2)
+    assert word is Word.PROPOSAL and at.number == 16 and at.proposed is not None and at.proposed.own
+    some = reports(16, W1_0=SLOW) | {Worker(2, 1): Reported(USUAL, -1)}
+    at, word = decide(at, 20, some, USED, 2)
+    assert word is Word.NOTHING, "one has no plan yet"
+    at, word = decide(at, 24, reports(16, W1_0=SLOW), USED, 2)
+    assert word is Word.SWITCH and at.proposed is None
+
+
+def test_a_proposal_that_is_out_of_date_is_replaced() -> None:
+    assert USED is not None
+    at = Deliberation()
+    for step in (4, 8):
+        at, _ = decide(at, step, reports(W1_0=SLOW), USED, 2)
+    for step in (12, 16):
+        at, word = decide(at, step, reports(W1_0=SLOW, W2_1=SLOW), USED, 2)
+    assert word is Word.PROPOSAL and at.number == 16
+    at, word = decide(at, 20, reports(8, W1_0=SLOW, W2_1=SLOW), USED, 2)
+    assert word is Word.NOTHING, "plans for the first one are of no use"
+
+
+def test_a_worker_that_has_just_come_says_nothing_of_itself() -> None:
+    assert USED is not None
+    at = Deliberation()
+    for step in (4, 8, 12):
+        at, word = decide(at, step, reports() | {Worker(0, 0): Reported({})}, USED, 2)
+        assert word is Word.NOTHING
+    nobody = {worker: Reported({} if worker.stage == 0 else SLOW) for worker in WORKERS}
+    assert decide(Deliberation(seen=STEADY), 4, nobody, USED, 2)[1] is Word.NOTHING, "a stage is not known"
+
+
+def test_what_drifted_is_said() -> None:
+    assert USED is not None
+    slow = agree([(w, SLOW if w == Worker(1, 0) else USUAL) for w in WORKERS], 2)
+    assert slow is not None
+    found = drifts(slow, USED, WORKERS)
+    assert found == [(Worker(1, 0), "F", 1.0, 3.0)] and drifts(USED, slow, [Worker(0, 0)]) == []
+    facts = {"drifted": [[1, 0, "F", 0.01, 0.03]] * 5, "period_s": 0.5, "period_before_s": 0.6}
+    line = drift_line(facts)
+    assert "forward of worker 1:0 took 10.0 ms, takes 30.0 ms" in line and "; 1 more)" in line
+    assert line.endswith("a step is expected to take 0.500 s, 0.600 s with the plan until now")
+
+
+def test_the_times_of_a_step_are_those_agreed_for_it(tmp_path: Path) -> None:
+    assert USED is not None
+    slow = Times(USED.stages, 0.1, data_apart=True, own=((Worker(1, 0), StageTimes(3, 3, 3, 3)),))
+    one, other = (Plans(TOPOLOGY, Variant.STAGGERED, False, tmp_path, 0) for _ in range(2))
+    for each in (one, other):
+        each.adopt(TimesInUse(3, USED), ROOM)
+    one.adopt(TimesInUse(9, slow, frozenset()), ROOM)
+    lost = frozenset({Worker(0, 0)})
+    assert one.plan(lost, 8) == other.plan(lost, 8) != one.plan(lost, 9)
+    assert Worker(1, 0) not in one.plan(lost, 9).route.values()
+    other.learn([other.view(), one.view()])
+    one.learn([other.view(), one.view()])
+    assert (one.since, one.times) == (other.since, other.times) == (9, slow)
+    assert one.plan(lost, 9) == other.plan(lost, 9)
+
+
+@dataclass
+class Member:
+    """A worker of a simulated job.
+
+    Attributes:
+        plans: its own.
+        step: under way.
+        slow: whether its forwards take long.
+    """
+
+    plans: Plans
+    step: int
+    slow: bool = False
+
+
+class SimulatedJob:
+    """Workers of a job that report, decide and hear by the real rules, with messages that come late, and losses.
+
+    A step's losses reach each worker some time after they were told, in any order. Nobody begins the next step without
+    them, so workers are at most one step apart. A loss of anybody keeps what is under way from coming, and comes before
+    or after the others have heard. Plans for new times take some time.
+    """
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self.rng, self.folder = rng, folder
+        self.begun: dict[int, int] = {}  # step: first step of the times with which it was begun
+        self.deliberation, self.told, self.word = Deliberation(), 3, Word.NOTHING
+        self.members = {worker: Member(self.plans(), 4) for worker in WORKERS}
+        for member in self.members.values():
+            member.plans.adopt(TimesInUse(4, USED or Times()), ROOM)
+
+    def plans(self) -> Plans:
+        return Plans(TOPOLOGY, Variant.STAGGERED, False, self.folder, 0)
+
+    def turn(self) -> None:
+        """Somebody is lost and another one comes, or a worker hears the losses of its step and begins the next."""
+        if self.rng.random() < 0.02:
+            self.lose(self.rng.choice(WORKERS))
+            return
+        last = min(member.step for member in self.members.values())
+        if self.told < last:
+            self.decide(last)
+        member = self.rng.choice([member for member in self.members.values() if member.step == last])
+        self.hear(member)
+        self.begin(member, last + 1)
+        member.slow ^= self.rng.random() < 0.004
+
+    def begin(self, member: Member, step: int) -> None:
+        """All begin a step with the same times."""
+        member.step = step
+        assert member.plans.since <= step
+        assert self.begun.setdefault(step, member.plans.since) == member.plans.since, (step, self.begun)
+
+    def decide(self, step: int) -> None:
+        """What the worker that decides tells with the losses of a step."""
+        self.told, self.word = step, Word.NOTHING
+        used = self.members[Worker(0, 1)].plans.times
+        if step % EVERY or used is None:
+            return
+        rows = {
+            worker: Reported(
+                SLOW if member.slow else USUAL,
+                member.plans.ready_for(frozenset()) if self.rng.random() < 0.9 else -1,
+            )
+            for worker, member in self.members.items()
+        }
+        self.deliberation, self.word = decide(self.deliberation, step, rows, used, 2)
+
+    def hear(self, member: Member) -> None:
+        """A worker hears what was told."""
+        if self.word is Word.PROPOSAL and self.deliberation.proposed is not None:
+            member.plans.proposal = Proposal(self.told, self.deliberation.proposed)
+        elif self.word is Word.SWITCH:
+            assert member.plans.proposal is not None
+            member.plans.adopt(TimesInUse(self.told + 1, member.plans.proposal.times, frozenset()), ROOM)
+
+    def lose(self, worker: Worker) -> None:
+        """The others tell each other how far they are; who has not finished its step gets the losses from who has."""
+        del self.members[worker]
+        newest = max(member.step for member in self.members.values())
+        views = [member.plans.view() for member in self.members.values()]
+        for member in self.members.values():
+            member.plans.learn(views)
+            member.plans.proposal = None
+            if member.step < newest:
+                self.begin(member, newest)
+        self.members[worker] = Member(self.plans(), newest)
+        self.members[worker].plans.learn(views)
+        self.deliberation, self.told, self.word = Deliberation(), newest - 1, Word.NOTHING
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_all_begin_a_step_with_the_same_times_whatever_comes_late_or_is_lost(tmp_path: Path, seed: int) -> None:
+    job = SimulatedJob(tmp_path, random.Random(seed))
+    for _ in range(6000):
+        job.turn()
+    assert len(set(job.begun.values())) > 4, "times did change"

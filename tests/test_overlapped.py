@@ -1,0 +1,122 @@
+"""The update overlapped with communication: the bits of plain DDP, whoever is lost between two updates."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Jobs, most
+
+from shared_core.faults import ANY_STEP, Fault
+from shared_core.testing.runner import JobResult, compare
+
+ON = {"SWIFT_RECOVERY_STATE_OVERLAPPED_UPDATE": "true"}
+SCRIPT = "overlapped.py"
+
+#: A bucket is handed over while others of the step have had their update: a loss there finds survivors torn.
+FAULTS: dict[str, list[Fault]] = {
+    "others_are_torn": [Fault(1, 4, "bucket", "SIGKILL", nth=3)],
+    "rank_0_amid_its_update": [Fault(0, 5, "update.during", "SIGKILL", nth=20)],
+    "in_the_first_update": [Fault(2, 2, "update.during", "SIGKILL", nth=10)],
+    "before_the_update": [Fault(2, 4, "update.before", "SIGKILL")],
+    "after_the_update": [Fault(0, 4, "update.after", "SIGKILL")],
+    "two_at_once": [Fault(0, 4, "bucket", "SIGKILL", nth=4), Fault(2, 4, "update.during", "SIGKILL", nth=8)],
+    "who_gives_the_state": [
+        Fault(1, 4, "bucket", "SIGKILL", nth=3),
+        Fault(0, ANY_STEP, "recovery.giving", "SIGKILL"),
+    ],
+    "a_survivor_in_the_recovery": [
+        Fault(1, 4, "bucket", "SIGKILL", nth=4),
+        Fault(2, ANY_STEP, "recovery.exchanged", "SIGKILL"),
+    ],
+    "the_newcomer_is_torn": [
+        Fault(1, 4, "bucket", "SIGKILL", nth=3),
+        Fault(1, 4, "bucket", "SIGKILL", nth=4, incarnation=1),
+    ],
+    "the_newcomer_amid_its_update": [
+        Fault(1, 4, "bucket", "SIGKILL", nth=4),
+        Fault(1, 4, "update.during", "SIGKILL", nth=25, incarnation=1),
+    ],
+    "stopped": [Fault(2, 4, "bucket", "SIGSTOP", nth=4)],
+    "a_step_apart": [Fault(rank, 3 + rank, "update.during", "SIGKILL", nth=30) for rank in range(3)],
+}
+WAYS = ("view", "accumulate", "closure", "tied", "outside", "zeroed", "average")
+OPTIMIZERS = ("SGD", "nesterov", "Adam", "fused", "RMSprop", "Adafactor", "NAdam", "ASGD")
+
+MISTAKES = {
+    "clip": "the gradient of a parameter of shape (24",
+    "data": "the gradient of a parameter of shape (24, 24) was changed",
+    "replaced": "the gradient of a parameter of shape (24, 24) was changed",
+    "removed": "the gradient of a parameter of shape (24, 24) was changed",
+    "rate": "a hyper-parameter of the optimizer (a learning rate?) was changed",
+    "weight": "a parameter of shape (24, 24) was changed",
+    "skip": "a batch ends after backward without optimizer.step()",
+    "twice": "a second backward before optimizer.step()",
+    "unused": "does not work with DistributedDataParallel(find_unused_parameters=...)",
+}
+
+
+def check(jobs: Jobs, faults: list[Fault], *args: str, nproc: int = 3) -> JobResult:
+    result = jobs.check(SCRIPT, nproc=nproc, faults=faults, env=ON, args=args)
+    for rank, report in result.reports.items():
+        assert report["extra"]["early"] > 0, f"rank {rank} has updated nothing before the step"
+    return result
+
+
+@pytest.mark.parametrize("name", most(FAULTS, "others_are_torn", "rank_0_amid_its_update", "who_gives_the_state"))
+def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+    check(jobs, FAULTS[name])
+
+
+@pytest.mark.parametrize("way", most(WAYS, "accumulate"))
+def test_ways_of_the_loop(way: str, jobs: Jobs) -> None:
+    check(jobs, [Fault(1, 4, "bucket", "SIGKILL", nth=3)], "--way", way)
+
+
+@pytest.mark.parametrize("optimizer", most(OPTIMIZERS, "SGD"))
+def test_optimizers(optimizer: str, jobs: Jobs) -> None:
+    check(jobs, [Fault(1, 4, "bucket", "SIGKILL", nth=4)], "--optimizer", optimizer)
+
+
+def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
+    result = jobs.run(SCRIPT, env=ON)
+    compare(result, jobs.reference(SCRIPT, env=ON))
+    assert all(report["extra"]["early"] >= 5 for report in result.reports.values())
+
+
+#: Of the 14 batches, those with an update are 2, 4, 6, 7, 9, 11, 13 and 14.
+LIGHTNING = {
+    "torn": [Fault(1, 6, "bucket", "SIGKILL", nth=3)],
+    "rank_0": [Fault(0, 9, "update.during", "SIGKILL", nth=12)],
+    "two": [Fault(0, 6, "bucket", "SIGKILL", nth=2), Fault(1, 11, "bucket", "SIGKILL", nth=3)],
+    "the_newcomer": [Fault(0, 6, "bucket", "SIGKILL", nth=2), Fault(0, 6, "bucket", "SIGKILL", nth=3, incarnation=1)],
+}
+
+
+@pytest.mark.parametrize("name", most(LIGHTNING, "rank_0", "two", "the_newcomer"))
+def test_lightning(name: str, jobs: Jobs) -> None:
+    jobs.check("lit.py", faults=LIGHTNING[name], env=ON, args=["--feature", "small_buckets"])
+
+
+ACCELERATE = {
+    "torn": [Fault(1, 4, "bucket", "SIGKILL", nth=2)],
+    "rank_0": [Fault(0, 8, "update.during", "SIGKILL", nth=12)],
+    "two": [Fault(0, 6, "bucket", "SIGKILL", nth=2), Fault(1, 10, "bucket", "SIGKILL", nth=2)],
+}
+
+
+@pytest.mark.parametrize("name", most(ACCELERATE, "rank_0", "two"))
+def test_accelerate(name: str, jobs: Jobs) -> None:
+    result = jobs.check("acc.py", faults=ACCELERATE[name], env=ON, args=["--small-buckets"])
+    assert all(report["extra"]["early"] > 0 for report in result.reports.values())
+
+
+@pytest.mark.nightly
+def test_accelerate_accumulates(jobs: Jobs) -> None:
+    faults = [Fault(1, 8, "bucket", "SIGKILL", nth=2)]
+    jobs.check("acc.py", faults=faults, env=ON, args=["--small-buckets", "--accumulate", "2"])
+
+
+@pytest.mark.parametrize("name", most(MISTAKES, "clip", "data", "skip"))
+def test_what_the_early_update_cannot_follow_is_refused(name: str, jobs: Jobs) -> None:
+    result = jobs.run(SCRIPT, env=ON, args=["--mistake", name])
+    assert result.status != 0
+    assert MISTAKES[name] in " ".join(result.tail().split()), result.tail()
