@@ -34,7 +34,7 @@ LAYERS = (
     ("",),  # the package itself
     ("checkpointer",),
     ("loop",),
-    ("sharing",),
+    ("registered", "sharing"),
     ("reroute",),
     ("job",),
     ("worker", "launcher"),
