@@ -59,6 +59,7 @@ class StageCheckpoints(SwiftDDPStrategy):
                     "same precision and zero_optimization"
                 )
             self._shard.restore(state)
+        self.engine.optimizer_loaded()
 
     def _files(self, filepath: str | Path) -> StageFiles:
         shards = 0 if self._shard is None else self.pipelines

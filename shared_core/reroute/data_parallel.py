@@ -19,7 +19,7 @@ from torch import Tensor
 from shared_core.errors import LaneBroken
 from shared_core.faults import inject
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
-from shared_core.reroute.summing import flat_gradients, hand_over, reduce_in_order, set_mean_gradients
+from shared_core.reroute.summing import SumRule, flat_gradients, hand_over, reduce_in_order, set_mean_gradients
 from shared_core.reroute.through_losses import through_losses
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.worker.recovery.lane import Lane
@@ -255,7 +255,7 @@ class DataParallelSteps:
         holders = {Worker(rank, 0): Worker(host, 0) for rank, host in hosted.items()}
         if not self._ordered:
             mine, holders = {me: _added(mine.values())}, {peer: peer for peer in peers}
-        flat = reduce_in_order(channel, step, 0, me, holders, mine, peers, 1.0)
+        flat = reduce_in_order(channel, step, 0, me, holders, mine, peers, SumRule())
         for rank in lane.ranks:
             if rank != self._me:
                 (more,) = channel.fetch_like(MessageKey(step, MessageKind.LOSSES, 0, rank), [table], rank)
