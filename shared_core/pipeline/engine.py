@@ -175,6 +175,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
             "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "calls": self._calls.count if self._calls is not None else 0,
             "draws": self._calls.draws if self._calls is not None else 0,
+            "groups": self._hyperparameters() if self._whole is not None else [],
         }
 
     def _restore(self, values: dict[str, Any]) -> None:
@@ -188,7 +189,8 @@ class SwiftPipelineEngine(InstrumentedEngine):
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(values["scheduler"])
         if self._whole is not None:
-            self._whole.restored()
+            self._set_hyperparameters(values["groups"])
+            self._whole.link()
         if self._calls is not None:
             self._calls.restore(values["calls"], values["draws"])
 

@@ -183,7 +183,7 @@ class WholeOptimizer:
                 master.grad = None
         self._gradients = []
         self._used.clear()
-        self._link()
+        self.link()
 
     def _gradient(self, group: int, shard: int) -> Tensor:
         """Of a shard's master weights: clipped, in fp32."""
@@ -199,8 +199,8 @@ class WholeOptimizer:
         for mine, theirs in zip(self.optimizer.param_groups, self._outer.optimizer.param_groups, strict=True):
             mine.update({name: value for name, value in theirs.items() if name != "params"})
 
-    def _link(self) -> None:
-        """DeepSpeed's optimizer has the moments of this rank's shard."""
+    def link(self) -> None:
+        """DeepSpeed's optimizer has the moments of this rank's shard, also after others were put in their place."""
         changed = False
         for own in self._own:
             state = self.optimizer.state.get(own)
@@ -209,12 +209,6 @@ class WholeOptimizer:
                 changed = True
         if changed:
             compat.link_moments(self._outer, there=True)
-
-    def restored(self) -> None:
-        """This replica's optimizer was set to another's: so is DeepSpeed's."""
-        for mine, theirs in zip(self.optimizer.param_groups, self._outer.optimizer.param_groups, strict=True):
-            theirs.update({name: value for name, value in mine.items() if name != "params"})
-        self._link()
 
     def loaded(self, group: Any) -> None:
         """DeepSpeed's optimizer, this rank's shard alone, was loaded: get the others from their ranks.
