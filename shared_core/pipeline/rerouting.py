@@ -135,10 +135,13 @@ class Rerouting:
             executor.leave()
 
     def close(self) -> None:
-        """There are no more steps: return when nobody needs this worker for one."""
+        """There are no more steps: return when nobody needs this worker for one. A newcomer has made none for others
+        with an engine that its script replaces before they have let it in.
+        """
         if not self._closed:
             self._closed = True
-            self._settle()
+            if not self._job.joining:
+                self._settle()
             self._plans.stop()
 
     def _settle(self) -> None:
