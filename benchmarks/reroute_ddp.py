@@ -1,7 +1,8 @@
 """What it costs, while nothing fails, that workers could go on without each other: ``shared_steps`` against plain DDP.
 
 ``shared_steps`` sums gradients when backward is done, over point-to-point messages; DDP overlaps its all-reduce with
-backward. The jobs take turns, as in *overhead*.
+backward. The jobs take turns, as in *overhead*. With ``--only rejoin``: how long the others stop when a newcomer is let
+in (:mod:`benchmarks.rejoin`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import turns
+from benchmarks import rejoin, turns
 from benchmarks.common import Row, arguments, finish, leave_nothing, say
 from benchmarks.overhead import NAMES
 from benchmarks.turns import Side, Start
@@ -20,6 +21,7 @@ SCRIPT = Path(__file__).with_name("reroute_ddp_worker.py")
 #: Steps in a block, and rounds.
 CASES = {"mlp": (20, 20), "gpt2": (4, 16), "10M": (4, 12)}
 QUICK = ("mlp",)
+_REJOIN = "rejoin"
 SYSTEMS = {
     "gloo": Start("torchrun", ("--loop", "ddp")),
     "replace": Start("swift", ("--loop", "ddp", "--system", "replace")),
@@ -56,11 +58,14 @@ def measure(case: str, ready: Mapping[str, Side], steps: int, rounds: int) -> li
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 0."""
     parser = arguments("reroute_ddp", "Step time of shared_steps, whose workers may go on alone, against plain DDP.")
-    parser.add_argument("--only", choices=list(CASES), action="append", help="only this case; may be repeated")
+    parser.add_argument("--only", choices=[*CASES, _REJOIN], action="append", help="only this case; may be repeated")
     options = parser.parse_args(argv)
     leave_nothing()
     rows: list[Row] = []
-    for case in options.only or (QUICK if options.quick else CASES):
+    for case in options.only or (QUICK if options.quick else (*CASES, _REJOIN)):
+        if case == _REJOIN:
+            rows += rejoin.rows(options.quick)
+            continue
         steps, rounds = CASES[case]
         say(f"starting {', '.join(SYSTEMS)} for {case}")
         starts = {

@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.optim import Optimizer
 
 from shared_core.checkpoint import image, lineage, store
+from shared_core.checkpoint.choosing import choose
 from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Target
@@ -159,6 +160,35 @@ def _of_checkpoints(options: Mapping[str, Any]) -> dict[str, Any]:
     return full_names({f"checkpoint.{name}" if name in known else name: value for name, value in options.items()})
 
 
+class _Ranks:
+    """What the processes of one checkpointer say to each other, through the store of the default group."""
+
+    def __init__(self, rank: int, world_size: int, limit_s: float) -> None:
+        global _made
+        _made += 1
+        self._rank, self._world_size, self._limit_s, self._number = rank, world_size, limit_s, _made
+
+    def store(self) -> Store:
+        """A client of it."""
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return PrefixStore(f"swift_checkpointer/{self._number}", _get_default_store())
+
+    def said(self, key: str, what: str) -> str:
+        """The text under a key, once another process has set it; ``what`` it is, for people."""
+        client = self.store()
+        wait_for(client, {0: key}, lambda: False, self._limit_s, self._rank, what)
+        return text(client.get(key), key)
+
+    def agreed(self, key: str, mine: str) -> str:
+        """What rank 0 says, at all ranks."""
+        if self._world_size == 1:
+            return mine
+        if self._rank == 0:
+            self.store().set(key, mine)
+        return self.said(key, f"to say its {key}")
+
+
 class Alone:
     """What a training loop needs of a job where nobody replaces lost workers: batch tops with checkpoints.
 
@@ -263,9 +293,7 @@ class Alone:
     # -- setting up ----------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        global _made
-        _made += 1
-        self._number = _made
+        self._ranks = _Ranks(self.rank, self.world_size, self.config.detection.wait_timeout_s)
         local_rank = int(os.environ.get("LOCAL_RANK", "0")) if self.world_size > 1 else 0
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         first = self.rank - local_rank
@@ -274,11 +302,11 @@ class Alone:
         if self._job_dir is not None:
             path = self._job_dir.path
             if self.world_size > 1:
-                self._store().set(f"folder/{first}", str(path))
+                self._ranks.store().set(f"folder/{first}", str(path))
         else:
-            path = Path(self._said(f"folder/{first}", "the job's folder on this machine"))
+            path = Path(self._ranks.said(f"folder/{first}", "the job's folder on this machine"))
         several = len(self._local) < self.world_size
-        self._decisions = Decisions(StoreEntries(self._store) if several else FileEntries(path / "due"))
+        self._decisions = Decisions(StoreEntries(self._ranks.store) if several else FileEntries(path / "due"))
         self._spool = Spool(path / FOLDER)
         target = Target(self._where, self.config.checkpoint.keep, self.config.checkpoint.quota_bytes)
         self._snapshots = Snapshots(self._spool, self.rank, self.world_size, self._local, target, console)
@@ -286,29 +314,11 @@ class Alone:
         self._persisting = Persisting(path, None, 60.0, console) if local_rank == 0 else None
         measured = self.rank == 0 and self.config.checkpoint.chosen_policy not in ("fixed", "none")
         self._pricing = Pricing(self.config, self.world_size, self._command.key) if measured else None
-        self._run = self._session = self._agreed("session", lineage.new_run())
+        self._run = self._session = self._ranks.agreed("session", lineage.new_run())
         self._adopted, self._ending, self._told = "", False, 0
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_sigterm)
         atexit.register(self.close)
-
-    def _store(self) -> Store:
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        return PrefixStore(f"swift_checkpointer/{self._number}", _get_default_store())
-
-    def _said(self, key: str, what: str) -> str:
-        client = self._store()
-        wait_for(client, {0: key}, lambda: False, self.config.detection.wait_timeout_s, self.rank, what)
-        return text(client.get(key), key)
-
-    def _agreed(self, key: str, mine: str) -> str:
-        """What rank 0 says, at all ranks."""
-        if self.world_size == 1:
-            return mine
-        if self.rank == 0:
-            self._store().set(key, mine)
-        return self._said(key, f"to say its {key}")
 
     # -- going on ------------------------------------------------------------------------------------------------------
 
@@ -317,52 +327,25 @@ class Alone:
         chosen: list[tuple[str, int, bool]] = []
         told = absolute(self.config.checkpoint.resume_from) if self.config.checkpoint.resume_from else ""
         if self.rank == 0:
-            chosen = self._choose(told)
-        chosen = decode(self._agreed("begins", json.dumps(chosen)), list[tuple[str, Count, bool]], "begins")
+            continues = self.config.continues
+            found = choose(self._where, self._command, self.world_size, continues=continues, told=told)
+            chosen = [(found[0].checkpoint.storage.root, found[0].step, found[1])] if found is not None else []
+        chosen = decode(self._ranks.agreed("begins", json.dumps(chosen)), list[tuple[str, Count, bool]], "begins")
         if not chosen:
             return
         ((where, step, adopts),) = chosen
-        found = store.load_manifest(open_storage(where), step)
-        self._found = loads(store.read_part(found, f"rank{self.rank}"))
-        self._run, self._adopted = str(found.meta["run"]), str(found.meta.get("adopted", ""))
+        saved = store.load_manifest(open_storage(where), step)
+        self._found = loads(store.read_part(saved, f"rank{self.rank}"))
+        self._run, self._adopted = str(saved.meta["run"]), str(saved.meta.get("adopted", ""))
         if adopts:
             self._run, self._adopted = self._session, told
         self.joining = True
-        by_name, metadata = image.load(store.read_part(found, _REPLICATED))
+        by_name, metadata = image.load(store.read_part(saved, _REPLICATED))
         names = json.loads(metadata[NAMES])
         self._replicated.load(json.loads(metadata[DESCRIPTION]), [by_name[name] for name in names])
         if self.rank == 0:
-            whose = f", of '{lineage.Saved(found).command.short}'" if adopts else ""
-            console(f"continuing from the checkpoint at batch top {step} in {found.path.parent}{whose}")
-
-    def _choose(self, told: str) -> list[tuple[str, int, bool]]:
-        """Rank 0: folder and step of the checkpoint to begin with, and whether it is adopted; empty for none.
-
-        Raises:
-            ConfigError: there is no whole one of what it was told to begin with.
-        """
-        key = self._command.key
-        own = lineage.candidates(lineage.contents(self._where, key), key) if self.config.continues else []
-        own = [each for each in own if not told or each.checkpoint.meta.get("adopted") == told]
-        adoptable = lineage.adoptable(told) if told else []
-        found = lineage.first_whole(each for each in (*own, *adoptable) if self._fits(each))
-        if found is not None:
-            return [(found.checkpoint.storage.root, found.step, found not in own)]
-        if told:
-            raise ConfigError(f"resume_from: there is no whole checkpoint of {self.world_size} ranks at {told}")
-        said = lineage.left_behind(
-            self._where, key, "resume_from", goes_on=self.config.continues, again="resume='always'"
-        )
-        if said:
-            console(said)
-        return []
-
-    def _fits(self, found: lineage.Saved) -> bool:
-        theirs = found.checkpoint.meta.get("world_size")
-        if theirs != self.world_size:
-            where = found.checkpoint.path
-            console(f"checkpoint {where} is passed over: it is of {theirs} ranks, this job has {self.world_size}")
-        return theirs == self.world_size
+            whose = f", of '{lineage.Saved(saved).command.short}'" if adopts else ""
+            console(f"continuing from the checkpoint at batch top {step} in {saved.path.parent}{whose}")
 
     def _restore(self) -> None:
         assert self._found is not None

@@ -27,6 +27,8 @@ KINDS = (
     "recovered",
     "resumed",
     "lane",
+    "copying",
+    "copied",
     "let_in",
     "rerouted",
     "update_taken_back",

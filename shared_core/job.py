@@ -21,7 +21,7 @@ from shared_core.protocol import worker_env
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import install as install_backend
 from shared_core.worker.state.local_state import Capture, Restore
-from shared_core.worker.state.publications import Orders
+from shared_core.worker.state.orders import Orders
 from shared_core.worker.wiring import Worker, wire
 
 

@@ -19,16 +19,22 @@ from torch.optim import Optimizer
 
 from shared_core.config import SwiftConfig
 from shared_core.encoding.plain import dumps, loads
-from shared_core.encoding.values import NotPlain, assign, decode, encode, holds_weights
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.handover import warn_plain_torchrun_once, warn_srun_once
 from shared_core.job import Job, current_job
 from shared_core.loaders import Loaders, TrackedLoader, read_random, write_random
+from shared_core.registered import Registered
 from shared_core.sharing import SharedStep, StepSharing, shared_steps
 
 #: Passes of an epoch that a newcomer may skip with the random generators that its predecessor had after each.
 _ANCHORS = 8
 _PLACE, _LOADERS, _VALUES = "loop.place", "loop.loaders", "loop.values"
+
+_SHARED_STEPS_ONLY = (
+    "on_failure='reroute' needs a loop in which any worker can compute the share of a lost one: write 'for step in "
+    "job.shared_steps(loader, epochs)' (with Accelerate: plugin.shared_steps(model, loader, epochs)), or choose "
+    "on_failure='replace'"
+)
 
 
 class TrainingLoop:
@@ -51,8 +57,7 @@ class TrainingLoop:
         self._round = 0
         self._looked = False
         self._active: Callable[[], Any] = lambda: None
-        self._values: dict[str, Any] = {}
-        self._namespaces: dict[str, SimpleNamespace] = {}
+        self._registered = Registered()
         #: What the script's own code rests on at the start of the epoch (0) and after each of the last passes in it.
         self._anchors: dict[int, bytes] = {}
         self._config = SwiftConfig()
@@ -191,21 +196,10 @@ class TrainingLoop:
         Raises:
             ConfigError: for values that cannot be published.
         """
-        namespace = SimpleNamespace(**values)
-        for each in (*objects, *([namespace] if values else [])):
-            if not hasattr(each, "__dict__") and not hasattr(each, "state_dict"):
-                raise ConfigError(
-                    f"register() got a {type(each).__name__}, which has no state that could be put back: pass it by "
-                    "name, as in counters = job.register(total=0.0)"
-                )
-            name = f"{len(self._values)} {type(each).__name__}"
-            self._values[name] = each
-            weighs = holds_weights(each)
-            if each is namespace and not weighs:
-                self._namespaces[name] = namespace
-            if self.job is not None and weighs:
-                self.job.keep_tops()
-        return namespace
+        counters, weigh = self._registered.add(objects, values)
+        if self.job is not None and weigh:
+            self.job.keep_tops()
+        return counters
 
     # -- what adapters call -------------------------------------------------------------------------------------------
 
@@ -223,7 +217,7 @@ class TrainingLoop:
             return
         job.register(_PLACE, self._capture_place, self._restore_place)
         job.register(_LOADERS, self._loaders.capture, self._loaders.restore)
-        job.register(_VALUES, self._capture_values, self._restore_values)
+        job.register(_VALUES, self._registered.capture, self._registered.restore)
 
     @property
     def joining(self) -> bool:
@@ -251,11 +245,7 @@ class TrainingLoop:
             Unsupported: with ``on_failure="reroute"``.
         """
         if self.job is not None and self.job.reroutes:
-            raise Unsupported(
-                "on_failure='reroute' needs a loop in which any worker can compute the share of a lost one: write 'for "
-                "step in job.shared_steps(loader, epochs)' (with Accelerate: plugin.shared_steps(model, loader, "
-                "epochs)), or choose on_failure='replace'"
-            )
+            raise Unsupported(_SHARED_STEPS_ONLY)
 
     def begin_round(self) -> bool:
         """A training loader is about to be iterated. False in a newcomer whose predecessor had finished with it."""
@@ -324,16 +314,14 @@ class TrainingLoop:
 
     def _anchor(self) -> bytes:
         """What the script's code between two passes rests on, besides the model."""
-        values = {name: _capture(name, each) for name, each in self._namespaces.items()}
+        values = self._registered.capture_counters()
         return dumps({"random": read_random(), "values": values, "owned": self._loaders.owned()})
 
     def _to_anchor(self, anchor: bytes | None) -> None:
         if anchor is None:
             return
         found = loads(anchor)
-        for name, values in found["values"].items():
-            if name in self._namespaces:
-                _restore(self._namespaces[name], values)
+        self._registered.restore_counters(found["values"])
         self._loaders.set_owned(found["owned"])
         write_random(found["random"])
 
@@ -348,32 +336,6 @@ class TrainingLoop:
 
     def _restore_place(self, place: Mapping[str, Any]) -> None:
         self.total_steps, self._anchors = place["steps"], dict(place["anchors"])
-
-    def _capture_values(self) -> dict[str, Any]:
-        return {name: _capture(name, each) for name, each in self._values.items()}
-
-    def _restore_values(self, values: Mapping[str, Any]) -> None:
-        for name, each in self._values.items():
-            if name in values:
-                _restore(each, values[name])
-
-
-def _capture(name: str, each: Any) -> Any:
-    try:
-        return encode(each.state_dict() if hasattr(each, "state_dict") else vars(each))
-    except NotPlain as error:
-        raise ConfigError(
-            f"the registered object {name.split()[1]!r} holds a {error}, which cannot be published for a newcomer: "
-            "register plain data, or give it state_dict() and load_state_dict()"
-        ) from error
-
-
-def _restore(each: Any, data: Any) -> None:
-    if hasattr(each, "load_state_dict"):
-        each.load_state_dict(decode(data))
-        return
-    for name, value in decode(data).items():
-        setattr(each, name, assign(getattr(each, name, None), encode(value)))
 
 
 def attach(*objects: Any) -> TrainingLoop:

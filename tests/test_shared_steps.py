@@ -66,6 +66,40 @@ def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
         assert {event.rank for event in result.kinds("let_in")} == {fault.rank for fault in faults}, result.tail()
 
 
+#: Faults around a copy of the state that is made while the others train; which steps wait for how many to have begun.
+COPIES: dict[str, tuple[list[Fault], str]] = {
+    "copied": ([Fault(1, 3, "reroute.forward", "SIGKILL")], "10:1"),
+    "rank_0": ([Fault(0, 3, "reroute.forward", "SIGKILL")], "10:1"),
+    "two": ([Fault(0, 3, "reroute.forward", "SIGKILL"), Fault(1, 3, "reroute.forward", "SIGKILL")], "10:2"),
+    "the_donor": ([Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "copy.give", "SIGKILL")], "10:3"),
+    "the_newcomer": (
+        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "copy.take", "SIGKILL", incarnation=1)],
+        "10:2",
+    ),
+    "the_newcomer_frozen": (
+        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "copy.take", "SIGSTOP", incarnation=1)],
+        "10:2",
+    ),
+    "a_third": (
+        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(2, 11, "reroute.forward", "SIGKILL")],
+        "10:1,12:3",
+    ),
+    "while_let_in": (
+        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "recovery.connected", "SIGKILL")],
+        "10:1,50:3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", most(COPIES, *COPIES.keys() - {"copied", "the_donor"}))
+def test_newcomers_copy_the_state_while_the_others_train(name: str, jobs: Jobs) -> None:
+    faults, copies = COPIES[name]
+    result = check(jobs, "shared_steps.py", faults, ["--epochs", "15", "--copies", copies])
+    assert {event.rank for event in result.kinds("let_in")} == {fault.rank for fault in faults}, result.tail()
+    copied = [event.rank for event in result.kinds("copied") if not event.fields["why"]]
+    assert {*copied} == {fault.rank for fault in faults}, result.tail()
+
+
 ACCELERATE: dict[str, tuple[list[str], list[Fault]]] = {
     "loss": ([], [Fault(1, 4, "reroute.forward", "SIGKILL")]),
     "rank_0": (["--seedable", "--workers", "1"], [Fault(0, 6, "lane.wait", "SIGKILL")]),

@@ -43,6 +43,25 @@ def test_many_random_faults(how: str) -> None:
     assert soak.main(["--faults", "60", "--how", how]) == 0
 
 
+def test_losses_of_rerouted_pipelines_leave_each_stage_a_replica() -> None:
+    ends = 0
+    for model, world in soak.REROUTED.items():
+        pipelines = world // soak.PIPELINES[model]
+        for number in range(200):
+            ranks = {fault.rank for fault in soak.plan(3, number, [model], 4, None, KINDS).faults}
+            assert all(len({rank for rank in ranks if rank // pipelines == s}) < pipelines for s in range(2)), ranks
+            ends += any({d, d + pipelines} <= ranks for d in range(pipelines))
+    assert ends > 200
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("model", soak.REROUTED)
+def test_many_random_faults_of_rerouted_pipelines(model: str) -> None:
+    pytest.importorskip("deepspeed")
+    assert soak.main(["--faults", "20", "--model", model]) == 0
+
+
 def test_a_difference_is_found_and_named(jobs: Jobs) -> None:
     short = jobs.reference("plain_ddp.py", args=["--norm", "--steps", "3"])
     long = jobs.reference("plain_ddp.py", args=["--norm", "--steps", "4"])

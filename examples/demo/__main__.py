@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from examples.demo.plot import side_by_side, write_png
+from examples.demo.plot import side_by_side, write_picture
 from shared_core.events import Event, read_events
 from shared_core.faults.inject import STRUCK, read_struck
 from shared_core.faults.spec import ANY_STEP, Fault, dumps
@@ -366,14 +366,16 @@ def main() -> int:
         "losses": {run.name: run.losses for run in (plain, faulty)},
     }
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    picture = write_png(out / "losses.png", [(run.name, run.losses) for run in (plain, faulty)])
-    print(f"report: {out / 'report.json'}" + (f", picture: {out / 'losses.png'}" if picture else ""))
+    struck = [Fault.from_dict(record["fault"]) for record in read_struck(faulty.out / "struck.jsonl")]
+    lost = [(fault.step, fault.rank) for fault in struck]
+    picture = write_picture(out / "losses.svg", [(run.name, run.losses) for run in (plain, faulty)], lost)
+    print(f"report: {out / 'report.json'}" + (f", picture: {out / 'losses.svg'}" if picture else ""))
     for failure in failures:
         print(f"FAILED: {failure}")
     if failures:
         return 1
-    lost = sum(each["workers_lost"] for each in (report, *in_pipelines))
-    print(f"identical: {lost} lost workers changed no bit on any rank")
+    count = sum(each["workers_lost"] for each in (report, *in_pipelines))
+    print(f"identical: {count} lost workers changed no bit on any rank")
     return 0
 
 

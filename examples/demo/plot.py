@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from shared_core.errors import MissingExtra
+from shared_core.report.figures import new_figure
+
 Curve = Sequence[tuple[int, float]]
 
 
@@ -40,21 +43,27 @@ def _panel(curve: Curve, width: int, height: int, low: float, high: float, last:
     return ["".join(row) for row in rows]
 
 
-def write_png(path: Path, curves: Sequence[tuple[str, Curve]]) -> bool:
-    """Draw the curves over each other into ``path``; returns False where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def write_picture(path: Path, curves: Sequence[tuple[str, Curve]], lost: Sequence[tuple[int, int]] = ()) -> bool:
+    """Draw the curves over each other; returns False where matplotlib is not installed.
 
-    figure, axes = pyplot.subplots(figsize=(8, 4))
-    for (title, curve), style in zip(curves, ("-", "--"), strict=False):
-        axes.plot([x for x, _ in curve], [y for _, y in curve], style, label=title)
-    axes.set(xlabel="step", ylabel="training loss (nats a byte)")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    Args:
+        path: of the picture; its ending says in which format.
+        curves: title and points (step, loss) of each; the second is drawn over the first, thin enough to see both.
+        lost: step and rank of each lost worker.
+    """
+    try:
+        figure = new_figure((8.0, 3.6))
+    except MissingExtra:
+        return False
+    axes = figure.subplots()
+    for (title, curve), style in zip(curves, ({"linewidth": 5, "alpha": 0.35}, {"linewidth": 1.2}), strict=False):
+        axes.plot([x for x, _ in curve], [y for _, y in curve], label=title, **style)
+    top = max((y for _, curve in curves for _, y in curve), default=1.0)
+    for number, (step, rank) in enumerate(lost):
+        axes.axvline(step, color="crimson", linewidth=0.8, linestyle=":", label="" if number else "a worker is lost")
+        below = sum(other == step for other, _ in lost[:number])
+        axes.annotate(f"rank {rank}", (step, top), (3, -10 - 11 * below), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="step", ylabel="training loss, nats a byte")
+    axes.legend(loc="upper right", fontsize=8)
+    figure.savefig(path)
     return True

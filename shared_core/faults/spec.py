@@ -73,6 +73,10 @@ POINTS: tuple[str, ...] = (
     "lane.let_in",
     "lane.agreed",
     "lane.knock",
+    # A copy of the state that is made while the others train: before each message, in the worker that gives it, and
+    # behind each in the newcomer.
+    "copy.give",
+    "copy.take",
     # Before a thread is started that peers depend on, a device of gloo is opened, a publication is written, the log in
     # memory is moved to disk.
     "thread",
@@ -99,6 +103,9 @@ POINTS: tuple[str, ...] = (
     "reroute.backward_weight",
     "reroute.reduce",
     "reroute.step",
+    # An evaluation of a pipeline: before each forward; before all tell each other its losses.
+    "reroute.evaluate",
+    "reroute.evaluated",
 )
 
 #: Value of ``Fault.step`` that matches every step; recoveries have no step of their own.

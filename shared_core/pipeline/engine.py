@@ -202,21 +202,38 @@ class SwiftPipelineEngine(InstrumentedEngine):
         Returns:
             The mean loss of the global batch, on every rank: a tensor without dimensions.
         """
-        return self._call(
-            self.micro_batches, data_iter, lambda: super(SwiftPipelineEngine, self).train_batch(data_iter), True
-        )
+        call = super().train_batch
+        return self._call(self.micro_batches, data_iter, lambda: call(data_iter))
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on the next global batch; see :meth:`deepspeed.PipelineEngine.eval_batch`."""
         number = kwargs.get("num_micro_batches") or self.micro_batches
-        call = super().eval_batch
-        return self._call(number, data_iter, lambda: call(data_iter, *args, **kwargs), False)
+        stock, plain = super().eval_batch, not args and kwargs.keys() <= {"num_micro_batches"}
 
-    def _call(self, micro_batches: int, data_iter: Any, call: Callable[[], Any], trains: bool) -> Any:
+        def call() -> Any:
+            if self._rerouting is None:
+                return stock(data_iter, *args, **kwargs)
+            if plain and self._rerouting.evaluates() and not self.monitor.enabled:
+                return self._evaluate(self._rerouting, data_iter, number)
+            self._rerouting.wait_for_all()
+            return stock(data_iter, *args, **kwargs)
+
+        return self._call(number, data_iter, call)
+
+    def _evaluate(self, rerouting: Rerouting, data_iter: Any, micro_batches: int) -> torch.Tensor:
+        """As DeepSpeed's, without workers that are lost."""
+        self.module.eval()
+        of_training = self.data_iterator
+        self.set_dataiterator(data_iter)
+        loss = rerouting.evaluate(micro_batches)
+        self.set_dataiterator(of_training)
+        return loss
+
+    def _call(self, micro_batches: int, data_iter: Any, call: Callable[[], Any]) -> Any:
         if self._job is None:
             return call()
         if not self.drives or self._calls is None:
-            self._after_top(self._job, trains)
+            self._after_top(self._job)
             return call()
         if self._calls.finished():
             source = data_iter if data_iter is not None else self.data_iterator
@@ -234,8 +251,8 @@ class SwiftPipelineEngine(InstrumentedEngine):
                 # A scheduler of the script's steps through the calls that are skipped now.
                 self._others = self._hyperparameters()
                 self._set_hyperparameters(mine)
-                return self._call(micro_batches, data_iter, call, trains)
-        self._after_top(self._job, trains)
+                return self._call(micro_batches, data_iter, call)
+        self._after_top(self._job)
         result = call()
         self._calls.done([result, compat.gradient_norm(self)])
         return result
@@ -249,13 +266,13 @@ class SwiftPipelineEngine(InstrumentedEngine):
         for group, value in zip(self.optimizer.param_groups if values else [], values, strict=True):
             group.update(value)
 
-    def _after_top(self, job: Job, trains: bool) -> None:
+    def _after_top(self, job: Job) -> None:
         if not job.reroutes:  # steps make no log
             job.replays.commits.mark()
         if self._groups is not None:
             self._groups.at_top()
         if self._rerouting is not None:
-            self._rerouting.at_top(trains)
+            self._rerouting.at_top()
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         if self._rerouting is None:  # else it has been called, because gradients are clipped by now

@@ -25,6 +25,7 @@ from shared_core.pipeline.sharded import is_sharded
 from shared_core.pipeline.stage import as_tuple, has_running_statistics
 from shared_core.pipeline.whole_optimizer import WholeOptimizer
 from shared_core.reroute.executor import Executor
+from shared_core.reroute.keeping import DataAway
 from shared_core.reroute.messages import Tensors
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.step import Options, StepResult, Tied, WorkerPlace
@@ -35,6 +36,8 @@ from shared_core.worker.state.undo import Undo
 
 #: Kind under which the result of the last step is kept for newcomers that pass it by.
 _RESULT = "pipeline step"
+#: The same of the evaluations since the batch top.
+_EVALUATIONS = "pipeline evaluations"
 
 
 class Rerouting:
@@ -96,21 +99,15 @@ class Rerouting:
         if executor.connected and self._job.rank == executor.lane.ranks[0]:
             self._job.news.emit("planned", **facts)
 
-    def at_top(self, trains: bool) -> None:
-        """At each batch top: let newcomers in, if the last step has said so, or if all workers are needed.
-
-        Args:
-            trains: what follows is a step; evaluation needs all workers.
-        """
+    def at_top(self) -> None:
+        """At each batch top: let newcomers in, if the last step has said so."""
         executor, job, result = self._executor, self._job, self.result
         executor.move_to(int(self._engine.global_steps))
         self.result = None
         knock = result.let_in if result is not None else -1
-        if executor.connected and (not trains or knock >= 0):
+        if executor.connected and knock >= 0:
             self._settle()
-        if not trains:
-            self.wait_for_all()
-        elif executor.connected and executor.lane.generation == knock:
+        if executor.connected and executor.lane.generation == knock:
             job.lanes.let_in(sorted(job.lanes.absent))  # else somebody was lost since, whose newcomer is not waited for
             executor.leave()
 
@@ -131,6 +128,8 @@ class Rerouting:
                 if (gradients := executor.gradients) is not None and self._newest is not None:
                     norm = compat.gradient_norm(self._engine)
                     job.notes.keep(_RESULT, "", [job.position.tops, self._newest.to_tensor(), gradients, norm])
+                top = job.position.tops
+                job.notes.keep(_EVALUATIONS, "", [top, executor.evaluations.results(top)])
                 job.lanes.let_in(ranks)
             executor.leave()
 
@@ -156,11 +155,47 @@ class Rerouting:
         if updates.state_version > updates.version:  # this one does nothing: the state contains it already
             self._pass_by()
             return
-        try:
-            self.result = self._newest = self._executor.run()
-        except RecoveryFailed as error:
-            self._job.fall_back(str(error))
+        self.result = None
+        while self.result is None:
+            try:
+                self.result = self._newest = self._executor.run()
+            except DataAway:
+                self.wait_for_all()
+            except RecoveryFailed as error:
+                self._job.fall_back(str(error))
         self._prepare()
+
+    def evaluates(self) -> bool:
+        """Whether evaluations go over the lanes of steps: not before the first step, when all workers wait for a lost
+        one, nor in bf16, in which DeepSpeed adds losses of that type. The same at all workers.
+        """
+        return (
+            not self._engine.bfloat16_enabled() and self._job.position.tops > 0 and int(self._engine.global_steps) > 0
+        )
+
+    def evaluate(self, micro_batches: int) -> Tensor:
+        """Evaluate the next batch of the engine's data. Returns the mean loss over all pipelines, with DeepSpeed's
+        arithmetic.
+        """
+        engine, job, executor = self._engine, self._job, self._executor
+        items = self._layers.draw(micro_batches) if engine.is_first_stage() or engine.is_last_stage() else []
+        top, results = job.notes.kept(_EVALUATIONS).get("", (-1, []))
+        if top == job.position.tops:
+            executor.evaluations.adopt(top, results)
+        executor.begin_evaluation(job.position.tops, micro_batches, items)
+        losses = None
+        while losses is None:
+            try:
+                losses = executor.evaluate()
+            except DataAway:
+                self.wait_for_all()
+            except RecoveryFailed as error:
+                job.fall_back(str(error))
+        sums = [sum(map(torch.tensor, row)) / micro_batches for row in losses]
+        mean = torch.zeros(())
+        for each in (*sums[1:], sums[0]):  # the order in which gloo adds single numbers
+            mean += each
+        return mean / len(sums) if len(sums) > 1 else mean
 
     def _pass_by(self) -> None:
         """The others had made this step when they let this newcomer in: count it, and take its data."""
@@ -226,10 +261,13 @@ class _Layers:
     def tied(self) -> Sequence[Tied]:
         return self._tied
 
+    def draw(self, micro_batches: int) -> list[tuple[Tensors, Tensors]]:
+        """Inputs and labels of the next micro-batches of this pipeline."""
+        drawn = [compat.next_batch(self._engine) for _ in range(micro_batches)]
+        return [(as_tuple(batch[0]), as_tuple(batch[1])) for batch in drawn]
+
     def items(self) -> list[tuple[Tensors, Tensors]]:
-        engine = self._engine
-        drawn = [compat.next_batch(engine) for _ in range(int(engine.micro_batches))]
-        items = [(as_tuple(batch[0]), as_tuple(batch[1])) for batch in drawn]
+        items = self.draw(int(self._engine.micro_batches))
         for item in items:
             shapes = [[tuple(tensor.shape) for tensor in part] for part in item]
             if self._shapes not in (None, shapes):
@@ -252,7 +290,7 @@ class _Layers:
             outputs = module(copies if len(copies) > 1 else copies[0])
         restore_raw(before)
         for (name, buffer), version in zip(self._buffers.items(), versions, strict=True):
-            if buffer._version != version:
+            if module.training and buffer._version != version:
                 raise Unsupported(
                     f"rank {self._job.rank}: the forward pass changes the buffer {name}, which would be another one at "
                     "each worker that computes for others. With on_failure='reroute' layers must not: choose "

@@ -177,12 +177,14 @@ class WholeOptimizer:
             for shard, master in enumerate(masters):
                 master.grad = None if outer.overflow else self._gradient(group, shard)
         self.optimizer.step()
-        for flat, masters in zip(self._flats, self._masters, strict=True):
-            for part, master in zip(flat.partitions, masters, strict=True):
-                part.data.copy_(master.data)
+        for masters in self._masters:
+            for master in masters:
                 master.grad = None
         self._gradients = []
         self._used.clear()
+        for flat, masters in zip(self._flats, self._masters, strict=True):
+            for part, master in zip(flat.partitions, masters, strict=True):
+                part.data.copy_(master.data)
         self.link()
 
     def _gradient(self, group: int, shard: int) -> Tensor:
@@ -231,8 +233,13 @@ class WholeOptimizer:
 
 
 def _another(inner: torch.optim.Optimizer, masters: Sequence[Sequence[Tensor]]) -> torch.optim.Optimizer:
-    """An optimizer like ``inner`` for other parameters, with the same moments for those that it has."""
-    made: torch.optim.Optimizer = object.__new__(type(inner))
+    """An optimizer like ``inner`` for other parameters, with the same moments for those that it has.
+
+    Of a class of its own: the stage's parameters follow from its masters, outside its step, so who copies the state
+    while updates go on cannot make them again from gradients alone.
+    """
+    kind = type(f"Whole{type(inner).__name__}", (type(inner),), {"__module__": __name__})
+    made: torch.optim.Optimizer = object.__new__(kind)
     made.__dict__.update(inner.__dict__)
     made.__dict__.pop("step", None)  # schedulers count calls of the other one's
     made.param_groups = [

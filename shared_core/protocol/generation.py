@@ -47,6 +47,21 @@ def lane_key(rank: int, incarnation: int) -> str:
     return f"lane/{rank}.{incarnation}"
 
 
+def knock_key(generation: int, rank: int) -> str:
+    """Set by the newcomer of an absent rank that asks to be let in: the number of its entry call."""
+    return f"gen/{generation}/knock/{rank}"
+
+
+def copy_key(generation: int, rank: int) -> str:
+    """Set by the newcomer of an absent rank that asks for its state while the others train."""
+    return f"gen/{generation}/copy/{rank}"
+
+
+def still_key(generation: int) -> str:
+    """Set when the workers that are present stand still until the absent ones are there."""
+    return f"gen/{generation}/still"
+
+
 class Kind(Enum):
     """What happens with an entry."""
 

@@ -102,7 +102,8 @@ class DataParallelSteps:
         self._channel: MessageChannel | None = None
         self._sum: _Sum | None = None
         self._agreed = self._waits = self._ended = False
-        self._closed = -1
+        self._closed = self._came = -1
+        self._idle: list[int] = []
         self._step = 0
 
     # -- what the loop calls -----------------------------------------------------------------------
@@ -144,6 +145,16 @@ class DataParallelSteps:
 
         through_losses(attempt, self._leave)
 
+    def come(self) -> None:
+        """This newcomer is let in, but lacks the last updates: be there for the others in the step that they begin, in
+        which they compute its share.
+        """
+        try:
+            if self._agree(idle=True):
+                self._came = self._step
+        except LaneBroken:
+            self._leave()
+
     def settle(self, step: int) -> None:
         """At the end of the program: return when all workers have finished the step before this one."""
         self._step = step
@@ -159,7 +170,7 @@ class DataParallelSteps:
 
     # -- agreeing ----------------------------------------------------------------------------------
 
-    def _agree(self, *, waits: bool = False, ends: bool = False) -> bool:
+    def _agree(self, *, waits: bool = False, ends: bool = False, idle: bool = False) -> bool:
         """Whether all that are there compute the same step on this lane; if not, something was done about it.
 
         They tell each other where they are on a new lane, as long as somebody is away, and where they wait for all.
@@ -176,40 +187,49 @@ class DataParallelSteps:
             self._ended = True  # who has left the program had come here before, as all others had
             return True
         away = len(lane.ranks) + len(lane.finished) < self._world
-        if self._agreed and not (away or waits or ends):
+        if self._agreed and (self._came == self._step or not (away or waits or ends)):
+            self._came = -1
             return True
         waits = waits or (self._waits and away)
-        asks = away and not ends and self._closed != self._step and self._me == lane.ranks[0]
+        asks = away and not ends and not idle and self._closed != self._step and self._me == lane.ranks[0]
         views = lane.exchange(
             {
                 "step": self._step,
                 "waits": waits,
                 "closed": self._closed == self._step,
                 "ends": ends,
+                "idle": idle,
                 "knocking": list(self._knocking(waits)) if asks else [],
             }
         )
-        newest = max(view["step"] for view in views.values())
-        behind = [rank for rank in lane.ranks if views[rank]["step"] < newest]
+        self._idle = [rank for rank in lane.ranks if views[rank]["idle"]]
+        computing = [rank for rank in lane.ranks if rank not in self._idle]
+        newest = max((views[rank]["step"] for rank in computing), default=-1)
+        behind = [rank for rank in computing if views[rank]["step"] < newest]
         if behind:
-            self._share_sum(lane, newest - 1, behind)
+            if not idle:
+                self._share_sum(computing, newest - 1, behind)
             return False
+        if not computing:
+            return False  # those that gave them their state are lost
+        if idle:
+            self._step = newest
         self._waits = any(view["waits"] for view in views.values())
         closed = any(view["closed"] for view in views.values()) or (self._waits and not away)
         if closed:
             # What follows the waiting has begun somewhere: a newcomer would begin it alone.
             self._closed, self._waits = self._step, False
-        elif knocking := views[lane.ranks[0]]["knocking"]:
+        elif not self._idle and (knocking := views[lane.ranks[0]]["knocking"]):
             self._let_in(knocking)
             return False
         self._ended = any(view["ends"] for view in views.values())
         self._agreed = True
         return not self._waits
 
-    def _share_sum(self, lane: Lane, step: int, behind: Sequence[int]) -> None:
+    def _share_sum(self, ranks: Sequence[int], step: int, behind: Sequence[int]) -> None:
         """The lowest rank that has the sum of a step sends it to those who have not."""
         assert self._channel is not None
-        channel, source = self._channel, next(rank for rank in lane.ranks if rank not in behind)
+        channel, source = self._channel, next(rank for rank in ranks if rank not in behind)
         mine = self._sum if self._me == source else None
         assert mine is None or mine.step == step
 
@@ -235,7 +255,8 @@ class DataParallelSteps:
         """Compute what is missing here of this step, and sum over all."""
         assert self._channel is not None
         channel, lane, step = self._channel, self._channel.lane, self._step
-        hosted = hosts(self._world, lane.ranks)
+        computing = [rank for rank in lane.ranks if rank not in self._idle]
+        hosted = hosts(self._world, computing)
         homes = [rank for rank, host in hosted.items() if host == self._me]
         for rank in homes:
             if lane.broken():
@@ -254,8 +275,11 @@ class DataParallelSteps:
         peers, me = {Worker(rank, 0): rank for rank in lane.ranks}, Worker(self._me, 0)
         holders = {Worker(rank, 0): Worker(host, 0) for rank, host in hosted.items()}
         if not self._ordered:
-            mine, holders = {me: _added(mine.values())}, {peer: peer for peer in peers}
-        flat = reduce_in_order(channel, step, 0, me, holders, mine, peers, SumRule())
+            mine = {me: _added(mine.values())} if mine else {}
+            holders = {Worker(rank, 0): Worker(rank, 0) for rank in computing}
+        like = None if mine else flat_gradients(self._parameters, empty=True)
+        flat = reduce_in_order(channel, step, 0, me, holders, mine, peers, SumRule(), like)
+        self._idle = []
         for rank in lane.ranks:
             if rank != self._me:
                 (more,) = channel.fetch_like(MessageKey(step, MessageKind.LOSSES, 0, rank), [table], rank)
@@ -298,7 +322,7 @@ def steps_of(
     job: Job, parameters: Sequence[torch.nn.Parameter], compute: Callable[[int, int], Outcome]
 ) -> DataParallelSteps:
     """The steps of a job's workers; arguments as in :class:`DataParallelSteps`."""
-    return DataParallelSteps(
+    steps = DataParallelSteps(
         job.rank,
         job.world_size,
         parameters,
@@ -309,6 +333,8 @@ def steps_of(
         ordered=job.config.reroute.reduction == "ordered",
         noted=lambda lost, step: job.news.emit("rerouted", lost=lost, step=step),
     )
+    job.lanes.while_completed(steps.come)
+    return steps
 
 
 def hosts(world: int, present: Sequence[int]) -> dict[int, int]:

@@ -9,19 +9,21 @@ where sums must come out bit for bit (``ordered``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shared_core.errors import ConfigError, InvalidSchedule, RecoveryFailed, Unsupported
+from shared_core.reroute.evaluating import Evaluating, Losses
 from shared_core.reroute.finishing import Finishing
 from shared_core.reroute.history import PlanHistory
+from shared_core.reroute.keeping import DataAway, Keeping, first_without_data
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKind, Shapes
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.row_runner import RowRunner
-from shared_core.reroute.step import Options, StageModel, Step, StepResult, WorkerPlace
+from shared_core.reroute.step import Item, Options, StageModel, Step, StepResult, WorkerPlace
 from shared_core.reroute.through_losses import through_losses
 from shared_core.schedule.schedule import Worker
 from shared_core.worker.recovery.lane import Lane
@@ -63,8 +65,11 @@ class Executor:
         self._channel: MessageChannel | None = None
         self._measuring = Measuring(place, planner)
         self._finishing = Finishing(place, model, self._history, self._steps, knocking, options, self._measuring)
-        self._runner = RowRunner(place, model, options, self._finishing, self._measuring, noted)
-        self._settled = False
+        self._keeping = Keeping(place)
+        self._evaluating = Evaluating(place, model)
+        self._runner = RowRunner(place, model, options, self._finishing, self._keeping, self._measuring, noted)
+        self._settled = -1
+        self._until: int | None = None
         self.step = 0
 
     # -- what the engine calls ---------------------------------------------------------------------
@@ -83,14 +88,18 @@ class Executor:
 
         Raises:
             RecoveryFailed: nobody can compute what was lost.
+            DataAway: newcomers have to be let in first, before the step; then call it again.
         """
         self._measuring.begin(self.step)
+        begun = self._steps.get(self.step)
         mine = self._steps[self.step] = Step(self.step)
         for old in [number for number in self._steps if number < self.step - 1]:
             del self._steps[old]
         self._finishing.forget_before(self.step - 1)
         first, last = self._me.stage == 0, self._me.stage == self._topology.stages - 1
-        if first or last:
+        if begun is not None:  # it is begun again: its data are drawn
+            mine.items.update({place: item for place, item in begun.items.items() if place[0] == self._me.pipeline})
+        elif first or last:
             for index, item in enumerate(self._model.items()):
                 mine.items[self._me.pipeline, index] = item
         through_losses(lambda: self._go_on(mine), self.leave)
@@ -103,14 +112,38 @@ class Executor:
         changed = self._channel is None or self._channel.lane.broken()
         if changed:
             self._change()
+        if self._until is not None and step.number >= self._until:
+            raise DataAway
         plan = self._history.begin(step.number)
         if not changed:  # else the data are sent already
-            self._runner.send_items(step, plan)
+            self._keeping.give(step, plan)
         self._runner.run(step, plan)
         self._finishing.finish(step)
         assert self._channel is not None
         activations = [tensors for key, tensors in step.made.items() if key.kind is MessageKind.ACTIVATION]
         self._measuring.agree(self._channel, step.number, activations)
+
+    def begin_evaluation(self, top: int, micro_batches: int, items: Sequence[Item]) -> None:
+        """See :meth:`Evaluating.begin`."""
+        self._evaluating.begin(top, micro_batches, items)
+
+    def evaluate(self) -> Losses:
+        """Make the evaluation that was begun, through losses.
+
+        Raises:
+            RecoveryFailed: nobody can compute what was lost.
+            DataAway: newcomers have to be let in first; then call it again.
+        """
+
+        def attempt() -> Losses:
+            if (known := self._evaluating.known()) is not None:
+                return known  # the others do not come to a lane for it
+            if self._channel is None or self._channel.lane.broken():
+                self._change()
+            assert self._channel is not None
+            return self._evaluating.run(self._channel, self._history.lost)
+
+        return through_losses(attempt, self.leave)
 
     def settle(self) -> None:
         """Return when all workers have finished the last step.
@@ -122,14 +155,19 @@ class Executor:
         def attempt() -> None:
             if self._channel is None or self._channel.lane.broken():
                 self._change()
-                # Who has come out of the exchange below does not come to another; the change says as much.
-                if self._settled:
-                    return
+            # Who has come out of the exchange below does not come to another; the change says as much.
+            if self._settled == self.step:
+                return
             assert self._channel is not None
             if not self._channel.lane.finished:  # who has left the program had come here before, as all others had
                 self._channel.lane.exchange(self.step)  # nobody comes here before it has finished the step
 
         through_losses(attempt, self.leave)
+
+    @property
+    def evaluations(self) -> Evaluating:
+        """What has come of evaluations."""
+        return self._evaluating
 
     @property
     def connected(self) -> bool:
@@ -163,7 +201,7 @@ class Executor:
         """
         lane = self._connect()
         if lane.finished:
-            self._channel, self._settled = MessageChannel(lane, self._topology, self._shapes, {}), True
+            self._channel, self._settled = MessageChannel(lane, self._topology, self._shapes, {}), self.step
             return
         workers = self._place.workers()
         lost = [list(worker) for rank, worker in sorted(workers.items()) if rank not in lane.ranks]
@@ -182,12 +220,15 @@ class Executor:
                 place = 0  # it has just learned of a change that others had made before
             at[_name(workers[rank])] = [step, place]
         ready = all(view["ready"] for view in views.values())
-        self._apply({"generation": lane.generation, "lost": lost, "ready": ready, "at": at})
-        self._settled = all(step >= self.step for step, _ in at.values())
+        self._until = self._first_without_data(lost, views)
+        self._apply({"generation": lane.generation, "lost": lost, "ready": ready, "at": at, "until": self._until})
+        self._settled = self.step if all(step >= self.step for step, _ in at.values()) else -1
         knows = {rank: {MessageKind(kind) for kind in view["shapes"]} for rank, view in views.items()}
         self._channel = MessageChannel(lane, self._topology, self._shapes, knows)
         self._finishing.connect(self._channel)
         self._runner.connect(self._channel)
+        self._keeping.connect(self._channel, self._steps, views)
+        self._evaluating.learn({rank: view["evaluating"] for rank, view in views.items()})
         self._learn(views)
         self._send_again(views)
         planned_s, history = time.perf_counter() - started, self._history
@@ -203,9 +244,11 @@ class Executor:
             "entries": self._history.entries,
             "at": [self.step, step.at if step is not None else 0],
             "shapes": [int(what) for what in self._shapes],
+            "evaluating": self._evaluating.view(),
             "steps": {
                 str(number): {
                     "reduced": one.reduced is not None,
+                    "data": self._keeping.held(one),
                     "norms": {str(stage): _hex(norm) for stage, norm in one.norms.items()},
                     "losses": [[*place, loss.hex()] for place, loss in one.losses.items()],
                     "result": [value.hex() for value in one.result.to_tensor().tolist()] if one.result else None,
@@ -218,11 +261,28 @@ class Executor:
         """Whether a change was made before this worker took its place: of steps that it has nothing to do with."""
         return self._history.generation < 0 and any(step < self.step for step, _ in entry["at"].values())
 
+    def _first_without_data(self, lost: Sequence[Sequence[int]], views: Mapping[int, Any]) -> int | None:
+        """The first step whose data went with both ends of a pipeline.
+
+        Raises:
+            RecoveryFailed: a worker has made a part of it that cannot be made again.
+        """
+        held: dict[int, set[tuple[int, int]]] = {}
+        for view in views.values():
+            for number, facts in view["steps"].items():
+                held.setdefault(int(number), set()).update((d, kind) for d, kind in facts["data"])
+        oldest = min(view["at"][0] for view in views.values())
+        until = first_without_data(self._topology, [Worker(*each) for each in lost], held, oldest)
+        for rank, view in views.items():
+            reduced = view["steps"].get(str(until), {}).get("reduced")
+            if until is not None and (view["at"][0] > until or reduced):
+                raise RecoveryFailed(
+                    f"data of step {until} went with the first and the last stage of a pipeline and all that kept "
+                    f"them, and rank {rank} has summed gradients of that step"
+                )
+        return until
+
     def _apply(self, entry: Mapping[str, Any]) -> None:
-        lost = {Worker(*each) for each in entry["lost"]}
-        for d in range(self._topology.pipelines):
-            if {Worker(d, 0), Worker(d, self._topology.stages - 1)} <= lost:
-                raise RecoveryFailed(f"the data of pipeline {d} went with its first and its last stage")
         try:
             fresh = self._history.change(entry)
         except (ConfigError, InvalidSchedule, Unsupported) as error:
@@ -256,7 +316,7 @@ class Executor:
             step, plan = self._steps[number], self._history.steps[number]
             for key, parts in step.made.items():
                 self._runner.deliver(plan, key, parts)
-            self._runner.send_items(step, plan)
+            self._keeping.give(step, plan)
             facts = {rank: view["steps"].get(str(number), {}) for rank, view in views.items()}
             having = {rank for rank, fact in facts.items() if fact.get("reduced")}
             waiting = {rank for rank, view in views.items() if rank not in having and view["at"][0] <= number}

@@ -95,7 +95,8 @@ class PlanHistory:
             entry: plain data, the same at every worker: ``generation``; ``lost``, all workers that are not there, as
                 (pipeline, stage); ``ready``, whether all have the plan for these losses already; ``at``: for each
                 worker that is there, as text, the number of its step and its place in that step's row. A worker that
-                has finished a step and begun no other is at place 0 of the next.
+                has finished a step and begun no other is at place 0 of the next; ``until``, the first step that
+                nobody can make as yet, or None: what was begun of it is begun again.
 
         Returns:
             Steps that have new rows, in which every worker is at place 0.
@@ -111,6 +112,8 @@ class PlanHistory:
         fresh: set[int] = set()
         self.extra, self.rest = {}, {}
         first, newest = min(step for step, _ in at.values()), max(step for step, _ in at.values())
+        if entry["until"] is not None:
+            newest = min(newest, entry["until"] - 1)
         for number in range(first, newest + 1):
             if number not in self.steps:
                 self.steps[number] = StepPlan(self._planner.plan(self.lost))
@@ -118,7 +121,7 @@ class PlanHistory:
             if self.steps[number] is not before:
                 fresh.add(number)
         for other in [number for number in self.steps if number > newest]:
-            del self.steps[other]  # nobody has begun it
+            del self.steps[other]  # nobody has begun it, or it is begun again
         self.lost = lost
         self._changed = {when: steps for when, steps in self._changed.items() if when > self.generation - _KEPT}
         self._changed[self.generation] = frozenset(fresh)

@@ -31,6 +31,8 @@ DTYPES = (
     torch.int32,
     torch.uint8,
     torch.bool,
+    torch.int16,
+    torch.int8,
 )
 _PARTS, _DIMENSIONS, _STEPS = 8, 8, 8
 _ROW = _DIMENSIONS + 3
@@ -41,8 +43,8 @@ class MessageKind(IntEnum):
 
     ACTIVATION = 0  # from the stage before
     GRADIENT = 1  # from the stage behind
-    INPUTS = 2  # data of a lost first stage, from the last stage of its pipeline
-    LABELS = 3  # data of a lost last stage, from the first
+    INPUTS = 2  # data that the first stage computes with
+    LABELS = 3  # data that the last stage computes with
     SHARE = 4  # of gradients, to who sums it
     SUM = 5  # of gradients
     LOSSES = 6
@@ -52,6 +54,9 @@ class MessageKind(IntEnum):
     AGAIN = 10  # a sum, for who lacks it after a loss
     READ = 11  # all gradients of a step have come
     NOTES = 12  # of a share, for all
+    EVALUATION = 13  # from the stage before, in an evaluation
+    EVALUATION_INPUTS = 14
+    EVALUATION_LABELS = 15
 
 
 class MessageKey(NamedTuple):
@@ -98,7 +103,9 @@ class MessageChannel:
     def _tag(self, key: MessageKey, part: int = 0) -> int:
         t, width = self._topology, max(self._topology.micro_batches, len(MessageKind))
         tag = (key.step % _STEPS) * len(MessageKind) + key.kind
-        return (((tag * t.stages + key.stage) * t.pipelines + key.pipeline) * width + key.micro_batch) * _PARTS + part
+        return (((tag * t.stages + key.stage) * t.pipelines + key.pipeline) * width + key.micro_batch) * (
+            _PARTS + 1
+        ) + part
 
     def send(self, key: MessageKey, parts: Sequence[Tensor], rank: int) -> None:
         """Send tensors that nobody changes any more."""
@@ -130,6 +137,18 @@ class MessageChannel:
     def _knows(self, key: MessageKey, rank: int) -> bool:
         """Whether no header comes before the next message of this kind from ``rank``."""
         return key.kind in self._known or (key.kind, rank) in self._heard
+
+    def send_described(self, key: MessageKey, parts: Sequence[Tensor], rank: int) -> None:
+        """As :meth:`send`, for :meth:`fetch_described`: of any shape, which is sent with each message."""
+        self.lane.send(_header(parts), rank, self._tag(key, _PARTS))
+        self.send(key, parts, rank)
+
+    def fetch_described(self, key: MessageKey, rank: int) -> Tensors:
+        """Wait for what :meth:`send_described` has sent. Raises ``LaneBroken`` after a loss."""
+        header = torch.zeros(_PARTS * _ROW, dtype=torch.int64)
+        self.lane.recv(header, rank, self._tag(key, _PARTS)).wait()
+        self._begin(key, _shapes(header), rank)
+        return self._finish(key)
 
     def fetch_like(self, key: MessageKey, like: Sequence[Tensor], rank: int) -> Tensors:
         """Wait for a message of the shapes of ``like``."""

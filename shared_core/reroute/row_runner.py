@@ -10,6 +10,7 @@ from shared_core.errors import LaneBroken
 from shared_core.faults import inject
 from shared_core.reroute.finishing import Finishing
 from shared_core.reroute.history import StepPlan
+from shared_core.reroute.keeping import Keeping
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
 from shared_core.reroute.split import StageBackward
@@ -44,6 +45,7 @@ class RowRunner:
         model: its stage.
         options: see :class:`Options`.
         finishing: sums gradients and tells losses.
+        keeping: has the data.
         measuring: takes durations.
         noted: see :class:`~shared_core.reroute.executor.Executor`.
     """
@@ -56,13 +58,14 @@ class RowRunner:
         model: StageModel,
         options: Options,
         finishing: Finishing,
+        keeping: Keeping,
         measuring: Measuring,
         noted: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._place, self._model = place, model
         self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
         self._options, self._finishing, self._measuring, self._noted = options, finishing, measuring, noted
-        self._last = place.last
+        self._keeping, self._last = keeping, place.last
         self._watched = False
 
     def connect(self, channel: MessageChannel) -> None:
@@ -80,6 +83,7 @@ class RowRunner:
         while step.at < len(row):
             if self._channel.lane.broken():
                 raise LaneBroken
+            self._keeping.complete(step, plan)
             action = row[step.at]
             for coming in row[step.at : step.at + _PREFETCHED]:
                 self._post(step, plan, coming)
@@ -169,28 +173,13 @@ class RowRunner:
                 self._channel.post_like(key, differentiable(record[1], False), self._rank(source))
 
     def _inputs(self, step: Step, plan: StepPlan, action: Action) -> Tensors:
-        place = (action.pipeline, action.micro_batch)
-        if action.stage > 0:
-            source = self._source(plan, action, action.stage - 1)
-            return self._channel.fetch(
-                self._key(step, MessageKind.ACTIVATION, action.stage, action), self._rank(source)
-            )
-        if place in step.items:
-            return step.items[place][0]
-        holder = Worker(action.pipeline, self._topology.stages - 1)
-        inputs = self._channel.fetch(self._key(step, MessageKind.INPUTS, 0, action), self._rank(holder))
-        step.items[place] = inputs, ()
-        return inputs
+        if action.stage == 0:
+            return self._keeping.inputs(step, plan, action)
+        source = self._source(plan, action, action.stage - 1)
+        return self._channel.fetch(self._key(step, MessageKind.ACTIVATION, action.stage, action), self._rank(source))
 
     def _labels(self, step: Step, plan: StepPlan, action: Action) -> Tensors | None:
-        if not self._last:
-            return None
-        place = (action.pipeline, action.micro_batch)
-        if place not in step.items:
-            holder = Worker(action.pipeline, 0)
-            labels = self._channel.fetch(self._key(step, MessageKind.LABELS, action.stage, action), self._rank(holder))
-            step.items[place] = (), labels
-        return step.items[place][1]
+        return self._keeping.labels(step, plan, action) if self._last else None
 
     def _gradients(self, step: Step, plan: StepPlan, action: Action, outputs: Tensors) -> Tensors:
         source = self._source(plan, action, action.stage + 1)
@@ -214,19 +203,3 @@ class RowRunner:
             self._channel.send_shaped(key, parts, self._rank(reader))
         else:
             self._channel.send(key, parts, self._rank(reader))
-
-    def send_items(self, step: Step, plan: StepPlan) -> None:
-        """Send the data of this pipeline's lost first or last stage to who computes it."""
-        topology, d = self._topology, self._me.pipeline
-        ends = (0, topology.stages - 1)
-        if self._me.stage not in ends or topology.stages == 1:
-            return
-        other = ends[1 - ends.index(self._me.stage)]
-        if Worker(d, other) not in plan.plan.lost:
-            return
-        what = MessageKind.INPUTS if other == 0 else MessageKind.LABELS
-        for j in range(topology.micro_batches):
-            reader = plan.awaits(Action(other, Kind.F, j, d))
-            if reader is not None and (d, j) in step.items:
-                parts = step.items[d, j][0 if other == 0 else 1]
-                self._channel.send_shaped(MessageKey(step.number, what, other, d, j), parts, self._rank(reader))

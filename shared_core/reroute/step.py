@@ -15,6 +15,9 @@ from shared_core.reroute.split import StageBackward
 from shared_core.reroute.summing import SumRule
 from shared_core.schedule.schedule import Topology, Worker
 
+#: Inputs and labels of a micro-batch.
+Item = tuple[Tensors | None, Tensors | None]
+
 
 @dataclass(frozen=True)
 class WorkerPlace:
@@ -113,7 +116,7 @@ class Step:
     Attributes:
         number: of the step.
         at: place in the row of the plan.
-        items: inputs and labels of micro-batches that have come from the loader, by (pipeline, micro-batch).
+        items: inputs and labels of micro-batches, by (pipeline, micro-batch); None for what this worker does not have.
         made: messages that this worker has computed, for readers that need them again.
         records: forwards whose backward is still to be done.
         losses: of the micro-batches that this worker has computed at the last stage.
@@ -131,7 +134,7 @@ class Step:
 
     number: int
     at: int = 0
-    items: dict[tuple[int, int], tuple[Tensors, Tensors]] = field(default_factory=dict)
+    items: dict[tuple[int, int], Item] = field(default_factory=dict)
     made: dict[MessageKey, Tensors] = field(default_factory=dict)
     records: dict[tuple[int, int], tuple[StageBackward, Tensors]] = field(default_factory=dict)
     losses: dict[tuple[int, int], float] = field(default_factory=dict)

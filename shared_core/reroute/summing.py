@@ -45,6 +45,7 @@ def reduce_in_order(
     mine: Mapping[Worker, Tensor],
     ranks: Mapping[Worker, int],
     rule: SumRule,
+    like: Tensor | None = None,
 ) -> Tensor:
     """Sum of what the workers of a stage hold, or those of several stages with tied layers; the same bits at each.
 
@@ -61,12 +62,13 @@ def reduce_in_order(
         mine: addends held here; one-dimensional, all of one length.
         ranks: ranks of the workers that take part, which are all that are there.
         rule: what is added, in which type.
+        like: of the size and type of the sum, at a worker that holds no addend.
 
     Raises:
         LaneBroken: after a loss.
     """
     peers = sorted(ranks)
-    like = next(iter(mine.values()))
+    like = next(iter(mine.values())) if like is None else like
     bounds = [round(i * like.numel() / len(peers)) for i in range(len(peers) + 1)]
     parts = {peer: slice(bounds[i], bounds[i + 1]) for i, peer in enumerate(peers)}
     for peer in peers:

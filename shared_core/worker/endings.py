@@ -15,6 +15,8 @@ from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.start import standing_by
 
+#: Exit code of a newcomer whose place, or state, a further loss made useless; the agent starts another.
+EXIT_STALE = 75
 #: How long the launcher may take to end a worker that has ended the job, in seconds.
 _END_S = 60.0
 

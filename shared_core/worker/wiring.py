@@ -37,6 +37,7 @@ from shared_core.worker.program.options import Options
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.commits import Commits
+from shared_core.worker.recovery.copies import Copies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Replaying
 from shared_core.worker.recovery.first_group import on_first_group
@@ -71,6 +72,7 @@ class Worker:
     log: DiskLog
     runtime: Runtime
     donor: Donor
+    copies: Copies
     recovery: Recovery
     lanes: Lanes
     replicas: Replicas
@@ -115,10 +117,10 @@ class _GroupsRelay(_Relay):
         return self._worker.recovery.forming.kept_for(group)
 
     def record(self, key: tuple[int, str, str, int], results: list[torch.Tensor]) -> None:
-        self._worker.board.record(key, results)
+        self._worker.board.records.add(key, results)
 
     def publish_checksum(self, group: int, seq: int, checksum: int) -> None:
-        self._worker.board.checksum(group, seq, checksum)
+        self._worker.board.input_checksums.add(group, seq, checksum)
 
     def exact(self) -> bool:
         return self._worker.updates.exact
@@ -162,12 +164,13 @@ class _RecoveryRelay(_Relay):
 
     def rerouted(self, detected: float) -> None:
         self._worker.news.rerouted(detected)
+        self._worker.copies.offer()
 
     def replaying(self, replaying: Replaying) -> None:
         self._worker.replays.begun(replaying)
 
     def saved_tops(self) -> list[Top]:
-        return self._worker.start.checkpoints.tops()
+        return self._worker.start.checkpoints.own.tops()
 
     def together(self) -> tuple[int, ...]:
         return self._worker.log.together
@@ -182,6 +185,10 @@ class _StateRelay(_Relay):
     def joining(self) -> bool:
         """Whether this worker has not reached the place yet that it begins from."""
         return self._worker.start.beginning.joining
+
+    def replicas(self) -> list[int]:
+        """Ranks that train the same as this one, where not all do."""
+        return self._worker.trained.replicas
 
     def updated(self) -> None:
         """An update was made."""
@@ -235,9 +242,10 @@ def wire(env: WorkerEnv) -> Worker:
     donor = Donor(env, board, updates, state_relay.joining)
     store = JobStore(env)
     endings = Endings(runtime, store)
-    recovery = Recovery(env, runtime, store, board, events, donor, endings, recovery_relay)
+    copies = Copies(env, runtime, store, updates, events, state_relay.replicas)
+    recovery = Recovery(env, runtime, store, board, events, donor, copies, endings, recovery_relay)
     progress = progress_file.ProgressFile(env.rank_dir / "progress")
-    lanes, replicas = Lanes(recovery, position), Replicas(env, recovery, updates)
+    lanes, replicas = Lanes(recovery, copies, position), Replicas(env, recovery, updates)
     buckets = Buckets(runtime, board, position)
     passes = Passes(runtime, board, updates, parts, state_relay.joining, position)
     news = News(env, events, runtime, updates, state_relay.rolled_back, store.report)
@@ -265,6 +273,7 @@ def wire(env: WorkerEnv) -> Worker:
         log=log,
         runtime=runtime,
         donor=donor,
+        copies=copies,
         recovery=recovery,
         lanes=lanes,
         replicas=replicas,

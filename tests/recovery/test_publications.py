@@ -19,6 +19,7 @@ from shared_core.errors import CorruptFile, SwiftError
 from shared_core.loaders.reshard import MARK
 from shared_core.protocol.frontier import Top
 from shared_core.testing.digest import digest
+from shared_core.worker.state import input_checksums
 from shared_core.worker.state import publications as board_module
 from shared_core.worker.state.publications import Board
 
@@ -169,16 +170,16 @@ def test_what_predecessors_left_goes_when_nothing_refers_to_it(tmp_path: pathlib
         return {path.name for path in board.folder.iterdir()} - {"checks", "records", "spare.tmp", "spare_mid.tmp"}
 
     board = Board(tmp_path / "rank0")
-    dealt = board.write_order([1, 2, 3])
+    dealt = board.orders.write([1, 2, 3])
     index = 1
     for _ in range(3):
-        own = board.write_order([[1, 2], [3]])
+        own = board.orders.write([[1, 2], [3]])
         for _ in range(4):
             board.publish_top(Top(index, 0, 0, "batch", {}), state(own) | {"dealt": state(dealt)})
             board.publish_mid(index, 0, {"n": index})
             board.publish_mid(index, 1, {"n": index})
             board.drop_before(index - 1)
-            assert board.read_order(own) == [[1, 2], [3]] and board.read_order(dealt) == [1, 2, 3]
+            assert board.orders.read(own) == [[1, 2], [3]] and board.orders.read(dealt) == [1, 2, 3]
             assert board.read_mid(index - 1, 1) is None or index > 1
             index += 1
         left = {
@@ -189,46 +190,46 @@ def test_what_predecessors_left_goes_when_nothing_refers_to_it(tmp_path: pathlib
         assert files() == left | {own, dealt}
         (board.folder / "order.0123.tmp").touch()  # it is killed while it writes one
         board = Board(tmp_path / "rank0")
-        assert board.read_order(own) == [[1, 2], [3]], "its newcomer may begin there"
+        assert board.orders.read(own) == [[1, 2], [3]], "its newcomer may begin there"
         index -= 1  # it begins at the newest top, and publishes it again
 
 
 def test_records_survive_a_torn_last_one(tmp_path: pathlib.Path) -> None:
     board = Board(tmp_path / "rank0")
     for number in range(3):
-        board.record((0, "w", "broadcast", number), [torch.full((2,), float(number))])
+        board.records.add((0, "w", "broadcast", number), [torch.full((2,), float(number))])
     path = tmp_path / "rank0" / "records"
     whole = path.read_bytes()
     for cut in range(1, len(whole) // 3, 5):
         path.write_bytes(whole[:-cut])
-        found = Board(tmp_path / "rank0").records()
+        found = Board(tmp_path / "rank0").records.read()
         assert [key[3] for key, _ in found] == [0, 1]
         assert found[1][1][0].tolist() == [1.0, 1.0]
     path.write_bytes(whole)
-    assert len(board.records()) == 3
+    assert len(board.records.read()) == 3
 
 
 def test_a_damaged_record_is_refused(tmp_path: pathlib.Path) -> None:
     board = Board(tmp_path / "rank0")
     for number in range(3):
-        board.record((0, "w", "broadcast", number), [torch.full((2,), float(number))])
+        board.records.add((0, "w", "broadcast", number), [torch.full((2,), float(number))])
     path = tmp_path / "rank0" / "records"
     whole = bytearray(path.read_bytes())
     whole[len(whole) // 2] ^= 1
     path.write_bytes(whole)
     with pytest.raises(CorruptFile, match="checksum"):
-        board.records()
+        board.records.read()
 
 
 def test_a_successor_takes_off_a_torn_record(tmp_path: pathlib.Path) -> None:
     """What it records behind it is found by the next one."""
     board = Board(tmp_path / "rank0")
     for number in range(2):
-        board.record((0, "w", "broadcast", number), [torch.full((2,), float(number))])
+        board.records.add((0, "w", "broadcast", number), [torch.full((2,), float(number))])
     path = tmp_path / "rank0" / "records"
     path.write_bytes(path.read_bytes()[:-3])
-    Board(tmp_path / "rank0").record((0, "w", "broadcast", 7), [])
-    assert [key[3] for key, _ in Board(tmp_path / "rank0").records()] == [0, 7]
+    Board(tmp_path / "rank0").records.add((0, "w", "broadcast", 7), [])
+    assert [key[3] for key, _ in Board(tmp_path / "rank0").records.read()] == [0, 7]
 
 
 def test_lengths_are_part_of_the_checksum(tmp_path: pathlib.Path) -> None:
@@ -245,10 +246,10 @@ def test_lengths_are_part_of_the_checksum(tmp_path: pathlib.Path) -> None:
 
 def test_checksums_are_a_ring(tmp_path: pathlib.Path) -> None:
     board = Board(tmp_path / "rank0")
-    size = board_module._CHECKS
+    size = input_checksums._ENTRIES
     for seq in range(size + 10):
-        board.checksum(7, seq, seq ^ 0xABCD)
-    found = Board(tmp_path / "rank0").checksums()
+        board.input_checksums.add(7, seq, seq ^ 0xABCD)
+    found = Board(tmp_path / "rank0").input_checksums.read()
     assert len(found) == size and (7, 9) not in found
     assert all(found[(7, seq)] == seq ^ 0xABCD for seq in range(10, size + 10))
 
@@ -270,10 +271,10 @@ def test_what_a_checkpoint_has_is_published_once(tmp_path: pathlib.Path) -> None
     """A newcomer may have been lost while it did that."""
     records = [((0, "results", str(number), 3), [torch.tensor(float(number))]) for number in range(3)]
     board = Board(tmp_path / "rank0")
-    board.record(*records[0])
+    board.records.add(*records[0])
     board.publish_end(0, 1.5, {})
     for _ in range(2):
         board.complete(records, {0: (None, {}), 1: (2.5, {"loop": 1})})
     found = Board(tmp_path / "rank0")
-    assert [(key, float(results[0])) for key, results in found.records()] == [(k, float(r[0])) for k, r in records]
+    assert [(key, float(results[0])) for key, results in found.records.read()] == [(k, float(r[0])) for k, r in records]
     assert found.read_end(0) == (1.5, {}) and found.read_end(1) == (2.5, {"loop": 1})

@@ -25,7 +25,7 @@ def history(folder: Path) -> PlanHistory:
 def change(past: PlanHistory, generation: int, lost: Collection[Worker], at: Mapping[Worker, tuple[int, int]]) -> None:
     places = {f"{worker.pipeline}:{worker.stage}": list(place) for worker, place in at.items()}
     gone = [list(worker) for worker in lost]
-    past.change({"generation": generation, "lost": gone, "ready": False, "at": places})
+    past.change({"generation": generation, "lost": gone, "ready": False, "until": None, "at": places})
 
 
 def test_who_had_the_sum_is_lost_after_the_one_whose_gradients_are_in_it(tmp_path: Path) -> None:

@@ -79,14 +79,6 @@ def test_the_last_worker_of_a_stage_is_lost(jobs: Jobs) -> None:
     assert result.kinds("restart"), result.tail()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("pair", [(0, 2), (1, 3)])
-def test_both_ends_of_a_pipeline_are_lost(jobs: Jobs, pair: tuple[int, int]) -> None:
-    result = go(jobs, [kill(pair[0], 3, 4), kill(pair[1], 4, 6)], ("--steps", "8"))
-    if len(result.struck) == 2 and not result.kinds("let_in"):
-        assert any("the data of pipeline" in str(event.fields) for event in result.kinds("restart")), result.tail()
-
-
 #: A layer that the first and the last stage have.
 TIED = ("--tied", "two")
 TIED_CASES = {

@@ -8,7 +8,7 @@ import pytest
 from harness import Jobs, most
 from rerouted import ORDERED
 
-from shared_core.faults import Fault
+from shared_core.faults import ANY_STEP, Fault
 from shared_core.testing.runner import JobResult, compare
 
 pytest.importorskip("deepspeed")
@@ -32,6 +32,15 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "not_validated": (["--no-validation"], [Fault(3, 3, "reroute.action", "SIGKILL", nth=4)]),
     "accumulate": (["--accumulate", "3"], [Fault(3, 6, "reroute.action", "SIGKILL", nth=2)]),
     "autocast": (["--autocast"], [Fault(2, 3, "reroute.action", "SIGKILL", nth=4)]),
+    # Ranks 1 and 3 are both ends of a pipeline. The third step is followed by a validation and a checkpoint.
+    "both_ends": (
+        [],
+        [Fault(1, 3, "reroute.action", "SIGKILL", nth=3), Fault(3, 3, "reroute.action", "SIGKILL", nth=4)],
+    ),
+    "both_ends_in_a_validation": (
+        [],
+        [Fault(1, 3, "reroute.evaluate", "SIGKILL"), Fault(3, 3, "reroute.evaluate", "SIGKILL", nth=2)],
+    ),
     "calls": (["--calls"], [Fault(1, 3, "reroute.action", "SIGKILL", nth=2)]),
     "bf16": ([*BF16, "--no-validation"], [Fault(0, 3, "update.during", "SIGKILL")]),
     "zero": (ZERO, [Fault(1, 2, "reroute.reduce", "SIGKILL"), Fault(0, 4, "reroute.action", "SIGKILL", nth=4)]),
@@ -70,6 +79,14 @@ LOOPS: dict[str, tuple[list[str], list[Fault]]] = {
     "replicas_in_turn": (
         ["--shuffled", "--gather"],
         [Fault(2, 2, "reroute.action", "SIGKILL", nth=5), Fault(3, 4, "reroute.reduce", "SIGKILL")],
+    ),
+    "both_ends_saved": (
+        ["--plain-data", "--save"],
+        [Fault(0, 3, "reroute.action", "SIGKILL", nth=4), Fault(2, 3, "reroute.action", "SIGKILL", nth=6)],
+    ),
+    "both_ends_in_an_evaluation": (
+        ["--plain-data", "--evaluate", "--save"],
+        [Fault(0, ANY_STEP, "reroute.evaluate", "SIGKILL"), Fault(2, ANY_STEP, "reroute.evaluate", "SIGKILL", nth=2)],
     ),
     "saved": (["--plain-data", "--save"], [Fault(2, 3, "reroute.action", "SIGKILL", nth=2)]),
     "bf16": (["--precision", "bf16", "--tied"], [Fault(1, 2, "reroute.action", "SIGKILL", nth=5)]),

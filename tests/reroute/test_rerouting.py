@@ -8,7 +8,7 @@ import pytest
 from harness import Jobs, most
 from rerouted import ORDERED, SCRIPT, go
 
-from shared_core.faults import Fault
+from shared_core.faults import ANY_STEP, Fault
 from shared_core.testing.runner import JobResult, compare
 
 pytest.importorskip("deepspeed")
@@ -52,6 +52,42 @@ def test_a_worker_is_lost_inside_a_step(jobs: Jobs, rank: str) -> None:
 def test_a_newcomer_is_let_in(jobs: Jobs, rank: str) -> None:
     result = run(jobs, [Fault(int(rank), 2, "reroute.action", "SIGKILL", nth=3)], ["--evaluate-after", "4"])
     assert [event.rank for event in result.kinds("let_in")] == [int(rank)], result.tail()
+
+
+#: Losses around a copy of the state, the options, and which steps wait for how many copies to have begun.
+COPIES: dict[str, tuple[list[Fault], tuple[str, ...], str]] = {
+    "clipped": ([Fault(3, 2, "reroute.action", "SIGKILL", nth=3)], ("--clip", "0.5", "--decay", "0.01"), "5:1"),
+    "tied": ([Fault(0, 2, "reroute.action", "SIGKILL", nth=3)], TIED, "5:1"),
+    "the_donor": (
+        [Fault(3, 2, "reroute.action", "SIGKILL", nth=3), Fault(2, ANY_STEP, "copy.give", "SIGKILL")],
+        (),
+        "5:1",
+    ),
+    "the_newcomer": (
+        [
+            Fault(3, 2, "reroute.action", "SIGKILL", nth=3),
+            Fault(3, ANY_STEP, "copy.take", "SIGKILL", incarnation=1),
+        ],
+        (),
+        "5:2",
+    ),
+    "another": (
+        [Fault(3, 2, "reroute.action", "SIGKILL", nth=3), Fault(0, 7, "reroute.action", "SIGKILL", nth=3)],
+        (),
+        "5:1,8:3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", most(COPIES, *COPIES.keys() - {"clipped"}))
+def test_newcomers_copy_the_state_while_the_others_train(jobs: Jobs, name: str) -> None:
+    faults, args, copies = COPIES[name]
+    run_ = go if name == "the_donor" else run  # who has lost both workers of a stage goes back to the checkpoint
+    result = run_(jobs, faults, ["--steps", "40", "--copies", copies, *args])
+    if name != "the_donor":
+        assert {event.rank for event in result.kinds("let_in")} == {fault.rank for fault in faults}, result.tail()
+        copied = [event.rank for event in result.kinds("copied") if not event.fields["why"]]
+        assert {*copied} == {fault.rank for fault in faults}, result.tail()
 
 
 @pytest.mark.parametrize("rank", most("0123", "0", "1", "2"))

@@ -51,9 +51,15 @@ def test_a_job_plans_within_its_room(tmp_path: Path) -> None:
     past = PlanHistory(Plans(WIDE, Variant.STAGGERED, False, tmp_path, 0))
     room = {str(worker): 4.0 - worker.stage for worker in WIDE.workers()}
     places = {f"{d}:{s}": [0, 8] for d, s in WIDE.workers()}
-    past.change({"generation": 0, "lost": [], "ready": False, "at": dict.fromkeys(places, [0, 0])})
+    past.change({"generation": 0, "lost": [], "ready": False, "until": None, "at": dict.fromkeys(places, [0, 0])})
     past.change(
-        {"generation": 1, "lost": [[1, 2]], "ready": False, "at": {w: p for w, p in places.items() if w != "1:2"}}
+        {
+            "generation": 1,
+            "lost": [[1, 2]],
+            "ready": False,
+            "until": None,
+            "at": {w: p for w, p in places.items() if w != "1:2"},
+        }
     )
     running, following = past.steps[0], past.begin(1)
     done = {str(worker): [one.text(worker) for one in row] for worker, row in running.done.items()}

@@ -14,6 +14,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 import torch.distributed as dist
+from copies import Copies
 from torch import nn
 
 from shared_core.testing.digest import digest, training_digest
@@ -113,9 +114,13 @@ def main() -> None:
     parser.add_argument("--checkpointing", type=int, default=0, help="of activations: layers of a segment")
     parser.add_argument("--counts", action="store_true", help="a buffer that forward changes")
     parser.add_argument("--several", action="store_true", help="tensors between layers")
+    parser.add_argument("--in-a-row", action="store_true", help="the stages of a pipeline have consecutive ranks")
     parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--evaluate-after", type=int, default=0, help="steps; evaluation needs all workers")
+    parser.add_argument("--evaluate-after", type=int, default=0, help="steps; one evaluation")
+    parser.add_argument("--evaluate-again", type=int, default=0, help="evaluations right after it, of other shapes")
     parser.add_argument("--sum-after", type=int, nargs="*", default=(), help="steps; a sum over all workers")
+    parser.add_argument("--sum-evaluated", action="store_true", help="a sum over all workers after the evaluation")
+    parser.add_argument("--copies", default="", help="10:1,12:3: step 12 waits for three copies to begin, after losses")
     parser.add_argument("--decay", type=float, default=0.0, help="of the learning rate, in each step")
     parser.add_argument("--odd", type=int, nargs="*", default=(), help="micro-batches that have an odd label")
     parser.add_argument("--odd-value", type=float, default=0.0)
@@ -134,6 +139,7 @@ def main() -> None:
     if not baseline:
         install()
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from deepspeed.runtime.pipe.topology import ProcessTopology
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.init_distributed(dist_backend="gloo")
@@ -146,9 +152,11 @@ def main() -> None:
         spec = TiedLayerSpec("head", Block, 0.0, tied_weight_attr=["linear.weight", "linear.bias"])
         middle = [spec] if args.tied == "three" else []
         layers = [spec, *layers[: args.stages], *middle, *layers[args.stages :], spec]
+    shape = [dist.get_world_size() // args.stages, args.stages]
     net = PipelineModule(
         layers,
-        num_stages=args.stages,
+        num_stages=None if args.in_a_row else args.stages,
+        topology=ProcessTopology(axes=["data", "pipe"], dims=shape) if args.in_a_row else None,
         loss_fn=nn.MSELoss(),
         partition_method="uniform",
         activation_checkpoint_interval=args.checkpointing,
@@ -173,9 +181,10 @@ def main() -> None:
     engine, *_ = (deepspeed.initialize if baseline else initialize)(model=net, config=config, **more)
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     data = micro_batches(engine.grid.get_data_parallel_rank(), args.rows, args.odd, args.odd_value, dtype)
-    losses = []
+    losses, copies = [], Copies(args.copies)
     for step in range(args.steps):
         Block.step = step
+        copies.wait(step)
         losses.append(float(engine.train_batch(data)))
         if step + 1 in args.sum_after:
             total = torch.tensor(losses[-1])
@@ -183,6 +192,15 @@ def main() -> None:
             losses.append(float(total))
         if step + 1 == args.evaluate_after:
             losses.append(float(engine.eval_batch(data)))
+            if args.sum_evaluated:
+                total = torch.tensor(losses[-1])
+                dist.all_reduce(total)
+                losses.append(float(total))
+            for number in range(args.evaluate_again):
+                engine.reset_activation_shape()
+                other = micro_batches(number + 10 * engine.grid.get_data_parallel_rank(), args.rows + number)
+                losses.append(float(engine.eval_batch(other, num_micro_batches=args.micro_batches + number)))
+            engine.reset_activation_shape()
     digests = training_digest(net, [engine.optimizer], [], {"losses": losses})
     shard = [p for group in engine.optimizer.param_groups for p in group["params"]]
     digests["masters"] = digest([p.detach() for p in shard] if args.bf16 or args.zero else [])

@@ -7,6 +7,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from copies import Copies
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -30,9 +31,11 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--evaluate", action="store_true", help="at the start of each epoch, and at the end")
+    parser.add_argument("--copies", default="", help="10:1,12:3: step 12 waits for three copies to begin, after losses")
     parser.add_argument("--damage", action="store_true", help="memory of the first newcomer is faulty")
     parser.add_argument("--mistake", default="", help="ddp, own, norm, gather, sampler, buffer, late, twice")
     args = parser.parse_args()
+    copies = Copies(args.copies)
     report = Report()
     if not os.environ.get("SWIFT_BASELINE"):
         shared_core.install()
@@ -76,6 +79,7 @@ def main() -> None:
     for step in job.shared_steps(loader, args.epochs, accumulate=args.accumulate):
         report.count(f"step {step.number}")
         steps += 1
+        copies.wait(step.number)
         if args.damage and steps == 1 and job.job is not None and job.job.env.incarnation == 1:
             next(net.parameters()).data[0] += 1
         if args.evaluate and step.first:

@@ -39,17 +39,20 @@ class Layer(nn.Linear):
         return nn.functional.dropout(super().forward(x), self.drop, self.training).relu()
 
 
-def micro_batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def micro_batches(seed: int, noise: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Data with a generator of its own, and noise from the global one."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        x = torch.randn(ROWS, WIDTH, generator=generator) + 0.01 * torch.randn(ROWS, WIDTH)
+        x = torch.randn(ROWS, WIDTH, generator=generator)
+        if noise:
+            x = x + noise * torch.randn(ROWS, WIDTH)
         yield x, x.sin()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stages", type=int, required=True)
+    parser.add_argument("--rerouted", action="store_true", help="nothing is drawn from generators of the rank's own")
     args = parser.parse_args()
     report = Layer.report = Report()
     if not os.environ.get(BASELINE):
@@ -68,7 +71,7 @@ def main() -> None:
     torch.manual_seed(5)
     ends = TiedLayerSpec("ends", Layer, 0.0)
     net = PipelineModule(
-        [ends, *(LayerSpec(Layer, 0.1) for _ in range(4)), ends],
+        [ends, *(LayerSpec(Layer, 0.0 if args.rerouted else 0.1) for _ in range(4)), ends],
         num_stages=args.stages,
         loss_fn=nn.MSELoss(),
         partition_method="uniform",
@@ -86,7 +89,7 @@ def main() -> None:
     engine, *_ = make(model=net, config=config)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(dist.get_rank())
-    data = micro_batches(engine.grid.get_data_parallel_rank())
+    data = micro_batches(engine.grid.get_data_parallel_rank(), 0.0 if args.rerouted else 0.01)
     losses = []
     for step in range(STEPS):
         losses.append(float(engine.train_batch(data)))
@@ -95,7 +98,8 @@ def main() -> None:
             losses.append(float(engine.eval_batch(data)))
             Layer.call += 1
     parts = training_digest(net, [engine.optimizer], [engine.lr_scheduler], {"losses": losses})
-    report.finish(parts | {"generators": generators_digest()}, losses=losses)
+    own = {} if args.rerouted else {"generators": generators_digest()}  # a newcomer has those of its peer
+    report.finish(parts | own, losses=losses)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,12 +23,11 @@ from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import check_place
 from shared_core.encoding.plain import dumps
-from shared_core.errors import ConfigError, CorruptFile, DamagedRecord, RecoveryFailed, SwiftError, WaitTimeout
+from shared_core.errors import ConfigError, DamagedRecord, RecoveryFailed, SwiftError, WaitTimeout
 from shared_core.events import EventLog, console, console_once
 from shared_core.faults import inject
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.protocol import progress_file
-from shared_core.protocol.codec import Name, decode, text
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.keys import ENDING, SAVED
 from shared_core.protocol.worker_env import WorkerEnv
@@ -37,9 +36,10 @@ from shared_core.worker import link
 from shared_core.worker.checkpoints import recovery_line, resharding
 from shared_core.worker.checkpoints.due import Decisions, FileEntries, StoreEntries
 from shared_core.worker.checkpoints.origins import Origins
+from shared_core.worker.checkpoints.own_lines import OwnLines
 from shared_core.worker.checkpoints.pricing import Pricing
-from shared_core.worker.checkpoints.recovery_line import Line
 from shared_core.worker.checkpoints.restored import Restored, ends_before, restored
+from shared_core.worker.checkpoints.run_identity import RunIdentity
 from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.endings import Endings
 from shared_core.worker.job_store import JobStore
@@ -48,8 +48,6 @@ from shared_core.worker.state.publications import Board
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.updates import Updates
 
-#: Key in the store: the run of this attempt and what it had adopted, for newcomers that do not read its checkpoint.
-_RUN = "run"
 #: Longest wait for a checkpoint where each is waited for, in seconds.
 _AWAIT_S = 60.0
 
@@ -64,6 +62,7 @@ class Checkpoints:
     Attributes:
         newest_top: batch top of the newest checkpoint that this rank knows to be committed; 0 for none.
         due_top: the newest batch top at which a checkpoint was due, whether or not it came to be.
+        own: those that this attempt has made.
         pricing: what rank 0 has measured and decides by; None elsewhere, and where nothing is decided.
     """
 
@@ -89,23 +88,22 @@ class Checkpoints:
         self._snapshots: Snapshots | None = None
         self._decisions: Decisions | None = None
         self.pricing: Pricing | None = None
-        self._session = ""
-        self._run = self._adopted = ""
         self._beginning = ""
-        self._known: set[int] | None = None
         self._level = 0
+        self._identity = RunIdentity(env, self._store, endings)
+        self.own = OwnLines(env, self._spool, self._identity)
         self.look_at_predecessor()
         self._origins: Origins | None = None
         if self._dir is None:
             return
         check_place("checkpoint.dir", self._dir)  # a script may have said it
-        self._origins = Origins(env, self._dir, self._spool, self._store, lambda: self.session)
+        self._origins = Origins(env, self._dir, self._spool, self._store, lambda: self._identity.session)
         leave_signals_to_the_agent()
         if config.checkpoint.chosen_policy != "none":
             several = len(env.machines) > 1
             path = env.job_dir / f"attempt{env.restart}" / "due"
             self._decisions = Decisions(StoreEntries(self._store) if several else FileEntries(path))
-            self._snapshots = self._make_snapshots(self._dir)
+            self._snapshots = _snapshots(env, self._spool, self._dir)
             if env.rank == 0 and config.checkpoint.chosen_policy != "fixed":
                 self.pricing = Pricing(config, env.world_size, env.command.key)
         if env.rank == 0:
@@ -138,7 +136,7 @@ class Checkpoints:
         if not due:
             return
         self.due_top = top.index
-        if not self._has(top.index):
+        if not self.own.predecessor_made(top.index):
             taken = self._take(top, parts, board)
             if last or not self._env.config.checkpoint.background:
                 self._await(top, taken)
@@ -164,11 +162,8 @@ class Checkpoints:
             saved: there is a checkpoint of it.
         """
         self.due_top = top.index if saved else 0
-        if self._dir is not None and self._env.incarnation and not self._run and self._store().check([_RUN]):
-            try:
-                self._run, self._adopted = decode(self._store().get(_RUN), tuple[Name, str], _RUN)
-            except DamagedRecord as error:
-                self._endings.give_up(error)
+        if self._dir is not None and self._env.incarnation:
+            self._identity.hear()
         if self._decisions is not None:
             self._decisions.joined(top.version)
 
@@ -186,7 +181,7 @@ class Checkpoints:
             self._decisions.add(top.version, last=True)
             return
         if self.pricing is not None:
-            self.pricing.name = self.run
+            self.pricing.name = self._identity.run
             trained = self._updates.replicated
             optimizers = trained.optimizers if trained is not None else ()
             self.pricing.step(top.index, self._snapshots.waited_s, top.version, optimizers)
@@ -227,7 +222,7 @@ class Checkpoints:
                 "top": asdict(top),
                 "parts": parts,
                 "ends": ends_before(board, top.entry),
-                "records": board.records(),
+                "records": board.records.read(),
                 resharding.FIXED: self._fixed,
             }
             images = {}
@@ -238,9 +233,9 @@ class Checkpoints:
                 for place in self._updates.outside.local:  # the script may change them while they are being read
                     tensors[place] = tensors[place].clone()
                 images[recovery_line.replicated_part(top)] = named(self._updates.replicated, description, tensors)
-            self._snapshots.into(self._folder)
+            self._snapshots.into(self._identity.folder)
             taken = self._snapshots.take(
-                top.index, {recovery_line.local_part(rank): dumps(local)}, images, self._meta(top)
+                top.index, {recovery_line.local_part(rank): dumps(local)}, images, self._identity.meta(top)
             )
         except (SwiftError, OSError) as error:
             generation = self._runtime.generation
@@ -250,51 +245,6 @@ class Checkpoints:
             self.pricing.begun(top.index, time.perf_counter() - started, taken)
         return taken
 
-    def _make_snapshots(self, where: str) -> Snapshots:
-        env, config = self._env, self._env.config
-        nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        first = env.rank - env.rank % nproc
-        target = Target(where, config.checkpoint.keep, config.checkpoint.quota_bytes)
-        local = range(first, min(first + nproc, env.world_size))
-        return Snapshots(self._spool, env.rank, env.world_size, local, target, console)
-
-    def _meta(self, top: Top) -> dict[str, Any]:
-        env = self._env
-        return lineage.meta_of(
-            top.index,
-            top.version,
-            session=self.session,
-            run=self.run,
-            command=env.command,
-            world_size=env.world_size,
-            continues=env.config.continues,
-            adopted=self._adopted,
-            attempt=env.restart,
-            job=env.job,
-        )
-
-    @property
-    def _folder(self) -> str:
-        """Of this run, in storage."""
-        assert self._dir is not None
-        return lineage.folder_of(self._dir, self._env.command, self.run)
-
-    @property
-    def run(self) -> str:
-        """A name that a run keeps over all restarts."""
-        return self._run or self.session
-
-    @property
-    def session(self) -> str:
-        """A name of this attempt that no other has, equal on all ranks."""
-        if not self._session:
-            mine = lineage.new_run()
-            try:
-                self._session = text(self._store().compare_set("session", "", mine), "session", Name) or mine
-            except DamagedRecord as error:
-                self._endings.give_up(error)
-        return self._session
-
     # -- what the writer says ----------------------------------------------------------------------
 
     def _look(self) -> None:
@@ -303,7 +253,7 @@ class Checkpoints:
         if status is None:
             return
         committed = status.committed
-        if committed.get("session") == self.session:
+        if committed.get("session") == self._identity.session:
             self.newest_top = max(self.newest_top, int(committed["step"]))
         if self.pricing is not None:
             self.pricing.heed(self.newest_top, status.failed)
@@ -353,10 +303,10 @@ class Checkpoints:
         """The program has ended well: a later start of it starts from scratch."""
         if self.pricing is not None:
             self.pricing.ended("completed")
-        if not self.due_top and not self._run:
+        if not self.due_top and not self._identity.goes_on:
             return
         try:
-            lineage.mark_ended(self._folder, self.newest_top)
+            lineage.mark_ended(self._identity.folder, self.newest_top)
         except (OSError, SwiftError) as error:
             if not self.newest_top:
                 return  # nothing was ever written
@@ -385,11 +335,9 @@ class Checkpoints:
             self.start_from_scratch()
             return None
         line = loaded.line
-        self._run, self._adopted = line.run, str(line.meta.get("adopted", ""))
+        self._identity.take_up(line, self._origins.told)
         if line.adopts:
-            self._run, self._adopted = self.session, self._origins.told
             self._beginning = self._origins.adopted(line)
-        self._store().set(_RUN, json.dumps([self._run, self._adopted]))
         if self.pricing is not None:
             self.pricing.went_back = True
         return restored(loaded)
@@ -404,46 +352,6 @@ class Checkpoints:
             self._beginning = ""
         if self._dir is None and self._env.config.checkpoint.resume_from and not self._env.incarnation:
             raise ConfigError("resume_from needs checkpoint.dir: say where this job's own checkpoints go")
-
-    def tops(self) -> list[Top]:
-        """Batch tops of this attempt at which this rank's state is in a checkpoint that can be read, oldest first."""
-        found: dict[int, Top] = {}
-        for line in self._mine():
-            if line.step in found:
-                continue
-            try:
-                found[line.step] = replace(recovery_line.load(line, self._env.rank).top, saved=True)
-            except CorruptFile as error:
-                console(f"rank {self._env.rank}: a checkpoint is passed over: {error}")
-        return [top for _, top in sorted(found.items())]
-
-    def at(self, index: int) -> Restored:
-        """The checkpoint of this attempt at a batch top.
-
-        Raises:
-            CorruptFile: if it cannot be read, or is gone.
-        """
-        for line in self._mine():
-            if line.step == index:
-                return restored(recovery_line.load(line, self._env.rank))
-        raise CorruptFile(f"rank {self._env.rank}: the checkpoint at batch top {index} is gone from {self._dir}")
-
-    def _mine(self) -> list[Line]:
-        """Of this attempt. Operations are counted from its start: logs go with its checkpoints."""
-        if self._dir is None:
-            return []
-        env = self._env
-        found = recovery_line.in_memory(self._spool, env.rank, env.world_size)
-        found += recovery_line.in_storage(self._folder, env.world_size)
-        return [each for each in found if each.session == self.session]
-
-    def _has(self, step: int) -> bool:
-        """Whether a predecessor has made this checkpoint."""
-        if not self._env.incarnation:
-            return False
-        if self._known is None:
-            self._known = {each.step for each in self._mine()}
-        return step in self._known
 
 
 def named(
@@ -479,7 +387,14 @@ def _note_orders(parts: dict[str, Any], board: Board) -> None:
         last = state["iterations"][-1]
         if last["dealt"]:
             if "indices" not in state:
-                state["indices"] = board.read_order(order_name(state))
+                state["indices"] = board.orders.read(order_name(state))
             state[REST] = rest_of(pack_indices(state["indices"]), used(state))
         elif last["order"] and used(state):
-            state[REST] = rest_of(board.packed_order(order_name(state)), used(state))
+            state[REST] = rest_of(board.orders.read_packed(order_name(state)), used(state))
+
+
+def _snapshots(env: WorkerEnv, spool: Spool, where: str) -> Snapshots:
+    nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    first = env.rank - env.rank % nproc
+    target = Target(where, env.config.checkpoint.keep, env.config.checkpoint.quota_bytes)
+    return Snapshots(spool, env.rank, env.world_size, range(first, min(first + nproc, env.world_size)), target, console)

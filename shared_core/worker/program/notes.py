@@ -24,7 +24,7 @@ class Notes:
     def keep(self, kind: str, name: str, value: Any) -> None:
         """Keep plain data under a kind and a name; see :meth:`kept`."""
         self._start.beginning.settle()
-        self._board.record((self._position.entry, kind, name, self._position.tops), value)
+        self._board.records.add((self._position.entry, kind, name, self._position.tops), value)
 
     def kept(self, kind: str) -> dict[str, Any]:
         """What predecessors have kept under ``kind``, by name; the newest of each."""

@@ -18,6 +18,7 @@ from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import InnerGroup, finish
 from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.messages.group_log import Signature, read_signature
+from shared_core.worker.recovery.copies import Copies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.giving import Giving
 from shared_core.worker.recovery.lifecycle import Lifecycle
@@ -82,12 +83,15 @@ class Exchange:
         lifecycle: says when a generation is given up.
         board: what this rank has published.
         donor: its replicated state.
+        copies: that are made of it while training goes on.
     """
 
-    def __init__(self, env: WorkerEnv, runtime: Runtime, lifecycle: Lifecycle, board: Board, donor: Donor) -> None:
+    def __init__(
+        self, env: WorkerEnv, runtime: Runtime, lifecycle: Lifecycle, board: Board, donor: Donor, copies: Copies
+    ) -> None:
         self._rank, self._world_size = env.rank, env.world_size
         self._runtime, self._lifecycle, self._board = runtime, lifecycle, board
-        self._giving = Giving(env.rank, env.world_size, donor)
+        self._giving = Giving(env.rank, env.world_size, donor, copies)
         self._inner: InnerGroup | None = None
         self._received = Received()
 

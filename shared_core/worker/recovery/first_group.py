@@ -23,7 +23,7 @@ def on_first_group(
 ) -> None:
     """Form the first generation. A newcomer with a batch top to reach does so there; another one joins here."""
     if beginning.spare.waits:  # it goes the way of a newcomer, and says nothing to the others before it has a place
-        runtime.answer_from(dict(recovery.board.records()))
+        runtime.answer_from(dict(recovery.board.records.read()))
         beginning.spare.then(patience.begin)
         inject.point("spare.prepares")
         return

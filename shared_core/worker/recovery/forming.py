@@ -25,7 +25,7 @@ from shared_core.protocol.worker_phase import Event
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.endings import wait_for_change
+from shared_core.worker.endings import EXIT_STALE, wait_for_change
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.recovery.agreement import Agreement
@@ -33,9 +33,6 @@ from shared_core.worker.recovery.exchange import Exchange, Received, Replay, Rep
 from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.transfer import StillWriting
 from shared_core.worker.state.publications import Board
-
-#: Exit code of a newcomer that prepared for a batch top which a further loss made useless; the agent starts another.
-EXIT_STALE = 75
 
 
 class Forming:
@@ -255,7 +252,7 @@ class Forming:
         # What a predecessor with a damaged state has computed is no measure.
         born = self._lifecycle.entries[self._lifecycle.born]
         wrong = born.divergent(self._env.rank)
-        runtime.expected = {} if wrong or plan.copies else self._board.checksums()
+        runtime.expected = {} if wrong or plan.copies else self._board.input_checksums.read()
 
     def kept_for(self, group: str) -> dict[int, Logged]:
         """What was logged for a group that a newcomer makes again while it replays."""

@@ -17,6 +17,7 @@ from shared_core.faults import inject
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.plan import Plan
 from shared_core.worker.comm.gloo import InnerGroup
+from shared_core.worker.recovery.copies import Copies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.transfer import layout, nbytes, receive, receive_spans, room, send, send_spans
 from shared_core.worker.spans import Span, divided
@@ -51,10 +52,11 @@ class Giving:
         rank: of this worker.
         world_size: number of ranks.
         donor: its replicated state.
+        copies: that are made of it while training goes on.
     """
 
-    def __init__(self, rank: int, world_size: int, donor: Donor) -> None:
-        self._rank, self._world_size, self._donor = rank, world_size, donor
+    def __init__(self, rank: int, world_size: int, donor: Donor, copies: Copies) -> None:
+        self._rank, self._world_size, self._donor, self._copies = rank, world_size, donor, copies
 
     def others(self, plan: Plan, newcomer: int, top: Top) -> list[int]:
         """Those that may give ``newcomer`` its state, beside its donor."""
@@ -70,7 +72,9 @@ class Giving:
             WaitTimeout: if the newcomer does not take part in time.
         """
         with self._donor.frozen(top.version, top.index) as (description, tensors):
-            send(inner, newcomer, {"description": description, "layout": layout(tensors)}, [])
+            copied = self._copies.close(newcomer, top, description)
+            head = {"description": description, "layout": layout(tensors), "copied": copied}
+            send(inner, newcomer, head, [])
             wanted, _ = receive(inner, newcomer, "to say what it is to be sent")
             return _send(inner, newcomer, tensors, wanted)
 
@@ -97,7 +101,8 @@ class Giving:
 
     def take(self, inner: InnerGroup, donor: int, others: Sequence[int]) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """As newcomer. Returns the description of the state and its tensors. The first of them are the parameters of
-        this worker, where they are alike.
+        this worker, where they are alike. There are none, and the description says ``here``, where the state has come
+        while the others trained.
 
         Raises:
             RuntimeError: if a connection breaks.
@@ -107,6 +112,10 @@ class Giving:
         """
         head, _ = receive(inner, donor)
         description, described = head["description"], head["layout"]
+        if self._copies.in_place(head["copied"], description["states"]):
+            for rank in (*others, donor):
+                send(inner, rank, {"digest": 0, "spans": []}, [])
+            return description | {"here": True}, []
         tensors = room(described, self._donor.places(description["parameters"]))
         sizes = [nbytes([each]) for each in tensors]
         several = sum(sizes) >= _SEVERAL

@@ -20,10 +20,11 @@ from shared_core.errors import (
 from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.protocol.codec import decode
-from shared_core.protocol.generation import lane_key
+from shared_core.protocol.generation import knock_key, lane_key, still_key
 from shared_core.waiting import Keys, ranks_text, wait_for
 from shared_core.worker import link
 from shared_core.worker.comm.connections import MAX_ATTEMPTS
+from shared_core.worker.recovery.copies import Copies
 from shared_core.worker.recovery.exchange import Received
 from shared_core.worker.recovery.lane import PATIENCE, Lane
 from shared_core.worker.recovery.recovery import Recovery
@@ -50,15 +51,17 @@ class Lanes:
 
     Args:
         recovery: forms generations.
+        copies: give newcomers their state while the others train.
         position: how far the program is.
     """
 
-    def __init__(self, recovery: Recovery, position: Position) -> None:
+    def __init__(self, recovery: Recovery, copies: Copies, position: Position) -> None:
         self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
-        self._position = position
+        self._copies, self._position = copies, position
         self._lane: Lane | None = None
         self._passed_over: list[str] = []
         self._lets_in: Callable[[], None] | None = None
+        self._comes: Callable[[], None] = lambda: None
 
     @property
     def formed(self) -> bool:
@@ -181,6 +184,12 @@ class Lanes:
         """
         self._lets_in = call
 
+    def while_completed(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run in a newcomer that is in and gets the last updates of its state, before its program goes
+        on: the others may need it.
+        """
+        self._comes = call
+
     def at_end(self, call: Callable[[], None]) -> None:
         """Have ``call`` run when the program has ended without an error, before this worker is done: others may need
         it until then.
@@ -209,13 +218,13 @@ class Lanes:
                 ``rejoin_after_s`` and ``wait_timeout_s``, the job ends.
         """
         with self._runtime.lock:
-            generation, newest = self._runtime.latest, self._recovery.lifecycle.entry
-            absent = sorted(self._runtime.absent)
-        if newest is None or not absent:
+            generation, absent = self._runtime.latest, sorted(self._runtime.absent)
+        if not absent:
             return ()
-        keys = [f"knock/{rank}.{newest.incarnations[rank]}" for rank in absent]
+        keys = [knock_key(generation, rank) for rank in absent]
         store = self._recovery.store.below()
         if wait:
+            store.set(still_key(generation), "1")
             timeout_s = self._env.config.reroute.rejoin_after_s + self._runtime.wait_timeout_s
             try:
                 what = "to be let in (they were lost, and their newcomers run the script up to the training loop)"
@@ -282,17 +291,23 @@ class Lanes:
         runtime, recovery = self._runtime, self._recovery
         inject.point("lane.knock")
         store = recovery.store.below()
-        store.set(f"knock/{self._env.rank}.{self._env.incarnation}", str(entry))
         while True:
             generation = runtime.latest
             try:
+                self._copies.fetch(generation)
+                store.set(knock_key(generation, self._env.rank), str(entry))
                 others = set(range(self._env.world_size)) - self._runtime.absent
                 what = f"and the others to let rank {self._env.rank} in, at their next batch top"
                 letting = {min(others, default=0): f"gen/{generation}/letting"}
                 self._wait(store, letting, generation, math.inf, what, ends="it waits as long as they train")
-                return recovery.let_in(generation)
+                received = recovery.let_in(generation)
+                break
             except GenerationAbandoned:
                 self._await_next(generation)
+        if self._copies.pending:
+            self._comes()
+            self._copies.complete()
+        return received
 
     def _await_next(self, generation: int) -> None:
         with self._runtime.lock:

@@ -20,7 +20,7 @@ def pack(board: Board, top: int, groups: Collection[str]) -> bytes:
     """
     newest = {
         (kind, name): (key, value)
-        for key, value in board.records()
+        for key, value in board.records.read()
         for _, kind, name, _ in [key]
         if kind != BUCKETS and kind not in groups
     }
@@ -31,5 +31,5 @@ def unpack(board: Board, packed: bytes) -> dict[str, Any]:
     """Keep in the copy's board what the other has kept. Returns what it had published at the batch top."""
     parts, kept = loads(packed)
     for key, value in kept:
-        board.record(key, value)
+        board.records.add(key, value)
     return parts  # type: ignore[no-any-return]

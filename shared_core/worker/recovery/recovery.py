@@ -19,13 +19,14 @@ from shared_core.protocol.worker_phase import Action, Event, Phase
 from shared_core.system import threads
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.endings import Endings, wait_for_change
+from shared_core.worker.endings import EXIT_STALE, Endings, wait_for_change
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.link import connect_store
 from shared_core.worker.recovery.agreement import Agreement
+from shared_core.worker.recovery.copies import Copies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Exchange, Received
-from shared_core.worker.recovery.forming import EXIT_STALE, Forming
+from shared_core.worker.recovery.forming import Forming
 from shared_core.worker.recovery.fronts import Fronts
 from shared_core.worker.recovery.handing_on import HandingOn
 from shared_core.worker.recovery.lifecycle import Lifecycle
@@ -44,6 +45,7 @@ class Recovery:
         board: this rank's publications.
         events: the job's event log.
         donor: the job's replicated state.
+        copies: that are made of it while training goes on.
         endings: how this worker ends what cannot go on.
         listener: what it tells, and asks, the rest of the worker.
 
@@ -61,6 +63,7 @@ class Recovery:
         board: Board,
         events: EventLog,
         donor: Donor,
+        copies: Copies,
         endings: Endings,
         listener: RecoveryListener,
     ) -> None:
@@ -70,7 +73,7 @@ class Recovery:
         self._prepared = False
         life = self.lifecycle = Lifecycle(env, runtime)
         self._fronts = Fronts(env, runtime, life, donor, listener)
-        self._exchange = Exchange(env, runtime, life, board, donor)
+        self._exchange = Exchange(env, runtime, life, board, donor, copies)
         agreement = self._agreement = Agreement(env, runtime, life, self._fronts)
         self.forming = Forming(env, runtime, life, store, board, events, agreement, self._exchange)
         survivor = Survivor(env, runtime, life, store, events, donor, agreement, self.forming, endings, listener)
@@ -112,7 +115,7 @@ class Recovery:
         if self.newcomer:
             self._find_place()
         if life.phase.answers:
-            self.runtime.answer_from(dict(self.board.records()))
+            self.runtime.answer_from(dict(self.board.records.read()))
 
     def _find_place(self) -> None:
         """Newcomer: agree with all others on where it starts, unless they go on without it."""

@@ -55,7 +55,7 @@ def take_over(env: WorkerEnv, resized: Resized) -> Restored:
         mine.top,
         mine.parts,
         ends,
-        mine.board.records(),
+        mine.board.records.read(),
         description,
         tensors,
         resized=True,
@@ -121,7 +121,7 @@ def _deal(
 
 def _order(board: Board, state: Mapping[str, Any]) -> list[Any]:
     """The order of the iteration in progress; it comes with the state where that has just been dealt out."""
-    indices: list[Any] = state["indices"] if "indices" in state else board.read_order(order_name(state))
+    indices: list[Any] = state["indices"] if "indices" in state else board.orders.read(order_name(state))
     return indices
 
 

@@ -15,7 +15,8 @@ from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.spare import Spare
 from shared_core.worker.recovery.starting_place import Beginning
 from shared_core.worker.state.local_state import Parts
-from shared_core.worker.state.publications import Board, Orders
+from shared_core.worker.state.orders import Orders
+from shared_core.worker.state.publications import Board
 from shared_core.worker.state.updates import Updates
 
 
@@ -82,5 +83,5 @@ class Start:
         keeps = config.checkpoint.dir is not None and config.on_failure != "reroute"
         orders = None
         if config.resizes or keeps:
-            orders = Orders(self._board, config.resize.data == "drop", config.resizes)
+            orders = Orders(self._board.orders, config.resize.data == "drop", config.resizes)
         self.checkpoints, self.beginning, self.orders = checkpoints, beginning, orders

@@ -14,8 +14,8 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.checkpoints.recovery_line import Collect
 from shared_core.worker.checkpoints.restored import Restored, ends_before
+from shared_core.worker.endings import EXIT_STALE
 from shared_core.worker.recovery.exchange import Received
-from shared_core.worker.recovery.forming import EXIT_STALE
 from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.rank_copy import unpack
 from shared_core.worker.recovery.recovery import Recovery
@@ -93,11 +93,11 @@ class Beginning:
             self._restored = None  # a predecessor has got further than the checkpoint of this attempt
             if target.saved and self.joining and self._saved is None:
                 try:
-                    self._saved = self._checkpoints.at(target.index)
+                    self._saved = self._checkpoints.own.at(target.index)
                 except CorruptFile as error:  # since it was looked at
                     self._recovery.endings.fall_back(str(error))
                 self._board.complete(self._saved.records, self._saved.ends)
-                self._recovery.runtime.records = dict(self._board.records())
+                self._recovery.runtime.records = dict(self._board.records.read())
         elif self._recovery.newcomer and self._restored is None and self.joining:
             self._restored = self._line()
 
@@ -171,7 +171,7 @@ class Beginning:
     def remembered(self, kind: str) -> dict[str, Any]:
         """What predecessors have kept under ``kind``, by name; the newest of each."""
         self.settle()
-        records = self._restored.records if self._restored is not None else self._board.records()
+        records = self._restored.records if self._restored is not None else self._board.records.read()
         return {name: value for (_, stored, name, _), value in records if stored == kind}
 
     # -- at the place ------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Beginning:
             if self._restored.collect is not None:
                 self._collect(self._restored, self._restored.collect, replicas)
             for key, results in self._restored.records:
-                self._board.record(key, results)
+                self._board.records.add(key, results)
             return self._restored, None
         self._updates.begin_install()
         if self._recovery.knocks:  # the others have gone on: this rank becomes a copy of a replica
@@ -220,8 +220,8 @@ class Beginning:
         top = received.top
         assert top is not None
         if self._saved is not None:
-            return replace(self._saved, top=top, records=self._board.records()), received
-        parts, records = self._board.read_top(top.index), self._board.records()
+            return replace(self._saved, top=top, records=self._board.records.read()), received
+        parts, records = self._board.read_top(top.index), self._board.records.read()
         state = received.description, received.tensors
         return Restored(top, parts, {}, records, *state, owned=True), received
 

@@ -182,13 +182,20 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _outgoing(inner: InnerGroup, place: int, messages: Iterable[Message]) -> None:
-    pg, what = inner.pg, "to take over what this one sends it in the recovery"
+    pg, what = _connected(inner), "to take over what this one sends it in the recovery"
     Flow(inner, lambda tensor: pg.send([tensor], place, _TAG), messages).finish(lambda: _wait(inner, place, what))
 
 
 def _incoming(inner: InnerGroup, place: int, messages: Iterable[Message]) -> Flow:
-    pg = inner.pg
+    pg = _connected(inner)
     return Flow(inner, lambda tensor: pg.recv([tensor], place, _TAG), messages)
+
+
+def _connected(inner: InnerGroup) -> Any:
+    """Raises GenerationAbandoned if the group was cut."""
+    if (pg := inner.pg) is None:
+        raise GenerationAbandoned("the group was cut")
+    return pg
 
 
 def _wait(inner: InnerGroup, place: int, what: str, limit_s: float | None = None, *, idle: bool = False) -> Wait:

@@ -18,7 +18,8 @@ from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.op import Op
 from shared_core.worker.state.bucket_inputs import BucketInput, BucketInputs
 from shared_core.worker.state.local_state import Position
-from shared_core.worker.state.publications import Board, Records
+from shared_core.worker.state.publications import Board
+from shared_core.worker.state.records import Records
 
 #: Kind of the record.
 BUCKETS = "ddp buckets"
@@ -103,7 +104,7 @@ class Buckets:
         self._settled.add(number)
         ordinal = self._agreed[number] = self._agreed.get(number, -1) + 1
         key = (self._position.entry, BUCKETS, f"{number}.{ordinal}", self._position.tops)
-        op.future.add_done_callback(lambda _: self._board.record(key, op.results))
+        op.future.add_done_callback(lambda _: self._board.records.add(key, op.results))
         self._broadcasts.setdefault(number, []).append(op.results[0])
         if ordinal % 2:
             op.future.add_done_callback(lambda _: self._know(ddp, self._broadcasts.pop(number)))

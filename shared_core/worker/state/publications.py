@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,29 +24,23 @@ from typing import Any
 
 import torch
 
-from shared_core.encoding.plain import Piece, dumps, loads, pieces
+from shared_core.encoding.plain import Piece, loads, pieces
 from shared_core.errors import CorruptFile
-from shared_core.loaders.reshard import loader_states, pack_indices, unpack_indices
 from shared_core.plain_json import is_count, parse
 from shared_core.protocol.frontier import Top
 from shared_core.resources import map_file
 from shared_core.worker.mirror import Mirror
+from shared_core.worker.state.input_checksums import InputChecksums
+from shared_core.worker.state.orders import OrderFiles
 from shared_core.worker.state.overflow import Overflow
-from shared_core.worker.state.publication_file import append_whole, read_file, write_bare, write_file
+from shared_core.worker.state.publication_file import read_file, write_file
+from shared_core.worker.state.records import RecordFile, Records
 
-_RECORD = struct.Struct("<II")  # length, checksum
-_CHECK = struct.Struct("<IIQ")  # group, checksum, sequence number + 1
-_CHECKS = 8192
-#: (entry call, what it is, name, batch top) and the results.
-Records = list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
 #: The part of parameters that no optimizer steps; start of the names of the files that they are in.
 LOOSE, _LOOSE_FILE = "swift.loose", "loose."
-#: Start of the names of files with the order of a pass over the data.
-_ORDER = "order."
 #: Start of the names of files with numbers.
 TALLY = "tally."
 _TALLY = struct.Struct("<Q")
-_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
 def top_of(head: bytes) -> Top:
@@ -63,13 +56,6 @@ def top_of(head: bytes) -> Top:
         raise ValueError("a number or name is missing")
     except (ValueError, TypeError) as error:
         raise CorruptFile(f"the head of a publication describes no batch top: {error}") from error
-
-
-def _end_of_record(data: bytes, at: int) -> int:
-    """Where the record at an offset ends; behind the end of the file if it is torn, or there is none."""
-    if at + _RECORD.size > len(data):
-        return len(data) + 1
-    return at + _RECORD.size + int(_RECORD.unpack_from(data, at)[0])
 
 
 class Tally:
@@ -101,6 +87,11 @@ class Board:
             which are there with the next publication.
         disk: takes what does not fit into memory.
 
+    Attributes:
+        orders: of passes over the data.
+        records: results that newcomers ask for.
+        input_checksums: of the last operations.
+
     Raises:
         OutOfResources: there is no room for it; methods that write raise it too.
     """
@@ -112,12 +103,9 @@ class Board:
         self._refers: dict[int, frozenset[int]] = {}
         self._spare, self._spare_loose = folder / "spare.tmp", folder / "spare_loose.tmp"
         self._spare_mid = folder / "spare_mid.tmp"
-        self._packed: dict[str, Any] = {}
-        self._names: dict[int, frozenset[str]] = {}
-        self._count = 0
-        room = _CHECKS * _CHECK.size
-        self._checks = self._disk.write(folder / "checks", room, lambda path: map_file(path, room))
-        self._cut = False
+        self.orders = OrderFiles(folder, self.put, self._remove)
+        self.input_checksums = InputChecksums(folder, self._disk)
+        self.records = RecordFile(folder, mirror, self._disk)
         self._look()
 
     def _look(self) -> None:
@@ -126,13 +114,11 @@ class Board:
         self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in folder.glob("top.*") if p.suffix != ".tmp")
         self._loose = [int(p.name.split(".")[1]) for p in folder.glob(f"{_LOOSE_FILE}*") if p.suffix != ".tmp"]
         self._mids = self._found_mids()
-        # Which of their batch tops refers to which is not known.
-        self._orders = {path.name for path in folder.glob(f"{_ORDER}*")}
-        self._records = os.open(folder / "records", _APPEND, 0o600)
+        self.orders.look()
 
     def look_again(self) -> None:
         """As if this board had been made now: until now another worker has written it."""
-        os.close(self._records)
+        self.records.open_again()
         self._look()
 
     def follow(self, machines: Sequence[str | None]) -> None:
@@ -165,8 +151,7 @@ class Board:
         """
         head = json.dumps(vars(top)).encode()
         self._refers[top.index] = frozenset(parts.get(LOOSE, {}).values())
-        if self._orders:
-            self._names[top.index] = _orders_in(parts)
+        self.orders.note(top.index, parts)
         size = self.put(f"top.{top.index}", head, pieces(parts), self._spare)
         if top.index in self._kept:  # a newcomer publishes its predecessor's top again
             self._kept.remove(top.index)
@@ -194,26 +179,15 @@ class Board:
             index = self._kept.pop(0)
             self._retire(f"top.{index}", self._spare)
             self._refers.pop(index, None)
-            self._names.pop(index, None)
         for index in [each for each in self._mids if self._kept and each < self._kept[0]]:
             for number in range(self._mids.pop(index)):
                 self._retire(f"mid.{index}.{number}", self._spare_mid)
-        self._drop_orders()
+        self.orders.drop_unnamed(self._kept)
         if self._loose and self._refers.keys() >= set(self._kept):  # of a predecessor's tops it is not known
             needed = frozenset().union(*self._refers.values())
             for number in [each for each in self._loose if each not in needed]:
                 self._loose.remove(number)
                 self._retire(f"{_LOOSE_FILE}{number}", self._spare_loose)
-
-    def _drop_orders(self) -> None:
-        """Remove predecessors' orders once all batch tops are this worker's own. One that these still name, because its
-        pass goes on, is left to the next newcomer.
-        """
-        if self._orders and self._names.keys() >= set(self._kept):
-            for name in self._orders.difference(*self._names.values()):
-                self.drop_order(name)
-            self._orders.clear()
-            self._names.clear()
 
     def _found_mids(self) -> dict[int, int]:
         """What predecessors have published before buckets: how many, by batch top."""
@@ -245,93 +219,26 @@ class Board:
             self._remove(f"{_LOOSE_FILE}{number}")
         self._loose.clear()
         self._refers.clear()
-        self._names.clear()
+        self.orders.forget_tops()
         for index in self._kept:
             self._remove(f"top.{index}")
         self._kept.clear()
-
-    def record(self, key: tuple[int, str, str, int], results: Any) -> None:
-        """Append the result of a start-up operation, what DDP agreed on, or what a job keeps for its newcomers."""
-        payload = dumps((key, results))
-        data = _RECORD.pack(len(payload), zlib.crc32(payload)) + payload
-        if not self._cut:
-            self._cut_records()
-        try:
-            append_whole(self._records, data)
-        except OSError:
-            self._move_records(data)
-        if self._mirror is not None:
-            self._mirror.append("records", data)
-
-    def _move_records(self, data: bytes) -> None:
-        """There was no room to append ``data``: write all records again."""
-        path = self.folder / "records"
-        payload = [path.read_bytes(), data]
-        self._disk.write(path, sum(map(len, payload)), lambda there: write_bare(there, payload))
-        os.close(self._records)
-        self._records = os.open(path, _APPEND, 0o600)
-
-    def _cut_records(self) -> None:
-        """Take off what a predecessor has not finished: records behind it could not be found."""
-        self._cut = True
-        data = (self.folder / "records").read_bytes()
-        at = 0
-        while (end := _end_of_record(data, at)) <= len(data):
-            at = end
-        if at < len(data):
-            os.ftruncate(self._records, at)
-            if self._mirror is not None:
-                self._mirror.write("records", [data[:at]])
 
     def complete(self, records: Records, ends: Mapping[int, tuple[Any, dict[str, Any]]]) -> None:
         """Publish what a checkpoint has of a predecessor and this board has not: it was on a machine that is lost, and
         its copies too.
         """
-        known = {key for key, _ in self.records()}
+        known = {key for key, _ in self.records.read()}
         for key, results in records:
             if key not in known:
-                self.record(key, results)
+                self.records.add(key, results)
         for entry, (result, parts) in ends.items():
             if not self.has_end(entry):
                 self.publish_end(entry, result, parts)
 
-    def write_order(self, indices: list[Any]) -> str:
-        """Publish the indices of a pass over the data. Returns its name."""
-        name = f"{_ORDER}{os.urandom(6).hex()}"
-        self._packed[name] = pack_indices(indices)
-        self.put(name, b"", pieces(self._packed[name]))
-        return name
-
-    def read_order(self, name: str) -> list[Any]:
-        """The indices published under ``name``.
-
-        Raises:
-            CorruptFile: if they are damaged.
-        """
-        try:
-            return unpack_indices(self.packed_order(name))
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptFile(f"{self.folder}/{name} holds no order of a pass: {error!r}") from error
-
-    def packed_order(self, name: str) -> Any:
-        """The indices published under ``name``, packed; quick in the process that published them."""
-        if name not in self._packed:
-            self._packed[name] = loads(read_file(self.folder / name)[1])
-        return self._packed[name]
-
-    def drop_order(self, name: str) -> None:
-        """Remove an order that will not be asked for."""
-        self._packed.pop(name, None)
-        self._remove(name)
-
     def tally(self, name: str) -> Tally:
         """The number called ``name``."""
         return Tally(self.folder / f"{TALLY}{name}")
-
-    def checksum(self, group: int, seq: int, checksum: int) -> None:
-        """Publish the checksum of an operation's input."""
-        _CHECK.pack_into(self._checks, (self._count % _CHECKS) * _CHECK.size, group, checksum, seq + 1)
-        self._count += 1
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -386,49 +293,3 @@ class Board:
         if not isinstance(stored, dict) or not stored.keys() >= {"result", "parts"}:
             raise CorruptFile(f"{self.folder}/end.{entry} holds no end of an entry call")
         return stored["result"], stored["parts"]
-
-    def records(self) -> Records:
-        """Recorded results in order; a torn last one is left out.
-
-        Raises:
-            CorruptFile: if one is damaged.
-        """
-        data = (self.folder / "records").read_bytes()
-        found: Records = []
-        at = 0
-        while (end := _end_of_record(data, at)) <= len(data):
-            payload = data[at + _RECORD.size : end]
-            if zlib.crc32(payload) != _RECORD.unpack_from(data, at)[1]:
-                raise CorruptFile(f"{self.folder}/records is damaged: the checksum at offset {at} does not match")
-            found.append(loads(payload))
-            at = end
-        return found
-
-    def checksums(self) -> dict[tuple[int, int], int]:
-        """Published input checksums by (group, sequence number)."""
-        found: dict[tuple[int, int], int] = {}
-        for place in range(_CHECKS):
-            group, checksum, seq = _CHECK.unpack_from(self._checks, place * _CHECK.size)
-            if seq:
-                found[(group, seq - 1)] = checksum
-        return found
-
-
-def _orders_in(parts: Any) -> frozenset[str]:
-    """Names of the orders that the loaders' states in published parts refer to."""
-    states = (state for _, state in loader_states(parts))
-    return frozenset(str(each["order"]) for state in states for each in state["iterations"])
-
-
-class Orders:
-    """Where loaders publish the order of their passes; see :class:`shared_core.loaders.Orders`.
-
-    Args:
-        board: of this rank.
-        may_drop: samples may be left out when the number of workers changes.
-        asked: the number may change while the job runs.
-    """
-
-    def __init__(self, board: Board, may_drop: bool, asked: bool = True) -> None:
-        self.may_drop, self.asked = may_drop, asked
-        self.write, self.read, self.drop = board.write_order, board.read_order, board.drop_order

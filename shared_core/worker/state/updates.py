@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shared_core.errors import RecoveryFailed
 from shared_core.faults import inject
+from shared_core.worker.state.following import Followers
 from shared_core.worker.state.outside_changes import Outside
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.undo import Arguments, Undo, begin_after_closure
@@ -34,6 +35,7 @@ class Updates:
     Attributes:
         recomputed: updates that this process has gone through more than once; recovery in place makes none.
         outside: changes that the script makes outside updates.
+        followers: copies of the state that are made while updates go on.
 
     Args:
         preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch
@@ -70,7 +72,7 @@ class Updates:
         self._clean: dict[int, list[tuple[int, int]]] = {}
         self._window: AbstractContextManager[Any] | None = None
         self.replicated: Replicated | None = None
-        self.outside = Outside(preimages)
+        self.outside, self.followers = Outside(preimages), Followers()
         self._undo: Undo | None = None
         self._handles: list[Any] = []
 
@@ -135,6 +137,7 @@ class Updates:
         with self._condition:
             self.replicated = replicated
             self._sharded = sharded
+            self.followers.able = not sharded
             self._several = self._several or len(replicated.optimizers) > 1
             self._clean.clear()
             self.outside.attach(replicated, loose)
@@ -335,7 +338,7 @@ class Updates:
 
         Args:
             version: updates at the batch top.
-            description: of the state; None for the one that is here.
+            description: of the state; None for the one that is here. With ``here`` the state has come before.
             tensors: of the state.
             owned: nobody else uses them.
         """
@@ -343,7 +346,8 @@ class Updates:
             self._applied = version
             self._skip = 0
             if description is not None and self.replicated is not None:
-                self.replicated.load(description, tensors, owned=owned)
+                if not description.get("here"):
+                    self.replicated.load(description, tensors, owned=owned)
                 self._skip = max(0, description["version"] - version)
                 self._images = [
                     (
@@ -379,6 +383,7 @@ class Updates:
         with self._condition:
             self._applied -= 1
             self._highest = self._applied
+            self.followers.taken_back(self._applied)
 
     # -- hooks -------------------------------------------------------------------------------------
 
@@ -429,6 +434,8 @@ class Updates:
         elif self.keeps_images:
             assert self.replicated is not None
             self._keep([self.replicated.index_of(p) for group in optimizer.param_groups for p in group["params"]])
+        if not self._skip:
+            self.followers.begin(self._applied, optimizer)
         self._open_window()
 
     def _keep(self, places: Iterable[int]) -> None:
@@ -464,6 +471,7 @@ class Updates:
         """Under the lock: an update is complete."""
         self.outside.updated()
         self._applied += 1
+        self.followers.updated()
         if self._applied <= self._highest:
             self.recomputed += 1  # went through an update it had been through before
         self._highest = max(self._highest, self._applied)

@@ -107,9 +107,9 @@ def _read_mid(data: bytes, folder: Path) -> Any:
 
 def _write_order(value: Any, folder: Path) -> bytes:
     board = _board(folder)
-    name = board.write_order(value)
+    name = board.orders.write(value)
     data = (board.folder / name).read_bytes()
-    board.drop_order(name)
+    board.orders.drop(name)
     return data
 
 
@@ -117,9 +117,9 @@ def _read_order(data: bytes, folder: Path) -> Any:
     board = _board(folder)
     (board.folder / "order.x").write_bytes(data)
     try:
-        return board.read_order("order.x")
+        return board.orders.read("order.x")
     finally:
-        board.drop_order("order.x")
+        board.orders.drop("order.x")
 
 
 def _inner_order(value: Any, folder: Path) -> bytes:
@@ -133,13 +133,13 @@ def _write_records(value: Any, folder: Path) -> bytes:
     path = board.folder / "records"
     path.write_bytes(b"")
     for key, results in value:
-        board.record(key, results)
+        board.records.add(key, results)
     return path.read_bytes()
 
 
 def _read_records(data: bytes, folder: Path) -> Any:
     (_board(folder).folder / "records").write_bytes(data)
-    return _board(folder).records()
+    return _board(folder).records.read()
 
 
 def _of_record(payload: bytes) -> bytes:

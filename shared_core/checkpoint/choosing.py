@@ -1,0 +1,46 @@
+"""Which checkpoint a script that runs without ``swiftrun`` begins with."""
+
+from __future__ import annotations
+
+from shared_core.checkpoint import lineage
+from shared_core.checkpoint.command import Command
+from shared_core.errors import ConfigError
+from shared_core.events import console
+
+
+def choose(
+    where: str, command: Command, world_size: int, *, continues: bool, told: str
+) -> tuple[lineage.Saved, bool] | None:
+    """The newest whole checkpoint that serves, and whether it is of another command; None for none, and a line says
+    what is left behind.
+
+    Args:
+        where: the folder of checkpoints.
+        command: of the script.
+        world_size: number of its processes; a checkpoint of another number is passed over.
+        continues: the script goes on from its own checkpoints.
+        told: where the checkpoint lies that it was told to begin with; empty for none.
+
+    Raises:
+        ConfigError: there is no whole one of what it was told to begin with.
+    """
+    own = lineage.candidates(lineage.contents(where, command.key), command.key) if continues else []
+    own = [each for each in own if not told or each.checkpoint.meta.get("adopted") == told]
+    adoptable = lineage.adoptable(told) if told else []
+    found = lineage.first_whole(each for each in (*own, *adoptable) if _fits(each, world_size))
+    if found is not None:
+        return found, found not in own
+    if told:
+        raise ConfigError(f"resume_from: there is no whole checkpoint of {world_size} ranks at {told}")
+    said = lineage.left_behind(where, command.key, "resume_from", goes_on=continues, again="resume='always'")
+    if said:
+        console(said)
+    return None
+
+
+def _fits(found: lineage.Saved, world_size: int) -> bool:
+    theirs = found.checkpoint.meta.get("world_size")
+    if theirs != world_size:
+        where = found.checkpoint.path
+        console(f"checkpoint {where} is passed over: it is of {theirs} ranks, this job has {world_size}")
+    return bool(theirs == world_size)

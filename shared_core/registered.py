@@ -1,0 +1,81 @@
+"""State of a script that follows a newcomer: what its loop counts, averages or remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from shared_core.encoding.values import NotPlain, assign, decode, encode, holds_weights
+from shared_core.errors import ConfigError
+
+
+class Registered:
+    """Objects and counters that a script has registered, in the order in which it did."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, Any] = {}
+        self._counters: dict[str, SimpleNamespace] = {}
+
+    def add(self, objects: tuple[Any, ...], values: Mapping[str, Any]) -> tuple[SimpleNamespace, bool]:
+        """Register objects, and counters with their first values.
+
+        Returns:
+            A namespace with the counters as attributes, and whether any of the objects holds weights.
+
+        Raises:
+            ConfigError: for an object without state.
+        """
+        counters = SimpleNamespace(**values)
+        weigh = False
+        for each in (*objects, *([counters] if values else [])):
+            if not hasattr(each, "__dict__") and not hasattr(each, "state_dict"):
+                raise ConfigError(
+                    f"register() got a {type(each).__name__}, which has no state that could be put back: pass it by "
+                    "name, as in counters = job.register(total=0.0)"
+                )
+            name = f"{len(self._all)} {type(each).__name__}"
+            self._all[name] = each
+            weighs = holds_weights(each)
+            if each is counters and not weighs:
+                self._counters[name] = counters
+            weigh = weigh or weighs
+        return counters, weigh
+
+    def capture(self) -> dict[str, Any]:
+        """The state of all."""
+        return {name: _capture(name, each) for name, each in self._all.items()}
+
+    def restore(self, found: Mapping[str, Any]) -> None:
+        """Put back what :meth:`capture` has returned."""
+        for name, each in self._all.items():
+            if name in found:
+                _restore(each, found[name])
+
+    def capture_counters(self) -> dict[str, Any]:
+        """The state of the counters only."""
+        return {name: _capture(name, each) for name, each in self._counters.items()}
+
+    def restore_counters(self, found: Mapping[str, Any]) -> None:
+        """Put back what :meth:`capture_counters` has returned."""
+        for name, values in found.items():
+            if name in self._counters:
+                _restore(self._counters[name], values)
+
+
+def _capture(name: str, each: Any) -> Any:
+    try:
+        return encode(each.state_dict() if hasattr(each, "state_dict") else vars(each))
+    except NotPlain as error:
+        raise ConfigError(
+            f"the registered object {name.split()[1]!r} holds a {error}, which cannot be published for a newcomer: "
+            "register plain data, or give it state_dict() and load_state_dict()"
+        ) from error
+
+
+def _restore(each: Any, data: Any) -> None:
+    if hasattr(each, "load_state_dict"):
+        each.load_state_dict(decode(data))
+        return
+    for name, value in decode(data).items():
+        setattr(each, name, assign(getattr(each, name, None), encode(value)))

@@ -1,0 +1,204 @@
+"""Evaluations that go on without lost workers: forwards alone, over the lane of the training steps.
+
+Nothing of an evaluation lasts but its losses. So after a loss it is made again by those that are there, with the data
+that were drawn. All tell each other the losses at its end, so whoever has them has them of all; who has not, after a
+loss, learns them from who has. Peers keep the data of each pipeline as in a step (:mod:`shared_core.reroute.keeping`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shared_core.errors import LaneBroken
+from shared_core.faults import inject
+from shared_core.reroute.keeping import NOTHING, DataAway, Part, keepers, parts_of
+from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
+from shared_core.reroute.step import Item, StageModel, WorkerPlace
+from shared_core.schedule.schedule import Topology, Worker
+
+#: Losses of each pipeline's micro-batches.
+Losses = list[list[float]]
+_KINDS = {
+    MessageKind.INPUTS: MessageKind.EVALUATION_INPUTS,
+    MessageKind.LABELS: MessageKind.EVALUATION_LABELS,
+}
+
+
+class When(NamedTuple):
+    """Which evaluation.
+
+    Attributes:
+        top: number of the batch top before it.
+        number: of the evaluation after that top, from 0.
+    """
+
+    top: int
+    number: int
+
+
+def host_of(topology: Topology, lost: Collection[Worker], pipeline: int, stage: int) -> Worker:
+    """Who computes the micro-batches of a pipeline at a stage: its own worker, else the next peer that is there."""
+    peers = [Worker((pipeline + number) % topology.pipelines, stage) for number in range(topology.pipelines)]
+    return next(peer for peer in peers if peer not in lost)
+
+
+class Evaluating:
+    """Runs evaluations at one worker.
+
+    Args:
+        place: of this worker.
+        model: its stage.
+    """
+
+    def __init__(self, place: WorkerPlace, model: StageModel) -> None:
+        self._place, self._model = place, model
+        self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
+        self._parts = parts_of(place.topology)
+        self._results: dict[When, Losses] = {}
+        self._now, self._count = When(-1, 0), 0
+        self._items: dict[tuple[int, int], Item] = {}
+        self._held: dict[tuple[int, int], set[int]] = {}
+
+    def begin(self, top: int, micro_batches: int, items: Sequence[Item]) -> None:
+        """The next evaluation.
+
+        Args:
+            top: number of the last batch top.
+            micro_batches: of each pipeline.
+            items: of this worker's pipeline, at its ends.
+        """
+        self._now = When(top, self._now.number + 1 if self._now.top == top else 0)
+        self._results = {when: losses for when, losses in self._results.items() if when.top >= top}
+        self._count, self._held = micro_batches, {}
+        self._items = {(self._me.pipeline, j): item for j, item in enumerate(items)}
+
+    def known(self) -> Losses | None:
+        """Of the evaluation that was begun, if others have made it."""
+        return self._results.get(self._now)
+
+    def results(self, top: int) -> list[Losses]:
+        """Of the evaluations since a batch top, in order."""
+        return [self._results[when] for when in sorted(self._results) if when.top == top]
+
+    def adopt(self, top: int, results: Sequence[Losses]) -> None:
+        """Others had made these evaluations since a batch top when they let this newcomer in."""
+        self._results.update({When(top, index): losses for index, losses in enumerate(results)})
+
+    def view(self) -> dict[str, Any]:
+        """What others are told after a loss; plain data."""
+        pipelines = range(self._topology.pipelines)
+        return {
+            "now": list(self._now),
+            "data": [[d, int(part.kind)] for d in pipelines for part in self._parts if self._has_all(d, part)],
+            "results": [[*when, [list(map(float.hex, row)) for row in rows]] for when, rows in self._results.items()],
+        }
+
+    def learn(self, views: Mapping[int, Any]) -> None:
+        """There is a new lane; ``views`` is what all workers have told, by rank."""
+        self._held = {}
+        for rank, view in views.items():
+            for top, index, rows in view["results"]:
+                self._results.setdefault(When(top, index), [list(map(float.fromhex, row)) for row in rows])
+            if When(*view["now"]) == self._now:
+                for d, kind in view["data"]:
+                    self._held.setdefault((d, kind), set()).add(rank)
+        for (d, j), item in list(self._items.items()):  # what has come in part comes again
+            kept = [item[part.number] if self._has_all(d, part) else None for part in self._parts]
+            self._items[d, j] = kept[0], kept[1]
+
+    def run(self, channel: MessageChannel, lost: Collection[Worker]) -> Losses:
+        """Make the evaluation that was begun, unless others have made it.
+
+        Raises:
+            LaneBroken: somebody was lost; another call makes it again.
+            DataAway: its data went with both ends of a pipeline before anybody else had them.
+        """
+        if (known := self.known()) is not None:
+            return known
+        topology, stage = self._topology, self._me.stage
+        pipelines = range(topology.pipelines)
+        sources = {(d, part): self._source(lost, d, part) for d in pipelines for part in self._parts}
+        if None in sources.values():
+            raise DataAway
+        for (d, part), source in sources.items():
+            if source == self._rank(self._me) and self._has_all(d, part):
+                self._give(channel, lost, d, part)
+        losses: dict[int, list[float]] = {}
+        with torch.no_grad():
+            for j in range(self._count):
+                for d in pipelines:
+                    if host_of(topology, lost, d, stage) == self._me:
+                        self._forward(channel, lost, sources, d, j, losses)
+        for (d, part), source in sources.items():
+            if self._me in self._takers(lost, d, part):
+                for j in range(self._count):
+                    self._get(channel, source, d, j, part)
+        inject.point("reroute.evaluated")
+        told = channel.lane.exchange({str(d): list(map(float.hex, row)) for d, row in losses.items()})
+        rows = {int(d): list(map(float.fromhex, row)) for mine in told.values() for d, row in mine.items()}
+        self._results[self._now] = [rows[d] for d in pipelines]
+        return self._results[self._now]
+
+    def _forward(
+        self,
+        channel: MessageChannel,
+        lost: Collection[Worker],
+        sources: Mapping[tuple[int, Part], int | None],
+        d: int,
+        j: int,
+        losses: dict[int, list[float]],
+    ) -> None:
+        """Compute a micro-batch of a pipeline."""
+        if channel.lane.broken():
+            raise LaneBroken
+        inject.point("reroute.evaluate")
+        topology, stage, (first, last) = self._topology, self._me.stage, self._parts
+        if stage == 0:
+            inputs = self._get(channel, sources[d, first], d, j, first)
+        else:
+            before = self._rank(host_of(topology, lost, d, stage - 1))
+            inputs = channel.fetch_described(self._key(MessageKind.EVALUATION, stage, d, j), before)
+        labels = self._get(channel, sources[d, last], d, j, last) if self._place.last else None
+        outputs = self._model.forward(inputs, labels, d, j)
+        if self._place.last:
+            losses.setdefault(d, []).append(float(outputs[1]))
+        else:
+            behind = self._rank(host_of(topology, lost, d, stage + 1))
+            channel.send_described(self._key(MessageKind.EVALUATION, stage + 1, d, j), outputs, behind)
+
+    def _give(self, channel: MessageChannel, lost: Collection[Worker], d: int, part: Part) -> None:
+        having = self._held.get((d, part.kind), set())
+        for rank in sorted({self._rank(taker) for taker in self._takers(lost, d, part)} - having):
+            for j in range(self._count):
+                tensors = self._items[d, j][part.number]
+                channel.send_described(self._key(part.kind, part.stage, d, j), tensors or (), rank)
+
+    def _get(self, channel: MessageChannel, source: int | None, d: int, j: int, part: Part) -> Tensors:
+        item = self._items.get((d, j), NOTHING)
+        known = item[part.number]
+        if known is None:
+            assert source is not None
+            known = channel.fetch_described(self._key(part.kind, part.stage, d, j), source)
+            self._items[d, j] = (item[0], known) if part.number else (known, item[1])
+        return known
+
+    def _takers(self, lost: Collection[Worker], d: int, part: Part) -> list[Worker]:
+        host = host_of(self._topology, lost, d, part.stage)
+        return keepers(self._topology, lost, d, part.stage, {host} - {Worker(d, part.stage)})
+
+    def _source(self, lost: Collection[Worker], d: int, part: Part) -> int | None:
+        for end in (part.stage, self._topology.stages - 1 - part.stage):
+            if Worker(d, end) not in lost:
+                return self._rank(Worker(d, end))
+        return min(self._held.get((d, part.kind), ()), default=None)
+
+    def _has_all(self, d: int, part: Part) -> bool:
+        there = [self._items.get((d, j), NOTHING)[part.number] for j in range(self._count)]
+        return bool(there) and all(tensors is not None for tensors in there)
+
+    def _key(self, kind: MessageKind, stage: int, d: int, j: int) -> MessageKey:
+        # Messages of the same tag come in the order in which they were sent.
+        return MessageKey(0, _KINDS.get(kind, kind), stage, d, j % self._topology.micro_batches)

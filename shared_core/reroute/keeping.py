@@ -1,0 +1,191 @@
+"""The data of pipelines at more workers than draw them, so that a step outlives both ends of a pipeline.
+
+Only the first and the last stage of a pipeline draw its data. In each step the first stage sends the inputs to peers of
+its stage, and the last one the labels, which *keep* them until the step is over. A peer has all that it keeps before
+its last forward, and no stage has its sum of gradients before all forwards are made: so once anything of a step is
+final, its data are kept. Whoever computes for a lost worker has its data in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import count
+from typing import Any, NamedTuple
+
+from shared_core.reroute.history import StepPlan
+from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
+from shared_core.reroute.step import Item, Step, WorkerPlace
+from shared_core.schedule.schedule import Action, Kind, Topology, Worker
+
+#: Peers that keep the data of a pipeline, as long as there are so many.
+KEEPERS = 2
+
+
+#: What is known of a micro-batch before anything has come.
+NOTHING: Item = (None, None)
+
+
+class DataAway(Exception):
+    """The data of a step went with both ends of a pipeline before anybody else had them: their newcomers draw them."""
+
+
+class Part(NamedTuple):
+    """Half of a micro-batch's data.
+
+    Attributes:
+        kind: of the messages that carry it.
+        stage: which computes with it.
+        number: in the items of a step.
+    """
+
+    kind: MessageKind
+    stage: int
+    number: int
+
+
+def parts_of(topology: Topology) -> tuple[Part, Part]:
+    return Part(MessageKind.INPUTS, 0, 0), Part(MessageKind.LABELS, topology.stages - 1, 1)
+
+
+def keepers(
+    topology: Topology, lost: Collection[Worker], pipeline: int, stage: int, readers: Collection[Worker]
+) -> list[Worker]:
+    """Who gets the data of a pipeline for one of its ends besides the worker at that end: peers that keep them, the
+    next ones, and those that compute with them.
+    """
+    peers = [Worker((pipeline + number) % topology.pipelines, stage) for number in range(1, topology.pipelines)]
+    there = [peer for peer in peers if peer not in lost]
+    return [peer for number, peer in enumerate(there) if number < KEEPERS or peer in readers]
+
+
+def first_without_data(
+    topology: Topology, lost: Collection[Worker], held: Mapping[int, Collection[tuple[int, int]]], first: int
+) -> int | None:
+    """The first step that cannot be made without the newcomers of both ends of a pipeline; None if all can be made.
+
+    Args:
+        topology: shape of the job.
+        lost: all workers that are not there.
+        held: by step, (pipeline, kind of message) of all data that somebody has.
+        first: the oldest step that is not over.
+    """
+    parts, last = parts_of(topology), topology.stages - 1
+    dark = [d for d in range(topology.pipelines) if {Worker(d, 0), Worker(d, last)} <= set(lost)]
+    if not dark:
+        return None
+    needed = {(d, int(part.kind)) for d in dark for part in parts}
+    return next(number for number in count(first) if not needed <= set(held.get(number, ())))
+
+
+class Keeping:
+    """Passes the data of a step to those that keep them or compute with them.
+
+    Args:
+        place: of this worker.
+    """
+
+    _channel: MessageChannel
+
+    def __init__(self, place: WorkerPlace) -> None:
+        self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
+        self._parts = parts_of(place.topology)
+        self._held: dict[tuple[int, int, int], set[int]] = {}
+
+    def held(self, step: Step) -> list[list[int]]:
+        """(pipeline, kind of message) of the data of a step that this worker has; plain data for the others."""
+        pipelines = range(self._topology.pipelines)
+        return [[d, int(part.kind)] for d in pipelines for part in self._parts if self._has_all(step, d, part)]
+
+    def connect(self, channel: MessageChannel, steps: Mapping[int, Step], views: Mapping[int, Any]) -> None:
+        """There is a new lane.
+
+        Args:
+            channel: over the lane.
+            steps: of this worker.
+            views: what all workers have told, by rank: for each step, as text, what :meth:`held` says as ``data``.
+        """
+        self._channel, self._held = channel, {}
+        for rank, view in views.items():
+            for number, facts in view["steps"].items():
+                for d, kind in facts["data"]:
+                    self._held.setdefault((int(number), d, kind), set()).add(rank)
+        for step in steps.values():  # what has come in part comes again
+            for d, part in ((d, part) for d in range(self._topology.pipelines) for part in self._parts):
+                if not self._has_all(step, d, part):
+                    for j in range(self._topology.micro_batches):
+                        self._put(step, (d, j), part, None)
+
+    def give(self, step: Step, plan: StepPlan) -> None:
+        """Send what this worker is to send of a step, once on each lane, and begin to receive what it is to keep."""
+        me = self._rank(self._me)
+        for d in range(self._topology.pipelines):
+            for part in self._parts:
+                source, there = self._source(step, plan, d, part), self._takers(plan, d, part)
+                if source == me and self._has_all(step, d, part):
+                    having = self._held.get((step.number, d, part.kind), set())
+                    for rank in sorted({self._rank(taker) for taker in there} - having):
+                        for j in range(self._topology.micro_batches):
+                            self._channel.send_shaped(
+                                self._key(step, d, j, part), step.items[d, j][part.number] or (), rank
+                            )
+                elif source is not None and self._me in there and not self._has_all(step, d, part):
+                    for j in range(self._topology.micro_batches):
+                        self._channel.post(self._key(step, d, j, part), source)
+
+    def complete(self, step: Step, plan: StepPlan) -> None:
+        """Before the last forward of a row: have all that is to be kept.
+
+        Raises:
+            LaneBroken: somebody was lost.
+        """
+        row = plan.plan.schedule.rows[self._me]
+        if sum(action.kind is Kind.F for action in row[step.at :]) > 1:
+            return
+        for d in range(self._topology.pipelines):
+            for part in self._parts:
+                if self._me in self._takers(plan, d, part):
+                    for j in range(self._topology.micro_batches):
+                        self._get(step, plan, (d, j), part)
+
+    def inputs(self, step: Step, plan: StepPlan, action: Action) -> Tensors:
+        """Data that the first stage computes with. Raises LaneBroken after a loss."""
+        return self._get(step, plan, (action.pipeline, action.micro_batch), self._parts[0])
+
+    def labels(self, step: Step, plan: StepPlan, action: Action) -> Tensors:
+        """Data that the last stage computes with. Raises LaneBroken after a loss."""
+        return self._get(step, plan, (action.pipeline, action.micro_batch), self._parts[1])
+
+    def _get(self, step: Step, plan: StepPlan, place: tuple[int, int], part: Part) -> Tensors:
+        known = step.items.get(place, NOTHING)[part.number]
+        if known is not None:
+            return known
+        source = self._source(step, plan, place[0], part)
+        assert source is not None
+        known = self._channel.fetch(self._key(step, *place, part), source)
+        self._put(step, place, part, known)
+        return known
+
+    def _source(self, step: Step, plan: StepPlan, d: int, part: Part) -> int | None:
+        """Who sends a part of the data: an end of the pipeline, else one that keeps them."""
+        last = self._topology.stages - 1
+        for end in (part.stage, last - part.stage):
+            if Worker(d, end) not in plan.plan.lost:
+                return self._rank(Worker(d, end))
+        return min(self._held.get((step.number, d, part.kind), ()), default=None)
+
+    def _takers(self, plan: StepPlan, d: int, part: Part) -> list[Worker]:
+        """Who is to have a part, and has something left to do in the step."""
+        readers = {plan.plan.host(d, part.stage, j) for j in range(self._topology.micro_batches)}
+        found = keepers(self._topology, plan.plan.lost, d, part.stage, readers)
+        return [worker for worker in found if plan.plan.schedule.rows.get(worker)]
+
+    def _key(self, step: Step, d: int, j: int, part: Part) -> MessageKey:
+        return MessageKey(step.number, part.kind, part.stage, d, j)
+
+    def _has_all(self, step: Step, d: int, part: Part) -> bool:
+        there = [step.items.get((d, j), NOTHING)[part.number] for j in range(self._topology.micro_batches)]
+        return all(tensors is not None for tensors in there)
+
+    def _put(self, step: Step, place: tuple[int, int], part: Part, tensors: Tensors | None) -> None:
+        inputs, labels = step.items.get(place, NOTHING)
+        step.items[place] = (inputs, tensors) if part.number else (tensors, labels)

@@ -1,0 +1,99 @@
+"""Which run the checkpoints of an attempt belong to. A run keeps its name over all restarts; an attempt has its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from shared_core.checkpoint import lineage
+from shared_core.errors import DamagedRecord
+from shared_core.protocol.codec import Name, decode, text
+from shared_core.protocol.frontier import Top
+from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.worker.checkpoints.recovery_line import Line
+from shared_core.worker.endings import Endings
+
+#: Key in the store: the run of this attempt and what it had adopted, for newcomers that do not read its checkpoint.
+_RUN = "run"
+
+
+class RunIdentity:
+    """Names of this attempt and its run, equal on all ranks.
+
+    Args:
+        env: of this worker.
+        store: makes a client of the agents' store, below the attempt's prefix.
+        endings: where a damaged record in the store ends the worker.
+    """
+
+    def __init__(self, env: WorkerEnv, store: Callable[[], Store], endings: Endings) -> None:
+        self._env, self._store, self._endings = env, store, endings
+        self._session = self._run = self._adopted = ""
+
+    @property
+    def session(self) -> str:
+        """A name of this attempt that no other has."""
+        if not self._session:
+            mine = lineage.new_run()
+            try:
+                self._session = text(self._store().compare_set("session", "", mine), "session", Name) or mine
+            except DamagedRecord as error:
+                self._endings.give_up(error)
+        return self._session
+
+    @property
+    def run(self) -> str:
+        """A name that a run keeps over all restarts."""
+        return self._run or self.session
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this attempt began with a checkpoint."""
+        return bool(self._run)
+
+    @property
+    def folder(self) -> str:
+        """Of this run's checkpoints, in storage."""
+        where = self._env.config.checkpoint.dir
+        assert where is not None
+        return lineage.folder_of(where, self._env.command, self.run)
+
+    def take_up(self, line: Line, told: str) -> None:
+        """This attempt begins with a checkpoint; say so to newcomers.
+
+        Args:
+            line: the checkpoint.
+            told: where it lies, if the job was told to begin with it.
+        """
+        self._run, self._adopted = line.run, str(line.meta.get("adopted", ""))
+        if line.adopts:
+            self._run, self._adopted = self.session, told
+        self._store().set(_RUN, json.dumps([self._run, self._adopted]))
+
+    def hear(self) -> None:
+        """In a newcomer: what :meth:`take_up` has said, if this attempt began with a checkpoint."""
+        if self._run or not self._store().check([_RUN]):
+            return
+        try:
+            self._run, self._adopted = decode(self._store().get(_RUN), tuple[Name, str], _RUN)
+        except DamagedRecord as error:
+            self._endings.give_up(error)
+
+    def meta(self, top: Top) -> dict[str, Any]:
+        """What a checkpoint at a batch top says of itself."""
+        env = self._env
+        return lineage.meta_of(
+            top.index,
+            top.version,
+            session=self.session,
+            run=self.run,
+            command=env.command,
+            world_size=env.world_size,
+            continues=env.config.continues,
+            adopted=self._adopted,
+            attempt=env.restart,
+            job=env.job,
+        )

@@ -1,0 +1,221 @@
+"""``on_failure="reroute"``: a newcomer is given its state while the others train, so that none of them waits for it.
+
+The newcomer asks the lowest of its replicas, which copies its state and logs the updates that it goes on making
+(:mod:`shared_core.worker.state.following`). When the newcomer lacks the newest update only, it knocks. If the copy
+cannot be made or used, or everybody waits for the newcomer, it gets its state when all stand still.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from shared_core.errors import GenerationAbandoned, NotConnected, SwiftError, WaitTimeout
+from shared_core.events import EventLog
+from shared_core.protocol.frontier import Top
+from shared_core.protocol.generation import copy_key, still_key
+from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.system import threads
+from shared_core.waiting import Wait, poll, wait_for
+from shared_core.worker.comm.connections import MAX_ATTEMPTS
+from shared_core.worker.comm.gloo import InnerGroup
+from shared_core.worker.comm.runtime import Runtime
+from shared_core.worker.endings import EXIT_STALE
+from shared_core.worker.job_store import JobStore
+from shared_core.worker.recovery.copying import Sent, Taking, give, started
+from shared_core.worker.state.following import Following, followable
+from shared_core.worker.state.updates import Updates
+
+#: Of a message: a loss ends it at once, and there may be none as long as a step lasts.
+_FOREVER = timedelta(days=10)
+#: Longest that a donor may take to answer, in seconds: a thread of it waits for the question.
+_ANSWER_S = 10.0
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A copy that this worker makes for a newcomer."""
+
+    generation: int
+    following: Following
+
+
+class Copies:
+    """Copies of replicated state that are made while training goes on, as giver and as newcomer.
+
+    Args:
+        env: what the launcher told this worker.
+        runtime: the groups.
+        store: of the job.
+        updates: the replicated state.
+        events: the job's event log.
+        replicas: ranks that train the same as this one, where not all do.
+    """
+
+    def __init__(
+        self,
+        env: WorkerEnv,
+        runtime: Runtime,
+        store: JobStore,
+        updates: Updates,
+        events: EventLog,
+        replicas: Callable[[], Sequence[int]],
+    ) -> None:
+        self._env, self._runtime, self._store, self._updates = env, runtime, store, updates
+        self._events, self._replicas = events, replicas
+        self._given: dict[int, _Given] = {}
+        self._taking: Taking | None = None
+        self._states: list[list[Any]] = []
+
+    def _donor(self, absent: frozenset[int]) -> int | None:
+        """Who gives an absent rank that trains what this one does its state."""
+        return min({*(self._replicas() or range(self._env.world_size))} - absent, default=None)
+
+    def _connect(self, newcomer: int, donor: int, generation: int) -> InnerGroup:
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                name = f"copy{newcomer}.{attempt}"
+                return self._runtime.side_group(
+                    name, sorted((newcomer, donor)), generation, attempt=attempt, operation_timeout=_FOREVER
+                )
+            except NotConnected:
+                continue
+        raise NotConnected(f"ranks {newcomer} and {donor} do not reach each other")
+
+    # -- giving: a thread for each newcomer --------------------------------------------------------
+
+    def offer(self) -> None:
+        """A loss is announced, and this worker goes on: be ready to give the newcomers their state."""
+        with self._runtime.lock:
+            generation, absent = self._runtime.latest, self._runtime.absent
+        mine = absent.intersection(self._replicas() or range(self._env.world_size))
+        for rank in sorted(mine) if self._donor(absent) == self._env.rank else ():
+            threads.start(self._serve, (rank, generation), name="swift-copy")
+
+    def _serve(self, rank: int, generation: int) -> None:
+        key, store, updates = copy_key(generation, rank), self._store.below(), self._updates
+        abandoned = lambda: self._runtime.latest > generation  # noqa: E731
+        try:
+            wait_for(store, {rank: key}, abandoned, math.inf, self._env.rank, "to ask for its state", silent=True)
+        except (GenerationAbandoned, RuntimeError):
+            return
+        with updates.held():
+            following = updates.followers.start(updates.replicated) if updates.exact else None
+        if following is None:
+            store.set(f"{key}/answer", "no")
+            return
+        sent = started()
+        self._events.emit("copying", rank=rank, generation=generation, donor=self._env.rank)
+        try:
+            store.set(f"{key}/answer", "yes")
+            self._give(rank, generation, following, sent)
+        except (SwiftError, RuntimeError) as error:
+            following.cancel(str(error))
+        finally:
+            updates.followers.end(following)
+            self._say(rank, generation, following, sent)
+
+    def _give(self, rank: int, generation: int, following: Following, sent: Sent) -> None:
+        inner = self._connect(rank, self._env.rank, generation)
+        self._given[rank] = _Given(generation, following)
+        try:
+            give(inner, inner.members.index(rank), self._updates, following, sent)
+        finally:
+            self._runtime.drop_side(inner)
+
+    def _say(self, rank: int, generation: int, following: Following, sent: Sent) -> None:
+        fields = {"bytes_moved": sent.nbytes, "copy_s": sent.seconds, "why": following.failed}
+        self._events.emit("copied", rank=rank, generation=generation, **fields)
+
+    def close(self, rank: int, top: Top, description: dict[str, Any]) -> bool:
+        """All stand still, and this worker is to give ``rank`` its state. Whether it has it but for the last updates,
+        which are sent now.
+
+        Args:
+            rank: the newcomer.
+            top: where it begins.
+            description: of the state here.
+        """
+        given = self._given.pop(rank, None)
+        if given is None or given.generation != self._runtime.latest:
+            return False
+        if description["version"] != top.version:  # it needs what the parameters were at the top, too
+            given.following.cancel("a step was made since the batch top")
+            return False
+        return given.following.close()
+
+    # -- taking: the newcomer's program ------------------------------------------------------------
+
+    def fetch(self, generation: int) -> None:
+        """Take the state while the others train. Returns when it is here but for the newest update; or when it is
+        better, or only, had when all stand still.
+
+        Raises:
+            GenerationAbandoned: if another rank is lost meanwhile.
+        """
+        self._stop()
+        runtime, state, store = self._runtime, self._updates.replicated, self._store.below()
+        donor, still = self._donor(runtime.absent), still_key(generation)
+        if donor is None or state is None or not self._updates.followers.able or not followable(state):
+            return
+        if store.check([still]):
+            return
+        key, me = copy_key(generation, self._env.rank), self._env.rank
+        abandoned = lambda: runtime.latest > generation  # noqa: E731
+        with runtime.waiting_beside((donor,), "to copy its state to this newcomer"):
+            store.set(key, "1")
+            try:
+                answer, what = {donor: f"{key}/answer"}, "to say whether it copies its state"
+                wait_for(store, answer, abandoned, _ANSWER_S, me, what, silent=True)
+                if store.get(f"{key}/answer") != b"yes":
+                    return
+                inner = self._connect(me, donor, generation)
+            except (WaitTimeout, NotConnected):
+                return
+            taking = self._taking = Taking(runtime, inner, inner.members.index(donor), state)
+            wait = Wait(
+                f"rank {me}", f"rank {donor} to copy its state", math.inf, ends="it waits as long as they train"
+            )
+            poll(lambda: taking.level or taking.over or store.check([still]), abandoned, wait)
+
+    def in_place(self, copied: bool, states: list[list[Any]]) -> bool:
+        """All stand still. Whether the state of the donor is here, but for updates that come now; see :meth:`complete`.
+
+        Args:
+            copied: the donor has sent all of it, or is about to.
+            states: description of the donor's optimizer state.
+        """
+        if copied and self._taking is not None and not self._taking.failed:
+            self._states = states
+            return True
+        self._stop()
+        return False
+
+    @property
+    def pending(self) -> bool:
+        """Whether this newcomer is in, and :meth:`complete` is to be called."""
+        return self._taking is not None
+
+    def complete(self) -> None:
+        """Return when the last updates are made. If they do not come this worker ends; another takes the place."""
+        taking = self._taking
+        assert taking is not None
+        try:
+            failed = taking.finish(self._states)
+        except WaitTimeout as error:
+            failed = str(error)
+        if failed:
+            message = f"the copy of the state was not completed, starting over: {failed}"
+            rank, generation = self._env.rank, self._runtime.latest
+            self._events.emit("warning", rank=rank, generation=generation, message=message)
+            os._exit(EXIT_STALE)
+        self._stop()
+
+    def _stop(self) -> None:
+        taking, self._taking = self._taking, None
+        if taking is not None:
+            taking.stop()

@@ -1,0 +1,165 @@
+"""Both ends of a copy of the replicated state that is made while training goes on; one thread at each."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from shared_core.errors import RecoveryFailed, SwiftError
+from shared_core.faults import inject
+from shared_core.system import threads
+from shared_core.waiting import Wait
+from shared_core.worker.comm.gloo import InnerGroup
+from shared_core.worker.comm.runtime import Runtime
+from shared_core.worker.recovery.transfer import nbytes, receive, send
+from shared_core.worker.state.following import Following, LoggedUpdate, Piece, Sums
+from shared_core.worker.state.repeating import compare, in_order, put, repeat
+from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.updates import Updates
+
+
+@dataclass
+class Sent:
+    """What a copy has taken so far.
+
+    Attributes:
+        nbytes: moved.
+        began: when, by the clock of ``time.monotonic``.
+    """
+
+    nbytes: int
+    began: float
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self.began
+
+
+def give(inner: InnerGroup, newcomer: int, updates: Updates, following: Following, sent: Sent) -> None:
+    """Send a copy, until it is closed.
+
+    Args:
+        inner: the newcomer and this worker.
+        newcomer: its place in the group.
+        updates: the replicated state.
+        following: the copy.
+        sent: is counted on.
+
+    Raises:
+        RuntimeError: if the connection breaks.
+        GenerationAbandoned: if the group was cut.
+        WaitTimeout: if the newcomer does not take part in time.
+    """
+
+    def say(head: dict[str, Any], tensors: Any = ()) -> None:
+        inject.point("copy.give")
+        send(inner, newcomer, head, tensors)
+        sent.nbytes += nbytes(tensors)
+
+    for item in following.next_items(updates.held, lambda: updates.state_version):
+        if isinstance(item, Piece):
+            say({"what": "piece", "places": item.places, "states": item.description}, item.tensors)
+        elif isinstance(item, LoggedUpdate):
+            facts = {"version": item.version, "optimizer": item.optimizer, "groups": item.groups}
+            say({"what": "update", "places": item.places} | facts, item.gradients)
+        elif isinstance(item, Sums):
+            say({"what": "sums", "places": item.places, "sums": item.sums})
+        else:
+            say({"what": "level"})
+    say({"what": "end", "failed": following.failed})
+    receive(inner, newcomer, "to say that it has its copy")  # before the connection is cut
+
+
+class Taking:
+    """A newcomer's side. The program's thread waits meanwhile.
+
+    Args:
+        runtime: the groups.
+        inner: the donor and this worker.
+        donor: its place in the group.
+        replicated: of this worker; nobody else uses it.
+
+    Attributes:
+        level: all of the state is here, but for the newest update.
+        failed: why the copy is of no use; empty if it is.
+    """
+
+    def __init__(self, runtime: Runtime, inner: InnerGroup, donor: int, replicated: Replicated) -> None:
+        self._runtime, self._inner, self._donor, self._replicated = runtime, inner, donor, replicated
+        self._ended = threading.Event()
+        self.level, self.failed = False, ""
+        for optimizer in replicated.optimizers:
+            optimizer.state.clear()
+        self._thread = threads.start(self._run, name="swift-copy")
+
+    def _run(self) -> None:
+        try:
+            while self._take():
+                pass
+        except (SwiftError, RuntimeError, ValueError, KeyError) as error:
+            self.failed = str(error) or type(error).__name__
+        self._ended.set()
+
+    def _take(self) -> bool:
+        """One message. Whether there are more."""
+        head, tensors = receive(self._inner, self._donor, "to send its state", math.inf, idle=True)
+        inject.point("copy.take")
+        what, replicated = head["what"], self._replicated
+        if what == "piece":
+            put(replicated, Piece(head["places"], head["states"], tensors))
+        elif what == "update":
+            repeat(
+                replicated,
+                LoggedUpdate(head["version"], head["optimizer"], head["groups"], head["places"], tensors, []),
+            )
+        elif what == "sums":
+            compare(replicated, Sums(head["places"], head["sums"]))
+        elif what == "level":
+            self.level = True
+        else:
+            self.failed = head["failed"]
+            send(self._inner, self._donor, {}, [])
+            return False
+        return True
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more comes."""
+        return self._ended.is_set()
+
+    def finish(self, states: list[list[Any]]) -> str:
+        """Return when all is here; or why it will not be, where that is so.
+
+        Args:
+            states: description of the optimizer state at the donor.
+
+        Raises:
+            WaitTimeout: if it does not come.
+        """
+        wait = Wait(
+            f"rank {self._runtime.rank}",
+            f"rank {self._inner.members[self._donor]} to send the last updates",
+            self._runtime.wait_timeout_s,
+        )
+        while not self._ended.wait(wait.next_s()):
+            wait.look()
+        if not self.failed:
+            try:
+                in_order(self._replicated, states)
+            except RecoveryFailed as error:
+                self.failed = str(error)
+        return self.failed
+
+    def stop(self) -> None:
+        """Take nothing more."""
+        self._runtime.drop_side(self._inner)
+        self._thread.join()
+
+
+def started() -> Sent:
+    """Nothing yet."""
+    return Sent(0, time.monotonic())

@@ -1,0 +1,120 @@
+"""Orders of passes over the data that a rank publishes: the indices, where the rest of a pass may be dealt out to
+another number of workers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shared_core.encoding.plain import Piece, loads, pieces
+from shared_core.errors import CorruptFile
+from shared_core.loaders.reshard import loader_states, pack_indices, unpack_indices
+from shared_core.worker.state.publication_file import read_file
+
+#: Start of the names of their files.
+_ORDER = "order."
+
+
+class OrderFiles:
+    """Those of one rank.
+
+    Args:
+        folder: where their files lie.
+        put: writes a file there, given its name, head and payload.
+        remove: removes one.
+    """
+
+    def __init__(
+        self, folder: Path, put: Callable[[str, bytes, Sequence[Piece]], object], remove: Callable[[str], None]
+    ) -> None:
+        self._folder, self._put, self._remove = folder, put, remove
+        self._packed: dict[str, Any] = {}
+        #: Of predecessors, as long as it is not known which of their batch tops need them.
+        self._left: set[str] = set()
+        #: Which orders each batch top needs.
+        self._named: dict[int, frozenset[str]] = {}
+
+    def look(self) -> None:
+        """See what predecessors have left."""
+        self._left = {path.name for path in self._folder.glob(f"{_ORDER}*")}
+
+    def write(self, indices: list[Any]) -> str:
+        """Publish the indices of a pass over the data. Returns its name."""
+        name = f"{_ORDER}{os.urandom(6).hex()}"
+        self._packed[name] = pack_indices(indices)
+        self._put(name, b"", pieces(self._packed[name]))
+        return name
+
+    def read(self, name: str) -> list[Any]:
+        """The indices published under ``name``.
+
+        Raises:
+            CorruptFile: if they are damaged.
+        """
+        try:
+            return unpack_indices(self.read_packed(name))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptFile(f"{self._folder}/{name} holds no order of a pass: {error!r}") from error
+
+    def read_packed(self, name: str) -> Any:
+        """The indices published under ``name``, packed; quick in the process that published them."""
+        if name not in self._packed:
+            self._packed[name] = loads(read_file(self._folder / name)[1])
+        return self._packed[name]
+
+    def drop(self, name: str) -> None:
+        """Remove an order that will not be asked for."""
+        self._packed.pop(name, None)
+        self._remove(name)
+
+    def note(self, top: int, parts: Any) -> None:
+        """A batch top is about to be published with these parts."""
+        if self._left:
+            states = (state for _, state in loader_states(parts))
+            self._named[top] = frozenset(str(each["order"]) for state in states for each in state["iterations"])
+
+    def drop_unnamed(self, kept: Iterable[int]) -> None:
+        """Remove predecessors' orders once all batch tops that are kept are this worker's own. One that these still
+        name, because its pass goes on, is left to the next newcomer.
+        """
+        kept = set(kept)
+        self._named = {top: names for top, names in self._named.items() if top in kept}
+        if self._left and self._named.keys() == kept:
+            for name in self._left.difference(*self._named.values()):
+                self.drop(name)
+            self._left.clear()
+            self._named.clear()
+
+    def forget_tops(self) -> None:
+        """All batch tops were removed."""
+        self._named.clear()
+
+
+class Orders:
+    """Where loaders publish the order of their passes; see :class:`shared_core.loaders.Orders`.
+
+    Args:
+        files: of this rank.
+        may_drop: samples may be left out when the number of workers changes.
+        asked: the number may change while the job runs.
+    """
+
+    def __init__(self, files: OrderFiles, may_drop: bool, asked: bool = True) -> None:
+        self.may_drop = may_drop
+        self.asked = asked
+        self._files = files
+
+    def write(self, indices: list[Any]) -> str:
+        """Publish the indices of a pass over the data. Returns their name."""
+        return self._files.write(indices)
+
+    def read(self, name: str) -> list[Any]:
+        """The indices published under ``name``."""
+        return self._files.read(name)
+
+    def drop(self, name: str) -> None:
+        """Remove an order that will not be asked for."""
+        self._files.drop(name)

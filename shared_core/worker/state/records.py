@@ -1,0 +1,101 @@
+"""Results that are appended to a rank's publications: of start-up operations, what DDP agreed on, and what a job keeps
+for its newcomers.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared_core.encoding.plain import dumps, loads
+from shared_core.errors import CorruptFile
+from shared_core.worker.mirror import Mirror
+from shared_core.worker.state.overflow import Overflow
+from shared_core.worker.state.publication_file import append_whole, write_bare
+
+_RECORD = struct.Struct("<II")  # length, checksum
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+#: (entry call, what it is, name, batch top).
+RecordKey = tuple[int, str, str, int]
+#: Keys and results.
+Records = list[tuple[RecordKey, list[torch.Tensor]]]
+
+
+class RecordFile:
+    """The file ``records`` of a rank.
+
+    Args:
+        folder: where it lies.
+        mirror: where another machine keeps a copy.
+        disk: takes what does not fit into memory.
+    """
+
+    def __init__(self, folder: Path, mirror: Mirror | None, disk: Overflow) -> None:
+        self._path, self._mirror, self._disk = folder / "records", mirror, disk
+        self._whole = False
+        self._file = os.open(self._path, _APPEND, 0o600)
+
+    def open_again(self) -> None:
+        """Until now another worker has written it."""
+        os.close(self._file)
+        self._file = os.open(self._path, _APPEND, 0o600)
+
+    def add(self, key: RecordKey, results: Any) -> None:
+        """Append results."""
+        payload = dumps((key, results))
+        data = _RECORD.pack(len(payload), zlib.crc32(payload)) + payload
+        if not self._whole:
+            self._cut()
+        try:
+            append_whole(self._file, data)
+        except OSError:
+            self._move(data)
+        if self._mirror is not None:
+            self._mirror.append(self._path.name, data)
+
+    def read(self) -> Records:
+        """All of them, in order; a torn last one is left out.
+
+        Raises:
+            CorruptFile: if one is damaged.
+        """
+        data = self._path.read_bytes()
+        found: Records = []
+        at = 0
+        while (end := _end_of_record(data, at)) <= len(data):
+            payload = data[at + _RECORD.size : end]
+            if zlib.crc32(payload) != _RECORD.unpack_from(data, at)[1]:
+                raise CorruptFile(f"{self._path} is damaged: the checksum at offset {at} does not match")
+            found.append(loads(payload))
+            at = end
+        return found
+
+    def _move(self, data: bytes) -> None:
+        """There was no room to append ``data``: write all records again."""
+        payload = [self._path.read_bytes(), data]
+        self._disk.write(self._path, sum(map(len, payload)), lambda there: write_bare(there, payload))
+        self.open_again()
+
+    def _cut(self) -> None:
+        """Take off what a predecessor has not finished: records behind it could not be found."""
+        self._whole = True
+        data = self._path.read_bytes()
+        at = 0
+        while (end := _end_of_record(data, at)) <= len(data):
+            at = end
+        if at < len(data):
+            os.ftruncate(self._file, at)
+            if self._mirror is not None:
+                self._mirror.write(self._path.name, [data[:at]])
+
+
+def _end_of_record(data: bytes, at: int) -> int:
+    """Where the record at an offset ends; behind the end of the file if it is torn, or there is none."""
+    if at + _RECORD.size > len(data):
+        return len(data) + 1
+    return at + _RECORD.size + int(_RECORD.unpack_from(data, at)[0])

@@ -1,0 +1,106 @@
+"""Both ends of a pipeline are lost, which alone draw its data: the same bits as without, and nobody starts again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from harness import Jobs, most
+from random_jobs import some_lost
+from rerouted import ORDERED, SCRIPT, go
+
+from shared_core.faults import Fault
+from shared_core.schedule.schedule import Topology, Worker
+from shared_core.testing.runner import JobResult, compare
+
+pytest.importorskip("deepspeed")
+
+
+def kill(rank: int, step: int, nth: int, point: str = "reroute.action", incarnation: int = 0) -> Fault:
+    return Fault(rank, step, point, "SIGKILL", nth=nth, incarnation=incarnation)
+
+
+def check(jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4) -> JobResult:
+    """As :func:`go`; all faults strike, and nobody goes back to a checkpoint."""
+    result = go(jobs, faults, args, nproc)
+    assert not result.kinds("restart"), result.tail()
+    assert len(result.struck) == len(faults), result.tail()
+    return result
+
+
+#: Two pipelines of two stages: ranks 0 and 2 are one, 1 and 3 the other. The row of a step is 9 actions.
+CASES = {
+    "forward": [kill(0, 3, 2), kill(2, 3, 2)],
+    "backward": [kill(1, 3, 7), kill(3, 3, 6)],
+    "sum": [kill(0, 3, 1, "reroute.reduce"), kill(2, 3, 9)],
+    "one_after_the_other": [kill(1, 2, 5), kill(3, 3, 3)],
+    "the_last_stage_first": [kill(2, 2, 5), kill(0, 3, 3)],
+    "between_steps": [kill(0, 3, 1, "batch_top"), kill(2, 3, 1, "batch_top")],
+    "one_between_steps": [kill(3, 3, 8), kill(1, 4, 1, "batch_top")],
+    "before_any_data": [kill(0, 3, 1), kill(2, 3, 1)],
+}
+
+
+@pytest.mark.parametrize("name", most(CASES, *(CASES.keys() - {"backward", "one_after_the_other"})))
+def test_both_ends_of_a_pipeline_are_lost(jobs: Jobs, name: str) -> None:
+    check(jobs, CASES[name], ("--clip", "1.0"))
+
+
+@pytest.mark.nightly
+def test_all_start_again_where_one_stage_has_its_sum_and_the_other_has_not(jobs: Jobs) -> None:
+    """Rank 0 had gradients that only its pipeline's last stage could make again, and rank 3 has another version now."""
+    result = go(jobs, [kill(0, 3, 1, "reroute.reduce"), kill(2, 3, 1, "update.after")])
+    if len(result.struck) == 2:  # else rank 2 is still before its sum
+        reasons = [str(event.fields["reason"]) for event in result.kinds("restart")]
+        assert not reasons or "has stepped" in reasons[0], result.tail()
+
+
+#: The evaluation is call 4, those after it are calls 5 and 6.
+EVALUATED = ("--evaluate-after", "3", "--evaluate-again", "2", "--steps", "5")
+EVALUATIONS = {
+    "none": [],
+    "first_stage": [kill(0, 4, 2, "reroute.evaluate")],
+    "last_stage_at_the_end": [kill(3, 4, 1, "reroute.evaluated")],
+    "both_ends": [kill(0, 4, 3, "reroute.evaluate"), kill(2, 4, 2, "reroute.evaluate")],
+    "both_ends_before_any_data": [kill(1, 4, 1, "batch_top"), kill(3, 4, 1, "batch_top")],
+    "one_in_the_step_before": [kill(0, 3, 5), kill(2, 5, 2, "reroute.evaluate")],
+    "one_after_the_other": [kill(3, 4, 2, "reroute.evaluate"), kill(1, 6, 3, "reroute.evaluate")],
+}
+
+
+@pytest.mark.parametrize("name", most(EVALUATIONS, *(EVALUATIONS.keys() - {"both_ends"})))
+def test_workers_are_lost_in_an_evaluation(jobs: Jobs, name: str) -> None:
+    check(jobs, EVALUATIONS[name], EVALUATED)
+
+
+@pytest.mark.nightly
+def test_an_evaluation_without_a_loss_is_deepspeed_s(jobs: Jobs) -> None:
+    args = ("--dropout", "0", *EVALUATED)
+    compare(jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED), jobs.reference(SCRIPT, nproc=4, args=args))
+
+
+@pytest.mark.nightly
+def test_an_evaluation_and_a_collective_after_it(jobs: Jobs) -> None:
+    """The newcomers begin at the top of the evaluation, and pass it by."""
+    check(jobs, EVALUATIONS["both_ends"], ("--evaluate-after", "3", "--sum-evaluated", "--steps", "5"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(12))
+def test_any_losses_that_leave_each_stage_a_replica(jobs: Jobs, seed: int) -> None:
+    """Two or three pipelines of two or three stages, as the seed says."""
+    draw = random.Random(seed)
+    topology = Topology(draw.choice((2, 3)), draw.choice((2, 3)), 4)
+    lost = some_lost(topology, draw, draw.choice((2, 3, 4)))
+    if draw.random() < 0.7:  # both ends of a pipeline among them
+        d = draw.randrange(topology.pipelines)
+        lost = [Worker(d, 0), Worker(d, topology.stages - 1)]
+    faults = []
+    for worker in lost:
+        step = 2 + draw.choice((0, 0, 1))
+        point, nth = draw.choice((("reroute.action", draw.randint(1, 8)), ("batch_top", 1), ("reroute.reduce", 1)))
+        faults.append(kill(worker.stage * topology.pipelines + worker.pipeline, step, nth, point))
+    print(f"seed {seed}: {topology}, {faults}")
+    args = ("--stages", str(topology.stages), "--clip", "1.0", "--steps", "6")
+    check(jobs, faults, args, topology.pipelines * topology.stages)

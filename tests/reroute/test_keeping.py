@@ -1,0 +1,41 @@
+"""Who keeps the data of a pipeline, and which steps cannot be made without its ends."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from shared_core.reroute.keeping import KEEPERS, first_without_data, keepers
+from shared_core.reroute.messages import MessageKind
+from shared_core.schedule.schedule import Topology, Worker
+
+BOTH = {(1, int(MessageKind.INPUTS)), (1, int(MessageKind.LABELS))}
+ENDS = [Worker(1, 0), Worker(1, 2)]
+
+
+@pytest.mark.parametrize("pipelines", [2, 3, 5])
+def test_peers_that_are_there_keep_the_data(pipelines: int) -> None:
+    topology = Topology(pipelines, 3, 2)
+    places = [Worker(d, 0) for d in range(pipelines)]
+    for number in range(pipelines):
+        for lost in itertools.combinations(places, number):
+            there = {place for place in places if place not in lost and place.pipeline != 1}
+            found = keepers(topology, lost, 1, 0, readers=[])
+            assert len(found) == min(KEEPERS, len(there)) and set(found) <= there, lost
+            assert set(keepers(topology, lost, 1, 0, readers=there)) == there, lost
+
+
+def test_a_pipeline_with_one_end_draws_its_data() -> None:
+    topology = Topology(3, 3, 2)
+    for lost in ([], ENDS[:1], ENDS[1:], [Worker(0, 0), Worker(1, 2)]):
+        assert first_without_data(topology, lost, {}, 4) is None
+
+
+def test_without_both_ends_kept_data_last_to_the_end_of_their_step() -> None:
+    topology = Topology(3, 3, 2)
+    assert first_without_data(topology, ENDS, {}, 4) == 4
+    assert first_without_data(topology, ENDS, {4: BOTH}, 4) == 5
+    assert first_without_data(topology, ENDS, {3: BOTH, 4: BOTH}, 4) == 5
+    assert first_without_data(topology, ENDS, {4: BOTH, 5: set(list(BOTH)[:1])}, 4) == 5, "half of it is not enough"
+    assert first_without_data(topology, ENDS, {5: BOTH}, 4) == 4
