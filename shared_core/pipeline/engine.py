@@ -157,7 +157,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
 
     def destroy(self) -> None:
         """As DeepSpeed's."""
-        if self._rerouting is not None:
+        if self._rerouting is not None and self._job is not None and not self._job.joining:
             self._rerouting.close()
         super().destroy()
 

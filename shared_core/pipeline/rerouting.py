@@ -134,13 +134,10 @@ class Rerouting:
             executor.leave()
 
     def close(self) -> None:
-        """There are no more steps: return when nobody needs this worker for one. A newcomer has made none for others
-        with an engine that its script replaces before they have let it in.
-        """
+        """There are no more steps: return when nobody needs this worker for one."""
         if not self._closed:
             self._closed = True
-            if not self._job.joining:
-                self._settle()
+            self._settle()
             self._plans.stop()
 
     def _settle(self) -> None:

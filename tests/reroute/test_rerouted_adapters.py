@@ -45,8 +45,6 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "bf16": ([*BF16, "--no-validation"], [Fault(0, 3, "update.during", "SIGKILL")]),
     "zero": (ZERO, [Fault(1, 2, "reroute.reduce", "SIGKILL"), Fault(0, 4, "reroute.action", "SIGKILL", nth=4)]),
     "both": ([*BF16, *ZERO], [Fault(2, 2, "reroute.step", "SIGKILL"), Fault(1, 6, "reroute.action", "SIGKILL")]),
-    "resumed": (["--resume"], [Fault(1, 8, "reroute.action", "SIGKILL", nth=3)]),
-    "both_resumed": ([*BF16, *ZERO, "--resume"], [Fault(1, 8, "reroute.action", "SIGKILL", nth=3)]),
 }
 
 
