@@ -13,14 +13,14 @@ from shared_core.faults import inject
 from shared_core.reroute.drift import Word
 from shared_core.reroute.history import PlanHistory, StepPlan
 from shared_core.reroute.measuring import Measuring
-from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
+from shared_core.reroute.messages import DTYPES, MessageChannel, MessageKey, MessageKind
 from shared_core.reroute.reports import Reports
 from shared_core.reroute.step import Options, StageModel, Step, StepResult, Tied, WorkerPlace, merge, table_of
-from shared_core.reroute.summing import flatten, hand_over, reduce_in_order, unflatten
+from shared_core.reroute.summing import flatten, hand_over, reduce_in_order
 from shared_core.schedule.schedule import Action, Kind, Worker
 
-#: What comes before the losses in their message: who is let in, and a word about times.
-_FLAGS = 2
+#: What comes before the losses in their message: who is let in, their type, and a word about times.
+_FLAGS = 3
 
 
 class Finishing:
@@ -139,9 +139,8 @@ class Finishing:
         mine = {}
         for home in [home for home, holder in holders.items() if holder == self._me]:
             gradients = step.sums.get(home.pipeline if self._options.ordered else -1, none)
-            mine[home] = flatten([gradients[index] for index in indices], parameters)
-        scale = 1.0 / pipelines if self._options.average else 1.0
-        return reduce_in_order(self.channel, step.number, group, self._me, holders, mine, peers, scale)
+            mine[home] = flatten([gradients[index] for index in indices], parameters, self._model.accumulates)
+        return reduce_in_order(self.channel, step.number, group, self._me, holders, mine, peers, self._options.rule)
 
     def _cut(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
         return list(flat.split([self._model.parameters[index].numel() for index in indices]))
@@ -174,7 +173,8 @@ class Finishing:
                 parts = self._cut(step.reduced, everything)
                 held = torch.cat([parts[index] for index in each.parameters]) if each.number else step.reduced
             size = sum(parameters[index].numel() for index in each.parameters)
-            like = torch.empty(size, dtype=parameters[0].dtype if parameters else torch.float32)
+            dtype = self._model.accumulates or (parameters[0].dtype if parameters else torch.float32)
+            like = torch.empty(size, dtype=dtype)
             flat = hand_over(self.channel, key, me, min(givers), takers, held, like)
             if flat is None:
                 continue
@@ -191,7 +191,7 @@ class Finishing:
         """
         assert step.reduced is not None
         if not step.updated:
-            self._set_gradients(step)
+            self._model.set_gradients(step.reduced)
             step.norms[self._me.stage] = self._model.norm()
             self._tell_norm(step)
             if not (self._may_be_hasty(step) and self._clip(step) == 1.0):
@@ -205,12 +205,6 @@ class Finishing:
             step.sums.clear()
         self._gather_result(step)
         self._validate(step)
-
-    def _set_gradients(self, step: Step) -> None:
-        assert step.reduced is not None
-        parameters = self._model.parameters
-        for parameter, gradient in zip(parameters, unflatten(step.reduced, parameters), strict=True):
-            parameter.grad = gradient
 
     def _clip(self, step: Step) -> float:
         """What gradients are multiplied by, as far as norms are known."""
@@ -232,7 +226,8 @@ class Finishing:
         if verdict == 1.0:
             self._model.accept()
         else:
-            self._set_gradients(step)
+            assert step.reduced is not None
+            self._model.set_gradients(step.reduced)
             self._model.update_again(verdict)
         step.verdict = verdict
 
@@ -277,8 +272,8 @@ class Finishing:
         if self._me == self._tails()[0] and self._history.lost and self._knocking():
             step.let_in = self.channel.lane.generation
         word = self._reports.word(step.number)
-        flags = torch.tensor([float(step.let_in), float(word)], dtype=torch.float64)
-        table = torch.cat([flags, table_of(step.losses, self._topology)])
+        head = [step.let_in, DTYPES.index(step.loss_type), word]
+        table = torch.cat([torch.tensor(head, dtype=torch.float64), table_of(step.losses, self._topology)])
         key = MessageKey(step.number, MessageKind.LOSSES, self._me.stage, self._me.pipeline)
         for worker in self._topology.workers():
             if worker not in self._history.lost and worker != self._me:
@@ -301,9 +296,10 @@ class Finishing:
         (table,) = self.channel.fetch_like(key, [like], self._rank(worker))
         self._heard.add((step.number, worker))
         merge(step.losses, table[_FLAGS:], self._topology)
+        step.loss_type = DTYPES[int(table[1])]
         if worker == self._tails()[0]:
             step.let_in = int(table[0])
-            self._reports.hear(step.number, Word(int(table[1])))
+            self._reports.hear(step.number, Word(int(table[2])))
 
     def _gather_result(self, step: Step) -> None:
         """The losses of all micro-batches."""
@@ -313,7 +309,7 @@ class Finishing:
             self._hear(step, worker)
         topology = self._topology
         rows = table_of(step.losses, topology).view(topology.pipelines, topology.micro_batches).tolist()
-        step.result = StepResult(tuple(map(tuple, rows)), step.let_in)
+        step.result = StepResult(tuple(map(tuple, rows)), step.let_in, step.loss_type)
 
 
 def _goes_back(action: Action) -> bool:
