@@ -14,7 +14,7 @@ from shared_core.errors import ConfigError
 from shared_core.faults import point
 
 if TYPE_CHECKING:
-    from shared_core.pipeline import Shard
+    from shared_core.pipeline import Shard, SwiftPipelineEngine
 
 
 class StageCheckpoints(SwiftDDPStrategy):
@@ -22,6 +22,7 @@ class StageCheckpoints(SwiftDDPStrategy):
 
     #: Stages of a pipeline.
     stages: int
+    _engine: SwiftPipelineEngine | None
     #: This rank's part of the optimizer, in bf16 and with ZeRO.
     _shard: Shard | None
 
@@ -59,6 +60,8 @@ class StageCheckpoints(SwiftDDPStrategy):
                     "same precision and zero_optimization"
                 )
             self._shard.restore(state)
+        if self._engine is not None:
+            self._engine.optimizer_loaded()
 
     def _files(self, filepath: str | Path) -> StageFiles:
         shards = 0 if self._shard is None else self.pipelines

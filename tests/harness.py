@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -174,6 +174,11 @@ def until(what: Callable[[], _Found], why_not: Callable[[], str], timeout_s: flo
 def most(cases: Iterable[str], *rare: str) -> list[Any]:
     """Parameters of a test: the cases, of which the ``rare`` ones are left to the night."""
     return [pytest.param(name, marks=pytest.mark.nightly) if name in rare else name for name in cases]
+
+
+def few(cases: Collection[str], *usual: str) -> list[Any]:
+    """Parameters of a test: the cases, of which all but the ``usual`` ones are left to the night."""
+    return most(cases, *(name for name in cases if name not in usual))
 
 
 @contextmanager

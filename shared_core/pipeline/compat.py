@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from shared_core.errors import ConfigError, MissingExtra
@@ -46,6 +47,10 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_BF16}._hp_optimizer_states_linked", "moments are linked again"),
     (f"{_BF16}._lazy_init_hp_params_optimizer_state(self)", "the same"),
     (f"{_ZERO}._hp_optimizer_states_linked", "the same"),
+    (f"{_BF16}._grad_acc_hooks", "removed: re-routing adds gradients up itself"),
+    (f"{_ZERO}._grad_acc_hooks", "the same"),
+    (f"{_BF16}._global_grad_norm", "set by re-routing's own step"),
+    (f"{_ZERO}._global_grad_norm", "the same"),
     (
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state(self)",
         "the same",
@@ -209,6 +214,52 @@ def layers_of(module: Any) -> Sequence[Any]:
 def tied_parameter(module: Any, key: str, name: str) -> Any:
     """A parameter of a tied layer."""
     return module._recursive_getattr(module.tied_modules[key], name)
+
+
+@dataclass(frozen=True)
+class FlatGroup:
+    """A parameter group of one of DeepSpeed's optimizers that shard.
+
+    Attributes:
+        parameters: which are views of ``flat``.
+        flat: all of them, padded.
+        partitions: of ``flat``, of equal size, one for each replica.
+    """
+
+    parameters: Sequence[Any]
+    flat: Any
+    partitions: Sequence[Any]
+
+
+def flat_groups(optimizer: Any) -> list[FlatGroup]:
+    """The groups of one of DeepSpeed's optimizers that shard."""
+    if hasattr(optimizer, "bf16_groups"):
+        found = zip(optimizer.bf16_groups, optimizer.bf16_groups_flat, optimizer.bf16_partitioned_groups, strict=True)
+    else:
+        partitions = optimizer.parallel_partitioned_bit16_groups
+        found = zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, partitions, strict=True)
+    return [FlatGroup(*group) for group in found]
+
+
+def drop_gradient_hooks(optimizer: Any) -> None:
+    """One of DeepSpeed's optimizers that shard does nothing with gradients any more when they are computed."""
+    for hook in optimizer._grad_acc_hooks:
+        hook.remove()
+
+
+def replace_step(optimizer: Any, step: Callable[[], None]) -> None:
+    """Patch: have the engine call ``step`` in place of the optimizer's own, which talks to all replicas and stages."""
+    optimizer.step = step
+
+
+def set_step_facts(optimizer: Any, *, overflow: bool, norm: Any) -> None:
+    """What DeepSpeed's optimizer says of its last step."""
+    optimizer.overflow, optimizer._global_grad_norm = overflow, norm
+
+
+def is_replicated(parameter: Any) -> bool:
+    """Whether another stage has this parameter, too, and counts it in norms."""
+    return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
 def link_moments(optimizer: Any, *, there: bool) -> None:

@@ -22,9 +22,10 @@ from shared_core.pipeline import compat
 from shared_core.pipeline.calls import STATE, Calls
 from shared_core.pipeline.instrumented_engine import InstrumentedEngine
 from shared_core.pipeline.planned_groups import PlannedGroups
-from shared_core.pipeline.rerouting import Rerouting
+from shared_core.pipeline.rerouting import Rerouting, refuse_rerouting, trained
 from shared_core.pipeline.sharded import SHARD, Shard, evaluates, is_sharded
 from shared_core.pipeline.shared_replay import SharedReplay
+from shared_core.pipeline.whole_optimizer import WholeOptimizer
 
 #: Plain numbers of the engine that change from batch to batch.
 _FIRST = ("first_output_send", "first_gradient_send")
@@ -56,6 +57,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
         self._rerouting: Rerouting | None = None
         self._others: list[dict[str, Any]] = []
         self._shard: Shard | None = None
+        self._whole: WholeOptimizer | None = None
         if self._job is None:
             return
         if self._job.runtime.world is None:
@@ -64,21 +66,29 @@ class SwiftPipelineEngine(InstrumentedEngine):
                 "torch.distributed.init_process_group() or deepspeed.init_distributed()"
             )
         self._refuse()
-        if is_sharded(self.optimizer):
+        sharded = is_sharded(self.optimizer)
+        if sharded and not self._job.reroutes:
             self._shard = Shard(self.optimizer)
             self._job.attach([self.module], [], replicas=self.grid.dp_group, sharded=True)
             self._job.register(SHARD, self._shard.capture, self._shard.restore)
+        else:
+            if sharded:
+                refuse_rerouting(self)
+                place = self.grid.get_data_parallel_rank(), self.grid.data_parallel_size
+                self._whole = WholeOptimizer(self.optimizer, trained(self), *place)
+            optimizers = [self._whole.optimizer if self._whole is not None else self.optimizer]
+            self._job.attach(
+                [self.module], [] if evaluates(self.optimizer) else optimizers, replicas=self.grid.dp_group
+            )
+            self._job.parts.unregister(SHARD)  # of an engine before
+        if sharded:
             self._job.checkpoints.keep_number(
                 "DeepSpeed's bf16 and ZeRO optimizers keep the parameters of a stage in one piece"
             )
-        else:
-            optimizers = [] if evaluates(self.optimizer) else [self.optimizer]
-            self._job.attach([self.module], optimizers, replicas=self.grid.dp_group)
-            self._job.parts.unregister(SHARD)  # of an engine before
         self._job.register(STATE, self._capture, self._restore)
         self._calls = Calls(self._job)
         if self._job.reroutes and not evaluates(self.optimizer):
-            self._rerouting = Rerouting(self, self._job)
+            self._rerouting = Rerouting(self, self._job, self._whole)
         if self.grid.data_parallel_size > 1:
             return
         shared = SharedReplay(self, self._job)
@@ -132,6 +142,19 @@ class SwiftPipelineEngine(InstrumentedEngine):
         if self._rerouting is not None:
             self._rerouting.wait_for_all()
 
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's."""
+        loaded = super().load_checkpoint(*args, **kwargs)
+        self.optimizer_loaded()
+        return loaded
+
+    def optimizer_loaded(self) -> None:
+        """The optimizer's state was loaded. Called by all workers at the same place, where that is not by
+        :meth:`load_checkpoint`.
+        """
+        if self._whole is not None:
+            self._whole.loaded(self.grid.get_data_parallel_group())
+
     def destroy(self) -> None:
         """As DeepSpeed's."""
         if self._rerouting is not None and self._job is not None and not self._job.joining:
@@ -152,6 +175,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
             "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "calls": self._calls.count if self._calls is not None else 0,
             "draws": self._calls.draws if self._calls is not None else 0,
+            "groups": self._hyperparameters() if self._whole is not None else [],
         }
 
     def _restore(self, values: dict[str, Any]) -> None:
@@ -164,6 +188,9 @@ class SwiftPipelineEngine(InstrumentedEngine):
         self.module.micro_offset = values["micro_offset"]
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(values["scheduler"])
+        if self._whole is not None:
+            self._set_hyperparameters(values["groups"])
+            self._whole.link()
         if self._calls is not None:
             self._calls.restore(values["calls"], values["draws"])
 

@@ -21,6 +21,7 @@ from shared_core.pipeline.stage import as_tuple
 from shared_core.reroute.messages import Tensors
 from shared_core.reroute.moving import flat_bytes, from_bytes
 from shared_core.reroute.step import StageModel, Tied
+from shared_core.reroute.summing import unflatten
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.undo import Undo
 from shared_core.worker.state.undo.undo import is_of_torch
@@ -123,6 +124,10 @@ class GuestLayers:
         return self._parameters
 
     @property
+    def accumulates(self) -> None:
+        return None
+
+    @property
     def tied(self) -> Sequence[Tied]:
         return ()
 
@@ -142,6 +147,9 @@ class GuestLayers:
         if self._stage.loss_fn is not None:
             loss = self._stage.loss_fn(outputs, labels if len(labels) > 1 else labels[0])
         return loss.float() / int(self._engine.micro_batches), loss
+
+    def set_gradients(self, flat: Tensor) -> None:
+        set_gradients(self._parameters, flat)
 
     def norm(self) -> float | None:
         if self._engine.gradient_clipping() <= 0.0:
@@ -180,6 +188,12 @@ class GuestLayers:
                     parameter.grad = parameter.grad * factor  # not in place: a peer may still ask for the sum
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+
+def set_gradients(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+    """Set ``.grad`` from a sum of gradients, one after the other."""
+    for parameter, gradient in zip(parameters, unflatten(flat, parameters), strict=True):
+        parameter.grad = gradient
 
 
 def square_sum(parameters: Sequence[nn.Parameter], first: bool) -> float:

@@ -20,17 +20,18 @@ from shared_core.events import console
 from shared_core.job import Job
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import compat
-from shared_core.pipeline.guest import GuestLayers, StageState, square_sum
+from shared_core.pipeline.guest import GuestLayers, StageState, set_gradients, square_sum
 from shared_core.pipeline.instrumented_engine import InstrumentedEngine
 from shared_core.pipeline.sharded import is_sharded
 from shared_core.pipeline.stage import as_tuple, has_running_statistics
+from shared_core.pipeline.whole_optimizer import WholeOptimizer
 from shared_core.reroute.executor import Executor
 from shared_core.reroute.keeping import DataAway
 from shared_core.reroute.messages import Tensors
 from shared_core.reroute.places import Places
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.step import Options, StageModel, StepResult, Tied
-from shared_core.reroute.summing import GROUPS, unflatten
+from shared_core.reroute.summing import GROUPS, SumRule
 from shared_core.reroute.times import drift_line
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
@@ -45,22 +46,29 @@ _EVALUATIONS = "pipeline evaluations"
 class Rerouting:
     """Runs the steps of one engine.
 
+    Args:
+        engine: whose.
+        job: of this worker.
+        whole: the optimizer, where DeepSpeed's shards it.
+
     Raises:
         Unsupported: for what cannot be re-routed.
     """
 
-    def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
-        _refuse(engine)
+    def __init__(self, engine: InstrumentedEngine, job: Job, whole: WholeOptimizer | None) -> None:
+        refuse_rerouting(engine)
         self._engine, self._job, options = engine, job, job.config
         grid = engine.grid
         self._topology = Topology(grid.data_parallel_size, grid.pipe_parallel_size, int(engine.micro_batches))
         self._me = Worker(grid.get_data_parallel_rank(), grid.get_stage_id())
         variant, ordered = Variant(options.reroute.plan), options.reroute.reduction == "ordered"
+        if whole is not None and variant is Variant.STAGGERED:
+            variant = Variant.DECOUPLED  # no update can be made before all norms are known, nor taken back
         folder = job.env.job_dir / f"plans{job.env.restart}"
         ahead, held = options.reroute.ahead, options.reroute.held_micro_batches
         self._plans = Plans(self._topology, variant, ordered, folder, ahead, held)
         self._prepared: tuple[frozenset[Worker], int] = (frozenset(), -1)
-        self._layers = _Layers(engine, job)
+        self._layers = _Layers(engine, job, whole)
         self._executor = Executor(
             self._me,
             Places(self._topology, self._rank),
@@ -71,7 +79,7 @@ class Rerouting:
             Options(
                 ordered=ordered,
                 synchronous=variant is not Variant.STAGGERED,
-                average=bool(engine.gradient_average),
+                rule=self._layers.rule,
                 moves=options.reroute.normalise,
             ),
             lambda kind, fields: job.news.emit(kind, **fields),
@@ -161,9 +169,11 @@ class Rerouting:
 
     def evaluates(self) -> bool:
         """Whether evaluations go over the lanes of steps: not before the first step, when all workers wait for a lost
-        one. The same at all workers.
+        one, nor in bf16, in which DeepSpeed adds losses of that type. The same at all workers.
         """
-        return self._job.position.tops > 0 and int(self._engine.global_steps) > 0
+        return (
+            not self._engine.bfloat16_enabled() and self._job.position.tops > 0 and int(self._engine.global_steps) > 0
+        )
 
     def evaluate(self, micro_batches: int) -> Tensor:
         """Evaluate the next batch of the engine's data. Returns the mean loss over all pipelines, with DeepSpeed's
@@ -197,10 +207,7 @@ class Rerouting:
         top, result, gradients, norm = self._job.notes.kept(_RESULT)[""]
         compat.set_gradient_norm(engine, norm)
         assert top == self._job.position.tops
-        for parameter, gradient in zip(
-            self._layers.parameters, unflatten(gradients, self._layers.parameters), strict=True
-        ):
-            parameter.grad = gradient  # hooks look at it; the update does nothing
+        self._layers.pass_by(gradients, norm)
         engine.before_step()
         compat.step(engine)
         self._executor.move_to(int(engine.global_steps))
@@ -209,29 +216,30 @@ class Rerouting:
     def total_loss(self) -> Tensor:
         """The mean loss of the last global batch, with DeepSpeed's arithmetic."""
         assert self.result is not None
-        sums = []
+        sums, dtype = [], self.result.loss_type
         for losses in self.result.losses:
-            total = torch.zeros((), dtype=torch.float32)
+            total = torch.zeros((), dtype=dtype)
             for loss in losses:
-                total += torch.tensor(loss, dtype=torch.float32)
+                total += torch.tensor(loss, dtype=dtype)
             sums.append(total / self._topology.micro_batches)
-        self._engine.dp_group_loss = sums[self._me.pipeline].clone()
         mean = sums[0].clone()
         for each in sums[1:]:
             mean += each
         if len(sums) > 1:
             mean /= len(sums)
-        return mean
+        told = dtype if self._engine.is_last_stage() else torch.float32  # in which it is sent to the others
+        self._engine.dp_group_loss = sums[self._me.pipeline].to(told)
+        return mean.to(told)
 
 
 class _Layers:
     """See :class:`shared_core.reroute.step.HomeModel`."""
 
-    def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
-        self._engine, self._job = engine, job
+    def __init__(self, engine: InstrumentedEngine, job: Job, whole: WholeOptimizer | None) -> None:
+        self._engine, self._job, self._whole = engine, job, whole
         self._undo: Undo | None = None
         self._shapes: list[list[tuple[int, ...]]] | None = None
-        self._parameters = [p for p in engine.module.parameters() if p.requires_grad and p.numel()]
+        self._parameters = trained(engine)
         self._tied = _tied(engine, self._parameters)
         self._buffers = dict(engine.module.named_buffers())
         self._state = StageState(engine)
@@ -239,6 +247,18 @@ class _Layers:
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         return self._parameters
+
+    @property
+    def accumulates(self) -> torch.dtype | None:
+        return self._whole.accumulates if self._whole is not None else None
+
+    @property
+    def rule(self) -> SumRule:
+        """How gradients of the pipelines are summed."""
+        engine, average = self._engine, bool(self._engine.gradient_average)
+        if self._whole is not None:
+            return self._whole.rule(engine.communication_data_type, average)
+        return SumRule(scale=1.0 / engine.grid.data_parallel_size if average else 1.0)
 
     @property
     def tied(self) -> Sequence[Tied]:
@@ -286,7 +306,21 @@ class _Layers:
             loss = module.loss_fn(outputs, labels if len(labels) > 1 else labels[0])
         return loss.float() / int(engine.micro_batches), loss
 
+    def set_gradients(self, flat: Tensor) -> None:
+        if self._whole is not None:
+            self._whole.set_gradients(flat)
+            return
+        set_gradients(self._parameters, flat)
+
+    def pass_by(self, gradients: Tensor, norm: Any) -> None:
+        """Of a step that the state contains already: hooks look at its gradients; its update does nothing."""
+        self.set_gradients(gradients)
+        if self._whole is not None:
+            self._whole.found(norm)
+
     def norm(self) -> float | None:
+        if self._whole is not None:
+            return self._whole.norm()
         if self._engine.gradient_clipping() <= 0.0:
             return None
         # DeepSpeed leaves other stages out, except layers that say that they are divided among workers.
@@ -294,6 +328,8 @@ class _Layers:
         return square_sum(self.parameters, first)
 
     def clip(self, norms: Sequence[float | None]) -> float:
+        if self._whole is not None:
+            return self._whole.clip(norms)
         if self._engine.gradient_clipping() <= 0.0:
             return 1.0
         total = torch.zeros(1)
@@ -308,6 +344,9 @@ class _Layers:
 
     def update(self, factor: float, tentative: bool) -> None:
         self._engine.before_step()
+        if self._whole is not None:
+            compat.step(self._engine)
+            return
         if tentative and self._undo is None:
             self._undo = Undo([self._engine.optimizer])
             self._undo.arm()
@@ -355,6 +394,11 @@ class _Layers:
                 parameter.grad = parameter.grad * factor  # not in place: a peer may still ask for the sum
 
 
+def trained(engine: InstrumentedEngine) -> list[nn.Parameter]:
+    """Parameters of an engine's stage that are trained, in the order in which gradients are summed."""
+    return [p for p in engine.module.parameters() if p.requires_grad and p.numel()]
+
+
 def _tied(engine: InstrumentedEngine, parameters: Sequence[nn.Parameter]) -> list[Tied]:
     """Parameters of tied layers of this stage that other stages have, too; those of the same stages are one."""
     module, stages = engine.module, dict[str, set[int]]()
@@ -374,14 +418,12 @@ def _tied(engine: InstrumentedEngine, parameters: Sequence[nn.Parameter]) -> lis
     return [Tied(sets.index(each) + 1, each, tuple(found[each])) for each in sets if each in found]
 
 
-def _refuse(engine: InstrumentedEngine) -> None:
+def refuse_rerouting(engine: InstrumentedEngine) -> None:
+    """Raise ``Unsupported`` for an engine whose steps cannot be re-routed."""
+    usual = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
     reasons: list[tuple[bool, str]] = [
-        (
-            is_sharded(engine.optimizer),
-            "bf16 and ZeRO-1, which divide the optimizer's state over the replicas (but with bf16 by 'torch_autocast' "
-            "in the DeepSpeed configuration)",
-        ),
-        (engine.communication_data_type != torch.float32, "a communication_data_type"),
+        (is_sharded(engine.optimizer) and engine.torch_autocast_enabled(), "ZeRO-1 and torch_autocast together"),
+        (engine.communication_data_type != usual, "a communication_data_type"),
         (engine.has_moe_layers, "mixtures of experts"),
         (engine.grid.data_parallel_size < 2, "pipelines without data-parallel replicas"),
         (not engine.postscale_gradients() or engine.gradient_predivide_factor() != 1.0, "prescaled gradients"),

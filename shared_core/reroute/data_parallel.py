@@ -19,7 +19,7 @@ from torch import Tensor
 from shared_core.errors import LaneBroken
 from shared_core.faults import inject
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
-from shared_core.reroute.summing import flat_gradients, hand_over, reduce_in_order, set_mean_gradients
+from shared_core.reroute.summing import SumRule, flat_gradients, hand_over, reduce_in_order, set_mean_gradients
 from shared_core.reroute.through_losses import through_losses
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.worker.recovery.lane import Lane
@@ -278,7 +278,7 @@ class DataParallelSteps:
             mine = {me: _added(mine.values())} if mine else {}
             holders = {Worker(rank, 0): Worker(rank, 0) for rank in computing}
         like = None if mine else flat_gradients(self._parameters, empty=True)
-        flat = reduce_in_order(channel, step, 0, me, holders, mine, peers, 1.0, like)
+        flat = reduce_in_order(channel, step, 0, me, holders, mine, peers, SumRule(), like)
         self._idle = []
         for rank in lane.ranks:
             if rank != self._me:

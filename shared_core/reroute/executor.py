@@ -256,7 +256,7 @@ class Executor:
         self._settled = self.step if all(step >= self.step for step, _ in at.values()) else -1
         self._channel = self._roles.meet(lane, views, self._steps)
         self._evaluating.learn({rank: view["evaluating"] for rank, view in views.items()})
-        self._learn(views)
+        self._roles.now.learn(self._steps, views)
         self._send_again(views)
         self._due = next_change(self._places, self._planner, self.lost, views, max(step for step, _ in at.values()))
         planned_s, history = time.perf_counter() - started, self._history
@@ -303,10 +303,7 @@ class Executor:
             "moves": as_plain(self._places.moves),
             "moving": tell(self._model, self._options.moves, self._sent_bytes),
             "evaluating": self._evaluating.view(),
-            "steps": {
-                str(number): one.facts() | {"data": self._roles.now.keeping.held(one)}
-                for number, one in self._steps.items()
-            },
+            "steps": self._roles.now.facts(self._steps),
         }
         return self._roles.now.measuring.view() | self._roles.shapes() | mine
 
@@ -317,15 +314,6 @@ class Executor:
             raise RecoveryFailed(str(error)) from error
         for number in fresh & self._steps.keys():
             self._steps[number].at = 0
-
-    def _learn(self, views: Mapping[int, Any]) -> None:
-        """Take over norms, losses and results that others know."""
-        for view in views.values():
-            for number, facts in view["steps"].items():
-                if (step := self._steps.get(int(number))) is not None:
-                    step.learn(facts, self._topology, self._roles.now.place.last)
-                    for stage in facts["norms"]:
-                        self._roles.now.finishing.norm_is_known(int(number), int(stage))
 
     def _send_again(self, views: Mapping[int, Any]) -> None:
         """Send what readers still need and may not have got."""

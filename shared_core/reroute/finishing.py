@@ -13,15 +13,15 @@ from shared_core.faults import inject
 from shared_core.reroute.drift import Word
 from shared_core.reroute.history import PlanHistory, StepPlan
 from shared_core.reroute.measuring import Measuring
-from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
+from shared_core.reroute.messages import DTYPES, MessageChannel, MessageKey, MessageKind
 from shared_core.reroute.places import WorkerPlace
 from shared_core.reroute.reports import Reports
 from shared_core.reroute.step import Options, StageModel, Step, StepResult, Tied, merge, table_of
-from shared_core.reroute.summing import flatten, hand_over, reduce_in_order, unflatten
+from shared_core.reroute.summing import flatten, hand_over, reduce_in_order
 from shared_core.schedule.schedule import Action, Kind, Worker
 
-#: What comes before the losses in their message: who is let in, and a word about times.
-_FLAGS = 2
+#: What comes before the losses in their message: who is let in, their type, and a word about times.
+_FLAGS = 3
 
 
 class Finishing:
@@ -142,9 +142,8 @@ class Finishing:
         mine = {}
         for home in [home for home, holder in holders.items() if holder == self._me]:
             gradients = step.sums.get(home.pipeline if self._options.ordered else -1, none)
-            mine[home] = flatten([gradients[index] for index in indices], parameters)
-        scale = 1.0 / pipelines if self._options.average else 1.0
-        return reduce_in_order(self.channel, step.number, group, self._me, holders, mine, peers, scale)
+            mine[home] = flatten([gradients[index] for index in indices], parameters, self._model.accumulates)
+        return reduce_in_order(self.channel, step.number, group, self._me, holders, mine, peers, self._options.rule)
 
     def feed(self, step: Step, moved: Sequence[Worker]) -> None:
         """Give the sum to workers of this stage that compute elsewhere.
@@ -190,7 +189,8 @@ class Finishing:
                 parts = self._cut(step.reduced, everything)
                 held = torch.cat([parts[index] for index in each.parameters]) if each.number else step.reduced
             size = sum(parameters[index].numel() for index in each.parameters)
-            like = torch.empty(size, dtype=parameters[0].dtype if parameters else torch.float32)
+            dtype = self._model.accumulates or (parameters[0].dtype if parameters else torch.float32)
+            like = torch.empty(size, dtype=dtype)
             flat = hand_over(self.channel, key, me, min(givers), takers, held, like)
             if flat is None:
                 continue
@@ -207,7 +207,7 @@ class Finishing:
         """
         assert step.reduced is not None
         if not step.updated:
-            set_gradients(self._model, step.reduced)
+            self._model.set_gradients(step.reduced)
             step.norms[self._me.stage] = self._model.norm()
             self._tell_norm(step)
             if not (self._may_be_hasty(step) and self._clip(step) == 1.0):
@@ -243,7 +243,7 @@ class Finishing:
             self._model.accept()
         else:
             assert step.reduced is not None
-            set_gradients(self._model, step.reduced)
+            self._model.set_gradients(step.reduced)
             self._model.update_again(verdict)
         step.verdict = verdict
 
@@ -269,11 +269,8 @@ class Finishing:
         for other in range(self._topology.stages):
             if other in step.norms:
                 continue
-            there = [w for w in self._topology.workers() if w.stage == other and w not in self._history.lost]
-            like = [torch.empty(1, dtype=torch.float64)]
-            (value,) = self.channel.fetch_like(
-                MessageKey(step.number, MessageKind.NORM, other, 0), like, self._rank(min(there))
-            )
+            key, like = MessageKey(step.number, MessageKind.NORM, other, 0), torch.empty(1, dtype=torch.float64)
+            (value,) = self.channel.fetch_like(key, [like], self._rank(min(self._peers((other,)))))
             step.norms[other] = float(value) if clips else None
 
     def tell_losses(self, step: Step, row: Sequence[Action]) -> None:
@@ -288,8 +285,8 @@ class Finishing:
         if self._me == self._tails()[0] and self._history.lost and self._knocking():
             step.let_in = self.channel.lane.generation
         word = self._reports.word(step.number)
-        flags = torch.tensor([float(step.let_in), float(word)], dtype=torch.float64)
-        table = torch.cat([flags, table_of(step.losses, self._topology)])
+        head = [step.let_in, DTYPES.index(step.loss_type), word]
+        table = torch.cat([torch.tensor(head, dtype=torch.float64), table_of(step.losses, self._topology)])
         key = MessageKey(step.number, MessageKind.LOSSES, self._me.stage, self._me.pipeline)
         for worker in self._topology.workers():
             if worker not in self._history.lost and worker != self._me:
@@ -300,8 +297,7 @@ class Finishing:
 
     def _tails(self) -> list[Worker]:
         """Workers of the last stage that are there."""
-        stage, lost = self._topology.stages - 1, self._history.lost
-        return sorted(w for w in self._topology.workers() if w.stage == stage and w not in lost)
+        return sorted(self._peers((self._topology.stages - 1,)))
 
     def _hear(self, step: Step, worker: Worker) -> None:
         """Wait for the losses that a worker of the last stage tells."""
@@ -312,9 +308,10 @@ class Finishing:
         (table,) = self.channel.fetch_like(key, [like], self._rank(worker))
         self._heard.add((step.number, worker))
         merge(step.losses, table[_FLAGS:], self._topology)
+        step.loss_type = DTYPES[int(table[1])]
         if worker == self._tails()[0]:
             step.let_in = int(table[0])
-            self._reports.hear(step.number, Word(int(table[1])))
+            self._reports.hear(step.number, Word(int(table[2])))
 
     def _gather_result(self, step: Step) -> None:
         """The losses of all micro-batches."""
@@ -324,13 +321,7 @@ class Finishing:
             self._hear(step, worker)
         topology = self._topology
         rows = table_of(step.losses, topology).view(topology.pipelines, topology.micro_batches).tolist()
-        step.result = StepResult(tuple(map(tuple, rows)), step.let_in)
-
-
-def set_gradients(model: StageModel, flat: Tensor) -> None:
-    """Set ``.grad`` from a sum."""
-    for parameter, gradient in zip(model.parameters, unflatten(flat, model.parameters), strict=True):
-        parameter.grad = gradient
+        step.result = StepResult(tuple(map(tuple, rows)), step.let_in, step.loss_type)
 
 
 def _goes_back(action: Action) -> bool:

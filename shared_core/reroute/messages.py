@@ -21,7 +21,8 @@ Tensors = tuple[Tensor, ...]
 #: (dtype, shape, whether it is differentiated) of each tensor of a message.
 Shapes = tuple[tuple[torch.dtype, tuple[int, ...], bool], ...]
 
-_DTYPES = (
+#: Types of what is sent, by number.
+DTYPES = (
     torch.float32,
     torch.float64,
     torch.bfloat16,
@@ -181,18 +182,18 @@ def _header_key(key: MessageKey) -> MessageKey:
 
 
 def _header(parts: Sequence[Tensor]) -> Tensor:
-    if len(parts) > _PARTS or any(t.dim() > _DIMENSIONS or t.dtype not in _DTYPES for t in parts):
+    if len(parts) > _PARTS or any(t.dim() > _DIMENSIONS or t.dtype not in DTYPES for t in parts):
         raise Unsupported(
             f"re-routing passes at most {_PARTS} tensors of at most {_DIMENSIONS} dimensions and of usual types from "
             f"stage to stage, got {[(t.dtype, tuple(t.shape)) for t in parts]}"
         )
     header = torch.full((_PARTS, _ROW), -1, dtype=torch.int64)
     for row, t in zip(header, parts, strict=False):
-        values = [_DTYPES.index(t.dtype), int(t.requires_grad), t.dim(), *t.shape]
+        values = [DTYPES.index(t.dtype), int(t.requires_grad), t.dim(), *t.shape]
         row[: len(values)] = torch.tensor(values)
     return header.flatten()
 
 
 def _shapes(header: Tensor) -> Shapes:
     rows = [row for row in header.view(_PARTS, _ROW).tolist() if row[0] >= 0]
-    return tuple((_DTYPES[dtype], tuple(shape[:dim]), bool(grad)) for dtype, grad, dim, *shape in rows)
+    return tuple((DTYPES[dtype], tuple(shape[:dim]), bool(grad)) for dtype, grad, dim, *shape in rows)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shared_core.errors import ReplicaMismatch, Unsupported
 from shared_core.faults import inject
-from shared_core.reroute.finishing import Finishing, set_gradients
+from shared_core.reroute.finishing import Finishing
 from shared_core.reroute.keeping import Keeping
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Shapes
@@ -53,6 +53,24 @@ class Role:
     keeping: Keeping
     runner: RowRunner
     shapes: dict[MessageKind, Shapes]
+
+    def facts(self, steps: Mapping[int, Step]) -> dict[str, Any]:
+        """What others are told of this worker's steps after a loss; plain data."""
+        return {str(number): step.facts() | {"data": self.keeping.held(step)} for number, step in steps.items()}
+
+    def learn(self, steps: Mapping[int, Step], views: Mapping[int, Any]) -> None:
+        """Take over norms, losses and results of this worker's steps that others know.
+
+        Args:
+            steps: of this worker.
+            views: what all have told, by rank; what :meth:`facts` says as ``steps``.
+        """
+        for view in views.values():
+            for number, facts in view["steps"].items():
+                if (step := steps.get(int(number))) is not None:
+                    step.learn(facts, self.place.topology, self.place.last)
+                    for stage in facts["norms"]:
+                        self.finishing.norm_is_known(int(number), int(stage))
 
 
 class Roles:
@@ -253,7 +271,7 @@ class Following:
             (step.home,) = channel.fetch_like(key, [like], self._givers.get(step.number, first))
         if not step.followed:
             assert step.verdict is not None
-            set_gradients(self._model, step.home)
+            self._model.set_gradients(step.home)
             self._model.update(step.verdict, False)
             step.followed = True
 

@@ -118,7 +118,7 @@ class RowRunner:
             self._measuring.add(step.number, Kind.F, began)
             self._measuring.measure_held(step.number, leaves, outputs, self._model.parameters)
             if self._last:
-                step.losses[place] = float(outputs[1].detach())
+                step.losses[place], step.loss_type = float(outputs[1].detach()), outputs[1].dtype
                 return None
             return self._keep(step, action, MessageKind.ACTIVATION, detached(outputs))
         if action.kind is Kind.W:
@@ -150,7 +150,7 @@ class RowRunner:
         self._measuring.add(step.number, Kind.W, began)
 
     def _accumulating(self, step: Step, home: int) -> Accumulating:
-        return Accumulating(self._model.parameters, step.sums, home if self._options.ordered else -1)
+        return Accumulating(self._model, step.sums, home if self._options.ordered else -1)
 
     # -- messages ----------------------------------------------------------------------------------
 

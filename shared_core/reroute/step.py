@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shared_core.reroute.messages import MessageKey, Tensors
+from shared_core.reroute.messages import DTYPES, MessageKey, Tensors
 from shared_core.reroute.split import StageBackward
+from shared_core.reroute.summing import SumRule
 from shared_core.schedule.schedule import Topology
 
 #: Inputs and labels of a micro-batch.
@@ -41,6 +42,10 @@ class StageModel(Protocol):
         """Those that are trained, in the order in which gradients are summed."""
 
     @property
+    def accumulates(self) -> torch.dtype | None:
+        """The type in which gradients of micro-batches are added; None where autograd adds them in ``.grad``."""
+
+    @property
     def tied(self) -> Sequence[Tied]:
         """Which of them other stages have, too, by ascending number."""
 
@@ -57,8 +62,11 @@ class StageModel(Protocol):
             micro_batch: index in it.
         """
 
+    def set_gradients(self, flat: Tensor) -> None:
+        """These are the summed gradients of all parameters, one after the other; they are not to be changed."""
+
     def clip(self, norms: Sequence[float | None]) -> float:
-        """What gradients are multiplied by.
+        """What gradients are multiplied by; not a number where the update is left out.
 
         Args:
             norms: sum of the squares of the gradients of each stage; None where there is nothing to clip.
@@ -117,7 +125,7 @@ class Step:
         updated: the update is made.
         tentative: it was made before the norms of all stages were known.
         verdict: what gradients have to be multiplied by, once all norms are known.
-        let_in: see :class:`StepResult`.
+        let_in, loss_type: see :class:`StepResult`.
         result: the losses of all micro-batches, once they are there.
         home: at a worker that computes elsewhere, the sum of its own stage, once it is there.
         followed: it has made its own stage's update with it.
@@ -138,6 +146,7 @@ class Step:
     tentative: bool = False
     verdict: float | None = None
     let_in: int = -1
+    loss_type: torch.dtype = torch.float32
     result: StepResult | None = None
     home: Tensor | None = None
     followed: bool = False
@@ -186,20 +195,23 @@ class StepResult:
     Attributes:
         losses: of each pipeline's micro-batches.
         let_in: newcomers are let in before the next step, if the lane is still of this generation; -1 for not.
+        loss_type: type of the losses, in which they are added.
     """
 
     losses: tuple[tuple[float, ...], ...]
     let_in: int
+    loss_type: torch.dtype = torch.float32
 
     def to_tensor(self) -> Tensor:
-        return torch.tensor([float(self.let_in), *(loss for row in self.losses for loss in row)], dtype=torch.float64)
+        head = [float(self.let_in), float(DTYPES.index(self.loss_type))]
+        return torch.tensor([*head, *(loss for row in self.losses for loss in row)], dtype=torch.float64)
 
     @classmethod
     def from_tensor(cls, values: Tensor, topology: Topology) -> StepResult:
-        flag, *losses = values.tolist()
+        flag, dtype, *losses = values.tolist()
         count = topology.micro_batches
         rows = tuple(tuple(losses[d * count : (d + 1) * count]) for d in range(topology.pipelines))
-        return cls(rows, int(flag))
+        return cls(rows, int(flag), DTYPES[int(dtype)])
 
 
 @dataclass(frozen=True)
@@ -211,30 +223,37 @@ class Options:
         synchronous: no stage makes its update before all have their gradients. Otherwise a stage whose gradients must
             be clipped by the norm over all stages goes on as if they need not, and takes its update back if they must,
             before the step is over for the caller.
-        average: divide sums by the number of pipelines.
+        rule: how the gradients of the pipelines are summed.
         moves: workers may move to other stages.
     """
 
     ordered: bool = False
     synchronous: bool = False
-    average: bool = True
+    rule: SumRule = SumRule()
     moves: bool = True
 
 
 class Accumulating:
     """While it is entered, gradients of the parameters are added to those of one home pipeline."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], sums: dict[int, list[Tensor | None]], home: int) -> None:
-        self._parameters, self._sums, self._home = parameters, sums, home
+    def __init__(self, model: StageModel, sums: dict[int, list[Tensor | None]], home: int) -> None:
+        self._parameters, self._dtype, self._sums, self._home = model.parameters, model.accumulates, sums, home
 
     def __enter__(self) -> None:
-        sums = self._sums.get(self._home, [None] * len(self._parameters))
+        sums = self._sums.setdefault(self._home, [None] * len(self._parameters))
         for parameter, gradient in zip(self._parameters, sums, strict=True):
-            parameter.grad = gradient
+            parameter.grad = gradient if self._dtype is None else None
 
     def __exit__(self, *error: object) -> None:
-        self._sums[self._home] = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
+        sums = self._sums[self._home]
+        for index, parameter in enumerate(self._parameters):
+            if self._dtype is None:
+                sums[index] = parameter.grad
+            elif parameter.grad is not None:
+                before = sums[index]
+                # From zero on, as DeepSpeed's buffers, where -0.0 becomes 0.0.
+                total = torch.zeros_like(parameter, dtype=self._dtype) if before is None else before
+                sums[index] = total.add_(parameter.grad.to(self._dtype))
             parameter.grad = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,26 @@ from shared_core.schedule.schedule import Worker
 GROUPS = len(MessageKind)
 
 
+@dataclass(frozen=True)
+class SumRule:
+    """How gradients of the pipelines are summed, to the bits of an optimizer's own reduction.
+
+    Attributes:
+        divisor: each pipeline's gradients are divided by this before they are added.
+        dtype: they are rounded to this type then, and added in it; None for their own.
+        scale: the sum is multiplied by this, unless it is 1.
+    """
+
+    divisor: int = 1
+    dtype: torch.dtype | None = None
+    scale: float = 1.0
+
+    def addend(self, gradients: Tensor) -> Tensor:
+        """What a pipeline's gradients add; its own memory, unless nothing is to be done."""
+        divided = gradients / float(self.divisor) if self.divisor != 1 else gradients
+        return divided.to(self.dtype or gradients.dtype)
+
+
 def reduce_in_order(
     channel: MessageChannel,
     step: int,
@@ -23,7 +44,7 @@ def reduce_in_order(
     holders: Mapping[Worker, Worker],
     mine: Mapping[Worker, Tensor],
     ranks: Mapping[Worker, int],
-    scale: float,
+    rule: SumRule,
     like: Tensor | None = None,
 ) -> Tensor:
     """Sum of what the workers of a stage hold, or those of several stages with tied layers; the same bits at each.
@@ -40,7 +61,7 @@ def reduce_in_order(
         holders: for every addend, by home pipeline and stage, the worker that holds it.
         mine: addends held here; one-dimensional, all of one length.
         ranks: ranks of the workers that take part, which are all that are there.
-        scale: the sum is multiplied by this, unless it is 1.
+        rule: what is added, in which type.
         like: of the size and type of the sum, at a worker that holds no addend.
 
     Raises:
@@ -74,10 +95,12 @@ def reduce_in_order(
                 )
             addend = part if addend is None else addend + part
         assert addend is not None
+        addend = rule.addend(addend)
         total = addend.clone() if total is None else total.add_(addend)
     assert total is not None, "nobody holds a gradient"
-    if scale != 1.0:
-        total.mul_(scale)
+    if rule.scale != 1.0:
+        total.mul_(rule.scale)
+    total = total.to(like.dtype)
     result[own] = total
     for peer in peers:
         if peer != me:
@@ -160,12 +183,19 @@ def set_mean_gradients(flat: Tensor, parameters: Sequence[Tensor], world: int) -
         parameter.grad = (gradient / world).to(parameter.dtype) if ranks else None
 
 
-def flatten(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-    """Gradients one after the other; zeros where a parameter has none, as DeepSpeed has it."""
+def flatten(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
+    """Gradients one after the other; zeros where a parameter has none, as DeepSpeed has it.
+
+    Args:
+        gradients: of one type.
+        parameters: what they are of.
+        dtype: of the gradients; None for that of the parameters.
+    """
     parts = [
-        torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in zip(gradients, parameters, strict=True)
+        torch.zeros_like(p, dtype=dtype).flatten() if g is None else g.flatten()
+        for g, p in zip(gradients, parameters, strict=True)
     ]
-    return torch.cat(parts) if parts else torch.zeros(0)
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
 
 
 def unflatten(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

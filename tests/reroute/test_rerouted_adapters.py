@@ -14,6 +14,7 @@ from shared_core.testing.runner import JobResult, compare
 pytest.importorskip("deepspeed")
 
 LIGHTNING = "lit_pipe.py"
+BF16, ZERO = ["--precision", "bf16-true"], ["--zero"]
 #: Three steps an epoch, after each of which there are a validation, a checkpoint and a row of the log: ranks 0 and 1
 #: are the first stage. Rows of the log of steps that rank 0 was not there for are missing.
 CASES: dict[str, tuple[list[str], list[Fault]]] = {
@@ -41,6 +42,9 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
         [Fault(1, 3, "reroute.evaluate", "SIGKILL"), Fault(3, 3, "reroute.evaluate", "SIGKILL", nth=2)],
     ),
     "calls": (["--calls"], [Fault(1, 3, "reroute.action", "SIGKILL", nth=2)]),
+    "bf16": ([*BF16, "--no-validation"], [Fault(0, 3, "update.during", "SIGKILL")]),
+    "zero": (ZERO, [Fault(1, 2, "reroute.reduce", "SIGKILL"), Fault(0, 4, "reroute.action", "SIGKILL", nth=4)]),
+    "both": ([*BF16, *ZERO], [Fault(2, 2, "reroute.step", "SIGKILL"), Fault(1, 6, "reroute.action", "SIGKILL")]),
 }
 
 
@@ -56,7 +60,7 @@ def run(
     return result
 
 
-@pytest.mark.parametrize("name", most(CASES, *(CASES.keys() - {"waits_at_the_validation"})))
+@pytest.mark.parametrize("name", most(CASES, *(CASES.keys() - {"waits_at_the_validation", "both"})))
 def test_a_stage_is_lost_under_lightning(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     run(jobs, LIGHTNING, faults, ["--no-dropout", *args])
@@ -83,6 +87,12 @@ LOOPS: dict[str, tuple[list[str], list[Fault]]] = {
         [Fault(0, ANY_STEP, "reroute.evaluate", "SIGKILL"), Fault(2, ANY_STEP, "reroute.evaluate", "SIGKILL", nth=2)],
     ),
     "saved": (["--plain-data", "--save"], [Fault(2, 3, "reroute.action", "SIGKILL", nth=2)]),
+    "bf16": (["--precision", "bf16", "--tied"], [Fault(1, 2, "reroute.action", "SIGKILL", nth=5)]),
+    "zero": ([*ZERO, "--shuffled", "--clip", "0.5", "--save", "--gather"], [Fault(3, 3, "reroute.step", "SIGKILL")]),
+    "both": (
+        ["--precision", "bf16", *ZERO, "--plain-data", "--save"],
+        [Fault(0, 2, "update.during", "SIGKILL"), Fault(1, 5, "reroute.action", "SIGKILL", nth=3)],
+    ),
 }
 #: Not the generators: a newcomer has those of the peer that it is a copy of.
 COMPARED = ("parameters", "buffers", "optimizers", "schedulers", "losses", "trained")
@@ -96,9 +106,7 @@ def test_a_stage_is_lost_under_accelerate(name: str, jobs: Jobs) -> None:
 
 #: What is refused: script, its arguments, what is said.
 REFUSED: dict[str, tuple[str, list[str], str]] = {
-    "bf16": (LIGHTNING, ["--no-dropout", "--precision", "bf16-true"], "cannot be used with bf16 and ZeRO-1"),
     "changed": (LIGHTNING, ["--no-dropout", "--change-gradients"], "so hooks may only look at them"),
-    "zero": (ACCELERATE, ["--zero"], "cannot be used with bf16 and ZeRO-1"),
     "shapes": (LIGHTNING, ["--no-dropout", "--rows", "40"], "With on_failure='reroute' they must stay the same"),
 }
 

@@ -88,7 +88,7 @@ class Last(Block):
 
 
 def micro_batches(
-    pipeline: int, rows: int, odd: Sequence[int] = (), value: float = 0.0
+    pipeline: int, rows: int, odd: Sequence[int] = (), value: float = 0.0, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Data; one label of some micro-batches of pipeline 1 is ``value``."""
     generator = torch.Generator().manual_seed(pipeline)
@@ -97,7 +97,7 @@ def micro_batches(
         y = x.sin()
         if pipeline == 1 and index in odd:
             y[0, 0] = value
-        yield x, y
+        yield x.to(dtype), y.to(dtype)
 
 
 def main() -> None:
@@ -109,6 +109,9 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--tied", choices=["two", "three"], help="a layer that so many stages have")
     parser.add_argument("--autocast", action="store_true", help="DeepSpeed's torch_autocast, to bf16")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--zero", type=int, default=0, help="stage")
+    parser.add_argument("--accumulate", help="type in which gradients of micro-batches are added")
     parser.add_argument("--checkpointing", type=int, default=0, help="of activations: layers of a segment")
     parser.add_argument("--counts", action="store_true", help="a buffer that forward changes")
     parser.add_argument("--several", action="store_true", help="tensors between layers")
@@ -168,15 +171,20 @@ def main() -> None:
         "gradient_clipping": args.clip,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
         "torch_autocast": {"enabled": args.autocast, "dtype": "bfloat16"},
+        "bf16": {"enabled": args.bf16},
+        "zero_optimization": {"stage": args.zero, "reduce_bucket_size": 1 << 20},
         "steps_per_print": None,
     }
+    if args.accumulate:
+        config["data_types"] = {"grad_accum_dtype": args.accumulate}
 
     def decayed(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 - args.decay) ** step)
 
     more = {"lr_scheduler": decayed} if args.decay else {}
     engine, *_ = (deepspeed.initialize if baseline else initialize)(model=net, config=config, **more)
-    data = micro_batches(engine.grid.get_data_parallel_rank(), args.rows, args.odd, args.odd_value)
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    data = micro_batches(engine.grid.get_data_parallel_rank(), args.rows, args.odd, args.odd_value, dtype)
     losses, copies = [], Copies(args.copies)
     for step in range(args.steps):
         Block.step = step
@@ -201,6 +209,8 @@ def main() -> None:
                 losses.append(float(engine.eval_batch(other, num_micro_batches=args.micro_batches + number)))
             engine.reset_activation_shape()
     digests = training_digest(net, [engine.optimizer], [], {"losses": losses})
+    shard = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    digests["masters"] = digest([p.detach() for p in shard] if args.bf16 or args.zero else [])
     repeated = max((count for m in net.modules() if isinstance(m, Block) for count in m.seen.values()), default=0)
     blocks = [m for m in net.modules() if isinstance(m, Block)]
     computed = sum(count for (step, _), count in blocks[0].seen.items() if step == args.steps - 1)

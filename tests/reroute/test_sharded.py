@@ -1,0 +1,167 @@
+"""Pipelines in bf16 and with ZeRO-1 go on without a lost worker: its shard of the optimizer is stepped by its peers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from harness import Jobs, most
+from rerouted import ORDERED, SCRIPT, go
+
+from shared_core.faults import ANY_STEP, Fault
+from shared_core.testing.runner import JobResult, compare
+
+pytest.importorskip("deepspeed")
+
+#: Which of DeepSpeed's optimizers, and the type in which gradients are added up.
+MODES = {
+    "bf16": ("--bf16",),
+    "zero": ("--zero", "1"),
+    "both": ("--bf16", "--zero", "1"),
+    "both_adding_in_fp32": ("--bf16", "--zero", "1", "--accumulate", "fp32"),
+}
+MODELS = {
+    "plain": (),
+    "clipped": ("--clip", "0.05", "--decay", "0.1"),
+    "tied": ("--tied", "two", "--clip", "0.1"),
+    "several": ("--several", "--clip", "0.05", "--micro-batches", "3"),
+}
+
+
+USUAL = (("bf16", "tied"), ("zero", "clipped"), ("both", "several"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "model"),
+    [
+        pytest.param(mode, model, marks=() if (mode, model) in USUAL else pytest.mark.nightly)
+        for mode in MODES
+        for model in MODELS
+    ],
+)
+def test_without_a_loss_it_is_deepspeed(jobs: Jobs, mode: str, model: str) -> None:
+    args = ("--dropout", "0", *MODES[mode], *MODELS[model])
+    theirs = jobs.reference(SCRIPT, nproc=4, args=args)
+    compare(jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED), theirs)
+
+
+def kill(rank: int, step: int, point: str, nth: int = 1, incarnation: int = 0) -> Fault:
+    return Fault(rank, step, point, "SIGKILL", nth=nth, incarnation=incarnation)
+
+
+def check(
+    jobs: Jobs, faults: Sequence[Fault], args: Sequence[str], nproc: int = 4, env: dict[str, str] | None = None
+) -> JobResult:
+    """As :func:`go`, without going back to a checkpoint, and with no forward repeated by the process that made it."""
+    result = go(jobs, faults, args, nproc, env)
+    assert result.struck and not result.kinds("restart"), result.tail()
+    assert max(report["extra"]["repeated"] for report in result.reports.values()) == 1, result.tail()
+    return result
+
+
+#: Where a worker is lost, and how often it has been there in the step.
+PLACES = {
+    "before": ("batch_top", 1),
+    "forward": ("reroute.forward", 2),
+    "backward": ("reroute.backward", 2),
+    "reduction": ("reroute.reduce", 1),
+    "sum is being sent": ("lane.wait", 11),
+    "step": ("reroute.step", 1),
+    "update begins": ("update.before", 1),
+    "in the update": ("update.during", 1),
+    "after the update": ("update.after", 1),
+}
+#: Both clip, and decay the learning rate: a newcomer has the scheduler's.
+CLIPPED = ("--clip", "0.05", "--decay", "0.1")
+
+
+@pytest.mark.parametrize(
+    ("mode", "rank", "place"),
+    [("bf16", 2, "in the update"), ("zero", 1, "reduction")],
+)
+def test_a_worker_is_lost(jobs: Jobs, mode: str, rank: int, place: str) -> None:
+    point, nth = PLACES[place]
+    check(jobs, [kill(rank, 3, point, nth)], (*MODES[mode], *CLIPPED))
+
+
+@pytest.mark.parametrize("mode", most(MODES, *(MODES.keys() - {"both"})))
+def test_newcomers_are_let_in(jobs: Jobs, mode: str) -> None:
+    """Whose peers are then lost: what the newcomers have of the optimizer is all that there is."""
+    faults = [kill(1, 2, "reroute.backward"), kill(0, 4, "update.during"), kill(3, 4, "reroute.forward")]
+    result = check(jobs, faults, (*MODES[mode], *CLIPPED, "--sum-after", "2", "3", "5"))
+    assert [event.rank for event in result.kinds("let_in")][0] == 1, result.tail()
+    assert {event.rank for event in result.kinds("let_in")} == {0, 1, 3}, result.tail()
+
+
+@pytest.mark.parametrize("mode", most(MODES, *(MODES.keys() - {"zero"})))
+def test_two_of_three_replicas_are_lost(jobs: Jobs, mode: str) -> None:
+    """The one that is left has the shards of all three."""
+    faults = [kill(3, 3, "reroute.backward"), kill(4, 4, "update.during")]
+    check(jobs, faults, (*MODES[mode], *CLIPPED), nproc=6)
+
+
+#: Gradients that are not finite in one stage, which leaves the update of all out.
+ODD = ("--odd", "9", "--odd-value", "nan", "--decay", "0.1", "--dropout", "0")
+
+
+@pytest.mark.parametrize("mode", most(MODES, *(MODES.keys() - {"both"})))
+def test_an_update_is_left_out(jobs: Jobs, mode: str) -> None:
+    """In the step in which a worker is lost, and which its newcomer passes by."""
+    args = (*MODES[mode], *ODD, "--sum-after", "3")
+    theirs = jobs.reference(SCRIPT, nproc=4, args=args)
+    result = jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED, faults=[kill(2, 2, "reroute.reduce")])
+    compare(result, theirs)
+    assert result.struck and not result.kinds("restart") and len(result.kinds("let_in")) == 1, result.tail()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", MODES)
+def test_the_last_worker_of_a_stage_is_lost(jobs: Jobs, tmp_path: Path, mode: str) -> None:
+    """Then all go back to the checkpoint, which has all shards."""
+    env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "2"}
+    faults = [kill(rank, 5, "reroute.backward") for rank in (2, 3)]
+    result = go(jobs, faults, (*MODES[mode], *CLIPPED), env=env)
+    assert len(result.kinds("restart")) == 1, result.tail()
+    assert {4} <= {event.fields["top"] for event in result.kinds("checkpoint")}, result.tail()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("mode", MODES)
+def test_every_place(jobs: Jobs, mode: str, rank: int, place: str) -> None:
+    point, nth = PLACES[place]
+    check(jobs, [kill(rank, 3, point, nth)], (*MODES[mode], *CLIPPED, "--tied", "two", "--steps", "5"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_at_random_places(jobs: Jobs, mode: str) -> None:
+    """Two of three pipelines and two stages, a newcomer again among them; but no pipeline loses both ends."""
+    for seed in range(4):
+        draw = random.Random(f"{mode} {seed}")
+        first, second = draw.sample((0, 1, 3), 2) if seed % 2 else draw.sample((1, 2, 4, 3), 2)
+        if abs(first - second) == 3:
+            second = first + 1 if first % 3 < 2 else first - 1
+        places = [PLACES[draw.choice(sorted(PLACES))] for _ in range(2)]
+        print(f"mode {mode}, seed {seed}: ranks {first} and {second}, {places}")
+        faults = [kill(first, 2, *places[0]), kill(second, draw.choice((2, 3)), *places[1])]
+        check(jobs, faults, (*MODES[mode], *CLIPPED), nproc=6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", MODES)
+def test_four_stages(jobs: Jobs, mode: str) -> None:
+    for rank in (0, 3, 6):
+        check(jobs, [kill(rank, 3, "reroute.action", 5)], (*MODES[mode], *CLIPPED, "--stages", "4"), nproc=8)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", MODES)
+def test_a_newcomer_is_lost_again(jobs: Jobs, mode: str) -> None:
+    long = ("--steps", "16", "--work-ms", "30", "--micro-batches", "2")
+    again = Fault(3, ANY_STEP, "update.during", "SIGKILL", incarnation=1)
+    result = check(jobs, [kill(3, 2, "reroute.backward"), again], (*MODES[mode], *CLIPPED, *long))
+    assert len(result.struck) == 2, result.tail()
