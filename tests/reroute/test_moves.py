@@ -71,6 +71,18 @@ def test_plans_and_models(jobs: Jobs, plan: str, args: Sequence[str]) -> None:
 
 
 @pytest.mark.nightly
+def test_who_has_moved_gets_slow(jobs: Jobs) -> None:
+    """Its durations are of the place at which it computes. Workers plan when they switch; see test_drifting_jobs."""
+    env = WITHHELD | {"SWIFT_RECOVERY_REROUTE_AHEAD": "0"}
+    slow = ("--steps", "36", "--work-ms", "10", "--straggler", "2", "14", "40")
+    result = check(jobs, [kill(3, 4), kill(4, 4, 6)], slow, env=env)
+    assert moves(result) == [[[[2, 0], [0, 1]]]], result.tail()
+    planned = [event.fields for event in result.kinds("planned")]
+    drifts = [tuple(drift) for fields in planned for drift in fields.get("drifted", ())]
+    assert any(drift[:3] == (0, 1, "F") and drift[4] > drift[3] for drift in drifts), (drifts, result.tail())
+
+
+@pytest.mark.nightly
 def test_the_last_worker_that_belongs_to_the_stage_is_lost(jobs: Jobs) -> None:
     """Who has moved there could go on, and give its state to no newcomer: all go back to the beginning."""
     result = go(jobs, [kill(3, 4), kill(4, 4, 6), kill(5, 12)], LONG, 6, WITHHELD)

@@ -39,6 +39,15 @@ def test_losses_are_spread() -> None:
     assert normalise(TOPOLOGY, places((1, 3))).moves == (), "staggered, all stages cost the same"
 
 
+def test_losses_are_spread_by_the_times_of_stages() -> None:
+    """Whoever is a straggler."""
+    for worker in TOPOLOGY.workers():
+        times = Times(own=((worker, StageTimes(9, 9, 9, 9)),))
+        assert normalise(TOPOLOGY, places((0, 2), (1, 2)), times=times) == normalise(
+            TOPOLOGY, places((0, 2), (1, 2))
+        ), worker
+
+
 def test_moves_cost_time() -> None:
     lost = places((0, 2), (1, 2))
     assert normalise(TOPOLOGY, lost, moving=[100], iterations=3).moves == ()
