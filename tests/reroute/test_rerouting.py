@@ -50,7 +50,9 @@ def test_a_worker_is_lost_inside_a_step(jobs: Jobs, rank: str) -> None:
 
 @pytest.mark.parametrize("rank", most("0123", "1", "2"))
 def test_a_newcomer_is_let_in(jobs: Jobs, rank: str) -> None:
-    result = run(jobs, [Fault(int(rank), 2, "reroute.action", "SIGKILL", nth=3)], ["--evaluate-after", "4"])
+    result = run(
+        jobs, [Fault(int(rank), 2, "reroute.action", "SIGKILL", nth=3)], ["--evaluate-after", "4", "--sum-evaluated"]
+    )
     assert [event.rank for event in result.kinds("let_in")] == [int(rank)], result.tail()
 
 
