@@ -67,6 +67,8 @@ class Rerouting:
         folder = job.env.job_dir / f"plans{job.env.restart}"
         ahead, held = options.reroute.ahead, options.reroute.held_micro_batches
         self._plans = Plans(self._topology, variant, ordered, folder, ahead, held)
+        #: Batch top of the last step.
+        self._stepped_at = -1
         self._prepared: tuple[frozenset[Worker], int] = (frozenset(), -1)
         self._layers = _Layers(engine, job, whole)
         self._executor = Executor(
@@ -105,9 +107,13 @@ class Rerouting:
                 console(drift_line(facts))
 
     def at_top(self) -> None:
-        """At each batch top: let newcomers in, if the last step has said so."""
+        """Before each step and evaluation: let newcomers in, if the last step has said so. They begin at batch tops, so
+        an evaluation in the batch of a step, as Lightning's validations are, lets nobody in.
+        """
         executor, job, result = self._executor, self._job, self.result
         executor.move_to(int(self._engine.global_steps))
+        if job.position.tops == self._stepped_at:
+            return
         self.result = None
         knock = result.let_in if result is not None else -1
         if executor.connected and knock >= 0:
@@ -153,6 +159,7 @@ class Rerouting:
 
     def run(self) -> None:
         """Train on the next global batch."""
+        self._stepped_at = self._job.position.tops
         updates = self._job.updates
         if updates.state_version > updates.version:  # this one does nothing: the state contains it already
             self._pass_by()
