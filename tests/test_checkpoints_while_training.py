@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpointed import Running, committed, finished, options, running
 from harness import Jobs
 
@@ -38,7 +39,7 @@ def held(loaded: recovery_line.Loaded) -> dict[str, str]:
     return {
         "state": digest(loaded.tensors),
         "buffers": digest([*parts["swift.buffers"].values()]),
-        "torch": digest(parts["swift.random"]["torch"]),
+        "torch": digest(torch.frombuffer(bytearray(parts["swift.random"]["torch"]), dtype=torch.uint8)),
         "loop": digest(parts["loop"]),
     }
 

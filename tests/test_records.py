@@ -26,7 +26,7 @@ from shared_core.protocol import worker_messages as said
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer
 from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
-from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, let_in_key
+from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, knock_key, let_in_key
 from shared_core.protocol.meeting_document import read_document
 from shared_core.protocol.plan import Plan, Transfer
 from shared_core.protocol.standstill import Standing
@@ -312,11 +312,12 @@ def test_a_damaged_knock_lets_nobody_in(capsys: pytest.CaptureFixture[str]) -> N
     env = SimpleNamespace(rank=0, config=SwiftConfig())
     job_store, lifecycle = SimpleNamespace(below=lambda: store), SimpleNamespace(entry=ENTRY)
     recovery: Any = SimpleNamespace(runtime=runtime, env=env, lifecycle=lifecycle, store=job_store)
-    lanes = Lanes(recovery, Position())
-    store.set("knock/1.1", "x")
+    unused: Any = None
+    lanes = Lanes(recovery, unused, Position())
+    store.set(knock_key(1, 1), "x")
     assert lanes.knocking() == lanes.knocking() == ()
-    assert capsys.readouterr().err.count("the entry knock/1.1 in the job's store is damaged") == 1
-    store.set("knock/1.1", "-1")
+    assert capsys.readouterr().err.count(f"the entry {knock_key(1, 1)} in the job's store is damaged") == 1
+    store.set(knock_key(1, 1), "-1")
     assert lanes.knocking() == (1,)
 
 
