@@ -89,8 +89,11 @@ class Rerouting:
         self.result: StepResult | None = None
         self._newest: StepResult | None = None
         self._closed = False
+        # Others may need this worker until all have finished. A newcomer has made no step with the engine before.
+        before = job.lanes.close_at_end(self.close)
+        if before is not None and not job.joining:
+            before()
         job.lanes.before_collectives(self.wait_for_all)
-        job.lanes.at_end(self.close)  # others may need this worker until all have finished
 
     def _rank(self, worker: Worker) -> int:
         return int(self._engine.grid.stage_to_global(worker.stage, data=worker.pipeline))

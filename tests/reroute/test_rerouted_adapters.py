@@ -42,6 +42,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
         [Fault(1, 3, "reroute.evaluate", "SIGKILL"), Fault(3, 3, "reroute.evaluate", "SIGKILL", nth=2)],
     ),
     "calls": (["--calls"], [Fault(1, 3, "reroute.action", "SIGKILL", nth=2)]),
+    "fits_again": (["--resume"], [Fault(1, 8, "reroute.action", "SIGKILL", nth=3)]),
     "bf16": ([*BF16, "--no-validation"], [Fault(0, 3, "update.during", "SIGKILL")]),
     "zero": (ZERO, [Fault(1, 2, "reroute.reduce", "SIGKILL"), Fault(0, 4, "reroute.action", "SIGKILL", nth=4)]),
     "both": ([*BF16, *ZERO], [Fault(2, 2, "reroute.step", "SIGKILL"), Fault(1, 6, "reroute.action", "SIGKILL")]),

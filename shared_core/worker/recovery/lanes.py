@@ -62,6 +62,7 @@ class Lanes:
         self._passed_over: list[str] = []
         self._lets_in: Callable[[], None] | None = None
         self._comes: Callable[[], None] = lambda: None
+        self._closes: Callable[[], None] | None = None
 
     @property
     def formed(self) -> bool:
@@ -195,6 +196,15 @@ class Lanes:
         it until then.
         """
         link.at_end(call)
+
+    def close_at_end(self, close: Callable[[], None]) -> Callable[[], None] | None:
+        """As :meth:`at_end`, for what follows something of its kind: the newest ``close`` counts. Returns the one
+        before.
+        """
+        if self._closes is None:
+            link.at_end(lambda: self._closes() if self._closes is not None else None)
+        before, self._closes = self._closes, close
+        return before
 
     def await_absent(self) -> bool:
         """A collective of all ranks is called while some are absent. Whether they are in now; not if nobody lets them
