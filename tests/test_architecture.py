@@ -59,9 +59,6 @@ LAYERS = (
 IMPURE = ("torch", "threading", "socket", "selectors", "subprocess", "multiprocessing")
 
 MOST_LINES, MOST_CLASS_LINES, MOST_METHODS = 500, 300, 20
-#: What is larger. It is to become smaller: nothing may be added, and what fits by now must be taken out.
-LARGE_FILES: set[str] = set()
-LARGE_CLASSES: set[str] = set()
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +171,7 @@ def test_no_circle_of_imports(graph: Graph, package: str) -> None:
 
 
 def test_no_file_is_too_long(graph: Graph) -> None:
-    assert {module.name for module in graph.values() if module.lines > MOST_LINES} == LARGE_FILES
+    assert not {module.name for module in graph.values() if module.lines > MOST_LINES}
 
 
 def test_no_class_is_too_large(graph: Graph) -> None:
@@ -184,7 +181,7 @@ def test_no_class_is_too_large(graph: Graph) -> None:
         for kind in classes(module.tree)
         if lines_of(kind) > MOST_CLASS_LINES or len(set(methods(kind))) > MOST_METHODS
     }
-    assert large == LARGE_CLASSES
+    assert not large
 
 
 def classes(node: ast.AST) -> Iterator[ast.ClassDef]:
