@@ -64,6 +64,6 @@ def write_picture(path: Path, curves: Sequence[tuple[str, Curve]], lost: Sequenc
         below = sum(other == step for other, _ in lost[:number])
         axes.annotate(f"rank {rank}", (step, top), (3, -10 - 11 * below), textcoords="offset points", fontsize=8)
     axes.set(xlabel="step", ylabel="training loss, nats a byte")
-    axes.legend(loc="upper right", fontsize=8)
+    axes.legend(loc="center right", fontsize=8)
     figure.savefig(path)
     return True
