@@ -105,7 +105,7 @@ class GuestLayers:
         if [name for name, _ in named] != description["names"] or len(buffers) != description["buffers"]:
             raise ReplicaMismatch(
                 f"stage {number} is trained with the parameters {description['names']}, and has "
-                f"{[name for name, _ in named]} when it is built anew"
+                f"{[name for name, _ in named]} when it is built again"
             )
         if _layers(module) != description["layers"]:
             raise ReplicaMismatch(f"stage {number} was changed after it was built: here its layers are others")

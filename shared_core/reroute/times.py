@@ -170,7 +170,7 @@ def rounded(times: Times) -> Times:
 
 
 def to_dict(times: Times) -> dict[str, Any]:
-    """Plain data of times: by stage, and of workers with times of their own."""
+    """Times as plain data: those of each stage, and those of workers that differ from their stage."""
     own = [[*worker, *_row(one)] for worker, one in times.own]
     return {"stages": [_row(one) for one in times.stages], "communication": times.communication, "own": own}
 

@@ -37,7 +37,7 @@ TOLD = ("before", "who is told first", "who decides, when all are told")
 
 
 def switches(result: JobResult) -> list[dict[str, Any]]:
-    """What was planned anew because times had drifted."""
+    """Plans that were made because times had drifted."""
     return [event.fields for event in result.kinds("planned") if event.fields.get("drifted")]
 
 
