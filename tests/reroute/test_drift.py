@@ -192,7 +192,7 @@ class SimulatedJob:
             member.plans.adopt(TimesInUse(self.told + 1, member.plans.proposal.times, frozenset()), ROOM)
 
     def lose(self, worker: Worker) -> None:
-        """The others tell each other how far they are. Those that have finished the step give its losses to the rest."""
+        """The others tell each other how far they are. Those that have finished the step give the rest its losses."""
         del self.members[worker]
         newest = max(member.step for member in self.members.values())
         views = [member.plans.view() for member in self.members.values()]
