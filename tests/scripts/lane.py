@@ -5,10 +5,10 @@ lane: while a rank is absent, the next one that is there computes its share too.
 from __future__ import annotations
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
+from beginning import begin
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -142,13 +142,7 @@ def main() -> None:
     parser.add_argument("--damage", action="store_true", help="memory of the first newcomer is faulty")
     args = parser.parse_args()
     report = Report()
-    job = None
-    if not os.environ.get("SWIFT_BASELINE"):
-        import shared_core
-
-        shared_core.install()
-        job = shared_core.current_job()
-    dist.init_process_group("gloo")
+    job = begin()
     trainer = Trainer(report, args.let_in_at)
     if job is not None:
         job.attach([trainer.net], [trainer.optimizer], replicas=range(job.world_size))

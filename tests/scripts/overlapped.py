@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import random
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from beginning import begin
 from torch import nn
 
 from shared_core.testing.digest import digest, training_digest
@@ -56,13 +56,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     report = Report()
-    job = None
-    if not os.environ.get("SWIFT_BASELINE"):
-        import shared_core
-
-        shared_core.install()
-        job = shared_core.current_job()
-    dist.init_process_group("gloo")
+    job = begin()
     rank = dist.get_rank()
     torch.manual_seed(0)
     net, extra = Net(24, args.way == "tied"), nn.Parameter(torch.ones(3))

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
+from beginning import begin
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -37,13 +38,7 @@ def main() -> None:
     parser.add_argument("--mistake", default="", help="a mistake users make: unseeded, branch, model, raise")
     args = parser.parse_args()
     report = Report()
-    job = None
-    if not os.environ.get("SWIFT_BASELINE"):
-        import shared_core
-
-        shared_core.install()
-        job = shared_core.current_job()
-    dist.init_process_group("gloo")
+    job = begin()
     rank = dist.get_rank()
     torch.manual_seed(1000 * (args.mistake == "model" and rank == 1))
     net = model(args.norm, args.width)
