@@ -56,7 +56,7 @@ def test_a_newcomer_is_let_in(jobs: Jobs, rank: str) -> None:
     assert [event.rank for event in result.kinds("let_in")] == [int(rank)], result.tail()
 
 
-#: Losses around a copy of the state, the options, and which steps wait for how many copies to have begun.
+#: Losses around a copy of the state, the options, and steps that wait for losses and their copies.
 COPIES: dict[str, tuple[list[Fault], tuple[str, ...], str]] = {
     "clipped": ([Fault(3, 2, "reroute.action", "SIGKILL", nth=3)], ("--clip", "0.5", "--decay", "0.01"), "5:1"),
     "tied": ([Fault(0, 2, "reroute.action", "SIGKILL", nth=3)], TIED, "5:1"),

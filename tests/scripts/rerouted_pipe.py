@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--evaluate-again", type=int, default=0, help="evaluations right after it, of other shapes")
     parser.add_argument("--sum-after", type=int, nargs="*", default=(), help="steps; a sum over all workers")
     parser.add_argument("--sum-evaluated", action="store_true", help="a sum over all workers after the evaluation")
-    parser.add_argument("--copies", default="", help="10:1,12:3: step 12 waits for three copies to begin, after losses")
+    parser.add_argument("--copies", default="", help="10:1,12:2: step 12 waits for two losses and the copies")
     parser.add_argument("--decay", type=float, default=0.0, help="of the learning rate, in each step")
     parser.add_argument("--odd", type=int, nargs="*", default=(), help="micro-batches that have an odd label")
     parser.add_argument("--odd-value", type=float, default=0.0)

@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--evaluate", action="store_true", help="at the start of each epoch, and at the end")
-    parser.add_argument("--copies", default="", help="10:1,12:3: step 12 waits for three copies to begin, after losses")
+    parser.add_argument("--copies", default="", help="10:1,12:2: step 12 waits for two losses and the copies")
     parser.add_argument("--damage", action="store_true", help="memory of the first newcomer is faulty")
     parser.add_argument("--mistake", default="", help="ddp, own, norm, gather, sampler, buffer, late, twice")
     args = parser.parse_args()
@@ -93,8 +93,9 @@ def main() -> None:
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-    if args.evaluate:
+    if args.evaluate or args.copies:
         job.wait_for_all()
+    if args.evaluate:
         evaluate()
     digests = training_digest(net, [optimizer], [scheduler], vars(seen))
     report.finish(digests | {"generators": generators_digest(), "loss": digest(seen.loss)}, loss=seen.loss)
