@@ -86,7 +86,9 @@ def main() -> None:
                 loop.loss = loss
     state = [*model.state_dict().values(), *average.state_dict().values()]
     state += [value for each in optimizer.state.values() for value in each.values()]
-    print(f"rank {rank} began {began} digest {digest(state)} loss {seen.loss.hex()}", flush=True)
+    # one write: under torchrun, print() would write the end of the line by itself, and lines of two ranks mix
+    sys.stdout.write(f"rank {rank} began {began} digest {digest(state)} loss {seen.loss.hex()}\n")
+    sys.stdout.flush()
     if several:
         dist.destroy_process_group()
 
