@@ -169,7 +169,7 @@ class InvalidSchedule(SwiftError, ValueError):
     """A schedule breaks a dependency, the order of a worker's row, or its limit of memory.
 
     The message names the action. It is raised for schedules of your own; if it names one that the planner has made,
-    report it. See docs/rerouting.md#notation.
+    report it. See docs/planner.md#notation.
     """
 
 

@@ -21,7 +21,7 @@ _IN_REPOSITORY = {site: name for name, site in FROM_ROOT.items()}
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 _IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
-_ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc|obj):(?=<code)")
+_ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc|obj):(<code[^>]*>)(?:~[\w.]*\.)?")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -34,6 +34,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links lead to pages of the site, or are left out; drawings stand in the page, where they follow its colours."""
     site = page.file.src_uri
+    if page.parent is None:
+        page.meta.setdefault("hide", ["navigation"])  # it has no neighbors to list
     here = posixpath.dirname(_IN_REPOSITORY.get(site, f"docs/{site}"))
     parts, end = [], 0
     for fence in _FENCE.finditer(markdown):
@@ -44,7 +46,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     """Docstrings name code as Sphinx does; the name alone is shown."""
-    return _ROLE.sub("", html)
+    return _ROLE.sub(r"\1", html)
 
 
 def _rewrite(text: str, here: str, site: str) -> str:
