@@ -22,6 +22,7 @@ _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 _IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc|obj):(<code[^>]*>)(?:~[\w.]*\.)?")
+_PAGE_NAME = re.compile(r"(?<![\w/\"])docs/(\w+)\.md(#[\w-]+)?")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -44,9 +45,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return "".join([*parts, _rewrite(markdown[end:], here, site)])
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Docstrings name code as Sphinx does; the name alone is shown."""
-    return _ROLE.sub(r"\1", html)
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Docstrings name code and begin examples as Sphinx does, and name pages by their paths; all is shown as elsewhere."""
+    if not page.file.src_uri.startswith("api/"):
+        return html
+    html = _ROLE.sub(r"\1", html).replace("<p>::</p>", "").replace("::</p>", ":</p>")
+    return _PAGE_NAME.sub(r'<a href="../\1.html\2">\1</a>', html)
 
 
 def _rewrite(text: str, here: str, site: str) -> str:
