@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import traceback
@@ -82,16 +83,31 @@ def test_each_page_has_a_line_in_the_navigation() -> None:
     assert not pages - listed, "give them a line under nav in mkdocs.yml"
 
 
-def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    """Each broken link or anchor is an error of the build."""
+def _build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
     pytest.importorskip("mkdocs", reason="needs the extra docs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    built = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
-    )
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+
+
+def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    built = _build(ROOT, tmp_path)
     assert built.returncode == 0, built.stderr
-    start = (tmp_path / "start.html").read_text()
-    assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.?(?:https?:)?//[^>]*>", start)
-    assert 'id="replaydivergence"' in (tmp_path / "troubleshooting.html").read_text()
-    assert "shared_core.attach" in (tmp_path / "api" / "shared_core.html").read_text()
-    assert '<svg class="drawn"' in (tmp_path / "how_it_works.html").read_text()
+    pages = {str(page.relative_to(tmp_path)): page.read_text() for page in tmp_path.rglob("*.html")}
+    loads = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=.?(?:https?:)?//[^>]*>")
+    assert not [found for page in pages.values() for found in loads.findall(page)]
+    assert 'id="replaydivergence"' in pages["troubleshooting.html"]
+    assert 'id="shared_core.attach"' in pages["api/shared_core.html"]
+    assert '<svg class="drawn"' in pages["how_it_works.html"]
+
+
+@pytest.mark.nightly
+def test_a_broken_anchor_fails_the_build(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    with (tmp_path / "docs" / "modes.md").open("a") as page:
+        page.write("[x](start.md#nowhere)\n")
+    built = _build(tmp_path, tmp_path / "site")
+    assert built.returncode == 1
+    assert "does not contain an anchor '#nowhere'" in built.stderr

@@ -46,7 +46,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Docstrings name code and begin examples as Sphinx does, and name pages by their paths; all is shown as elsewhere."""
+    """Docstrings name code and begin examples as Sphinx does, and name pages by their paths: shown as elsewhere."""
     if not page.file.src_uri.startswith("api/"):
         return html
     html = _ROLE.sub(r"\1", html).replace("<p>::</p>", "").replace("::</p>", ":</p>")
