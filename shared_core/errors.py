@@ -15,9 +15,9 @@ PAGE = "docs/troubleshooting.md"
 class SwiftError(Exception):
     """Base class of every error that this product raises.
 
-    The message says what happened, on which rank, and what to do. The errors below are more specific. This one alone
-    is raised when a script cannot hand over to ``swiftrun``: in a notebook, from a child process, or after it has
-    created a process group. Start the script with ``swiftrun`` instead.
+    The message says what happened, on which rank, and what to do. The errors below are more specific. This one is
+    raised by itself mostly when a script cannot hand over to ``swiftrun``: in a notebook, from a child process, or
+    after it has created a process group. Start the script with ``swiftrun`` instead.
     """
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -28,8 +28,8 @@ class SwiftError(Exception):
 class ConfigError(SwiftError, ValueError):
     """An option is unknown, or its value is out of range.
 
-    The message names the option and the values that it takes. Nothing has started yet: correct the option and start
-    again. All of them: docs/configuration.md.
+    The message names the option and the values that it takes. Correct it and start again. All options:
+    docs/configuration.md.
     """
 
 
