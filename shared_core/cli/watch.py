@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -141,8 +140,4 @@ def _of_file(path: Path, here: list[tuple[Path, Card]]) -> Follower:
 
 
 def _is_meant(card: Card, job: str) -> bool:
-    return card.run.startswith(job) or job in (card.name, str(card.agent)) or _same_file(card.events, job)
-
-
-def _same_file(one: str, other: str) -> bool:
-    return bool(one) and os.path.abspath(other) == one
+    return card.run.startswith(job) or job in (card.name, str(card.agent))

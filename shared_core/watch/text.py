@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from shared_core.events import visible
 from shared_core.report.text import columns, in_bytes, in_seconds
@@ -30,7 +31,7 @@ def format_view(view: JobView) -> str:
 
 def headline(view: JobView) -> str:
     """One line: which job, and how it is."""
-    what = visible(view.script) or "job"
+    what = visible(Path(view.script).name) or "job"
     where = f" on {visible(view.host)}" if view.host else ""
     state = f"{view.state} ({visible(view.reason)})" if view.reason else view.state
     return f"{what}, run {visible(view.run) or 'none'}{where}: {state}, {_since(view)}"

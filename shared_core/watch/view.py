@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ from shared_core.watch.ranks import Held, Losses, Phase, Ranks
 WAITS_S = 2.0
 #: Most losses, bars of the timeline and warnings that a view holds: the newest.
 MOST_LOSSES, MOST_SPANS, MOST_WARNINGS = 200, 600, 5
+#: Most checkpoints among the bars.
+MOST_MARKS = 100
 _CAUSES = (
     (r"killed by (SIG\w+)", r"\1"),
     (r"exited with code", "exit"),
@@ -107,8 +110,8 @@ class Span:
     """A bar in the lane of a rank.
 
     Attributes:
-        rank: whose.
-        what: ``lost``, ``joining``, ``stalled`` or ``restart``.
+        rank: whose; -1 for all.
+        what: ``lost``, ``joining``, ``stalled``, ``restart`` or ``checkpoint``.
         begin: seconds since the epoch.
         end: the same; None while it lasts.
         text: what a reader is told of it.
@@ -262,7 +265,7 @@ def view_of(events: Sequence[Event], live: Live) -> JobView:
         disk_bytes=live.disk_bytes,
         workers=workers,
         losses=tuple(reversed(lost[-MOST_LOSSES:])),
-        spans=_spans(losses, found, ranks.seen, None if end is None else end.time)[-MOST_SPANS:],
+        spans=_spans(losses, found, made[-MOST_MARKS:], ranks.seen, end)[-MOST_SPANS:],
         warnings=tuple(reversed(warnings[-MOST_WARNINGS:])),
     )
 
@@ -365,8 +368,12 @@ def _stalled(found: Sequence[Recovery], state: str, now: float) -> float:
     return max(0.0, now - begun) if begun is not None and state == "recovering" else 0.0
 
 
-def _spans(losses: Losses, found: Sequence[Recovery], ranks: set[int], ended: float | None) -> tuple[Span, ...]:
-    spans = []
+def _spans(
+    losses: Losses, found: Sequence[Recovery], made: Sequence[Event], ranks: set[int], end: Event | None
+) -> tuple[Span, ...]:
+    ended = None if end is None else end.time
+    marks = ((event.time, f"checkpoint at step {_whole(event.fields.get('top'))}") for event in made)
+    spans = [Span(-1, "checkpoint", when, when, text) for when, text in marks]
     for one in losses.all:
         over = next((when for when in (one.joined, one.closed, ended) if when is not None), None)
         started = over if one.started is None else one.started
@@ -401,7 +408,7 @@ def _first(events: Sequence[Event], kind: str, name: str, default: str) -> str:
 
 
 def _number(value: Any) -> float:
-    return float(value) if type(value) in (int, float) else 0.0
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else 0.0
 
 
 def _whole(value: Any) -> int:
