@@ -44,16 +44,21 @@ class Servers:
 
     def __init__(self, config: SwiftConfig, events: str | None) -> None:
         wanted = config.watch
-        self._dashboard = self._metrics = None
+        self._dashboard: Server | None = None
+        self._metrics: Server | None = None
         if wanted.dashboard is None and wanted.metrics_port is None:
             return
         if events is None:
-            raise ConfigError("--dashboard and --metrics-port need the job's events: leave --events '' out")
+            raise ConfigError("--dashboard and --metrics-port show the job's events: leave --events '' out")
         if wanted.metrics_port is not None:
             metrics.need_prometheus()
             self._metrics = Server("--metrics-port", wanted.metrics_address, wanted.metrics_port)
         if wanted.dashboard is not None:
-            self._dashboard = Server("--dashboard", LOOPBACK, wanted.dashboard)
+            try:
+                self._dashboard = Server("--dashboard", LOOPBACK, wanted.dashboard)
+            except ConfigError:
+                self.close()
+                raise
 
     def serve(self, job_dir: Path) -> None:
         """Show the job.
