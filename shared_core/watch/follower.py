@@ -81,6 +81,8 @@ class Follower:
         self._events: list[Event] = []
         self._lock = threading.Lock()
         self._view: JobView | None = None
+        self._paces: dict[int, Pace] = {}
+        self._disk_bytes = 0
 
     def view(self) -> JobView:
         """What there is to see now.
@@ -116,12 +118,14 @@ class Follower:
         if self._job_dir is None or self._card is None:
             return Live(now)
         folder = self._job_dir
-        paces = {int(path.parent.name[4:]): pace for path, pace in _paces(folder)}
+        if folder.exists():  # it goes with the job; what was seen last stays true
+            self._paces = {int(path.parent.name[4:]): pace for path, pace in _paces(folder)}
+            self._disk_bytes = _bytes_in(folder / DISK)
         ranks = Ranks()
         for event in self._of_the_run():
             ranks.take(event)
         states = {one.pid: process.state_of(one.pid) for one in ranks.held.values() if one.pid is not None}
-        return Live(now, is_held(folder), self._card, paces, states, _bytes_in(folder / DISK))
+        return Live(now, is_held(folder), self._card, self._paces, states, self._disk_bytes)
 
 
 def _paces(job_dir: Path) -> list[tuple[Path, Pace]]:

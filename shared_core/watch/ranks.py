@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -10,7 +11,10 @@ from shared_core.events import Event
 
 
 class Phase(StrEnum):
-    """What a worker does."""
+    """What a worker does. ``waiting``: it has been in one collective for long; ``stalled``: it waits for a newcomer;
+    ``joining``: it is the newcomer; ``gone``: it has ended, and its launcher has not said so; ``elsewhere``: it runs on
+    another machine, and what it does is not seen here.
+    """
 
     STARTING = "starting"
     TRAINING = "training"
@@ -20,6 +24,7 @@ class Phase(StrEnum):
     JOINING = "joining"
     STOPPED = "stopped"
     GONE = "gone"
+    ELSEWHERE = "elsewhere"
     DONE = "done"
 
 
@@ -86,14 +91,11 @@ class Ranks:
     def _start(self, said: dict[str, Any]) -> None:
         """One machine's workers run, in the first generation of an attempt."""
         self.world_size = _pid(said.get("world_size")) or self.world_size
-        pids = said.get("pids")
-        for rank, pid in pids.items() if isinstance(pids, dict) else ():
-            if rank.isdecimal():
-                number = int(rank)
-                losses = self.held[number].losses if number in self.held else self._losses.get(number, 0)
-                agent = _pid(said.get("agent")) or 0
-                self.held[number] = Held(Phase.STARTING, _pid(pid), _word(said.get("host")), agent, losses)
-                self.seen.add(number)
+        for rank, pid in _pids(said).items():
+            losses = self.held[rank].losses if rank in self.held else self._losses.get(rank, 0)
+            agent = _pid(said.get("agent")) or 0
+            self.held[rank] = Held(Phase.STARTING, pid, _word(said.get("host")), agent, losses)
+            self.seen.add(rank)
 
 
 @dataclass
@@ -142,18 +144,16 @@ class Losses:
             self.all.append(one)
             self._open[rank] = one
         elif event.kind == "start":
-            pids = said.get("pids")
-            for name, pid in pids.items() if isinstance(pids, dict) else ():
-                if name.isdecimal():
-                    self._started(int(name), pid, event.time)
-                    self._joined(int(name), event.time)
+            for each, pid in _pids(said).items():
+                self._started(each, pid, event.time)
+                self._joined(each, event.time)
         elif event.kind == "newcomer_start":
             self._started(rank, said.get("pid"), event.time)
         elif event.kind == "newcomer_ready":
             self._joined(rank, event.time)
         elif event.kind == "resize":  # ranks are others now
-            for each in list(self._open):
-                self._close(each, event.time)
+            for other in list(self._open):
+                self._close(other, event.time)
 
     def _started(self, rank: int, pid: Any, when: float) -> None:
         if rank in self._open:
@@ -166,6 +166,13 @@ class Losses:
     def _close(self, rank: int, when: float) -> None:
         if rank in self._open:
             self._open.pop(rank).closed = when
+
+
+def _pids(said: dict[str, Any]) -> dict[int, int | None]:
+    """Pids by rank, of a ``start``."""
+    pids = said.get("pids")
+    named = pids.items() if isinstance(pids, dict) else ()
+    return {int(rank): _pid(pid) for rank, pid in named if re.fullmatch(r"[0-9]{1,9}", rank)}
 
 
 def _pid(value: Any) -> int | None:

@@ -41,13 +41,16 @@ def facts(view: JobView) -> list[tuple[str, str]]:
     """What concerns the whole job: name and value."""
     lost = sum(view.losses_by_kind.values())
     causes = ", ".join(f"{count} {visible(kind)}" for kind, count in view.losses_by_kind.items())
-    stall = in_seconds(view.stall_s) if view.stall_s or not lost else "-"
+    stall = in_seconds(view.stall_s) if view.stall_s else "none"
     found = [
         ("workers", f"{view.present} of {view.world_size}"),
-        ("generation", f"{view.generation}" + (f", restarted {view.restarts} times" if view.restarts else "")),
+        (
+            "generation",
+            f"{view.generation}" + (f", all workers started again {count(view.restarts)}" if view.restarts else ""),
+        ),
         ("step", "-" if view.step is None else f"{view.step}, {pace(view.steps_per_s)} steps/s"),
         ("losses", f"{lost} ({causes})" if lost else "0"),
-        ("stalls", stall + (f", now for {in_seconds(view.stalled_s)}" if view.stalled_s else "")),
+        ("stalls", stall + (f"; now for {in_seconds(view.stalled_s)}" if view.stalled_s else "")),
         ("checkpoint", checkpoint(view)),
         ("message logs", f"{in_bytes(view.log_bytes)} in memory, {in_bytes(view.disk_bytes)} on disk"),
     ]
@@ -111,6 +114,11 @@ def format_jobs(jobs: Sequence[tuple[str, str, int, float]], now: float) -> str:
     """A table of jobs: run, script, pid of the launcher and beginning, in seconds since the epoch."""
     rows = [(run, visible(script), str(pid), f"{span(now - begun)} ago") for run, script, pid, begun in jobs]
     return columns([("run", "script", "launcher", "started"), *rows])
+
+
+def count(times: int) -> str:
+    """``once``, ``2 times``."""
+    return "once" if times == 1 else f"{times} times"
 
 
 def _since(view: JobView) -> str:

@@ -22,12 +22,12 @@ MOST_LOSSES, MOST_SPANS, MOST_WARNINGS = 200, 600, 5
 #: Most checkpoints among the bars.
 MOST_MARKS = 100
 _CAUSES = (
-    (r"killed by (SIG\w+)", r"\1"),
-    (r"exited with code", "exit"),
     (r"\(at .*\)$", "exception"),
+    (r"^killed by (SIG\w+)", r"\1"),
+    (r"^exited with code", "exit"),
+    (r"^stopped", "stopped"),
+    (r"^no progress", "no progress"),
     (r"machine", "machine"),
-    (r"stopped", "stopped"),
-    (r"no progress", "no progress"),
 )
 
 
@@ -152,8 +152,8 @@ class JobView:
         name: of the job.
         script: the user's.
         host: this machine; empty where the job does not run here.
-        state: ``starting``, ``running``, ``recovering``, ``succeeded``, ``failed`` or ``gone`` (its launcher has ended
-            and did not say so).
+        state: ``starting``, ``running``, ``recovering``, ``succeeded``, ``failed``, ``gone`` (its launcher has ended
+            and did not say so) or ``unknown`` (it does not run here, and its events do not tell its end).
         reason: why it failed, in words; empty otherwise.
         now: seconds since the epoch at which this is what there is to see.
         begun: its first event.
@@ -230,7 +230,7 @@ def view_of(events: Sequence[Event], live: Live) -> JobView:
     card = live.card or Card()
     end = next((event for event in reversed(events) if event.kind == "end" and _ends(event, live.card)), None)
     workers = tuple(_worker(rank, held, live, end is not None) for rank, held in sorted(ranks.held.items()))
-    state = _state(workers, end, live)
+    state = _state(workers, end, live, bool(found) and not found[-1].complete)
     lost = _losses(losses, found)
     made = [event for event in events if event.kind == "checkpoint"]
     mine = [one for one in workers if one.here]
@@ -265,7 +265,7 @@ def view_of(events: Sequence[Event], live: Live) -> JobView:
         disk_bytes=live.disk_bytes,
         workers=workers,
         losses=tuple(reversed(lost[-MOST_LOSSES:])),
-        spans=_spans(losses, found, made[-MOST_MARKS:], ranks.seen, end)[-MOST_SPANS:],
+        spans=_spans(losses, found, made[-MOST_MARKS:], ranks.seen, end),
         warnings=tuple(reversed(warnings[-MOST_WARNINGS:])),
     )
 
@@ -302,7 +302,9 @@ def _phase(held: Held, here: bool, pace: Pace | None, live: Live, ended: bool) -
     if ended:
         return Phase.DONE
     if not here:
-        return held.phase if live.alive or live.card is None else Phase.GONE
+        if live.card is not None and not live.alive:
+            return Phase.GONE
+        return Phase.ELSEWHERE if held.phase is Phase.STARTING else held.phase
     process = live.states.get(held.pid) if held.pid is not None else None
     if held.pid is None:
         return Phase.LOST if live.alive else Phase.GONE
@@ -310,22 +312,22 @@ def _phase(held: Held, here: bool, pace: Pace | None, live: Live, ended: bool) -
         return Phase.GONE
     if process == "T":
         return Phase.STOPPED
-    if held.phase is Phase.STARTING:
-        return Phase.TRAINING if pace is not None and pace.tops else Phase.STARTING
-    if held.phase is Phase.TRAINING and pace is not None and pace.inside and live.now - pace.changed > WAITS_S:
-        return Phase.WAITING
-    return held.phase
+    if held.phase not in (Phase.STARTING, Phase.TRAINING) or pace is None or not pace.tops:
+        return held.phase
+    return Phase.WAITING if pace.inside and live.now - pace.changed > WAITS_S else Phase.TRAINING
 
 
-def _state(workers: Sequence[WorkerView], end: Event | None, live: Live) -> str:
+def _state(workers: Sequence[WorkerView], end: Event | None, live: Live, answering: bool) -> str:
     if end is not None:
         return "succeeded" if end.fields.get("result") == "succeeded" else "failed"
+    if live.card is None:
+        return "unknown"
     if not live.alive:
         return "gone"
     phases = {one.phase for one in workers}
     if not phases or phases == {Phase.STARTING}:
-        return "starting"
-    going_on = phases & {Phase.TRAINING, Phase.WAITING, Phase.STOPPED}
+        return "recovering" if answering else "starting"
+    going_on = phases & {Phase.TRAINING, Phase.WAITING, Phase.STOPPED, Phase.ELSEWHERE}
     return "running" if going_on and Phase.STALLED not in phases else "recovering"
 
 
@@ -374,13 +376,15 @@ def _spans(
     ended = None if end is None else end.time
     marks = ((event.time, f"checkpoint at step {_whole(event.fields.get('top'))}") for event in made)
     spans = [Span(-1, "checkpoint", when, when, text) for when, text in marks]
-    for one in losses.all:
+    for one in losses.all[-MOST_LOSSES:]:
         over = next((when for when in (one.joined, one.closed, ended) if when is not None), None)
         started = over if one.started is None else one.started
         spans.append(Span(one.rank, "lost", one.detected, started, f"lost: {one.cause}"))
         if one.started is not None:
             spans.append(Span(one.rank, "joining", one.started, over, f"pid {one.newcomer} takes the place"))
-    for each in found:
+    for each in reversed(found):
+        if len(spans) > MOST_SPANS:
+            break
         what = "stalled" if each.answer in ("replace", "reroute") else "restart"
         stalls = each.stall_s if what == "stalled" else dict.fromkeys(ranks, each.longest_stall_s or 0.0)
         if each.complete:
@@ -389,7 +393,7 @@ def _spans(
                 for rank, stall in stalls.items()
                 if rank not in each.lost
             ]
-    return tuple(sorted(spans, key=lambda span: (span.begin, span.rank)))
+    return tuple(sorted(spans, key=lambda span: (span.begin, span.rank))[-MOST_SPANS:])
 
 
 def _checkpoint(event: Event, now: float) -> CheckpointView:
