@@ -41,7 +41,7 @@ CASES: list[tuple[str, str, str]] = [
     ("--dashboard x SCRIPT", "watch.dashboard", "whole number"),
     ("--dashboard 65536 SCRIPT", "watch.dashboard", "at most 65535"),
     ("--dashboard 0 --events= SCRIPT", "--dashboard", "--events"),
-    ("--metrics-port -1 SCRIPT", "--metrics-port", "argument"),
+    ("--metrics-port -1 SCRIPT", "watch.metrics_port", "at least 0"),
     ("--metrics-port 0 --metrics-address 203.0.113.7 SCRIPT", "--metrics-port", "203.0.113.7"),
     ("--port 65535 SCRIPT", "--port", "at most 65534"),
     ("--rdzv-conf x SCRIPT", "--rdzv-conf", "KEY=VALUE"),
