@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +67,24 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    if sys.stdout.isatty():
+    on_screen = sys.stdout.isatty()
+    if on_screen:
         need_rich()
-        follower = _follower(options.job)
-        _on_screen(follower, options.every)
-        return 0
-    follower, before = _follower(options.job), ""
+    follower = _follower(options.job)
+    with suppress(KeyboardInterrupt):  # which is how it is meant to be ended
+        (_on_screen if on_screen else _in_lines)(follower, options.every)
+    return 0
+
+
+def _in_lines(follower: Follower, every_s: float) -> None:
+    before = ""
     while True:
         view = follower.view()
         print(before + format_view(view), flush=True)
         if view.over:
-            return 0
+            return
         before = "\n" + "-" * 72 + "\n"
-        _pause(options.every)
+        time.sleep(every_s)
 
 
 def _on_screen(follower: Follower, every_s: float) -> None:
@@ -90,15 +96,7 @@ def _on_screen(follower: Follower, every_s: float) -> None:
             live.update(drawn(view), refresh=True)
             if view.over:
                 return
-            _pause(every_s)
-
-
-def _pause(seconds: float) -> None:
-    """Wait for the next look. Ctrl-C ends the command, as it is meant to be ended."""
-    try:
-        time.sleep(seconds)
-    except KeyboardInterrupt:
-        raise SystemExit(0) from None
+            time.sleep(every_s)
 
 
 def _follower(job: str | None) -> Follower:
