@@ -57,9 +57,8 @@ def drawn(view: JobView) -> Group:
 
     color = _STATES.get(view.state, "red")
     about = Text("\n").join(Text.assemble((f"{name:<14}", "dim"), value) for name, value in facts(view))
-    parts: list[Panel | Table] = [
-        Panel(about, title=Text(headline(view), style=f"bold {color}"), title_align="left", border_style=color)
-    ]
+    head = Text(headline(view), style=f"bold {color}")
+    parts: list[Panel | Table] = [Panel(about, title=head, title_align="left", border_style=color)]
     if view.workers:
         table = _table(WORKER_COLUMNS, right=(0, 2, 3, 4, 6, 7))
         for one in view.workers:
