@@ -74,7 +74,7 @@ class Server:
             raise ConfigError(
                 f"{option} {port}: cannot listen at {address}:{port} ({what}): choose another port, or 0 for a free one"
             ) from error
-        self._http.only_here = address == LOOPBACK
+        self._http.only_here = address in _NAMES
         self.port = int(self._http.server_address[1])
         self._serves = False
 
