@@ -167,13 +167,24 @@ def read_events(path: str | os.PathLike[str], torn: list[str] | None = None) -> 
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
-            event = _parse(line) if line.endswith("\n") else None
-            if event is None:
-                if torn is not None:
-                    torn.append(line)
-                event = _parse(line[max(0, line.rfind(_BEGIN)) :]) if line.endswith("\n") else None
+            event = read_line(line, torn)
             if event is not None:
                 yield event
+
+
+def read_line(line: str, torn: list[str] | None = None) -> Event | None:
+    """The event of a line, or what the next writer has appended to a torn one; None if neither can be read.
+
+    Args:
+        line: with its end.
+        torn: is given the line if it could not be read in full.
+    """
+    event = _parse(line) if line.endswith("\n") else None
+    if event is None:
+        if torn is not None:
+            torn.append(line)
+        event = _parse(line[max(0, line.rfind(_BEGIN)) :]) if line.endswith("\n") else None
+    return event
 
 
 def _parse(line: str) -> Event | None:

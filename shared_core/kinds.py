@@ -129,6 +129,19 @@ class WholeOrAuto:
 
 
 @dataclass(frozen=True)
+class Port:
+    """Ports to listen at, 0 for a free one, or None for none."""
+
+    def read(self, value: Any) -> int | None:
+        """``value`` as such.
+
+        Raises:
+            ValueError: it is none; says what is allowed.
+        """
+        return None if value is None else Whole(0, 65535).read(value)
+
+
+@dataclass(frozen=True)
 class Place:
     """The name of a file or folder, or None for none."""
 
@@ -147,7 +160,7 @@ class Place:
         return str(name)
 
 
-Kind = Whole | WholeOrAuto | Number | Truth | Choice | Place
+Kind = Whole | WholeOrAuto | Number | Truth | Choice | Port | Place
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:

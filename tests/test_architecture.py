@@ -29,6 +29,7 @@ ONLY_IN = {
 LAYERS = (
     ("testing",),
     ("cli",),
+    ("watch",),
     ("report",),
     ("pipeline", "trackers"),
     ("",),  # the package itself

@@ -31,6 +31,9 @@ def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = N
         "checkpoint.dir": args.checkpoint_dir,
         "checkpoint.resume": "always" if args.resume else None,
         "checkpoint.resume_from": args.resume_from,
+        "watch.dashboard": args.dashboard,
+        "watch.metrics_port": args.metrics_port,
+        "watch.metrics_address": args.metrics_address,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     if args.machines[0] < args.machines[1] and config.on_failure == "replace" and not config.resize.replace_timeout_s:

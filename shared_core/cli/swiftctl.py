@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shared_core.cli import checkpoints, plan, policy, simulate
+from shared_core.cli import checkpoints, plan, policy, simulate, watch
 from shared_core.cli.arguments import Parser, number, one_line
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import by_run, read_events
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     if "run" not in options:
-        parser.error("COMMAND is missing: events, plan-logging, checkpoints, plan, simulate, policy")
+        parser.error("COMMAND is missing: status, watch, events, plan-logging, checkpoints, plan, simulate, policy")
     try:
         status: int = options.run(options)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="swiftctl", description="Look at what a swiftrun job left behind, and plan.")
     commands: Any = parser.add_subparsers(metavar="COMMAND")
+    watch.add_command(commands)
     events = commands.add_parser(
         "events",
         help="print the timeline of a job: losses and recoveries",

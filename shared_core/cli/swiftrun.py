@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shared_core.cli import arguments
+from shared_core.cli import arguments, serving
 from shared_core.cli.job_options import build_config, check_folders
 from shared_core.cli.section import find_section
 from shared_core.config.page import help_of
@@ -165,6 +165,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="A machine is lost after so many seconds without a sign of life. Default: 2.",
     )
+    serving.add_arguments(ours, env)
     ours.add_argument(
         "--faults",
         default=None,
@@ -365,10 +366,12 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         event_log_handler=torchrun.event_log_handler,
         virtual_local_rank=torchrun.virtual_local_rank,
     )
+    events = _events_path(args)
+    servers = serving.Servers(config, events)
     options = AgentOptions(
         config=config,
         standbys=args.standbys,
-        events=_events_path(args),
+        events=events,
         grace_s=float(args.shutdown_timeout) if args.shutdown_timeout is not None else 5.0,
         threads=threads,
         loop_limit=args.crash_loop,
@@ -394,6 +397,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
 
     initialize_metrics(MetricsConfig(torchrun.metrics_cfg))
     agent = Agent(spec, program, options, make_logs, early)
+    servers.serve(agent.job_dir)
     failed = True
     try:
         result = agent.run()
@@ -407,6 +411,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         agent.records.failed()
         raise
     finally:
+        servers.close()
         spec.rdzv_handler.shutdown()
         if not failed and args.log_dir is None and not agent.logs_used and logs_specs.root_log_dir != os.devnull:
             shutil.rmtree(logs_specs.root_log_dir, ignore_errors=True)  # made by torchelastic for error files alone

@@ -21,6 +21,7 @@ from shared_core.config.sections import (
     ResizeOptions,
     StandbyOptions,
     StateOptions,
+    WatchOptions,
 )
 from shared_core.errors import ConfigError
 from shared_core.events import console
@@ -70,6 +71,7 @@ class SwiftConfig(Section):
         detection: when a worker counts as lost.
         state: what is kept and compared of the training state.
         standby: processes that are ready to take a lost worker's place.
+        watch: what the launcher tells of the running job.
     """
 
     on_failure: str = option(
@@ -99,6 +101,7 @@ class SwiftConfig(Section):
     detection: DetectionOptions = field(default_factory=DetectionOptions)
     state: StateOptions = field(default_factory=StateOptions)
     standby: StandbyOptions = field(default_factory=StandbyOptions)
+    watch: WatchOptions = field(default_factory=WatchOptions)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -215,6 +218,7 @@ SECTIONS: dict[str, type[Section]] = {
         DetectionOptions,
         StateOptions,
         StandbyOptions,
+        WatchOptions,
     )
 }
 _ALL: tuple[type[Section], ...] = (SwiftConfig, *SECTIONS.values())

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from shared_core.config.option import Section, option
 from shared_core.errors import ConfigError
-from shared_core.kinds import Choice, Number, Place, Truth, Whole, WholeOrAuto
+from shared_core.kinds import Choice, Number, Place, Port, Truth, Whole, WholeOrAuto
 
 _SECONDS, _ABOVE, _COUNT = Number(), Number(above=True), Whole()
 _USE = Choice(("auto", "always", "never"))
@@ -315,6 +315,35 @@ class StandbyOptions(Section):
         "takes 2 s or more, for as many ranks as memory allows, rank 0 left out "
         "([launching.md](launching.md#prepared-standbys))",
     )
+
+
+@dataclass(frozen=True)
+class WatchOptions(Section):
+    """What the launcher tells of the running job, each at a port of its own."""
+
+    section: ClassVar[str] = "watch"
+
+    dashboard: int | None = option(
+        None,
+        Port(),
+        "port at 127.0.0.1 of a web page that shows the job; 0: a free one, which the console names "
+        "([watching.md](watching.md#the-dashboard))",
+    )
+    metrics_port: int | None = option(
+        None,
+        Port(),
+        "port of metrics for Prometheus, at `/metrics`; 0: a free one ([watching.md](watching.md#metrics))",
+    )
+    metrics_address: str = option(
+        "127.0.0.1",
+        Place("an address of this machine"),
+        "where metrics are served: an address of this machine, or `0.0.0.0` for all of them",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.metrics_address is None:
+            raise ConfigError("watch.metrics_address must be an address of this machine, got None")
 
 
 def ranges_of(groups: str) -> list[range]:

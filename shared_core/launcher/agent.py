@@ -66,6 +66,7 @@ class Agent:
 
     Attributes:
         records: torchelastic's events of this job.
+        job_dir: private folder of the job.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Agent:
         self._last_tick = 0.0
         process.become_subreaper()
         job = JobDir(config.log.dir)
+        self.job_dir = job.path
         if job.note:
             console(job.note)
         self.records = Records(Places(spec))

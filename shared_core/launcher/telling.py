@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from shared_core.launcher.workers import LiveWorker
 from shared_core.protocol.generation import Entry
 from shared_core.protocol.loss_policy import Death, LossBook
 from shared_core.protocol.worker_env import Resized
+from shared_core.system.card import Card
 
 
 class Telling:
@@ -44,6 +46,8 @@ class Telling:
         self._attempt: Attempt | None = None
         self._places: Places | None = None
         self._start_told = False
+        self._begun = time.time()
+        self._events_from = _size(options.events)
 
     def call(self, run_id: str) -> None:
         """The machines have agreed on the id of this start of the job."""
@@ -53,6 +57,18 @@ class Telling:
     def begins(self, attempt: Attempt | None, places: Places | None) -> None:
         """What is told from now on is of this attempt; None between two."""
         self._attempt, self._places, self._start_told = attempt, places, False
+        if attempt is not None and places is not None:
+            Card(
+                run=self.run_id,
+                name=places.spec.rdzv_handler.get_run_id(),
+                script=self._program.target,
+                host=socket.gethostname(),
+                agent=os.getpid(),
+                begun=self._begun,
+                events=self._options.events or "",
+                # Other machines' agents may have begun to write to the same file before this one.
+                events_from=0 if attempt.ledger.machines else self._events_from,
+            ).write(self._job_dir)
 
     def emit(self, kind: str, *, rank: int = -1, **fields: Any) -> None:
         """Write an event."""
@@ -83,6 +99,7 @@ class Telling:
             standbys=self._options.standbys,
             job_dir=str(self._job_dir),
             agent=os.getpid(),
+            host=socket.gethostname(),
             run_id=places.spec.rdzv_handler.get_run_id(),
             pids={str(rank): pid for rank, pid in pids.items()},
         )
@@ -91,7 +108,14 @@ class Telling:
         """A worker's process exists that takes over from another."""
         spawn_s = time.time() - one.started
         self.emit(
-            "newcomer_start", rank=one.rank, pid=one.pid, incarnation=one.incarnation, spawn_s=spawn_s, how=one.how
+            "newcomer_start",
+            rank=one.rank,
+            pid=one.pid,
+            incarnation=one.incarnation,
+            spawn_s=spawn_s,
+            how=one.how,
+            agent=os.getpid(),
+            host=socket.gethostname(),
         )
 
     def lost(self, one: LiveWorker, death: Death, *, goes_on: bool) -> None:
@@ -169,7 +193,15 @@ class Telling:
     def ends(self, result: str, *, rank: int = -1, reason: str | None = None) -> None:
         """The ``end`` event."""
         fields = {} if reason is None else {"reason": reason}
-        self.emit("end", rank=rank, result=result, **fields, replaced=self._budget - self._book.budget)
+        self.emit(
+            "end",
+            rank=rank,
+            result=result,
+            **fields,
+            replaced=self._budget - self._book.budget,
+            agent=os.getpid(),
+            host=socket.gethostname(),
+        )
 
     def succeeds(self, places: Places) -> None:
         """All workers have left."""
@@ -181,3 +213,11 @@ class Telling:
         """The job ends without these ranks."""
         console(f"the job ends without {words}: the others have done the work")
         self.story.forget(absent)
+
+
+def _size(path: str | None) -> int:
+    """Bytes of a file; 0 if it is not there."""
+    try:
+        return os.path.getsize(path) if path else 0
+    except OSError:
+        return 0

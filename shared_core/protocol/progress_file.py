@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from shared_core.resources import map_file
 
 #: Layout of a progress file: batch tops passed, 1 inside a wait for a collective, ``time.time()`` of the last change.
 PROGRESS = struct.Struct("<QQd")
+#: What follows: a batch top some time ago and its ``time.time()``, that of the newest batch top, bytes of message logs.
+PACE = struct.Struct("<QddQ")
 PROGRESS_BYTES = 64
+#: The pace of a worker is that of its last batches, over one to two times so many seconds.
+PACE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What those who watch the job see of a worker.
+
+    Attributes:
+        tops: batch tops passed.
+        inside: it waits in a collective.
+        changed: ``time.time()`` of the last change.
+        since_tops: batch tops passed at ``since``.
+        since: ``time.time()`` of the batch top from which its pace is reckoned.
+        newest: ``time.time()`` of the newest batch top.
+        log_bytes: memory of its message logs at that top.
+    """
+
+    tops: int
+    inside: bool
+    changed: float
+    since_tops: int
+    since: float
+    newest: float
+    log_bytes: int
+
+    def steps_per_s(self, now: float) -> float | None:
+        """Batches a second; None before there are two batch tops. It falls while a batch takes longer than the mean.
+
+        Args:
+            now: ``time.time()``.
+        """
+        steps, took = self.tops - self.since_tops, self.newest - self.since
+        if steps <= 0 or took <= 0:
+            return None
+        return steps / (took + max(0.0, now - self.newest - took / steps))
 
 
 def path_of(job_dir: Path, rank: int) -> Path:
@@ -27,10 +67,23 @@ class ProgressFile:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._map = map_file(target, PROGRESS_BYTES)
         self._tops = 0
+        self._since: tuple[int, float] | None = None
+        self._next: tuple[int, float] = (0, 0.0)
 
-    def top(self, tops: int) -> None:
-        """Batch top number ``tops`` is passed; outside any collective."""
+    def top(self, tops: int, log_bytes: int = 0) -> None:
+        """Batch top number ``tops`` is passed; outside any collective.
+
+        Args:
+            tops: its number.
+            log_bytes: memory of the worker's message logs.
+        """
+        now = time.time()
         self._tops = tops
+        if self._since is None or tops < self._since[0]:
+            self._since = self._next = (tops, now)
+        elif now - self._next[1] > PACE_S:
+            self._since, self._next = self._next, (tops, now)
+        PACE.pack_into(self._map, PROGRESS.size, *self._since, now, log_bytes)
         self._write(0)
 
     def waiting(self, inside: bool) -> None:
@@ -56,3 +109,19 @@ def read_progress(path: str | os.PathLike[str]) -> tuple[int, bool, float] | Non
         return None
     tops, flag, changed = PROGRESS.unpack(raw)
     return (tops, bool(flag), changed) if changed else None
+
+
+def read_pace(path: str | os.PathLike[str]) -> Pace | None:
+    """What those who watch the job see of a worker; None if nothing was written yet, or the file is damaged."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(PROGRESS.size + PACE.size)
+    except OSError:
+        return None
+    if len(raw) < PROGRESS.size + PACE.size:
+        return None
+    tops, flag, changed = PROGRESS.unpack_from(raw)
+    since_tops, since, newest, log_bytes = PACE.unpack_from(raw, PROGRESS.size)
+    if not changed or not all(map(math.isfinite, (changed, since, newest))):
+        return None
+    return Pace(tops, bool(flag), changed, since_tops, since, newest, log_bytes)

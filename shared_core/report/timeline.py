@@ -111,17 +111,17 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
     found: dict[tuple[int, int, str], Recovery] = {}
     unplaced: list[tuple[int, Event]] = []
     attempt = 0
-    all_end: Recovery | None = None
+    newest: Recovery | None = None  # of those whose workers go on in generation 0
     for event in events:
         key = (attempt, event.generation, "")
         if event.kind in ("restart", "resize"):  # generations count from 0 again
             if key in found and found[key].complete:
                 key = (attempt, event.generation, event.kind)
-            all_end = found.setdefault(key, Recovery(event.generation, attempt, detected=event.time))
-            _end_all(all_end, event, unplaced)
+            newest = found.setdefault(key, Recovery(event.generation, attempt, detected=event.time))
+            _end_all(newest, event, unplaced)
             attempt += 1
-        elif event.kind == "resumed" and event.generation == 0 and all_end is not None:
-            _add(all_end, event)
+        elif event.kind == "resumed" and event.generation == 0 and newest is not None:
+            _add(newest, event)
         elif event.kind == "lost":
             unplaced.append((attempt, event))
         elif event.kind == "generation" and (event.fields.get("lost") or not event.fields.get("stay")):
@@ -129,7 +129,7 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
             for rank in event.fields.get("lost", []):
                 recovery.losses.append(_take_loss(unplaced, attempt, int(rank)))
             if "absent" in event.fields:
-                recovery.answer = "reroute"
+                recovery.answer, newest = "reroute", recovery
             _date(recovery)
         elif event.kind in _OF_A_RECOVERY and event.generation > 0:
             _add(found.setdefault(key, Recovery(event.generation, attempt, detected=event.time)), event)

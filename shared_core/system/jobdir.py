@@ -25,7 +25,10 @@ DISK = "disk"
 ON_DISK = "board"
 #: Less room in memory than this is left to others, in bytes.
 LEAST_BYTES = 16 << 20
-_LOCK = "lock"
+#: Locked for as long as the launcher lives.
+LOCK = "lock"
+#: Which job it is, see shared_core/system/card.py.
+CARD = "card.json"
 #: Folder of other machines' publications.
 MIRROR = "mirror"
 #: Folder of snapshots and of the process that writes them to storage, see shared_core/checkpoint/spool.py.
@@ -80,7 +83,7 @@ class JobDir:
     def __init__(self, logs: str | None = None, *, logging: bool = True) -> None:
         self._log_lock = -1
         self.note = ""
-        for parent in (MEMORY, _temporary()):
+        for parent in places():
             if parent == MEMORY and (free := free_bytes(parent)) < LEAST_BYTES:
                 self.note = (
                     f"{MEMORY} has room for {free >> 20} MiB only: what workers publish at each batch goes to "
@@ -120,11 +123,11 @@ class JobDir:
             self._clear_before(keep)
             return
         for entry in self.path.iterdir():
-            if entry.name in (MIRROR, CHECKPOINTS, SECRET):
+            if entry.name in (MIRROR, CHECKPOINTS, SECRET, CARD):
                 continue
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name != _LOCK and not entry.name.startswith(TOLD):
+            elif entry.name != LOCK and not entry.name.startswith(TOLD):
                 entry.unlink(missing_ok=True)
 
     def _clear_before(self, attempt: int) -> None:
@@ -144,6 +147,11 @@ class JobDir:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+def places() -> tuple[str, str]:
+    """Where folders of jobs are: in memory, or else among temporary files."""
+    return MEMORY, _temporary()
 
 
 def _temporary() -> str:
@@ -173,7 +181,7 @@ def _lock(folder: Path) -> int:
     Raises:
         FileNotFoundError: somebody who sweeps was here between the making and the locking, and has removed it.
     """
-    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         if not _holds(fd, folder):
@@ -187,7 +195,7 @@ def _lock(folder: Path) -> int:
 def _holds(fd: int, folder: Path) -> bool:
     """Whether the file that is open is still the lock of the folder."""
     with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(fd), os.lstat(folder / _LOCK))
+        return os.path.samestat(os.fstat(fd), os.lstat(folder / LOCK))
     return False
 
 
@@ -204,7 +212,7 @@ def _sweep(parent: Path, prefix: str) -> None:
             found = os.lstat(folder)
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
                 continue
-            fd = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            fd = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _holds(fd, folder):

@@ -266,7 +266,9 @@ def wire(env: WorkerEnv) -> Worker:
         position, parts, trained, buckets, passes, updates, runtime, board, donor, lanes, replicas, checkpoints
     )
     joining = Joining(start, position, parts, trained, buckets, updates, progress, replays, news, publishing)
-    tops = BatchTops(position, trained, buckets, updates, progress, news, publishing, joining, config.resizes)
+    tops = BatchTops(
+        position, trained, buckets, updates, progress, news, publishing, joining, config.resizes, runtime.log_bytes
+    )
     worker = Worker(
         env=env,
         position=position,

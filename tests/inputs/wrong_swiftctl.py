@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 CASES: list[tuple[str, str, str]] = [
-    ("", "COMMAND", "events, plan-logging, checkpoints, plan, simulate, policy"),
+    ("", "COMMAND", "status, watch, events, plan-logging, checkpoints, plan, simulate, policy"),
     ("evnts x", "evnts", "'events'"),
     ("--verbose events @events.jsonl", "--verbose", "--help"),
     # what a job left behind
@@ -21,6 +21,12 @@ CASES: list[tuple[str, str, str]] = [
     ("events @events.jsonl --run", "--run", "one argument"),
     ("events @events.jsonl --jsn", "--jsn", "--help"),
     ("events @events.jsonl @events.jsonl", "events.jsonl", "--help"),
+    # a job while it runs
+    ("status nothing-of-this-name", "nothing-of-this-name", "job"),
+    ("status @noise", "noise", "events.jsonl of a job"),
+    ("status @folder", "folder", "regular file"),
+    ("watch @fifo", "fifo", "regular file"),
+    ("watch --every 0", "--every", "finite number of at least 0.1"),
     ("checkpoints", "DIR", "required"),
     ("checkpoints @absent", "absent", "no such folder"),
     ("checkpoints @noise", "noise", "not a folder"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shared_core.faults import inject
 from shared_core.protocol import progress_file
 from shared_core.worker.program.joining import Joining
@@ -29,6 +31,7 @@ class BatchTops:
         publishing: publishes tops.
         joining: takes the predecessor's place.
         resizes: the number of workers may change.
+        log_bytes: says how much memory the message logs hold.
     """
 
     def __init__(
@@ -42,10 +45,11 @@ class BatchTops:
         publishing: Publishing,
         joining: Joining,
         resizes: bool,
+        log_bytes: Callable[[], int],
     ) -> None:
         self._position, self._trained, self._buckets, self._updates = position, trained, buckets, updates
         self._progress, self._news, self._publishing, self._joining = progress, news, publishing, joining
-        self._resizes = resizes
+        self._resizes, self._log_bytes = resizes, log_bytes
         self._deferred = 0
 
     def batch(self, accumulating: bool) -> bool:
@@ -82,4 +86,4 @@ class BatchTops:
 
     def _pass(self) -> None:
         self._position.tops += 1
-        self._progress.top(self._position.tops)
+        self._progress.top(self._position.tops, self._log_bytes())

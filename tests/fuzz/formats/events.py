@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from shared_core.events import KINDS, Event, EventLog, by_run, read_events
 from shared_core.report import format_recoveries, format_timeline, recoveries
 from shared_core.report.timeline import format_runs
+from shared_core.system.card import Card
+from shared_core.watch.text import format_view
+from shared_core.watch.view import Live, view_of
 
 from ..harness import Target, stable
 from ..json_values import plain_json, text_keys
@@ -30,6 +33,8 @@ _SAID: dict[str, st.SearchStrategy[Any]] = {
     "stay": st.lists(st.integers(0, 3), max_size=2),
     "absent": st.lists(st.integers(0, 3), max_size=2),
     "workers": st.integers(1, 4),
+    "pids": st.dictionaries(st.sampled_from(["0", "1", "x"]), st.integers(0, 99), max_size=2),
+    "seconds": st.floats(0, 9),
 }
 said = st.fixed_dictionaries({}, optional=_SAID) | st.dictionaries(
     text_keys.filter(lambda key: key not in ("kind", "rank", "generation", "self")), plain_json, max_size=2
@@ -58,7 +63,7 @@ def _read(data: bytes, folder: Path) -> list[Event]:
 
 
 def _report(data: bytes, folder: Path) -> list[Event]:
-    """As ``swiftctl events`` does, with and without ``--json``."""
+    """As ``swiftctl events`` and ``swiftctl status`` do, with and without ``--json``."""
     found = _read(data, folder)
     runs = by_run(found)
     for run, events in runs.items():
@@ -66,6 +71,9 @@ def _report(data: bytes, folder: Path) -> list[Event]:
         format_timeline(events, color=True)
         format_recoveries(grouped, events[0].time)
         json.dumps([one.to_dict() for one in grouped])
+        view = view_of(events, Live(events[-1].time, True, Card(run)))
+        json.dumps(view.to_dict(), allow_nan=False)
+        format_view(view)
         format_runs(run, [(each, others[0].time) for each, others in runs.items()])
     return found
 

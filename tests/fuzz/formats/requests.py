@@ -17,8 +17,10 @@ from shared_core.checkpoint.command import Command
 from shared_core.launcher.standby import Standby
 from shared_core.protocol import worker_env
 from shared_core.protocol.loss_policy import RaisedError
-from shared_core.protocol.progress_file import ProgressFile, read_progress
+from shared_core.protocol.progress_file import ProgressFile, read_pace, read_progress
 from shared_core.protocol.request import StartRequest
+from shared_core.system.card import Card
+from shared_core.system.jobdir import CARD
 from shared_core.trackers.compat import committed_steps
 from shared_core.worker.state.replicated import pack, unpack
 
@@ -122,7 +124,17 @@ def _progress(value: Any, folder: Path) -> bytes:
 
 def _read_progress(data: bytes, folder: Path) -> Any:
     (folder / "progress").write_bytes(data)
-    return read_progress(folder / "progress")
+    return read_progress(folder / "progress"), read_pace(folder / "progress")
+
+
+def _card(value: Any, folder: Path) -> bytes:
+    Card(value, value, value, value, len(value), 1.5, value, len(value)).write(folder)
+    return (folder / CARD).read_bytes()
+
+
+def _read_card(data: bytes, folder: Path) -> Any:
+    (folder / CARD).write_bytes(data)
+    return Card.read(folder)
 
 
 def _error_file(data: bytes, _folder: Path) -> Any:
@@ -172,6 +184,7 @@ TARGETS = [
     Target("requests.environment", environments, lambda value, _: json.dumps(value).encode(), _env, only_errors),
     Target("requests.left", st.dictionaries(words, words, max_size=3), _leave, _left, only_errors),
     Target("requests.progress", st.integers(0, 99), _progress, _read_progress, only_errors),
+    Target("requests.card", words, _card, _read_card, only_errors),
     Target("requests.error_file", errors, lambda value, _: json.dumps(value).encode(), _error_file, only_errors),
     Target("requests.tracker", steps, _runs, _read_runs, only_errors),
     Target("requests.message", descriptions, lambda value, _: _packed(value), _message, stable(_packed, _message)),

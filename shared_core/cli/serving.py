@@ -1,0 +1,81 @@
+"""What ``swiftrun`` serves of a job while it runs: the dashboard, and metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shared_core.config import SwiftConfig
+from shared_core.config.page import help_of
+from shared_core.errors import ConfigError
+from shared_core.events import console
+from shared_core.watch import dashboard, metrics
+from shared_core.watch.follower import Follower
+from shared_core.watch.server import LOOPBACK, Server
+
+
+def add_arguments(group: Any, env: Any) -> None:
+    """Add the flags.
+
+    Args:
+        group: of a parser.
+        env: torchrun's action, by which the environment may set them.
+    """
+    for flag, metavar, name in (
+        ("--dashboard", "PORT", "watch.dashboard"),
+        ("--metrics-port", "PORT", "watch.metrics_port"),
+        ("--metrics-address", "ADDRESS", "watch.metrics_address"),
+    ):
+        spelled = dict.fromkeys((flag, "--" + flag[2:].replace("-", "_")))
+        group.add_argument(*spelled, action=env, default=None, metavar=metavar, help=help_of(name))
+
+
+class Servers:
+    """Takes the ports that the options name, at once; what they serve comes later.
+
+    Args:
+        config: options of the job.
+        events: path of ``events.jsonl``, from which most is known.
+
+    Raises:
+        ConfigError: a port is taken, or no events are written.
+        MissingExtra: ``prometheus_client`` is not installed.
+    """
+
+    def __init__(self, config: SwiftConfig, events: str | None) -> None:
+        wanted = config.watch
+        self._dashboard: Server | None = None
+        self._metrics: Server | None = None
+        if wanted.dashboard is None and wanted.metrics_port is None:
+            return
+        if events is None:
+            raise ConfigError("--dashboard and --metrics-port show the job's events: leave --events '' out")
+        if wanted.metrics_port is not None:
+            metrics.need_prometheus()
+            self._metrics = Server("--metrics-port", wanted.metrics_address, wanted.metrics_port)
+        if wanted.dashboard is not None:
+            try:
+                self._dashboard = Server("--dashboard", LOOPBACK, wanted.dashboard)
+            except ConfigError:
+                self.close()
+                raise
+
+    def serve(self, job_dir: Path) -> None:
+        """Show the job.
+
+        Args:
+            job_dir: its private folder.
+        """
+        follower = Follower(job_dir)
+        if self._dashboard is not None:
+            self._dashboard.serve(dashboard.pages_of(follower.view))
+            console(f"dashboard: http://{LOOPBACK}:{self._dashboard.port}/")
+        if self._metrics is not None:
+            self._metrics.serve(metrics.pages_of(follower.view))
+            console(f"metrics: http://{self._metrics.address}:{self._metrics.port}/metrics")
+
+    def close(self) -> None:
+        """Give the ports back."""
+        for server in (self._dashboard, self._metrics):
+            if server is not None:
+                server.close()

@@ -1,0 +1,141 @@
+"""``swiftctl status`` and ``swiftctl watch``: a job on this machine, while it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from shared_core.cli.arguments import number
+from shared_core.errors import ConfigError, SwiftError
+from shared_core.events import by_run, read_events
+from shared_core.system.card import Card, jobs_here
+from shared_core.watch.follower import Follower
+from shared_core.watch.screen import drawn, need_rich
+from shared_core.watch.text import format_jobs, format_view
+
+_JOB = (
+    "how the run's id begins, the --rdzv-id, the pid of swiftrun, or the job's events.jsonl; may be left out where one "
+    "job runs on this machine"
+)
+
+
+def add_command(commands: Any) -> None:
+    """Add ``status`` and ``watch``."""
+    status = commands.add_parser(
+        "status",
+        help="how a running job is: workers, losses, stalls, the last checkpoint",
+        description="Print how a job on this machine is.",
+    )
+    status.add_argument("job", metavar="JOB", nargs="?", help=_JOB)
+    status.add_argument("--json", action="store_true", help="print JSON instead")
+    status.set_defaults(run=_status)
+    watch = commands.add_parser(
+        "watch",
+        help="the same again and again, until the job ends",
+        description="Show how a job on this machine is, until it ends or Ctrl-C is pressed.",
+    )
+    watch.add_argument("job", metavar="JOB", nargs="?", help=_JOB)
+    watch.add_argument(
+        "--every",
+        metavar="SECONDS",
+        type=number(0.1, 3600.0),
+        default=1.0,
+        help="seconds between two looks. Default: 1.",
+    )
+    watch.set_defaults(run=_watch)
+
+
+def _status(options: argparse.Namespace) -> int:
+    on_screen = sys.stdout.isatty() and not options.json
+    if on_screen:
+        need_rich()
+    view = _follower(options.job).view()
+    if options.json:
+        print(json.dumps(view.to_dict(), indent=2), flush=True)
+    elif on_screen:
+        from rich.console import Console
+
+        Console().print(drawn(view))
+    else:
+        print(format_view(view), flush=True)
+    return 0
+
+
+def _watch(options: argparse.Namespace) -> int:
+    on_screen = sys.stdout.isatty()
+    if on_screen:
+        need_rich()
+    follower = _follower(options.job)
+    with suppress(KeyboardInterrupt):  # which is how it is meant to be ended
+        (_on_screen if on_screen else _in_lines)(follower, options.every)
+    return 0
+
+
+def _in_lines(follower: Follower, every_s: float) -> None:
+    before = ""
+    while True:
+        view = follower.view()
+        print(before + format_view(view), flush=True)
+        if view.over:
+            return
+        before = "\n" + "-" * 72 + "\n"
+        time.sleep(every_s)
+
+
+def _on_screen(follower: Follower, every_s: float) -> None:
+    from rich.live import Live
+
+    with Live(drawn(follower.view()), auto_refresh=False) as live:
+        while True:
+            view = follower.view()
+            live.update(drawn(view), refresh=True)
+            if view.over:
+                return
+            time.sleep(every_s)
+
+
+def _follower(job: str | None) -> Follower:
+    """Follows the job that is meant.
+
+    Raises:
+        ConfigError: none is meant, or several are.
+        SwiftError: no job runs on this machine.
+        OSError: the file of events cannot be read.
+    """
+    here = list(jobs_here())
+    if job is not None and (path := Path(job)).exists():
+        return _of_file(path, here)
+    meant = [(folder, card) for folder, card in here if job is None or _is_meant(card, job)]
+    if len(meant) == 1:
+        return Follower(meant[0][0])
+    table = format_jobs([(card.run, card.script, card.agent, card.begun) for _, card in here], time.time())
+    if not here:
+        what = "no job of this user runs on this machine"
+        raise SwiftError(
+            f"{what}; to see one that has ended, name its events.jsonl" if job is None else f"{job}: {what}"
+        )
+    print(table, file=sys.stderr)
+    if job is None:
+        raise ConfigError(f"{len(meant)} jobs run on this machine: name one of them")
+    raise ConfigError(f"{job} is {'several' if meant else 'none'} of the jobs on this machine")
+
+
+def _of_file(path: Path, here: list[tuple[Path, Card]]) -> Follower:
+    """Follows the newest run in a file; where it runs here, its processes too."""
+    if not path.is_file():
+        raise OSError(f"{path} is not a regular file; it must be the events.jsonl of a job")
+    runs = by_run(read_events(path))
+    if not runs:
+        raise OSError(f"cannot read {path}: it must be the events.jsonl of a job")
+    newest = next(reversed(runs))
+    folder = next((folder for folder, card in here if card.run == newest), None)
+    return Follower(folder) if folder is not None else Follower(None, path, newest)
+
+
+def _is_meant(card: Card, job: str) -> bool:
+    return card.run.startswith(job) or job in (card.name, str(card.agent))

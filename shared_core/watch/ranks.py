@@ -1,0 +1,183 @@
+"""Who holds each rank of a job, and who was lost, as its events tell it: folds over events, one after the other."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from shared_core.events import Event
+
+
+class Phase(StrEnum):
+    """What a worker does. ``waiting``: it has been in one collective for long; ``stalled``: it waits for a newcomer;
+    ``joining``: it is the newcomer; ``gone``: it has ended, and its launcher has not said so; ``elsewhere``: it runs on
+    another machine, and what it does is not seen here.
+    """
+
+    STARTING = "starting"
+    TRAINING = "training"
+    WAITING = "waiting"
+    STALLED = "stalled"
+    LOST = "lost"
+    JOINING = "joining"
+    STOPPED = "stopped"
+    GONE = "gone"
+    ELSEWHERE = "elsewhere"
+    DONE = "done"
+
+
+@dataclass
+class Held:
+    """A rank.
+
+    Attributes:
+        phase: of its worker, as far as events say it.
+        pid: of its worker; None where nobody holds the rank.
+        host: name of the worker's machine.
+        agent: pid of that machine's launcher; 0 if it was not said.
+        losses: how often it was lost.
+    """
+
+    phase: Phase
+    pid: int | None
+    host: str = ""
+    agent: int = 0
+    losses: int = 0
+
+
+class Ranks:
+    """Who holds each rank now.
+
+    Attributes:
+        held: by rank.
+        seen: all ranks that there ever were.
+        world_size: workers that there are to be.
+        generation: the newest.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[int, Held] = {}
+        self.seen: set[int] = set()
+        self.world_size = self.generation = 0
+        self._losses: dict[int, int] = {}
+
+    def take(self, event: Event) -> None:
+        """The next event."""
+        said, one = event.fields, self.held.get(event.rank)
+        self.generation = max(self.generation, event.generation)
+        if event.kind == "start":
+            self._start(said)
+        elif event.kind in ("restart", "resize"):
+            self._losses = {rank: held.losses for rank, held in self.held.items()}
+            self.held.clear()
+            self.generation = 0
+            self.world_size = _pid(said.get("workers")) or self.world_size
+        elif event.kind == "generation" and (said.get("lost") or said.get("stay")):
+            for rank, held in self.held.items():
+                if rank not in said.get("lost", []) and held.phase in (Phase.TRAINING, Phase.STARTING):
+                    held.phase = Phase.STALLED
+        elif one is None:
+            return
+        elif event.kind == "lost":
+            one.phase, one.pid, one.losses = Phase.LOST, None, one.losses + 1
+        elif event.kind == "newcomer_start":
+            one.phase, one.pid = Phase.JOINING, _pid(said.get("pid"))
+            one.host, one.agent = _word(said.get("host")), _pid(said.get("agent")) or one.agent
+        elif event.kind in ("newcomer_ready", "recovered", "resumed") and one.phase is not Phase.LOST:
+            one.phase = Phase.TRAINING
+
+    def _start(self, said: dict[str, Any]) -> None:
+        """One machine's workers run, in the first generation of an attempt."""
+        self.world_size = _pid(said.get("world_size")) or self.world_size
+        for rank, pid in _pids(said).items():
+            losses = self.held[rank].losses if rank in self.held else self._losses.get(rank, 0)
+            agent = _pid(said.get("agent")) or 0
+            self.held[rank] = Held(Phase.STARTING, pid, _word(said.get("host")), agent, losses)
+            self.seen.add(rank)
+
+
+@dataclass
+class Lost:
+    """A loss; times in seconds since the epoch.
+
+    Attributes:
+        rank: whose.
+        detected: when it was noticed.
+        cause: in words.
+        pid: of the worker.
+        newcomer: pid of the one that took its place.
+        started: when that one began.
+        joined: when that one had joined.
+        closed: when it was over otherwise: the newcomer was lost too, or the number of workers changed.
+    """
+
+    rank: int
+    detected: float
+    cause: str
+    pid: int | None
+    newcomer: int | None = None
+    started: float | None = None
+    joined: float | None = None
+    closed: float | None = None
+
+
+class Losses:
+    """All losses of a job.
+
+    Attributes:
+        all: in order of time.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Lost] = []
+        self._open: dict[int, Lost] = {}
+
+    def take(self, event: Event) -> None:
+        """The next event."""
+        said, rank = event.fields, event.rank
+        if event.kind == "lost":
+            self._close(rank, event.time)
+            cause = str(said.get("cause", ""))
+            one = Lost(rank, float(said.get("detected", event.time)), cause, _pid(said.get("pid")))
+            self.all.append(one)
+            self._open[rank] = one
+        elif event.kind == "start":
+            for each, pid in _pids(said).items():
+                self._started(each, pid, event.time)
+                self._joined(each, event.time)
+        elif event.kind == "newcomer_start":
+            self._started(rank, said.get("pid"), event.time)
+        elif event.kind == "newcomer_ready":
+            self._joined(rank, event.time)
+        elif event.kind == "resize":  # ranks are others now
+            for other in list(self._open):
+                self._close(other, event.time)
+
+    def _started(self, rank: int, pid: Any, when: float) -> None:
+        if rank in self._open:
+            self._open[rank].newcomer, self._open[rank].started = _pid(pid), when
+
+    def _joined(self, rank: int, when: float) -> None:
+        if rank in self._open:
+            self._open.pop(rank).joined = when
+
+    def _close(self, rank: int, when: float) -> None:
+        if rank in self._open:
+            self._open.pop(rank).closed = when
+
+
+def _pids(said: dict[str, Any]) -> dict[int, int | None]:
+    """Pids by rank, of a ``start``."""
+    pids = said.get("pids")
+    named = pids.items() if isinstance(pids, dict) else ()
+    return {int(rank): _pid(pid) for rank, pid in named if re.fullmatch(r"[0-9]{1,9}", rank)}
+
+
+def _pid(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,130 @@
+"""A view of a job as plain text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from shared_core.events import visible
+from shared_core.report.text import columns, in_bytes, in_seconds
+from shared_core.watch.view import JobView, LossView, WorkerView
+
+#: Most losses that are shown.
+SHOWN = 8
+WORKER_COLUMNS = ("rank", "phase", "step", "steps/s", "pid", "machine", "log", "lost")
+LOSS_COLUMNS = ("when", "rank", "cause", "pid", "newcomer", "back after", "stall")
+
+
+def format_view(view: JobView) -> str:
+    """All of it, in lines."""
+    parts = [headline(view), "\n".join(f"{name + ':':<14} {value}" for name, value in facts(view))]
+    if view.workers:
+        parts.append(columns([WORKER_COLUMNS, *map(worker_cells, view.workers)]))
+    if view.losses:
+        parts.append(columns([LOSS_COLUMNS, *(loss_cells(one, view.begun) for one in view.losses[:SHOWN])]))
+        if (more := sum(view.losses_by_kind.values()) - SHOWN) > 0:
+            parts.append(f"and {more} before")
+    parts += [f"{_clock(when)} {visible(text)}" for when, text in view.warnings]
+    return "\n\n".join(parts)
+
+
+def headline(view: JobView) -> str:
+    """One line: which job, and how it is."""
+    what = visible(Path(view.script).name) or "job"
+    where = f" on {visible(view.host)}" if view.host else ""
+    state = f"{view.state} ({visible(view.reason)})" if view.reason else view.state
+    return f"{what}, run {visible(view.run) or 'none'}{where}: {state}, {_since(view)}"
+
+
+def facts(view: JobView) -> list[tuple[str, str]]:
+    """What concerns the whole job: name and value."""
+    lost = sum(view.losses_by_kind.values())
+    causes = ", ".join(f"{count} {visible(kind)}" for kind, count in view.losses_by_kind.items())
+    stall = in_seconds(view.stall_s) if view.stall_s else "none"
+    found = [
+        ("workers", f"{view.present} of {view.world_size}"),
+        (
+            "generation",
+            f"{view.generation}" + (f", all workers started again {count(view.restarts)}" if view.restarts else ""),
+        ),
+        ("step", "-" if view.step is None else f"{view.step}, {pace(view.steps_per_s)} steps/s"),
+        ("losses", f"{lost} ({causes})" if lost else "0"),
+        ("stalls", stall + (f"; now for {in_seconds(view.stalled_s)}" if view.stalled_s else "")),
+        ("checkpoint", checkpoint(view)),
+        ("message logs", f"{in_bytes(view.log_bytes)} in memory, {in_bytes(view.disk_bytes)} on disk"),
+    ]
+    return found if view.host else [pair for pair in found if pair[0] not in ("step", "message logs")]
+
+
+def checkpoint(view: JobView) -> str:
+    """The newest checkpoint, in words."""
+    newest = view.checkpoint
+    if newest is None:
+        return "none"
+    return f"step {newest.step}, {span(newest.age_s)} ago ({in_bytes(newest.nbytes)} in {in_seconds(newest.seconds)})"
+
+
+def worker_cells(one: WorkerView) -> tuple[str, ...]:
+    """A row for :data:`WORKER_COLUMNS`."""
+    return (
+        str(one.rank),
+        one.phase,
+        "-" if one.step is None else str(one.step),
+        pace(one.steps_per_s),
+        "-" if one.pid is None else str(one.pid),
+        visible(one.host) or "-",
+        "-" if one.log_bytes is None else in_bytes(one.log_bytes),
+        str(one.losses),
+    )
+
+
+def loss_cells(one: LossView, begun: float) -> tuple[str, ...]:
+    """A row for :data:`LOSS_COLUMNS`; times count from the start of the job."""
+    cause = visible(one.cause) or "unknown"
+    return (
+        f"+{span(one.time - begun)}",
+        str(one.rank),
+        cause if len(cause) <= 48 else f"{cause[:45]}...",
+        "-" if one.pid is None else str(one.pid),
+        "-" if one.newcomer is None else str(one.newcomer),
+        in_seconds(one.back_s),
+        in_seconds(one.stall_s),
+    )
+
+
+def pace(steps_per_s: float | None) -> str:
+    """Steps a second."""
+    return "-" if steps_per_s is None else f"{steps_per_s:.3g}" if steps_per_s < 100 else f"{steps_per_s:.0f}"
+
+
+def span(seconds: float) -> str:
+    """A duration in the two largest units: ``42 s``, ``3 min 5 s``, ``2 h 10 min``, ``3 d 4 h``."""
+    left = max(0, int(seconds))
+    if left < 60:
+        return f"{left} s"
+    if left < 3600:
+        return f"{left // 60} min {left % 60} s"
+    if left < 86400:
+        return f"{left // 3600} h {left % 3600 // 60} min"
+    return f"{left // 86400} d {left % 86400 // 3600} h"
+
+
+def format_jobs(jobs: Sequence[tuple[str, str, int, float]], now: float) -> str:
+    """A table of jobs: run, script, pid of the launcher and beginning, in seconds since the epoch."""
+    rows = [(run, visible(script), str(pid), f"{span(now - begun)} ago") for run, script, pid, begun in jobs]
+    return columns([("run", "script", "launcher", "started"), *rows])
+
+
+def count(times: int) -> str:
+    """``once``, ``2 times``."""
+    return "once" if times == 1 else f"{times} times"
+
+
+def _since(view: JobView) -> str:
+    took = span((view.ended if view.ended is not None else view.now) - view.begun)
+    return f"after {took}" if view.over else f"for {took}"
+
+
+def _clock(when: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when))

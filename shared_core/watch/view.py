@@ -1,0 +1,419 @@
+"""What there is to see of a job: a pure function of its events and of what one look at this machine has found."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from shared_core.events import Event
+from shared_core.protocol.progress_file import Pace
+from shared_core.report.timeline import Recovery, recoveries
+from shared_core.system.card import Card
+from shared_core.watch.ranks import Held, Losses, Phase, Ranks
+
+#: A worker that has been in one collective for longer is shown as waiting, in seconds.
+WAITS_S = 2.0
+#: Most losses, bars of the timeline and warnings that a view holds: the newest.
+MOST_LOSSES, MOST_SPANS, MOST_WARNINGS = 200, 600, 5
+#: Most checkpoints among the bars.
+MOST_MARKS = 100
+_CAUSES = (
+    (r"\(at .*\)$", "exception"),
+    (r"^killed by (SIG\w+)", r"\1"),
+    (r"^exited with code", "exit"),
+    (r"^stopped", "stopped"),
+    (r"^no progress", "no progress"),
+    (r"machine", "machine"),
+)
+
+
+@dataclass(frozen=True)
+class Live:
+    """What one look at this machine has found.
+
+    Attributes:
+        now: seconds since the epoch.
+        alive: whether the launcher of this machine lives.
+        card: of the job; None for one that does not run here.
+        paces: of the workers of this machine, by rank.
+        states: of processes of this machine, by pid, as in ``/proc/PID/stat``; None for one that is gone.
+        disk_bytes: what the message logs of this machine take on disk.
+    """
+
+    now: float
+    alive: bool = False
+    card: Card | None = None
+    paces: Mapping[int, Pace] = field(default_factory=dict)
+    states: Mapping[int, str | None] = field(default_factory=dict)
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """One rank.
+
+    Attributes:
+        rank: its logical rank.
+        phase: a value of :class:`~shared_core.watch.ranks.Phase`.
+        pid: of its worker; None where nobody holds the rank.
+        host: machine of the worker; empty if it was not said.
+        here: it is a worker of this machine, so step, pace and log are known.
+        step: batches begun.
+        steps_per_s: over the last batches.
+        log_bytes: memory of its message logs.
+        losses: how often the rank was lost.
+    """
+
+    rank: int
+    phase: str
+    pid: int | None = None
+    host: str = ""
+    here: bool = False
+    step: int | None = None
+    steps_per_s: float | None = None
+    log_bytes: int | None = None
+    losses: int = 0
+
+
+@dataclass(frozen=True)
+class LossView:
+    """A worker that was lost.
+
+    Attributes:
+        rank: its logical rank.
+        time: when that was noticed, in seconds since the epoch.
+        cause: in words.
+        kind: of the cause, one of few words: a signal's name, ``exit``, ``exception``, ``machine``, ``stopped``,
+            ``no progress``, ``other``.
+        pid: of the lost worker; None if it was not said.
+        newcomer: pid of the worker that took its place; None if there is none yet.
+        back_s: seconds until the newcomer had joined; None if it has not.
+        stall_s: longest stall of another worker for it, in seconds; None while it lasts.
+    """
+
+    rank: int
+    time: float
+    cause: str
+    kind: str
+    pid: int | None = None
+    newcomer: int | None = None
+    back_s: float | None = None
+    stall_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """A bar in the lane of a rank.
+
+    Attributes:
+        rank: whose; -1 for all.
+        what: ``lost``, ``joining``, ``stalled``, ``restart`` or ``checkpoint``.
+        begin: seconds since the epoch.
+        end: the same; None while it lasts.
+        text: what a reader is told of it.
+    """
+
+    rank: int
+    what: str
+    begin: float
+    end: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """The newest checkpoint.
+
+    Attributes:
+        step: batch top.
+        time: when it was committed, in seconds since the epoch.
+        age_s: seconds since then.
+        seconds: that it took to be written.
+        nbytes: its size.
+    """
+
+    step: int
+    time: float
+    age_s: float
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job.
+
+    Attributes:
+        run: id of this start of the job.
+        name: of the job.
+        script: the user's.
+        host: this machine; empty where the job does not run here.
+        state: ``starting``, ``running``, ``recovering``, ``succeeded``, ``failed``, ``gone`` (its launcher has ended
+            and did not say so) or ``unknown`` (it does not run here, and its events do not tell its end).
+        reason: why it failed, in words; empty otherwise.
+        now: seconds since the epoch at which this is what there is to see.
+        begun: its first event.
+        ended: its end; None while it runs.
+        generation: of the workers.
+        world_size: workers that there are to be.
+        step: batches begun by the worker of this machine that is furthest; None if unknown.
+        steps_per_s: median of the workers of this machine; None if unknown.
+        stall_s: all stalls that are over, the longest worker of each, together, in seconds.
+        stalled_s: how long the stall under way has lasted, 0 without one, in seconds.
+        restarts: how often all workers have started again.
+        resizes: how often their number has changed.
+        losses_by_kind: how many there were of each kind of cause.
+        recoveries: recoveries that are over, by answer: ``replace``, ``reroute``, ``restart``, ``resize``.
+        checkpoint: the newest; None if there is none.
+        checkpoints: how many were made.
+        log_bytes: memory of the message logs of this machine.
+        disk_bytes: what they take on its disk.
+        workers: by rank.
+        losses: the newest first, of which there may have been more.
+        spans: of the timeline, in order of time; those before the oldest of these are left out.
+        warnings: the newest first: time, and what it says.
+    """
+
+    run: str
+    name: str
+    script: str
+    host: str
+    state: str
+    reason: str
+    now: float
+    begun: float
+    ended: float | None
+    generation: int
+    world_size: int
+    step: int | None
+    steps_per_s: float | None
+    stall_s: float
+    stalled_s: float
+    restarts: int
+    resizes: int
+    losses_by_kind: dict[str, int]
+    recoveries: dict[str, int]
+    checkpoint: CheckpointView | None
+    checkpoints: int
+    log_bytes: int
+    disk_bytes: int
+    workers: tuple[WorkerView, ...]
+    losses: tuple[LossView, ...]
+    spans: tuple[Span, ...]
+    warnings: tuple[tuple[float, str], ...]
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.state in ("succeeded", "failed", "gone")
+
+    @property
+    def present(self) -> int:
+        """Ranks that a worker holds."""
+        return sum(one.pid is not None and one.phase not in (Phase.GONE, Phase.DONE) for one in self.workers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self) | {"present": self.present, "over": self.over}
+
+
+def view_of(events: Sequence[Event], live: Live) -> JobView:
+    """The job, from the events of one run in the order of their file, and one look at this machine."""
+    ranks, losses, found = Ranks(), Losses(), recoveries(events)
+    for event in events:
+        ranks.take(event)
+        losses.take(event)
+    card = live.card or Card()
+    end = next((event for event in reversed(events) if event.kind == "end" and _ends(event, live.card)), None)
+    workers = tuple(_worker(rank, held, live, end is not None) for rank, held in sorted(ranks.held.items()))
+    state = _state(workers, end, live, bool(found) and not found[-1].complete)
+    lost = _losses(losses, found)
+    made = [event for event in events if event.kind == "checkpoint"]
+    mine = [one for one in workers if one.here]
+    paces = [one.steps_per_s for one in mine if one.steps_per_s is not None]
+    over = [one for one in found if one.complete]
+    kinds = [one.kind for one in lost]
+    answers = ["resize" if " to " in one.answer else one.answer for one in over]
+    warnings = [(event.time, str(event.fields.get("message", ""))) for event in events if event.kind == "warning"]
+    return JobView(
+        run=events[0].run if events else card.run,
+        name=card.name or _first(events, "start", "run_id", ""),
+        script=card.script,
+        host=card.host,
+        state=state,
+        reason=str(end.fields.get("reason") or end.fields.get("result", "")) if end and state == "failed" else "",
+        now=live.now,
+        begun=card.begun or (events[0].time if events else live.now),
+        ended=end.time if end is not None else events[-1].time if state == "gone" and events else None,
+        generation=ranks.generation,
+        world_size=ranks.world_size,
+        step=max((one.step for one in mine if one.step is not None), default=None),
+        steps_per_s=statistics.median(paces) if paces else None,
+        stall_s=sum(one.longest_stall_s or 0.0 for one in over),
+        stalled_s=_stalled(found, state, live.now),
+        restarts=sum(event.kind == "restart" for event in events),
+        resizes=sum(event.kind == "resize" for event in events),
+        losses_by_kind={kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        recoveries={answer: answers.count(answer) for answer in sorted(set(answers))},
+        checkpoint=_checkpoint(made[-1], live.now) if made else None,
+        checkpoints=len(made),
+        log_bytes=sum(one.log_bytes or 0 for one in mine),
+        disk_bytes=live.disk_bytes,
+        workers=workers,
+        losses=tuple(reversed(lost[-MOST_LOSSES:])),
+        spans=_spans(losses, found, made[-MOST_MARKS:], ranks.seen, end),
+        warnings=tuple(reversed(warnings[-MOST_WARNINGS:])),
+    )
+
+
+def kind_of(cause: str) -> str:
+    """One of few words for how a worker was lost; see :class:`LossView`."""
+    for pattern, kind in _CAUSES:
+        if match := re.search(pattern, cause):
+            return match.expand(kind)
+    return "other"
+
+
+def _worker(rank: int, held: Held, live: Live, ended: bool) -> WorkerView:
+    card = live.card
+    here = card is not None and held.agent == card.agent and held.host == card.host
+    pace = live.paces.get(rank) if here else None
+    phase = _phase(held, here, pace, live, ended)
+    trains = phase in (Phase.TRAINING, Phase.WAITING)
+    return WorkerView(
+        rank=rank,
+        phase=phase,
+        pid=held.pid,
+        host=held.host,
+        here=here,
+        step=pace.tops if pace is not None and pace.tops else None,
+        steps_per_s=pace.steps_per_s(live.now) if pace is not None and trains else None,
+        log_bytes=pace.log_bytes if pace is not None else None,
+        losses=held.losses,
+    )
+
+
+def _phase(held: Held, here: bool, pace: Pace | None, live: Live, ended: bool) -> Phase:
+    """The phase that events tell, and what can be seen of the process."""
+    if ended:
+        return Phase.DONE
+    if not here:
+        if live.card is not None and not live.alive:
+            return Phase.GONE
+        return Phase.ELSEWHERE if held.phase is Phase.STARTING else held.phase
+    process = live.states.get(held.pid) if held.pid is not None else None
+    if held.pid is None:
+        return Phase.LOST if live.alive else Phase.GONE
+    if process is None or process == "Z":
+        return Phase.GONE
+    if process == "T":
+        return Phase.STOPPED
+    if held.phase not in (Phase.STARTING, Phase.TRAINING) or pace is None or not pace.tops:
+        return held.phase
+    return Phase.WAITING if pace.inside and live.now - pace.changed > WAITS_S else Phase.TRAINING
+
+
+def _state(workers: Sequence[WorkerView], end: Event | None, live: Live, answering: bool) -> str:
+    if end is not None:
+        return "succeeded" if end.fields.get("result") == "succeeded" else "failed"
+    if live.card is None:
+        return "unknown"
+    if not live.alive:
+        return "gone"
+    phases = {one.phase for one in workers}
+    if not phases or phases == {Phase.STARTING}:
+        return "recovering" if answering else "starting"
+    going_on = phases & {Phase.TRAINING, Phase.WAITING, Phase.STOPPED, Phase.ELSEWHERE}
+    return "running" if going_on and Phase.STALLED not in phases else "recovering"
+
+
+def _ends(event: Event, card: Card | None) -> bool:
+    """Whether an ``end`` is that of the launcher that is looked at: of several, one may go before the others."""
+    return card is None or (event.fields.get("agent", card.agent), event.fields.get("host", card.host)) == (
+        card.agent,
+        card.host,
+    )
+
+
+def _losses(losses: Losses, found: Sequence[Recovery]) -> list[LossView]:
+    stalls: dict[tuple[int, float], float | None] = {}
+    for at, one in enumerate(found):
+        # One that was abandoned because of another loss is over when its successor is.
+        answered = next((each for each in found[at:] if each.superseded_by is None), one)
+        stalls |= {(loss.rank, loss.detected or 0.0): answered.longest_stall_s for loss in one.losses}
+    return [
+        LossView(
+            rank=one.rank,
+            time=one.detected,
+            cause=one.cause,
+            kind=kind_of(one.cause),
+            pid=one.pid,
+            newcomer=one.newcomer,
+            back_s=None if one.joined is None else one.joined - one.detected,
+            stall_s=stalls.get((one.rank, one.detected)),
+        )
+        for one in losses.all
+    ]
+
+
+def _stalled(found: Sequence[Recovery], state: str, now: float) -> float:
+    """How long the stall under way has lasted."""
+    begun = None
+    for one in reversed(found):
+        if one.complete:
+            break
+        begun = one.detected
+    return max(0.0, now - begun) if begun is not None and state == "recovering" else 0.0
+
+
+def _spans(
+    losses: Losses, found: Sequence[Recovery], made: Sequence[Event], ranks: set[int], end: Event | None
+) -> tuple[Span, ...]:
+    ended = None if end is None else end.time
+    marks = ((event.time, f"checkpoint at step {_whole(event.fields.get('top'))}") for event in made)
+    spans = [Span(-1, "checkpoint", when, when, text) for when, text in marks]
+    for one in losses.all[-MOST_LOSSES:]:
+        over = next((when for when in (one.joined, one.closed, ended) if when is not None), None)
+        started = over if one.started is None else one.started
+        spans.append(Span(one.rank, "lost", one.detected, started, f"lost: {one.cause}"))
+        if one.started is not None:
+            spans.append(Span(one.rank, "joining", one.started, over, f"pid {one.newcomer} takes the place"))
+    for each in reversed(found):
+        if len(spans) > MOST_SPANS:
+            break
+        what = "stalled" if each.answer in ("replace", "reroute") else "restart"
+        stalls = each.stall_s if what == "stalled" else dict.fromkeys(ranks, each.longest_stall_s or 0.0)
+        if each.complete:
+            spans += [
+                Span(rank, what, each.detected, each.detected + stall, f"{what} for {stall:.2f} s")
+                for rank, stall in stalls.items()
+                if rank not in each.lost
+            ]
+    return tuple(sorted(spans, key=lambda span: (span.begin, span.rank))[-MOST_SPANS:])
+
+
+def _checkpoint(event: Event, now: float) -> CheckpointView:
+    said = event.fields
+    return CheckpointView(
+        step=_whole(said.get("top")),
+        time=event.time,
+        age_s=max(0.0, now - event.time),
+        seconds=_number(said.get("seconds")),
+        nbytes=_whole(said.get("bytes")),
+    )
+
+
+def _first(events: Sequence[Event], kind: str, name: str, default: str) -> str:
+    return next((str(event.fields.get(name, default)) for event in events if event.kind == kind), default)
+
+
+def _number(value: Any) -> float:
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else 0.0
+
+
+def _whole(value: Any) -> int:
+    return value if type(value) is int else 0

@@ -1,0 +1,197 @@
+"""The view of a job, from its events and from what one look at the machine finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared_core.events import Event, EventLog
+from shared_core.protocol.progress_file import Pace, ProgressFile, read_pace
+from shared_core.system.card import Card, is_held, jobs_here
+from shared_core.system.jobdir import JobDir
+from shared_core.watch.follower import Follower, Tail
+from shared_core.watch.text import format_view
+from shared_core.watch.view import JobView, Live, kind_of, view_of
+
+BEGUN = 1000.0
+CARD = Card("aaaa", "mine", "/home/me/train.py", "node1", 10, BEGUN, "events.jsonl")
+START = {"agent": 10, "host": "node1", "world_size": 3, "pids": {"0": 100, "1": 101, "2": 102}}
+
+
+def at(after: float, kind: str, rank: int = -1, generation: int = 0, **fields: Any) -> Event:
+    return Event(kind, BEGUN + after, rank, generation, fields, "aaaa")
+
+
+#: Rank 1 of three is lost, and replaced.
+LOSS = [
+    at(0.0, "start", **START),
+    at(3.0, "checkpoint", 0, top=40, version=40, seconds=0.2, bytes=1000),
+    at(5.0, "lost", 1, cause="killed by SIGKILL", detected=BEGUN + 5.0, pid=101),
+    at(5.0, "generation", generation=1, lost=[1]),
+    at(5.1, "newcomer_start", 1, 1, pid=201, agent=10, host="node1"),
+    at(5.4, "recovered", 0, 1, stall_s=0.4),
+    at(5.4, "recovered", 2, 1, stall_s=0.4),
+    at(5.5, "newcomer_ready", 1, 1),
+    at(5.6, "resumed", 0, 1, stall_s=0.6),
+    at(5.6, "resumed", 2, 1, stall_s=0.5),
+]
+
+
+def live(seconds: float, *, alive: bool = True, tops: int = 50, **states: str | None) -> Live:
+    """All processes run, but those that are named (``p101="T"``); all workers have passed so many batch tops."""
+    now = BEGUN + seconds
+    paces = {rank: Pace(tops, False, now, tops - 20, now - 2.0, now, 500) for rank in range(3)} if tops else {}
+    seen = dict.fromkeys((100, 101, 102, 201), "S") | {int(name[1:]): state for name, state in states.items()}
+    return Live(now, alive, CARD, paces, seen)
+
+
+def phases(view: JobView) -> list[str]:
+    return [one.phase for one in view.workers]
+
+
+@pytest.mark.parametrize(
+    "many, now, state, expected",
+    [
+        (1, 0.1, "starting", "starting starting starting"),
+        (2, 4.0, "running", "training training training"),
+        (4, 5.0, "recovering", "stalled lost stalled"),
+        (5, 5.2, "recovering", "stalled joining stalled"),
+        (7, 5.4, "running", "training joining training"),
+        (10, 9.0, "running", "training training training"),
+    ],
+)
+def test_a_loss_step_by_step(many: int, now: float, state: str, expected: str) -> None:
+    view = view_of(LOSS[:many], live(now, tops=0 if many == 1 else 50))
+    assert (view.state, phases(view)) == (state, expected.split())
+    assert view.present == 3 - expected.count("lost")
+    assert view.stalled_s == pytest.approx(now - 5.0 if state == "recovering" else 0.0)
+
+
+def test_all_of_a_view() -> None:
+    view = view_of(LOSS, live(9.0))
+    assert (view.run, view.name, view.script, view.host) == ("aaaa", "mine", "/home/me/train.py", "node1")
+    assert (view.step, view.steps_per_s, view.generation, view.world_size, view.log_bytes) == (50, 10.0, 1, 3, 1500)
+    assert (view.stall_s, view.losses_by_kind, view.recoveries) == (0.6, {"SIGKILL": 1}, {"replace": 1})
+    assert view.checkpoint is not None and (view.checkpoint.step, view.checkpoint.age_s) == (40, 6.0)
+    (loss,) = view.losses
+    assert (loss.rank, loss.pid, loss.newcomer, loss.back_s, loss.stall_s) == (1, 101, 201, 0.5, 0.6)
+    assert [(one.rank, one.what, one.begin - BEGUN, (one.end or 0) - BEGUN) for one in view.spans] == [
+        (-1, "checkpoint", 3.0, 3.0),
+        (0, "stalled", 5.0, pytest.approx(5.6)),
+        (1, "lost", 5.0, pytest.approx(5.1)),
+        (2, "stalled", 5.0, 5.5),
+        (1, "joining", pytest.approx(5.1), 5.5),
+    ]
+    assert json.loads(json.dumps(view.to_dict()))["workers"][1]["losses"] == 1
+    assert format_view(view).startswith("train.py, run aaaa on node1: running, for 9 s\n")
+
+
+def test_what_only_the_machine_shows() -> None:
+    assert phases(view_of(LOSS[:1], live(4.0, p101="T", p102=None))) == ["training", "stopped", "gone"]
+    waits = live(4.0)
+    waits = Live(waits.now, True, CARD, {0: Pace(5, True, waits.now - 3.0, 1, BEGUN, BEGUN + 1, 0)}, waits.states)
+    assert phases(view_of(LOSS[:1], waits)) == ["waiting", "starting", "starting"]
+    killed = view_of(LOSS, live(9.0, alive=False, p100=None, p201=None, p102=None))
+    assert (killed.state, phases(killed), killed.over) == ("gone", ["gone"] * 3, True)
+
+
+def test_all_start_again_and_another_number() -> None:
+    again = [*LOSS, at(8.0, "lost", 2, 1, cause="no progress for 9 s"), at(8.1, "restart", -1, 1, reason="why")]
+    view = view_of(again, live(8.2))
+    assert (view.state, view.restarts, view.generation, view.stalled_s) == ("recovering", 1, 0, pytest.approx(0.2))
+    again += [at(8.5, "start", **START), at(9.0, "resumed", 0, stall_s=1.0)]
+    view = view_of(again, live(9.5))
+    assert (view.state, view.stall_s, view.recoveries) == ("running", pytest.approx(1.6), {"replace": 1, "restart": 1})
+    assert [one.losses for one in view.workers] == [0, 1, 1] and view.losses_by_kind == {"SIGKILL": 1, "no progress": 1}
+    assert [one.rank for one in view.spans if one.what == "restart"] == [0, 1]
+    fewer = [*again, at(10.0, "resize", before=3, workers=2), at(10.2, "start", **START | {"world_size": 2})]
+    view = view_of(fewer, live(11.0))
+    assert (view.resizes, view.world_size) == (1, 2)
+
+
+def test_a_stall_of_those_that_go_on_without() -> None:
+    """Their lanes have no generation."""
+    rerouted = [
+        *LOSS[:3],
+        at(5.0, "generation", generation=1, lost=[1], absent=[1]),
+        at(5.1, "resumed", 0, stall_s=0.1),
+    ]
+    view = view_of([*rerouted, at(5.2, "resumed", 2, stall_s=0.2)], live(5.3))
+    assert (view.state, phases(view)) == ("running", ["training", "lost", "training"])
+    assert (view.recoveries, view.stall_s) == ({"reroute": 1}, 0.2)
+
+
+def test_several_machines_in_one_file() -> None:
+    other = START | {"agent": 20, "host": "node2", "pids": {"3": 100, "4": 101}, "world_size": 5}
+    events = [LOSS[0], at(0.1, "start", **other), at(9.0, "end", result="SignalException", agent=20, host="node2")]
+    view = view_of(events, live(10.0))
+    assert (view.state, view.world_size, view.present) == ("running", 5, 5)
+    assert [one.here for one in view.workers] == [True] * 3 + [False] * 2
+    assert phases(view)[3:] == ["elsewhere"] * 2 and view.workers[3].step is None
+    view = view_of([*events, at(11.0, "end", result="succeeded", agent=10, host="node1")], live(12.0))
+    assert (view.state, view.ended) == ("succeeded", BEGUN + 11.0)
+
+
+def test_causes_are_few_words() -> None:
+    for cause, kind in (
+        ("killed by SIGSEGV", "SIGSEGV"),
+        ("exited with code 3", "exit"),
+        ("ValueError: killed by SIGKILL 7 (at train.py:3)", "exception"),
+        ("its machine was lost", "machine"),
+        ("stopped (SIGSTOP), killed by the agent", "stopped"),
+        ("no progress for 300 s (progress_timeout_s), killed by the agent", "no progress"),
+        ("\x1b[31m", "other"),
+    ):
+        assert kind_of(cause) == kind
+
+
+def test_the_pace_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [BEGUN]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    file = ProgressFile(tmp_path / "progress")
+    for top in range(1, 101):
+        now[0] += 0.5 if top <= 60 else 0.25
+        file.top(top, 7 * top)
+    pace = read_pace(tmp_path / "progress")
+    file.close()
+    assert pace is not None and (pace.tops, pace.log_bytes) == (100, 700)
+    assert pace.steps_per_s(now[0]) == pytest.approx(4.0, rel=0.5)  # over 10 to 20 s
+    assert pace.steps_per_s(now[0] + 1000.0) < 0.1  # it stands still
+    (tmp_path / "short").write_bytes(b"x" * 30)
+    assert read_pace(tmp_path / "short") is read_pace(tmp_path / "absent") is None
+
+
+def test_a_file_of_events_is_followed(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    tail = Tail(path)
+    assert tail.read() == []
+    first = EventLog(path, "aaaa").emit("start")
+    with path.open("a") as file:
+        file.write('{"kind":"lo')
+    assert tail.read() == [first] and tail.read() == []
+    second = EventLog(path, "aaaa").emit("end")  # in the torn line
+    assert tail.read() == [second]
+    assert Tail(path, path.stat().st_size).read() == []
+
+
+def test_jobs_that_run_here(tmp_path: Path) -> None:
+    job = JobDir(logging=False)
+    try:
+        assert job.path not in dict(jobs_here())
+        events = tmp_path / "events.jsonl"
+        EventLog(events, "bbbb").emit("start", pids={"0": 1})  # of another run, before this one
+        card = Card("aaaa", "mine", "train.py", "node1", 10, BEGUN, str(events), events.stat().st_size)
+        card.write(job.path)
+        job.clear()
+        assert dict(jobs_here())[job.path] == card and is_held(job.path)
+        EventLog(events, "aaaa").emit("start", **START)
+        follower = Follower(job.path)
+        assert follower.view().run == "aaaa" and follower.view().world_size == 3
+        (job.path / "card.json").write_text('{"run": 3}')
+        assert job.path not in dict(jobs_here())
+    finally:
+        job.remove()
+    assert follower.view().run == "aaaa" and not is_held(job.path)
