@@ -42,16 +42,41 @@ def test_a_replay_is_shared_and_bitwise_the_same(jobs: Jobs, tmp_path: Path, ran
     assert helped(result) == [2]  # from the checkpoint at batch top 6 to batch top 8, and no further
 
 
-@pytest.mark.nightly
-def test_a_helper_that_is_lost_costs_only_its_share(jobs: Jobs, tmp_path: Path) -> None:
-    faults = [Fault(1, 8, "pipe.forward", "SIGKILL", 2), Fault(3, -1, "recovery.installed", "SIGKILL")]
-    run(jobs, tmp_path, faults)
+#: Log groups, and who is lost. The line that replays together is the whole group, or all neighbours that are lost.
+LINES = {
+    "first two stages": ("0-1", [Fault(1, 8, "pipe.forward", "SIGKILL", 2)]),
+    "middle two stages": ("1-2", [Fault(2, 8, "pipe.backward", "SIGKILL", 2)]),
+    "last two stages": ("2-3", [Fault(3, 8, "pipe.forward", "SIGKILL", 2)]),
+    "three stages": ("0-2", [Fault(0, 8, "pipe.forward", "SIGKILL", 2)]),
+    "neighbours of two groups": (
+        "worker",
+        [Fault(1, 8, "pipe.forward", "SIGKILL", 2), Fault(2, ANY_STEP, "recovery.severed", "SIGKILL")],
+    ),
+}
+
+
+@pytest.mark.parametrize("line", most(LINES, *(name for name in LINES if name != "middle two stages")))
+def test_the_replay_of_several_stages_is_shared(jobs: Jobs, tmp_path: Path, line: str) -> None:
+    groups, faults = LINES[line]
+    result = run(jobs, tmp_path, faults, "--tied", "--clip", "0.1", "--schedule", log_groups=groups)
+    assert helped(result) == [2] * (3 if line == "three stages" else 2), result.tail()
 
 
 @pytest.mark.nightly
-def test_neighbours_lost_together_replay_alone(jobs: Jobs, tmp_path: Path) -> None:
-    faults = [Fault(1, 8, "pipe.forward", "SIGKILL", 2), Fault(2, ANY_STEP, "recovery.severed", "SIGKILL")]
-    assert sum(helped(run(jobs, tmp_path, faults))) == 0
+@pytest.mark.parametrize("groups", ["worker", "1-2"])
+def test_a_helper_that_is_lost_costs_only_its_share(jobs: Jobs, tmp_path: Path, groups: str) -> None:
+    faults = [Fault(1, 8, "pipe.forward", "SIGKILL", 2), Fault(3, ANY_STEP, "replay.helped", "SIGKILL")]
+    run(jobs, tmp_path, faults, log_groups=groups)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_newcomer_of_several_is_lost_again(jobs: Jobs, tmp_path: Path, rank: int) -> None:
+    faults = [
+        Fault(1, 8, "pipe.forward", "SIGKILL", 2),
+        Fault(rank, ANY_STEP, "pipe.reduce", "SIGKILL", incarnation=1),
+    ]
+    assert helped(run(jobs, tmp_path, faults, log_groups="1-2")) == [2, 2]
 
 
 @pytest.mark.nightly
@@ -73,16 +98,16 @@ def test_shares_are_even_and_the_newcomer_has_the_fewest() -> None:
 
 def test_cost_of_a_shared_step() -> None:
     """By hand: 8 micro-batches of 1 s, a stage of 10 bytes, messages of 1 byte, 10 bytes a second."""
-    ordered = ReplayCost(8, 1.0, 10, 1, 10.0)
+    ordered = ReplayCost(8, (1.0,), 10, 1, 10.0)
     assert ordered.seconds(1) == 8.0
     assert ordered.seconds(2) == pytest.approx(4 + (10 + 4 * 10 + 4 * 1) / 10)
-    slices = ReplayCost(8, 1.0, 10, 1, 10.0, ordered=False)
+    slices = ReplayCost(8, (1.0,), 10, 1, 10.0, ordered=False)
     assert slices.seconds(2) == pytest.approx(4 + (10 + 10 + 4 * 1) / 10)
     assert ordered.best(8) == 1 and slices.best(8) == 2
 
 
 def test_the_best_number_of_workers_is_the_least_of_all() -> None:
     for bytes_per_s in (1.0, 30.0, 1e3, 1e6):
-        replay = ReplayCost(16, 0.3, 10, 2, bytes_per_s)
+        replay = ReplayCost(16, (0.3,), 10, 2, bytes_per_s)
         assert replay.seconds(replay.best(12)) == min(replay.seconds(n) for n in range(1, 13))
-    assert ReplayCost(16, 0.3, 10, 2, 1e9).best(4) == 4 and ReplayCost(3, 0.3, 10, 2, 1e9).best(9) == 3
+    assert ReplayCost(16, (0.3,), 10, 2, 1e9).best(4) == 4 and ReplayCost(3, (0.3,), 10, 2, 1e9).best(9) == 3
