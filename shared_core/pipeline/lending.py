@@ -3,8 +3,8 @@ micro-batches of their stages.
 
 Newcomers of neighbouring stages that start at the same place are a line. Its first draws the data or reads logged
 activations, its last reads logged gradients; each hands its part of a micro-batch to a helper, which computes all
-stages of the line and gives each newcomer what its stage makes of it. The line computes its own share as a pipeline. A
-helper that is lost costs nothing but its share, which the line computes itself.
+stages of the line and gives each newcomer what its stage makes of it. The line computes its own share as a pipeline.
+All of this is apart from the program's own messages, so where somebody is lost on the way, the step is made without.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shared_core.errors import SwiftError, WaitTimeout
 from shared_core.faults import inject
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline.cost import ReplayCost, shares
-from shared_core.pipeline.stage import Computed, Stage, Work, compute_line
+from shared_core.pipeline.stage import Computed, Passed, Stage, Work, compute_line
 from shared_core.system.threads import start
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.recovery.exchange import Replaying
@@ -218,13 +218,33 @@ class Helpers:
         """How many survivors compute."""
         return len(self.sizes[1:])
 
-    def lend(self, stage: Stage, works: list[Work]) -> None:
-        """Hand out this newcomer's part of the micro-batches that the line does not compute itself, in order.
+    def compute(self, stage: Stage, works: list[Work]) -> list[Computed]:
+        """Compute the micro-batches of one step, here and at the helpers. Called by all newcomers of the line. The
+        global generators are as before afterwards.
+
+        Args:
+            stage: of this newcomer.
+            works: with what comes from outside the line.
+
+        Returns:
+            What this newcomer's stage makes of them.
 
         Raises:
-            RuntimeError: a helper was lost.
-            WaitTimeout: a helper does not take part.
+            RuntimeError: a helper or a newcomer was lost; nothing was changed.
+            WaitTimeout: one does not answer.
         """
+        before = RawRandom()
+        try:
+            self._lend(stage, works[self.sizes[0] :])
+            done = self._own_share(stage, works[: self.sizes[0]])
+        finally:
+            restore_raw(before)
+        for place in range(self.line, self.line + self.use):
+            head, results = receive(self.inner, place, "to compute its share of the replay", _HELP_S)
+            done += [Computed(*_computed(layout, results)) for layout in head["layouts"]]
+        return done
+
+    def _lend(self, stage: Stage, works: list[Work]) -> None:
         parameters, rest = [p.detach() for p in stage.parameters], works
         for place, size in enumerate(self.sizes[1:], self.line):
             share, rest = rest[:size], rest[size:]
@@ -233,18 +253,29 @@ class Helpers:
             tensors = [tensor for _, flat in layouts for tensor in flat]
             send(self.inner, place, {"do": "compute", "works": rows, "sum": not self.ordered}, parameters + tensors)
 
-    def collect(self) -> list[Computed]:
-        """What this newcomer's stage makes of the micro-batches that were lent, in order.
-
-        Raises:
-            RuntimeError: a helper was lost.
-            WaitTimeout: a helper does not answer.
-        """
-        done = []
-        for place in range(self.line, self.line + self.use):
-            head, results = receive(self.inner, place, "to compute its share of the replay", _HELP_S)
-            done += [Computed(*_computed(layout, results)) for layout in head["layouts"]]
+    def _own_share(self, stage: Stage, works: list[Work]) -> list[Computed]:
+        if self.line == 1:
+            return [stage.backward(stage.forward(work), work.gradient) for work in works]
+        place = self.inner.members.index(self.inner.rank)
+        passed: list[Passed] = []
+        for work in works:
+            inputs = work.inputs if place == 0 else self._from(place - 1)
+            passed.append(stage.forward(Work(work.number, inputs, work.labels)))
+            self._to(place + 1, passed[-1].outputs)
+        done: list[Computed] = []
+        for work, each in zip(works, passed, strict=True):
+            gradient = work.gradient if place == self.line - 1 else self._from(place + 1)
+            done.append(stage.backward(each, gradient))
+            self._to(place - 1, done[-1].input_gradients)
         return done
+
+    def _from(self, place: int) -> torch.Tensor:
+        _, (tensor,) = receive(self.inner, place, "to compute its stage of the replay", _HELP_S)
+        return tensor
+
+    def _to(self, place: int, tensor: torch.Tensor) -> None:
+        if 0 <= place < self.line:
+            send(self.inner, place, {}, [tensor])
 
     def end(self) -> None:
         """No more help is needed."""

@@ -2,13 +2,14 @@
 
 Only steps that all survivors have made are shared: every message of theirs is in a log. What remains is replayed by
 the schedule, as always. Newcomers of neighbouring stages (a line, see :mod:`shared_core.pipeline.lending`) still send
-each other every message, in order, as the schedule would: so each can make up by itself for a helper that is lost.
+each other every message, in the order of the schedule: so each can go on by itself where a helper is lost, whatever the
+others of the line have noticed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
@@ -187,10 +188,8 @@ class SharedReplay:
         engine.fwd_outputs = []
         works = [self._work(place) for place in range(engine.micro_batches)]
         assert self._helpers is not None
-        began, mine = time.perf_counter(), self._helpers.sizes[0]
-        self._with(lambda helpers: helpers.lend(own, works[mine:]))
-        done = self._pass(own, works[:mine])
-        done += self._pass(own, works[mine:], self._with(lambda helpers: helpers.collect()))
+        began = time.perf_counter()
+        done = self._pass(own, works, self._helped(own, works))
         self._steps += 1
         self._took += time.perf_counter() - began
         for place, parameter in enumerate(own.parameters):
@@ -202,14 +201,13 @@ class SharedReplay:
         for instruction in (schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep):
             compat.instructions_of(engine)[instruction](engine)
 
-    def _with(self, do: Callable[[Helpers], _T]) -> _T | None:
-        """None once a helper was lost: then this stage computes by itself what was lent, and the steps after that by
-        the schedule. The others of the line notice by themselves: a cut group ends for all.
+    def _helped(self, own: Stage, works: list[Work]) -> list[Computed] | None:
+        """None where somebody was lost: then this stage computes the step by itself, and the schedule those after it.
+        The others of the line notice by themselves: a cut group ends for all.
         """
-        if self._helpers is None:
-            return None
+        assert self._helpers is not None
         try:
-            return do(self._helpers)
+            return self._helpers.compute(own, works)
         except (RuntimeError, SwiftError):
             self._job.replays.drop_side(self._helpers.inner)
             self._helpers = None
@@ -232,41 +230,46 @@ class SharedReplay:
             work.gradient = engine.grad_layer.clone()
         return work
 
-    def _pass(self, own: Stage, works: list[Work], known: list[Computed] | None = None) -> list[Computed]:
-        """Forward and backward of micro-batches, with all messages; of those that neighbours have had already a copy
-        goes into the log again, and nothing further.
+    def _pass(self, own: Stage, works: list[Work], known: list[Computed] | None) -> list[Computed]:
+        """Forward and backward of all micro-batches in the order of the schedule, with all messages. Of those that
+        neighbours have had already a copy goes into the log again, and nothing further.
 
         Args:
             own: this stage.
             works: in order.
-            known: what comes out, where others have computed it.
+            known: what comes out, where it is computed; else it is computed here.
         """
-        engine, buffers = self._engine, self._engine.pipe_buffers
-        passed: list[Passed] = []
+        engine = self._engine
+        ahead, behind = iter(range(len(works))), iter(range(len(works)))
+        passed: dict[int, Passed] = {}
         done: list[Computed] = []
-        for place, work in enumerate(works):
-            if self._joined(-1):
-                compat.receive_activations(engine)
-                work.inputs = buffers["inputs"][0]
-            if known is None:
-                passed.append(_undisturbed(partial(own.forward, work)))
-            if not engine.is_last_stage():
-                buffers["outputs"][0] = passed[-1].outputs if known is None else known[place].outputs
-                compat.send_activations(engine)
-                buffers["outputs"][0] = None
-            if not self._joined(+1):
-                done.append(known[place] if known is not None else self._back(own, passed.pop(), work))
-                self._send_back(work, done[-1])
-        if self._joined(+1):
-            for place, work in enumerate(works):
+        for forward in _order(engine):
+            place = next(ahead if forward else behind)
+            work = works[place]
+            if forward:
+                if self._joined(-1):
+                    compat.receive_activations(engine)
+                    work.inputs = engine.pipe_buffers["inputs"][0]
+                if known is None:
+                    passed[place] = _undisturbed(partial(own.forward, work))
+                self._send_on(passed[place] if known is None else known[place])
+                continue
+            if self._joined(+1):
                 compat.receive_gradients(engine)
                 work.gradient = engine.grad_layer.clone()
-                done.append(known[place] if known is not None else self._back(own, passed[place], work))
-                self._send_back(work, done[-1])
+            if known is None:
+                done.append(_undisturbed(partial(own.backward, passed.pop(place), work.gradient)))
+            else:
+                done.append(known[place])
+            self._send_back(work, done[-1])
         return done
 
-    def _back(self, own: Stage, passed: Passed, work: Work) -> Computed:
-        return _undisturbed(partial(own.backward, passed, work.gradient))
+    def _send_on(self, made: Passed | Computed) -> None:
+        engine, buffers = self._engine, self._engine.pipe_buffers
+        if not engine.is_last_stage():
+            buffers["outputs"][0] = made.outputs
+            compat.send_activations(engine)
+            buffers["outputs"][0] = None
 
     def _send_back(self, work: Work, each: Computed) -> None:
         engine, buffers = self._engine, self._engine.pipe_buffers
@@ -284,6 +287,13 @@ class SharedReplay:
                 tensor.grad = gradient
             buffers["inputs"][0] = tuple(held) if isinstance(work.inputs, tuple) else held[0]
             compat.send_gradients(engine)
+
+
+def _order(engine: InstrumentedEngine) -> Iterator[bool]:
+    """The schedule's order: whether each pass is a forward or a backward. Both take the micro-batches as they come."""
+    steps = schedule.TrainSchedule(engine.micro_batches, engine.num_stages, engine.stage_id).steps()
+    kinds = (schedule.ForwardPass, schedule.BackwardPass)
+    return (isinstance(each, kinds[0]) for slot in steps for each in slot if isinstance(each, kinds))
 
 
 def _undisturbed(compute: Callable[[], _T]) -> _T:
