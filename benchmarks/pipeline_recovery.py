@@ -93,6 +93,7 @@ EMULATED = (
     Case(2, 2, "torchrun", ((1,),)),
     Case(4, 1, "replay", ((0,), (2,), (3,), (1, 2))),
     Case(4, 1, "shared replay", ((1,), (2,))),
+    Case(4, 1, "shared replay", ((3,),), groups="2-3"),
     Case(4, 1, "torchrun", ((3,),)),
     Case(4, 2, "replica", ((0,), (2,), (3,), (1, 2))),
     Case(4, 2, "torchrun", ((3,),)),

@@ -15,6 +15,8 @@ STEPS_BETWEEN_CHECKPOINTS = 100
 #: Steps that were replayed: the failure was at step 150, the checkpoint at step 100.
 REPLAYED_STEPS = 50
 LINK_BYTES_PER_S = 5e10
+#: Of the blocks of both models.
+WIDTH = 1024
 
 #: Compute seconds of a step of each machine, ViT-128. Taken on the host, so with time spent waiting in them.
 VIT_COMPUTE_S = (
@@ -58,6 +60,11 @@ class Model:
     step_s: float
     recovery_s: Mapping[float, float]
     ran: Mapping[float, Groups]
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a stage's parameters, which is one block: attention and a perceptron of 4 times the width, in float32."""
+        return (12 * WIDTH * WIDTH + 13 * WIDTH) * 4
 
 
 def _groups(*ends: int) -> Groups:

@@ -63,6 +63,8 @@ POINTS: tuple[str, ...] = (
     "recovery.installed",
     # A survivor has sent one more message from its log on disk to a newcomer that replays.
     "recovery.streamed",
+    # A survivor has computed its share of a step that others replay, and hands it back.
+    "replay.helped",
     "resize.severed",
     "resize.cut",
     # on_failure="reroute": before a lane is connected, before a wait in it, before survivors and newcomers meet, after

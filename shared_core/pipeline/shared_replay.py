@@ -1,12 +1,17 @@
 """A newcomer's steps between the checkpoint and its predecessor's place, computed together with the survivors.
 
 Only steps that all survivors have made are shared: every message of theirs is in a log. What remains is replayed by
-the schedule, as always.
+the schedule, as always. Newcomers of neighbouring stages (a line, see :mod:`shared_core.pipeline.lending`) still send
+each other every message, in the order of the schedule: so each can go on by itself where a helper is lost, whatever the
+others of the line have noticed.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
@@ -14,13 +19,15 @@ from deepspeed.runtime.pipe import schedule
 
 from shared_core.errors import SwiftError
 from shared_core.job import Job
+from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import compat, lending, stage
-from shared_core.pipeline.cost import ReplayCost
 from shared_core.pipeline.instrumented_engine import InstrumentedEngine
-from shared_core.pipeline.lending import Helpers
-from shared_core.pipeline.stage import Computed, Work, as_tuple, has_running_statistics
+from shared_core.pipeline.lending import Helpers, Line, Part, Wish
+from shared_core.pipeline.stage import Computed, Passed, Stage, Work, as_tuple, has_running_statistics
 from shared_core.system import threads
 from shared_core.worker.recovery.exchange import Replaying
+
+_T = TypeVar("_T")
 
 
 class SharedReplay:
@@ -35,9 +42,8 @@ class SharedReplay:
         self._engine, self._job = engine, job
         self._helpers: Helpers | None = None
         self._decided = False
+        self._line: Line = ()
         self._steps, self._took = 0, 0.0
-        #: Seconds of a step by the newcomer alone, and with its helpers; 0 if not measured.
-        self._expected = (0.0, 0.0)
 
     @property
     def possible(self) -> bool:
@@ -59,10 +65,14 @@ class SharedReplay:
         """Help newcomers from now on."""
         engine, job, threads = self._engine, self._job, torch.get_num_threads()
 
-        def stage_of(rank: int) -> stage.Stage:
+        def stage_of(rank: int) -> Stage:
             return stage.clone(engine, compat.stage_of(engine, rank), job.config.seed)
 
-        job.replays.help(lambda replaying: lending.help_newcomers(job.replays, replaying, stage_of, threads))
+        def help_them(replaying: Replaying) -> None:
+            to_help = lending.lines(replaying, lambda rank: compat.stage_of(engine, rank))
+            lending.help_newcomers(job.replays, replaying, to_help, stage_of, threads)
+
+        job.replays.help(help_them)
 
     # -- in the newcomer ---------------------------------------------------------------------------
 
@@ -78,29 +88,31 @@ class SharedReplay:
         if self._engine.global_steps >= replaying.complete:
             self._end()
             return False
-        if not self._decided and (micro_s or self._job.config.replay.parallel == "always") and self._shapes_known():
+        if not self._decided and (micro_s or self._job.config.replay.parallel == "always") and self._has_trained():
             self._decided = True
-            self._ask(micro_s)
+            self._ask(replaying, micro_s)
         return self._helpers is not None
 
-    def _shapes_known(self) -> bool:
+    def _has_trained(self) -> bool:
+        """Whether a step has been made, here or by the predecessor, in which the shapes of messages became known; the
+        same at all newcomers of a line.
+        """
         engine = self._engine
-        incoming = engine.is_first_stage() or engine.pipe_recv_buf is not None
-        return incoming and (engine.is_last_stage() or isinstance(engine.grad_layer, torch.Tensor))
+        first, last = engine.is_first_stage(), engine.is_last_stage()
+        known = (first or engine.pipe_recv_buf is not None) and (last or engine.grad_layer is not None)
+        return known and (engine.timed > 0 or engine.global_steps > 0)
 
-    def _ask(self, micro_s: float) -> None:
+    def _ask(self, replaying: Replaying, micro_s: float) -> None:
         """Decide who computes; whoever is not needed may go."""
-        replaying = self._job.replays.own
-        assert replaying is not None
+        job = self._job
+        self._line = self._line_of(replaying)
         if not self._messages_in_logs(replaying):
             self._dismiss(replaying)
             return
+        policy = job.config.replay.parallel
+        wish = Wish(int(self._engine.micro_batches), policy, job.config.replay.sums == "ordered")
         try:
-            inner = lending.meet(self._job.replays, replaying, self._job.rank)
-            replay, count = self._replay(micro_s, lending.bytes_per_s(inner)), len(replaying.survivors)
-            use = lending.workers_to_use(replay, count, self._job.config.replay.parallel)
-            helpers = Helpers(self._job.replays, inner, count, use, self._ordered)
-            self._expected = (replay.seconds(1), replay.seconds(use + 1)) if micro_s else (0.0, 0.0)
+            helpers = lending.agree(job.replays, replaying, self._line, self._part(micro_s), wish)
         except (RuntimeError, SwiftError):
             return  # a loss, or nobody comes: the schedule does it
         if helpers.use:
@@ -108,46 +120,62 @@ class SharedReplay:
         else:
             helpers.end()
 
+    def _line_of(self, replaying: Replaying) -> Line:
+        engine, rank = self._engine, self._job.rank
+        return next(
+            line for line in lending.lines(replaying, lambda each: compat.stage_of(engine, each)) if rank in line
+        )
+
     def _messages_in_logs(self, replaying: Replaying) -> bool:
-        """Whether both neighbours have sent all they will, and no layer depends on the order of micro-batches."""
+        """Whether both neighbours of the line have sent all they will."""
         engine = self._engine
+        first, last = (compat.stage_of(engine, self._line[place]) for place in (0, -1))
         neighbours = {
             engine.grid.stage_to_global(stage_id=each)
-            for each in (engine.stage_id - 1, engine.stage_id + 1)
+            for each in (first - 1, last + 1)
             if 0 <= each < engine.num_stages
         }
-        return neighbours <= set(replaying.survivors) and not has_running_statistics(engine.module)
+        return neighbours <= set(replaying.survivors)
 
     def _dismiss(self, replaying: Replaying) -> None:
+        line = self._line
+
         def dismiss() -> None:
             try:
-                inner = lending.meet(self._job.replays, replaying, self._job.rank)
-                Helpers(self._job.replays, inner, len(replaying.survivors)).end()
+                inner = lending.meet(self._job.replays, replaying, line)
+                Helpers(self._job.replays, inner, len(line)).end()
             except (RuntimeError, SwiftError):
                 return
 
         threads.start(dismiss, name="swift-dismiss")
 
-    @property
-    def _ordered(self) -> bool:
-        return self._job.config.replay.sums == "ordered"
-
-    def _replay(self, micro_s: float, bytes_per_s: float) -> ReplayCost:
+    def _part(self, micro_s: float) -> Part:
         engine = self._engine
         stage_bytes = sum(p.numel() * p.element_size() for p in engine.module.parameters())
-        buffers = [*as_tuple(engine.pipe_recv_buf), *as_tuple(engine.grad_layer)]
-        message_bytes = 2 * sum(t.numel() * t.element_size() for t in buffers)
-        return ReplayCost(engine.micro_batches, micro_s, stage_bytes, message_bytes, bytes_per_s, self._ordered)
+        before, after = (
+            sum(t.numel() * t.element_size() for t in as_tuple(buffer))
+            for buffer in (engine.pipe_recv_buf, engine.grad_layer)
+        )
+        handed = before * (not self._joined(-1)) + after * (not self._joined(+1))
+        # No layer may depend on the order of micro-batches, and one tensor has to pass to the next stage.
+        one = engine.is_last_stage() or isinstance(engine.grad_layer, torch.Tensor)
+        able = one and not has_running_statistics(engine.module)
+        return Part(micro_s, stage_bytes, handed + before + after, able)
+
+    def _joined(self, way: int) -> bool:
+        """Whether the previous (-1) or the next (+1) stage is in the line."""
+        return 0 <= self._line.index(self._job.rank) + way < len(self._line)
 
     def _end(self) -> None:
         job, helpers, replaying = self._job, self._helpers, self._job.replays.own
         assert replaying is not None
         if helpers is not None:
-            alone, planned = self._expected
+            alone, planned = helpers.expected
             fields = {"step_s": self._took / max(self._steps, 1), "planned_s": planned, "alone_s": alone}
             job.news.emit("help", steps=self._steps, helpers=helpers.use, ordered=helpers.ordered, **fields)
             helpers.end()
         elif not self._decided:
+            self._line = self._line_of(replaying)
             self._dismiss(replaying)
         self._helpers, self._decided = None, False
         job.replays.end()
@@ -161,15 +189,9 @@ class SharedReplay:
         works = [self._work(place) for place in range(engine.micro_batches)]
         assert self._helpers is not None
         began = time.perf_counter()
-        try:
-            done = self._helpers.compute(own, works)
-        except (RuntimeError, SwiftError):
-            self._job.replays.drop_side(self._helpers.inner)  # a helper was lost
-            self._helpers = None
-            done = lending.compute_here(own, works)
+        done = self._pass(own, works, self._helped(own, works))
         self._steps += 1
         self._took += time.perf_counter() - began
-        self._pass_on(works, done)
         for place, parameter in enumerate(own.parameters):
             for each in done:
                 gradient = each.gradients[place]
@@ -179,41 +201,105 @@ class SharedReplay:
         for instruction in (schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep):
             compat.instructions_of(engine)[instruction](engine)
 
+    def _helped(self, own: Stage, works: list[Work]) -> list[Computed] | None:
+        """None where somebody was lost: then this stage computes the step by itself, and the schedule those after it.
+        The others of the line notice by themselves: a cut group ends for all.
+        """
+        assert self._helpers is not None
+        try:
+            return self._helpers.compute(own, works)
+        except (RuntimeError, SwiftError):
+            self._job.replays.drop_side(self._helpers.inner)
+            self._helpers = None
+            return None
+
     def _work(self, place: int) -> Work:
-        engine = self._engine
-        buffers = engine.pipe_buffers
+        """A micro-batch, with what comes from outside the line."""
+        engine, buffers = self._engine, self._engine.pipe_buffers
+        work = Work(engine.number_of(place), None)
         if engine.is_first_stage() or engine.is_last_stage():
             compat.load_micro_batch(engine)
-        if not engine.is_first_stage():
-            compat.receive_activations(engine)
-        work = Work(engine.number_of(place), buffers["inputs"][0])
+        if not self._joined(-1):
+            if not engine.is_first_stage():
+                compat.receive_activations(engine)
+            work.inputs = buffers["inputs"][0]
         if engine.is_last_stage():
             work.labels = buffers["labels"][0]
-        else:
+        elif not self._joined(+1):
             compat.receive_gradients(engine)
             work.gradient = engine.grad_layer.clone()
         return work
 
-    def _pass_on(self, works: list[Work], done: list[Computed]) -> None:
-        """Send what the neighbours have had already: it goes into the log again, and no further."""
+    def _pass(self, own: Stage, works: list[Work], known: list[Computed] | None) -> list[Computed]:
+        """Forward and backward of all micro-batches in the order of the schedule, with all messages. Of those that
+        neighbours have had already a copy goes into the log again, and nothing further.
+
+        Args:
+            own: this stage.
+            works: in order.
+            known: what comes out, where it is computed; else it is computed here.
+        """
         engine = self._engine
-        buffers = engine.pipe_buffers
-        for work, each in zip(works, done, strict=True):
-            if engine.is_last_stage():
-                assert each.loss is not None
-                engine.loss = each.loss
-                engine.fwd_outputs.append(each.loss)
-                if engine.total_loss is None:
-                    engine.total_loss = torch.zeros_like(each.loss)
-                engine.total_loss += each.loss
+        ahead, behind = iter(range(len(works))), iter(range(len(works)))
+        passed: dict[int, Passed] = {}
+        done: list[Computed] = []
+        for forward in _order(engine):
+            place = next(ahead if forward else behind)
+            work = works[place]
+            if forward:
+                if self._joined(-1):
+                    compat.receive_activations(engine)
+                    work.inputs = engine.pipe_buffers["inputs"][0]
+                if known is None:
+                    passed[place] = _undisturbed(partial(own.forward, work))
+                self._send_on(passed[place] if known is None else known[place])
+                continue
+            if self._joined(+1):
+                compat.receive_gradients(engine)
+                work.gradient = engine.grad_layer.clone()
+            if known is None:
+                done.append(_undisturbed(partial(own.backward, passed.pop(place), work.gradient)))
             else:
-                buffers["outputs"][0] = each.outputs
-                compat.send_activations(engine)
-                buffers["outputs"][0] = None
-            if not engine.is_first_stage():
-                inputs, gradients = as_tuple(work.inputs), as_tuple(each.input_gradients)
-                held = [tensor.detach() for tensor in inputs]
-                for tensor, gradient in zip(held, gradients, strict=True):
-                    tensor.grad = gradient
-                buffers["inputs"][0] = tuple(held) if isinstance(work.inputs, tuple) else held[0]
-                compat.send_gradients(engine)
+                done.append(known[place])
+            self._send_back(work, done[-1])
+        return done
+
+    def _send_on(self, made: Passed | Computed) -> None:
+        engine, buffers = self._engine, self._engine.pipe_buffers
+        if not engine.is_last_stage():
+            buffers["outputs"][0] = made.outputs
+            compat.send_activations(engine)
+            buffers["outputs"][0] = None
+
+    def _send_back(self, work: Work, each: Computed) -> None:
+        engine, buffers = self._engine, self._engine.pipe_buffers
+        if engine.is_last_stage():
+            assert each.loss is not None
+            engine.loss = each.loss
+            engine.fwd_outputs.append(each.loss)
+            if engine.total_loss is None:
+                engine.total_loss = torch.zeros_like(each.loss)
+            engine.total_loss += each.loss
+        if not engine.is_first_stage():
+            inputs, gradients = as_tuple(work.inputs), as_tuple(each.input_gradients)
+            held = [tensor.detach() for tensor in inputs]
+            for tensor, gradient in zip(held, gradients, strict=True):
+                tensor.grad = gradient
+            buffers["inputs"][0] = tuple(held) if isinstance(work.inputs, tuple) else held[0]
+            compat.send_gradients(engine)
+
+
+def _order(engine: InstrumentedEngine) -> Iterator[bool]:
+    """The schedule's order: whether each pass is a forward or a backward. Both take the micro-batches as they come."""
+    steps = schedule.TrainSchedule(engine.micro_batches, engine.num_stages, engine.stage_id).steps()
+    kinds = (schedule.ForwardPass, schedule.BackwardPass)
+    return (isinstance(each, kinds[0]) for slot in steps for each in slot if isinstance(each, kinds))
+
+
+def _undisturbed(compute: Callable[[], _T]) -> _T:
+    """The global generators are as before afterwards."""
+    before = RawRandom()
+    try:
+        return compute()
+    finally:
+        restore_raw(before)

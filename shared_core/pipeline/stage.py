@@ -79,6 +79,25 @@ class Computed:
 
 
 @dataclass
+class Passed:
+    """A micro-batch whose forward pass is made.
+
+    Attributes:
+        work: the micro-batch.
+        leaves: copies of its inputs, which are differentiated.
+        outputs: of the last layer.
+        roots: from which backward begins.
+        loss: at the last stage; else None.
+    """
+
+    work: Work
+    leaves: tuple[torch.Tensor, ...]
+    outputs: TensorOrTuple
+    roots: list[torch.Tensor]
+    loss: torch.Tensor | None
+
+
+@dataclass
 class Stage:
     """Layers that a worker computes for itself or another.
 
@@ -117,25 +136,58 @@ class Stage:
                 x = call(x)
         return x
 
-    def compute(self, work: Work) -> Computed:
-        """Forward and backward of one micro-batch. Sets the global generators; the caller puts them back."""
+    def forward(self, work: Work) -> Passed:
+        """Forward of one micro-batch. Sets the global generators; the caller puts them back."""
         leaves = leaves_of(as_tuple(work.inputs), first=self.first == 0)
         x: TensorOrTuple = tuple(t.clone() for t in leaves) if isinstance(work.inputs, tuple) else leaves[0].clone()
         x = self.run(x, work.number)
         loss = None
         if self.last:
             loss = self.loss_fn(x, work.labels) if self.loss_fn is not None else x
-            roots, given = [loss / self.micro_batches], None
+            roots = [loss / self.micro_batches]
         else:
-            roots, given = [t for t in as_tuple(x) if t.is_floating_point()], [work.gradient]
+            roots = [t for t in as_tuple(x) if t.is_floating_point()]
+        outputs = tuple(t.detach() for t in x) if isinstance(x, tuple) else x.detach()
+        return Passed(work, leaves, outputs, roots, None if loss is None else loss.detach())
+
+    def backward(self, passed: Passed, gradient: torch.Tensor | None) -> Computed:
+        """Backward of a micro-batch, which lets go of what its forward has kept.
+
+        Args:
+            passed: its forward; used once.
+            gradient: of the output; not used at the last stage.
+        """
+        leaves, given = passed.leaves, None if self.last else [gradient]
         wanted = [*self.parameters, *(t for t in leaves if t.requires_grad)]
-        got: list[torch.Tensor | None] = list(torch.autograd.grad(roots, wanted, given, allow_unused=True))
+        got: list[torch.Tensor | None] = list(torch.autograd.grad(passed.roots, wanted, given, allow_unused=True))
         of_inputs = iter(got[len(self.parameters) :])
         input_gradients: TensorOrTuple = tuple(next(of_inputs) if t.requires_grad else None for t in leaves)
-        if not isinstance(work.inputs, tuple):
+        if not isinstance(passed.work.inputs, tuple):
             input_gradients = input_gradients[0]
-        outputs = tuple(t.detach() for t in x) if isinstance(x, tuple) else x.detach()
-        return Computed(outputs, None if loss is None else loss.detach(), input_gradients, got[: len(self.parameters)])
+        passed.roots = []
+        return Computed(passed.outputs, passed.loss, input_gradients, got[: len(self.parameters)])
+
+
+def compute_line(stages: Sequence[Stage], works: Sequence[Work]) -> list[Computed]:
+    """Forward and backward of one micro-batch in neighbouring stages, each with its own graph, as in workers of their
+    own. Sets the global generators; the caller puts them back.
+
+    Args:
+        stages: neighbours, in order; what passes from one to the next is one tensor.
+        works: of each stage: the first has inputs, the last labels or the gradient of its outputs.
+
+    Returns:
+        What each stage makes of it.
+    """
+    line: list[Passed] = []
+    for place, (stage, work) in enumerate(zip(stages, works, strict=True)):
+        inputs = line[-1].outputs if place else work.inputs
+        line.append(stage.forward(Work(work.number, inputs, work.labels)))
+    gradient, done = works[-1].gradient, []
+    for stage, passed in zip(reversed(stages), reversed(line), strict=True):
+        done.append(stage.backward(passed, gradient))
+        gradient = done[-1].input_gradients
+    return done[::-1]
 
 
 def clone(engine: PipelineEngine, stage: int, seed: int) -> Stage:

@@ -10,7 +10,9 @@ from harness import Jobs, most
 from shared_core.config import variable_of
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.pipeline.cost import ReplayCost, shares
+from shared_core.pipeline.lending import lines
 from shared_core.testing.runner import JobResult, compare, unconfirmed
+from shared_core.worker.recovery.exchange import Replaying
 
 STEPS = 12
 
@@ -20,8 +22,8 @@ def run(jobs: Jobs, tmp_path: Path, fault: list[Fault], *args: str, **options: s
     env = {"SWIFT_RECOVERY_REPLAY_RANDOMNESS": "seeded", "SWIFT_RECOVERY_REPLAY_PARALLEL": "always"}
     script = ["--stages", "4", "--steps", str(STEPS), *args]
     reference = jobs.reference("pipe.py", nproc=4, env=env, args=script, launcher="swiftrun")
-    env |= {variable_of(name): value for name, value in options.items()}
-    env |= {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "3"}
+    more = {"checkpoint_dir": str(tmp_path), "checkpoint_every_steps": "3", "checkpoint_background": "False"} | options
+    env |= {variable_of(name): value for name, value in more.items()}
     result = jobs.run("pipe.py", nproc=4, faults=fault, env=env, args=script)
     assert not unconfirmed(result), result.tail()
     if options.get("replay_sums") != "slices":
@@ -42,16 +44,45 @@ def test_a_replay_is_shared_and_bitwise_the_same(jobs: Jobs, tmp_path: Path, ran
     assert helped(result) == [2]  # from the checkpoint at batch top 6 to batch top 8, and no further
 
 
-@pytest.mark.nightly
-def test_a_helper_that_is_lost_costs_only_its_share(jobs: Jobs, tmp_path: Path) -> None:
-    faults = [Fault(1, 8, "pipe.forward", "SIGKILL", 2), Fault(3, -1, "recovery.installed", "SIGKILL")]
-    run(jobs, tmp_path, faults)
+#: Log groups, and who is lost. The line that replays together is the whole group, or all neighbours that are lost. From
+#: the checkpoint at batch top 4 to batch top 7: by then the first messages since are dropped from memory.
+LINES = {
+    "first two stages": ("0-1", [Fault(1, 7, "pipe.forward", "SIGKILL", 2)]),
+    "middle two stages": ("1-2", [Fault(2, 7, "pipe.backward", "SIGKILL", 2)]),
+    "last two stages": ("2-3", [Fault(3, 7, "pipe.forward", "SIGKILL", 2)]),
+    "three stages": ("0-2", [Fault(0, 7, "pipe.forward", "SIGKILL", 2)]),
+    "neighbours of two groups": (
+        "worker",
+        [Fault(1, 7, "pipe.forward", "SIGKILL", 2), Fault(2, ANY_STEP, "recovery.severed", "SIGKILL")],
+    ),
+}
+
+
+@pytest.mark.parametrize("line", most(LINES, *(name for name in LINES if name != "middle two stages")))
+def test_the_replay_of_several_stages_is_shared(jobs: Jobs, tmp_path: Path, line: str) -> None:
+    groups, faults = LINES[line]
+    args = ("--tied", "--clip", "0.1", "--schedule")
+    result = run(jobs, tmp_path, faults, *args, log_groups=groups, checkpoint_every_steps="4")
+    assert helped(result) == [3] * (3 if line == "three stages" else 2), result.tail()
 
 
 @pytest.mark.nightly
-def test_neighbours_lost_together_replay_alone(jobs: Jobs, tmp_path: Path) -> None:
-    faults = [Fault(1, 8, "pipe.forward", "SIGKILL", 2), Fault(2, ANY_STEP, "recovery.severed", "SIGKILL")]
-    assert sum(helped(run(jobs, tmp_path, faults))) == 0
+@pytest.mark.parametrize("groups", ["worker", "1-2"])
+def test_a_helper_that_is_lost_costs_only_its_share(jobs: Jobs, tmp_path: Path, groups: str) -> None:
+    """With its share computed, and nothing of it handed back."""
+    faults = [Fault(1, 7, "pipe.forward", "SIGKILL", 2), Fault(3, ANY_STEP, "replay.helped", "SIGKILL")]
+    run(jobs, tmp_path, faults, log_groups=groups, checkpoint_every_steps="4")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_newcomer_of_several_is_lost_again(jobs: Jobs, tmp_path: Path, rank: int) -> None:
+    """In its first shared step, with all messages of it sent: the other may be in the next step by then."""
+    faults = [
+        Fault(1, 7, "pipe.forward", "SIGKILL", 2),
+        Fault(rank, ANY_STEP, "pipe.reduce", "SIGKILL", incarnation=1),
+    ]
+    run(jobs, tmp_path, faults, log_groups="1-2", checkpoint_every_steps="4")
 
 
 @pytest.mark.nightly
@@ -71,18 +102,35 @@ def test_shares_are_even_and_the_newcomer_has_the_fewest() -> None:
             assert sum(found) == micro_batches and max(found) - min(found) <= 1 and found[0] == min(found)
 
 
+def test_a_line_pipelines_its_share() -> None:
+    """Two stages of 1 s each: a micro-batch is through the line after 2 s, and another each second from then on."""
+    assert shares(4, 2, (1.0, 1.0)) == [2, 2] and shares(5, 2, (1.0, 1.0)) == [3, 2]
+    assert shares(9, 3, (1.0, 1.0)) == [4, 3, 2] and shares(9, 3) == [3, 3, 3]
+    line = ReplayCost(5, (1.0, 1.0), 10, 1, 10.0)
+    assert line.seconds(1) == 6.0
+    assert line.seconds(2) == pytest.approx(4 + (10 + 2 * 10 + 2 * 1) / 10)
+    uneven = ReplayCost(4, (3.0, 1.0), 0, 0, 10.0)
+    assert uneven.seconds(1) == 13.0 and uneven.seconds(2) == 8.0 and uneven.best(4) == 4
+
+
+def test_lines_are_neighbours_that_start_together() -> None:
+    stages = {7: 0, 3: 1, 5: 2, 0: 4, 1: 5, 2: 6}
+    replaying = Replaying(1, tuple(sorted(stages)), (4, 6), 9, (8, 8, 4, 8, 8, 8))
+    assert lines(replaying, stages.__getitem__) == [(7, 3, 5), (0, 1), (2,)]
+
+
 def test_cost_of_a_shared_step() -> None:
     """By hand: 8 micro-batches of 1 s, a stage of 10 bytes, messages of 1 byte, 10 bytes a second."""
-    ordered = ReplayCost(8, 1.0, 10, 1, 10.0)
+    ordered = ReplayCost(8, (1.0,), 10, 1, 10.0)
     assert ordered.seconds(1) == 8.0
     assert ordered.seconds(2) == pytest.approx(4 + (10 + 4 * 10 + 4 * 1) / 10)
-    slices = ReplayCost(8, 1.0, 10, 1, 10.0, ordered=False)
+    slices = ReplayCost(8, (1.0,), 10, 1, 10.0, ordered=False)
     assert slices.seconds(2) == pytest.approx(4 + (10 + 10 + 4 * 1) / 10)
     assert ordered.best(8) == 1 and slices.best(8) == 2
 
 
 def test_the_best_number_of_workers_is_the_least_of_all() -> None:
     for bytes_per_s in (1.0, 30.0, 1e3, 1e6):
-        replay = ReplayCost(16, 0.3, 10, 2, bytes_per_s)
+        replay = ReplayCost(16, (0.3,), 10, 2, bytes_per_s)
         assert replay.seconds(replay.best(12)) == min(replay.seconds(n) for n in range(1, 13))
-    assert ReplayCost(16, 0.3, 10, 2, 1e9).best(4) == 4 and ReplayCost(3, 0.3, 10, 2, 1e9).best(9) == 3
+    assert ReplayCost(16, (0.3,), 10, 2, 1e9).best(4) == 4 and ReplayCost(3, (0.3,), 10, 2, 1e9).best(9) == 3

@@ -39,12 +39,14 @@ class Replaying:
         newcomers: their ranks.
         survivors: ranks that wait for them.
         complete: optimizer steps that all survivors have made: messages of earlier ones are all in logs.
+        tops: batch tops at which the newcomers start, in their order; 0 is the beginning.
     """
 
     generation: int
     newcomers: tuple[int, ...]
     survivors: tuple[int, ...]
     complete: int
+    tops: tuple[int, ...]
 
 
 @dataclass

@@ -113,7 +113,9 @@ class Forming:
         replayed = tuple(r for r, top in sorted(plan.tops.items()) if plan.logged and (top is None or top.saved))
         if replayed:
             survivors = tuple(rank for rank in range(self._env.world_size) if rank not in plan.tops)
-            received.replaying = Replaying(generation, replayed, survivors, plan.oldest)
+            starts = [plan.tops[rank] for rank in replayed]
+            tops = tuple(0 if top is None else top.index for top in starts)
+            received.replaying = Replaying(generation, replayed, survivors, plan.oldest, tops)
         self._install(plan, inner, generation, received.replay, joins)
         inject.point("recovery.installed")
         return received
