@@ -35,6 +35,7 @@ from shared_core.reroute.summing import GROUPS, SumRule
 from shared_core.reroute.times import drift_line
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
+from shared_core.worker.recovery.lanes import Patience
 from shared_core.worker.state.undo import Undo
 
 #: Kind under which the result of the last step is kept for newcomers that pass it by.
@@ -121,31 +122,38 @@ class Rerouting:
         knock = result.let_in if result is not None else -1
         if executor.connected and knock >= 0:
             self._settle()
-        if executor.connected and executor.lane.generation == knock:
-            job.lanes.let_in(sorted(job.lanes.absent))  # else somebody was lost since, whose newcomer is not waited for
-            executor.leave()
+        if executor.connected and executor.lane.number == knock:  # else somebody was lost or let in since
+            self._let_in(Patience.NOT_AT_ALL)
 
     def wait_for_all(self) -> None:
         """Let newcomers in until nobody is away. Called by all workers at the same place, at a batch top or after the
         step that followed: newcomers begin at that top, and pass by that step.
         """
+        while self._job.lanes.absent and not self._job.joining:
+            self._wait(Patience.FOR_ALL)
+
+    def _wait(self, patience: Patience) -> None:
+        """Let newcomers in that are waited for. If somebody is lost meanwhile, nobody may be in."""
+        self._settle()
+        self._let_in(patience)
+
+    def _let_in(self, patience: Patience) -> None:
+        """Let newcomers in that are ready, as one worker sees them. All have come from :meth:`_settle`."""
         executor, job = self._executor, self._job
-        while job.lanes.absent and not job.joining:
-            self._settle()
-            lane = executor.lane
-            try:
-                mine = job.lanes.knocking(wait=True) if job.rank == lane.ranks[0] else ()
-                ranks = list(lane.exchange(list(mine))[lane.ranks[0]])
-            except LaneBroken:
-                continue
-            if ranks:
-                if (gradients := executor.gradients) is not None and self._newest is not None:
-                    norm = compat.gradient_norm(self._engine)
-                    job.notes.keep(_RESULT, "", [job.position.tops, self._newest.to_tensor(), gradients, norm])
-                top = job.position.tops
-                job.notes.keep(_EVALUATIONS, "", [top, executor.evaluations.results(top)])
-                job.lanes.let_in(ranks)
-            executor.leave()
+        lane = executor.lane
+        try:
+            mine = job.lanes.knocking(wait=patience) if job.rank == lane.ranks[0] else ()
+            ranks = list(lane.exchange(list(mine))[lane.ranks[0]])
+        except LaneBroken:
+            return
+        if ranks:
+            if (gradients := executor.gradients) is not None and self._newest is not None:
+                norm = compat.gradient_norm(self._engine)
+                job.notes.keep(_RESULT, "", [job.position.tops, self._newest.to_tensor(), gradients, norm])
+            top = job.position.tops
+            job.notes.keep(_EVALUATIONS, "", [top, executor.evaluations.results(top)])
+            job.lanes.let_in(ranks)
+        executor.leave()
 
     def close(self) -> None:
         """There are no more steps: return when nobody needs this worker for one."""
@@ -172,7 +180,7 @@ class Rerouting:
             try:
                 self.result = self._newest = self._executor.run()
             except DataAway:
-                self.wait_for_all()
+                self._wait(Patience.FOR_ONE)
             except RecoveryFailed as error:
                 self._job.fall_back(str(error))
         self._prepare()
@@ -200,7 +208,7 @@ class Rerouting:
             try:
                 losses = executor.evaluate()
             except DataAway:
-                self.wait_for_all()
+                self._wait(Patience.FOR_ONE)
             except RecoveryFailed as error:
                 job.fall_back(str(error))
         sums = [sum(map(torch.tensor, row)) / micro_batches for row in losses]

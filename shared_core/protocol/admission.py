@@ -20,7 +20,8 @@ def let_in(frontiers: Mapping[int, Frontier]) -> Plan:
     """The plan by which newcomers join at the batch top at which all survivors stand.
 
     Args:
-        frontiers: every rank's; a survivor's ``tops`` ends with the batch top that it has passed last.
+        frontiers: of survivors and of those that are let in; who stays away has none. A survivor's ``tops`` ends with
+            the batch top that it has passed last.
 
     Raises:
         RecoveryFailed: if survivors stand at different places, an operation is under way or was made since the top, or
@@ -50,6 +51,8 @@ def let_in(frontiers: Mapping[int, Frontier]) -> Plan:
         ranks = _ranks(here)
         for key, _, receiver in _channels(here):
             top = tops.get(ranks[receiver])
+            if top is None and ranks[receiver] not in here:
+                continue  # it stays away
             counts = top.received.get(name, {}) if top is not None else here[ranks[receiver]].received
             received.setdefault(name, {})[key] = counts.get(key, 0)
     return Plan(

@@ -190,7 +190,7 @@ class Worker:
         """This one was the last to say where it stands."""
         yield f"deciding {generation}"
         store, keys = self.job.store, {r: f"{generation_key(generation)}/front/{r}" for r in self.job.ranks}
-        fronts = read_fronts({rank: store.get(key) for rank, key in keys.items()}, keys)
+        fronts = read_fronts({rank: store.get(key) for rank, key in keys.items()}, keys, len(self.job.ranks))
         lets_in = generation > 0 and self.job.entry(generation).kind is Kind.GO_ON
         try:
             agreed = Agreed((let_in if lets_in else decide)(fronts))

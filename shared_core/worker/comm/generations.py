@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from shared_core.errors import CollectiveTimeout, GenerationAbandoned, SwiftError, WaitTimeout
 from shared_core.system import threads
@@ -145,6 +146,15 @@ class Generations:
         for group in others:
             name = f"swift-connect-{group.name}"
             threads.start(self._connect_later, (group, generation), name=name)
+
+    def connect_own(self) -> None:
+        """This worker goes on while others are absent: connect its groups of this rank alone, which need nobody else.
+        They stay connected until nobody is absent.
+        """
+        for group in [each for each in self._groups.all() if each.size == 1]:
+            while group.inner is None:
+                with suppress(GenerationAbandoned):  # by a loss, which has nothing to do with it
+                    self._connect(group, self._state.latest)
 
     def _connect_later(self, group: GroupState, generation: int) -> None:
         try:
