@@ -80,7 +80,7 @@ class Admitting:
         store.set(fronts[rank], self._fronts.front(newest).to_json())
         if store.add(f"{name}/fronts", 1) == len(members):
             inject.point("recovery.deciding")
-            store.set(decided, self._decide(store, fronts).to_json())
+            store.set(decided, self._decide(turn, store, fronts).to_json())
 
         def come(each: int) -> bool:
             return bool(store.check([fronts[each]]))
@@ -97,11 +97,11 @@ class Admitting:
         poll(lambda: store.check([decided]), lambda: self._lifecycle.ended(turn.generation), wait)
         return Agreed.from_json(store.get(decided), decided, self._env.world_size).plan_or_fail()
 
-    def _decide(self, store: Store, keys: dict[int, str]) -> Agreed:
+    def _decide(self, turn: Round, store: Store, keys: dict[int, str]) -> Agreed:
         said = store.multi_get(list(keys.values()))
         fronts = read_fronts(dict(zip(keys, said, strict=True)), keys, self._env.world_size)
         try:
-            return Agreed(let_in(fronts))
+            return Agreed(let_in(fronts, self._lifecycle.entries[turn.generation].absent or ()))
         except RecoveryFailed as error:
             return Agreed(None, str(error))
 
