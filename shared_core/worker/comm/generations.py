@@ -109,7 +109,7 @@ class Generations:
     def go_live(
         self,
         generation: int,
-        world_inner: InnerGroup,
+        world_inner: InnerGroup | None,
         redo: Mapping[str, set[int]],
         received: Mapping[str, dict[str, int]],
     ) -> None:
@@ -117,11 +117,15 @@ class Generations:
 
         Args:
             generation: which one.
-            world_inner: the default group's connections.
+            world_inner: the default group's connections. None while others are absent: then only groups of this rank
+                alone are connected, and all else waits.
             redo: rank-specific operations that this rank takes part in again, by group.
             received: what receivers have, by group and channel.
         """
         state = self._state
+        if world_inner is None:
+            self._connect_own()
+            return
         with state.lock:
             state.generation = generation
             self._redo, self._received = redo, received
@@ -147,10 +151,7 @@ class Generations:
             name = f"swift-connect-{group.name}"
             threads.start(self._connect_later, (group, generation), name=name)
 
-    def connect_own(self) -> None:
-        """This worker goes on while others are absent: connect its groups of this rank alone, which need nobody else.
-        They stay connected until nobody is absent.
-        """
+    def _connect_own(self) -> None:
         for group in [each for each in self._groups.all() if each.size == 1]:
             while group.inner is None:
                 with suppress(GenerationAbandoned):  # by a loss, which has nothing to do with it

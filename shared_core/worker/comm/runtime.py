@@ -155,16 +155,12 @@ class Runtime(SharedState):
     def go_live(
         self,
         generation: int,
-        world_inner: InnerGroup,
+        world_inner: InnerGroup | None,
         redo: Mapping[str, set[int]],
         received: Mapping[str, dict[str, int]],
     ) -> None:
         """Begin a generation; see :meth:`Generations.go_live`."""
         self._generations.go_live(generation, world_inner, redo, received)
-
-    def connect_own(self) -> None:
-        """Connect groups of this rank alone; see :meth:`Generations.connect_own`."""
-        self._generations.connect_own()
 
     def under_way(self) -> str:
         """An operation among several ranks that is not finished, in words; empty if there is none."""

@@ -165,13 +165,9 @@ class Forming:
             if joins:
                 self._take_place(plan)
             self.comparison = Comparison(turn.generation, plan.newest + 1, turn.members(self._env.world_size))
-        if live:
-            assert inner is not None
-            runtime.go_live(turn.generation, inner, plan.redo, plan.received)
-        else:
-            if inner is not None:
-                inner.discard()
-            runtime.connect_own()
+        if not live and inner is not None:
+            inner.discard()
+        runtime.go_live(turn.generation, inner if live else None, plan.redo, plan.received)
         return self._exchange.take()
 
     def _connect(self, plan: Plan, generation: int, members: Sequence[int] | None = None) -> InnerGroup:
