@@ -26,6 +26,7 @@ from shared_core.pipeline.sharded import is_sharded
 from shared_core.pipeline.stage import as_tuple, has_running_statistics
 from shared_core.pipeline.whole_optimizer import WholeOptimizer
 from shared_core.reroute.executor import Executor
+from shared_core.reroute.gloo_order import order
 from shared_core.reroute.keeping import DataAway
 from shared_core.reroute.messages import Tensors
 from shared_core.reroute.places import Places
@@ -213,8 +214,8 @@ class Rerouting:
                 job.fall_back(str(error))
         sums = [sum(map(torch.tensor, row)) / micro_batches for row in losses]
         mean = torch.zeros(())
-        for each in (*sums[1:], sums[0]):  # the order in which gloo adds single numbers
-            mean += each
+        for place in order(0, len(sums)):  # in which gloo adds single numbers
+            mean += sums[place]
         return mean / len(sums) if len(sums) > 1 else mean
 
     def _pass_by(self) -> None:
@@ -240,9 +241,9 @@ class Rerouting:
             for loss in losses:
                 total += torch.tensor(loss, dtype=dtype)
             sums.append(total / self._topology.micro_batches)
-        mean = sums[0].clone()
-        for each in sums[1:]:
-            mean += each
+        mean = torch.zeros_like(sums[0])
+        for place in order(0, len(sums)):  # in which gloo adds single numbers
+            mean += sums[place]
         if len(sums) > 1:
             mean /= len(sums)
         told = dtype if self._engine.is_last_stage() else torch.float32  # in which it is sent to the others
@@ -276,7 +277,9 @@ class _Layers:
         engine, average = self._engine, bool(self._engine.gradient_average)
         if self._whole is not None:
             return self._whole.rule(engine.communication_data_type, average)
-        return SumRule(scale=1.0 / engine.grid.data_parallel_size if average else 1.0)
+        # Where layers are tied a gradient has another place at each stage, and so another order.
+        scale = 1.0 / engine.grid.data_parallel_size if average else 1.0
+        return SumRule(scale=scale, as_gloo=not self._tied)
 
     @property
     def tied(self) -> Sequence[Tied]:
