@@ -127,6 +127,40 @@ def test_what_happens_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
     assert extra[2]["plan"] == {"who": 0} and extra[3]["plan"] == {"who": 3}
 
 
+#: Two are lost in step 4, and the newcomer of rank 3 waits until another one is in. What is lost meanwhile.
+TURNS: dict[str, list[Fault]] = {
+    "nobody": [],
+    "the_newcomer_while_let_in": [Fault(1, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
+    "the_newcomer_when_agreed": [Fault(1, ANY_STEP, "lane.agreed", "SIGKILL", incarnation=1)],
+    "the_newcomer_when_let_in": [Fault(1, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
+    "a_survivor_before_letting_in": [Fault(2, ANY_STEP, "lane.let_in", "SIGKILL")],
+    "the_one_that_decides": [Fault(0, ANY_STEP, "lane.let_in", "SIGKILL")],
+    "the_donor_while_letting_in": [Fault(0, ANY_STEP, "recovery.connected", "SIGKILL")],
+    "a_survivor_when_agreed": [Fault(2, ANY_STEP, "lane.agreed", "SIGKILL")],
+    "a_survivor_that_has_let_in": [Fault(2, ANY_STEP, "recovery.installed", "SIGKILL")],
+    "the_one_that_waits": [Fault(3, ANY_STEP, "lane.knock", "SIGKILL", incarnation=1)],
+    "the_newcomer_later": [Fault(1, 9, "lane.wait", "SIGKILL", nth=3, incarnation=1)],
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TURNS)
+def test_newcomers_are_let_in_one_by_one(name: str, jobs: Jobs) -> None:
+    """The others train on with the first while the second is still starting."""
+    lost = [Fault(rank, 4, "lane.wait", "SIGKILL", nth=3) for rank in (1, 3)]
+    args = ["--let-in-at", "7", "--last-at", "10", "--wait-for", "one", "--hold", "3"]
+    result = run(jobs, [*lost, *TURNS[name]], *args)
+    compare(result, jobs.reference("lane.py", nproc=4))
+    check_survivors(result)
+    assert len(result.struck) == 2 + len(TURNS[name]), result.tail()
+    tops = {event.rank: event.fields["top"] for event in result.kinds("let_in")}
+    assert {1, 3} <= tops.keys(), result.tail()
+    if name == "nobody":
+        assert tops == {1: 8, 3: 11}, result.tail()
+        ranks = [event.fields["ranks"] for event in result.kinds("lane")]
+        assert ranks == [[0, 1, 2, 3], [0, 2], [0, 1, 2], [0, 1, 2, 3]], result.tail()
+
+
 @pytest.mark.nightly
 def test_the_newcomer_may_be_started_later(jobs: Jobs) -> None:
     """The others wait longer for it than they wait for a connection."""

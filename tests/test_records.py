@@ -26,9 +26,10 @@ from shared_core.protocol import worker_messages as said
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer
 from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
-from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, knock_key, let_in_key
+from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, knock_key
 from shared_core.protocol.meeting_document import read_document
 from shared_core.protocol.plan import Plan, Transfer
+from shared_core.protocol.rounds import let_in_key
 from shared_core.protocol.standstill import Standing
 from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.system.wire import connect
@@ -72,7 +73,7 @@ MEMBER = {"name": "10.0.0.1:1#a.1", "nproc": 2, "nnodes": "2:2", "host": True, "
 def as_fronts(raw: bytes) -> Any:
     """Read by rank 0, whose own is whole."""
     own = Frontier(0, 0, False, 3, (), {"w": GROUP}).to_json().encode()
-    return read_fronts({0: own, 1: raw}, {0: "gen/1/front/0", 1: "gen/1/front/1"})
+    return read_fronts({0: own, 1: raw}, {0: "gen/1/front/0", 1: "gen/1/front/1"}, 2)
 
 
 def as_agreed(raw: bytes) -> Agreed:
@@ -232,13 +233,13 @@ def test_a_frontier_that_would_take_for_ever_is_refused(damage: dict[str, Any]) 
         as_fronts(json.dumps(asdict(FRONT) | damage).encode())
 
 
-@pytest.mark.parametrize("raw", [b"perhaps", b"", b"\xff", b"yes "])
-def test_whether_newcomers_were_let_in_is_yes_or_no(raw: bytes) -> None:
+@pytest.mark.parametrize("raw", [b"perhaps", b"", b"\xff", b"1", b"[0]", b"[1, 2]", b"[-1]", b'["1"]'])
+def test_who_was_let_in_was_absent(raw: bytes) -> None:
     store = HashStore()
     one = Ledger(store, "p/", 2)
     store.set("p/gen/1", ENTRY.to_json())
     one.follow()
-    store.set("p/" + let_in_key(1), raw)
+    store.set("p/" + let_in_key(1, 1), raw)
     with pytest.raises(DamagedRecord, match="gen/1/let_in"):
         one.present()
 

@@ -100,6 +100,31 @@ def test_newcomers_copy_the_state_while_the_others_train(name: str, jobs: Jobs) 
     assert {*copied} == {fault.rank for fault in faults}, result.tail()
 
 
+#: The newcomer of rank 2 waits until another one is in; who is lost besides.
+HELD: dict[str, list[Fault]] = {
+    "nobody": [],
+    "the_newcomer_when_let_in": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
+    "the_newcomer_before_its_last_updates": [Fault(0, ANY_STEP, "lane.connect", "SIGKILL", incarnation=1)],
+    "the_donor": [Fault(1, ANY_STEP, "lane.agreed", "SIGKILL")],
+    "a_survivor": [Fault(3, ANY_STEP, "recovery.exchanged", "SIGKILL")],
+}
+
+
+@pytest.mark.parametrize("name", most(HELD, *HELD.keys() - {"nobody"}))
+def test_a_newcomer_does_not_wait_for_another(name: str, jobs: Jobs) -> None:
+    """The others copy their state to the first, let it in, and train on while the second is still starting."""
+    lost = [Fault(rank, 3, "reroute.forward", "SIGKILL") for rank in (0, 2)]
+    args = ["--epochs", "45", "--copies", "10:2:1", "--hold", "2"]
+    result = check(jobs, "shared_steps.py", [*lost, *HELD[name]], args, nproc=4)
+    assert len(result.struck) == 2 + len(HELD[name]), result.tail()
+    tops = {event.rank: event.fields["top"] for event in result.kinds("let_in")}
+    assert tops.keys() == {fault.rank for fault in [*lost, *HELD[name]]}, result.tail()
+    if name == "nobody":
+        assert 10 < tops[0] < tops[2], result.tail()
+        copied = [event.rank for event in result.kinds("copied") if not event.fields["why"]]
+        assert copied == [0, 2], result.tail()
+
+
 ACCELERATE: dict[str, tuple[list[str], list[Fault]]] = {
     "loss": ([], [Fault(1, 4, "reroute.forward", "SIGKILL")]),
     "rank_0": (["--seedable", "--workers", "1"], [Fault(0, 6, "lane.wait", "SIGKILL")]),

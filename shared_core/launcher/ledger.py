@@ -10,18 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shared_core.protocol.codec import word
 from shared_core.protocol.generation import (
     GIVEN_UP,
-    LET_IN,
     Entry,
     Kind,
     generation_key,
     go_key,
     lane_key,
-    let_in_key,
     plan_key,
 )
+from shared_core.protocol.rounds import NOBODY, still_absent
 
 
 class Ledger:
@@ -96,11 +94,11 @@ class Ledger:
 
     def present(self) -> list[int]:
         """Ranks that are not absent now."""
-        away: frozenset[int] = frozenset()
-        if self.absent:
-            key = self._prefix + let_in_key(self.generation)
-            let_in = self._store.check([key]) and word(self._store.get(key), LET_IN, key) == "yes"
-            away = frozenset() if let_in else self.absent
+
+        def look(key: str) -> bytes | None:
+            return self._store.get(self._prefix + key) if self._store.check([self._prefix + key]) else None
+
+        away = still_absent(self.generation, self.absent or frozenset(), look)
         return [rank for rank in range(len(self.incarnations)) if rank not in away]
 
     def _completed(self, entry: Entry) -> Entry:
@@ -129,11 +127,11 @@ class Ledger:
         if self.absent is None:
             keys = [self._prefix + lane_key(rank, n) for rank, n in enumerate(self.incarnations)]
             return frozenset(lost) if self._store.check(keys) else None
-        if not self.absent:
-            return frozenset(lost)
-        key = self._prefix + let_in_key(self.generation)
-        settled = word(self._store.compare_set(key, "", "no"), LET_IN, key)
-        return frozenset(lost) | (frozenset() if settled == "yes" else self.absent)
+
+        def settle(key: str) -> bytes:
+            return bytes(self._store.compare_set(self._prefix + key, "", NOBODY))
+
+        return frozenset(lost) | still_absent(self.generation, self.absent, settle)
 
     @property
     def _next(self) -> str:

@@ -26,6 +26,7 @@ from shared_core.pipeline.sharded import is_sharded
 from shared_core.pipeline.stage import as_tuple, has_running_statistics
 from shared_core.pipeline.whole_optimizer import WholeOptimizer
 from shared_core.reroute.executor import Executor
+from shared_core.reroute.gloo_order import order
 from shared_core.reroute.keeping import DataAway
 from shared_core.reroute.messages import Tensors
 from shared_core.reroute.places import Places
@@ -35,6 +36,7 @@ from shared_core.reroute.summing import GROUPS, SumRule
 from shared_core.reroute.times import drift_line
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
+from shared_core.worker.recovery.lanes import Patience
 from shared_core.worker.state.undo import Undo
 
 #: Kind under which the result of the last step is kept for newcomers that pass it by.
@@ -121,31 +123,38 @@ class Rerouting:
         knock = result.let_in if result is not None else -1
         if executor.connected and knock >= 0:
             self._settle()
-        if executor.connected and executor.lane.generation == knock:
-            job.lanes.let_in(sorted(job.lanes.absent))  # else somebody was lost since, whose newcomer is not waited for
-            executor.leave()
+        if executor.connected and executor.lane.number == knock:  # else somebody was lost or let in since
+            self._let_in(Patience.NOT_AT_ALL)
 
     def wait_for_all(self) -> None:
         """Let newcomers in until nobody is away. Called by all workers at the same place, at a batch top or after the
         step that followed: newcomers begin at that top, and pass by that step.
         """
+        while self._job.lanes.absent and not self._job.joining:
+            self._wait(Patience.FOR_ALL)
+
+    def _wait(self, patience: Patience) -> None:
+        """Let newcomers in that are waited for. If somebody is lost meanwhile, nobody may be in."""
+        self._settle()
+        self._let_in(patience)
+
+    def _let_in(self, patience: Patience) -> None:
+        """Let newcomers in that are ready, as one worker sees them. All have come from :meth:`_settle`."""
         executor, job = self._executor, self._job
-        while job.lanes.absent and not job.joining:
-            self._settle()
-            lane = executor.lane
-            try:
-                mine = job.lanes.knocking(wait=True) if job.rank == lane.ranks[0] else ()
-                ranks = list(lane.exchange(list(mine))[lane.ranks[0]])
-            except LaneBroken:
-                continue
-            if ranks:
-                if (gradients := executor.gradients) is not None and self._newest is not None:
-                    norm = compat.gradient_norm(self._engine)
-                    job.notes.keep(_RESULT, "", [job.position.tops, self._newest.to_tensor(), gradients, norm])
-                top = job.position.tops
-                job.notes.keep(_EVALUATIONS, "", [top, executor.evaluations.results(top)])
-                job.lanes.let_in(ranks)
-            executor.leave()
+        lane = executor.lane
+        try:
+            mine = job.lanes.knocking(wait=patience) if job.rank == lane.ranks[0] else ()
+            ranks = list(lane.exchange(list(mine))[lane.ranks[0]])
+        except LaneBroken:
+            return
+        if ranks:
+            if (gradients := executor.gradients) is not None and self._newest is not None:
+                norm = compat.gradient_norm(self._engine)
+                job.notes.keep(_RESULT, "", [job.position.tops, self._newest.to_tensor(), gradients, norm])
+            top = job.position.tops
+            job.notes.keep(_EVALUATIONS, "", [top, executor.evaluations.results(top)])
+            job.lanes.let_in(ranks)
+        executor.leave()
 
     def close(self) -> None:
         """There are no more steps: return when nobody needs this worker for one."""
@@ -172,7 +181,7 @@ class Rerouting:
             try:
                 self.result = self._newest = self._executor.run()
             except DataAway:
-                self.wait_for_all()
+                self._wait(Patience.FOR_ONE)
             except RecoveryFailed as error:
                 self._job.fall_back(str(error))
         self._prepare()
@@ -200,13 +209,13 @@ class Rerouting:
             try:
                 losses = executor.evaluate()
             except DataAway:
-                self.wait_for_all()
+                self._wait(Patience.FOR_ONE)
             except RecoveryFailed as error:
                 job.fall_back(str(error))
         sums = [sum(map(torch.tensor, row)) / micro_batches for row in losses]
         mean = torch.zeros(())
-        for each in (*sums[1:], sums[0]):  # the order in which gloo adds single numbers
-            mean += each
+        for place in order(0, len(sums)):  # in which gloo adds single numbers
+            mean += sums[place]
         return mean / len(sums) if len(sums) > 1 else mean
 
     def _pass_by(self) -> None:
@@ -232,9 +241,9 @@ class Rerouting:
             for loss in losses:
                 total += torch.tensor(loss, dtype=dtype)
             sums.append(total / self._topology.micro_batches)
-        mean = sums[0].clone()
-        for each in sums[1:]:
-            mean += each
+        mean = torch.zeros_like(sums[0])
+        for place in order(0, len(sums)):  # in which gloo adds single numbers
+            mean += sums[place]
         if len(sums) > 1:
             mean /= len(sums)
         told = dtype if self._engine.is_last_stage() else torch.float32  # in which it is sent to the others
@@ -268,7 +277,9 @@ class _Layers:
         engine, average = self._engine, bool(self._engine.gradient_average)
         if self._whole is not None:
             return self._whole.rule(engine.communication_data_type, average)
-        return SumRule(scale=1.0 / engine.grid.data_parallel_size if average else 1.0)
+        # Where layers are tied a gradient has another place at each stage, and so another order.
+        scale = 1.0 / engine.grid.data_parallel_size if average else 1.0
+        return SumRule(scale=scale, as_gloo=not self._tied)
 
     @property
     def tied(self) -> Sequence[Tied]:

@@ -7,7 +7,7 @@ newest state; of each group and channel it takes over what its peers have counte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from shared_core.errors import RecoveryFailed
@@ -16,11 +16,14 @@ from shared_core.protocol.members import Members, members_of
 from shared_core.protocol.plan import Plan, totals
 
 
-def let_in(frontiers: Mapping[int, Frontier]) -> Plan:
+def let_in(frontiers: Mapping[int, Frontier], late: Collection[int] = ()) -> Plan:
     """The plan by which newcomers join at the batch top at which all survivors stand.
 
     Args:
-        frontiers: every rank's; a survivor's ``tops`` ends with the batch top that it has passed last.
+        frontiers: of survivors and of those that are let in; who stays away has none. A survivor's ``tops`` ends with
+            the batch top that it has passed last.
+        late: ranks that were absent when the generation began. The others may have copied their state to newcomers
+            since, so they give it.
 
     Raises:
         RecoveryFailed: if survivors stand at different places, an operation is under way or was made since the top, or
@@ -43,13 +46,15 @@ def let_in(frontiers: Mapping[int, Frontier]) -> Plan:
         able = [donor for donor, front in survivors.items() if rank in (front.tops[-1].replicas or newcomers)]
         if not able:
             raise RecoveryFailed(f"rank {rank} has no replica left that it could copy")
-        donors[rank] = able[0]
-        tops[rank] = _top(rank, survivors[able[0]].tops[-1], groups)
+        donors[rank] = min(able, key=lambda donor: (donor in late, donor))
+        tops[rank] = _top(rank, survivors[donors[rank]].tops[-1], groups)
     received: dict[str, dict[str, int]] = {}
     for name, here in groups.items():
         ranks = _ranks(here)
         for key, _, receiver in _channels(here):
             top = tops.get(ranks[receiver])
+            if top is None and ranks[receiver] not in here:
+                continue  # it stays away
             counts = top.received.get(name, {}) if top is not None else here[ranks[receiver]].received
             received.setdefault(name, {})[key] = counts.get(key, 0)
     return Plan(

@@ -167,12 +167,13 @@ class Frontier:
         return found
 
 
-def read_fronts(raws: Mapping[int, bytes], keys: Mapping[int, str]) -> dict[int, Frontier]:
-    """The frontiers of all ranks, of numbers 0 to the highest.
+def read_fronts(raws: Mapping[int, bytes], keys: Mapping[int, str], world_size: int) -> dict[int, Frontier]:
+    """The frontiers of some ranks.
 
     Args:
         raws: what the store holds, by rank.
         keys: where it was.
+        world_size: number of all ranks.
 
     Raises:
         DamagedRecord: one is none.
@@ -189,7 +190,7 @@ def read_fronts(raws: Mapping[int, bytes], keys: Mapping[int, str]) -> dict[int,
         if regular:
             alike[rest] = fronts[rank]
     for rank, front in fronts.items():
-        if wrong := _wrong_in(rank, front, len(fronts)):
+        if wrong := _wrong_in(rank, front, world_size):
             raise damaged(keys[rank], wrong)
     for name in {name for front in fronts.values() for name in front.groups}:
         made = {rank: front.groups[name].next for rank, front in fronts.items() if name in front.groups}

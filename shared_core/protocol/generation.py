@@ -16,8 +16,6 @@ from shared_core.protocol.worker_env import Resized
 
 #: Of the form in which an entry is stored.
 VERSION = 2
-#: What is said of newcomers that ask to be let in.
-LET_IN = ("yes", "no")
 #: What whoever appends an entry leaves where workers may wait for something of the generation before it.
 GIVEN_UP = "given up"
 
@@ -25,11 +23,6 @@ GIVEN_UP = "given up"
 def generation_key(generation: int) -> str:
     """Key of an entry."""
     return f"gen/{generation}"
-
-
-def let_in_key(generation: int) -> str:
-    """Whether the absent ranks of a generation were let in: ``yes`` or ``no``, whatever was said first."""
-    return f"gen/{generation}/let_in"
 
 
 def plan_key(generation: int) -> str:

@@ -64,9 +64,11 @@ class Event(Enum):
     ARRIVED = "arrived"
     #: The generation is formed, and no later entry is known.
     INSTALLED = "installed"
-    #: The absent ranks are let in, and no later entry is known.
+    #: All absent ranks are let in, and no later entry is known.
     LET_IN = "let in"
-    #: The absent ranks are let in, and another loss has ended the generation since.
+    #: Some absent ranks are let in, others are still absent, and no later entry is known.
+    LET_IN_SOME = "let in some"
+    #: Absent ranks are let in, and another loss has ended the generation since.
     LET_IN_LATE = "let in late"
 
 
@@ -110,6 +112,7 @@ TRANSITIONS: dict[tuple[Phase, Event], Outcome] = {
     (Phase.BEHIND, Event.ARRIVED): (Phase.JOINING, ()),
     (Phase.JOINING, Event.INSTALLED): (Phase.LIVE, ()),
     (Phase.KNOCKING, Event.LET_IN): (Phase.LIVE, ()),
+    (Phase.KNOCKING, Event.LET_IN_SOME): (Phase.WITHOUT, ()),
     (Phase.KNOCKING, Event.LET_IN_LATE): (Phase.WITHOUT, ()),
     # Another loss before it is in.
     (Phase.STARTING, Event.FORM): (Phase.STARTING, (Action.WITHDRAW,)),
@@ -122,6 +125,7 @@ TRANSITIONS: dict[tuple[Phase, Event], Outcome] = {
     # A survivor's way back.
     (Phase.RECOVERING, Event.INSTALLED): (Phase.LIVE, ()),
     (Phase.WITHOUT, Event.LET_IN): (Phase.LIVE, ()),
+    (Phase.WITHOUT, Event.LET_IN_SOME): (Phase.WITHOUT, ()),
     # A loss while newcomers were let in: what is to be done about it has begun.
     (Phase.RECOVERING, Event.LET_IN_LATE): (Phase.RECOVERING, ()),
     (Phase.WITHOUT, Event.LET_IN_LATE): (Phase.WITHOUT, ()),

@@ -31,6 +31,7 @@ from shared_core.reroute.through_losses import through_losses
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.worker.messages.group_log import BufferPool
 from shared_core.worker.recovery.lane import Lane
+from shared_core.worker.recovery.lanes import Patience
 
 if TYPE_CHECKING:
     from shared_core.job import Job
@@ -84,8 +85,8 @@ class DataParallelSteps:
         compute: forward and backward of a logical rank's share of a step: ``compute(rank, step)`` leaves gradients in
             ``.grad``. All that comes of it depends on its arguments and the parameters alone.
         connect: makes the lane of the newest generation; blocks until all workers that are there have come.
-        knocking: the lost ranks, if newcomers of all of them wait; blocks until they do if its argument is true.
-        let_in: lets them in; called by all, at the same batch top.
+        knocking: lost ranks whose newcomers wait to be let in; blocks until all of them do if its argument is true.
+        let_in: lets those in that it is given; called by all, at the same batch top.
         ordered: shares are added by ascending logical rank, whoever has computed them. Otherwise a worker first adds
             those that it has computed.
         noted: called after a loss with the ranks that are gone and the number of the step.
@@ -345,7 +346,7 @@ def steps_of(
         parameters,
         compute,
         job.lanes.lane,
-        lambda wait: job.lanes.knocking(wait=wait),
+        lambda wait: job.lanes.knocking(wait=Patience.FOR_ALL if wait else Patience.NOT_AT_ALL),
         job.lanes.let_in,
         ordered=job.config.reroute.reduction == "ordered",
         noted=lambda lost, step: job.news.emit("rerouted", lost=lost, step=step),

@@ -43,7 +43,7 @@ class Executor:
         places: where all are.
         model: its stage.
         connect: makes the lane of the newest generation; blocks until all workers that are there have come.
-        knocking: whether all that are lost have a newcomer that waits; asked at one worker only.
+        knocking: whether a newcomer waits to be let in; asked at one worker only.
         planner: makes the plans.
         options: see :class:`Options`.
         noted: called with the kind of what has happened, and plain facts: ``rerouted`` after each change of plan,
@@ -232,11 +232,11 @@ class Executor:
         views: dict[int, Any] = dict(lane.exchange(self._tell() | {"ready": ready}))
         self._roles.now.measuring.learn(views)
         started = time.perf_counter()
-        missed = {entry["generation"]: entry for view in views.values() for entry in view["entries"]}
+        missed = {entry["number"]: entry for view in views.values() for entry in view["entries"]}
         for _, entry in sorted(missed.items()):
             # A newcomer has nothing to do with changes in steps before its own.
-            older = self._history.generation < 0 and any(step < self.step for step, _ in entry["at"].values())
-            if entry["generation"] > self._history.generation and not older:
+            older = self._history.number < 0 and any(step < self.step for step, _ in entry["at"].values())
+            if entry["number"] > self._history.number and not older:
                 self._apply(entry)
         known = max(views.values(), key=lambda view: int(view["base"]))
         self._roles.take(self._places.still(from_plain(known["moves"]), lane.ranks), self._steps)
@@ -251,7 +251,7 @@ class Executor:
         _refuse(self._topology, gone)
         self._until = _first_without_data(self._topology, gone, views)
         lost = [list(worker) for worker in sorted(vacant)]
-        entry = {"generation": 2 * lane.generation, "lost": lost, "ready": _all_have(views), "at": at}
+        entry = {"number": 2 * lane.number, "lost": lost, "ready": _all_have(views), "at": at}
         self._apply(entry | {"until": self._until})
         self._settled = self.step if all(step >= self.step for step, _ in at.values()) else -1
         self._channel = self._roles.meet(lane, views, self._steps)
@@ -284,7 +284,7 @@ class Executor:
             self._roles.take(moves, self._steps)
             at = {_name(place): [self.step, 0] for rank, place in self._places.workers().items() if rank in lane.ranks}
             lost = [list(worker) for worker in sorted(vacant)]
-            entry = {"generation": 2 * lane.generation + 1, "lost": lost, "ready": _all_have(views), "at": at}
+            entry = {"number": 2 * lane.number + 1, "lost": lost, "ready": _all_have(views), "at": at}
             self._apply(entry | {"until": None})
             self._channel = self._roles.meet(lane, views, {})
         if self._places.home_rank(self._me) == lane.ranks[0]:
@@ -297,7 +297,7 @@ class Executor:
         """How far this worker is."""
         step = self._steps.get(self.step)
         mine = {
-            "base": self._history.generation,
+            "base": self._history.number,
             "entries": self._history.entries,
             "at": [self.step, step.at if step is not None else 0],
             "moves": as_plain(self._places.moves),
@@ -319,7 +319,7 @@ class Executor:
         """Send what readers still need and may not have got."""
         assert self._channel is not None
         role, having = self._roles.now, self._roles.feed_again(self._steps, views, self.lost)
-        open_steps = self._history.changed_since(2 * self._channel.lane.generation - 1)
+        open_steps = self._history.changed_since(2 * self._channel.lane.number - 1)
         for number in sorted(open_steps & self._steps.keys()):
             step, plan = self._steps[number], self._history.steps[number]
             for key, parts in step.made.items():

@@ -32,7 +32,7 @@ class Finishing:
         model: its stage.
         history: who is there, and the plans.
         steps: those under way and the one before, by number; the caller's own, as it is.
-        knocking: whether all that are lost have a newcomer that waits; asked at one worker only.
+        knocking: whether a newcomer waits to be let in; asked at one worker only.
         options: see :class:`Options`.
         measuring: takes durations.
         reports: has a word to tell with the losses.
@@ -283,7 +283,7 @@ class Finishing:
             return
         self._told.add((step.number, "losses"))
         if self._me == self._tails()[0] and self._history.lost and self._knocking():
-            step.let_in = self.channel.lane.generation
+            step.let_in = self.channel.lane.number
         word = self._reports.word(step.number)
         head = [step.let_in, DTYPES.index(step.loss_type), word]
         table = torch.cat([torch.tensor(head, dtype=torch.float64), table_of(step.losses, self._topology)])

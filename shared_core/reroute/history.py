@@ -57,7 +57,7 @@ class PlanHistory:
         planner: makes the plans.
 
     Attributes:
-        generation: of the last change.
+        number: of the last change.
         lost: places at which nobody computes, as of that change.
         entries: plain data of the last changes, oldest first.
         steps: plans by number of the step.
@@ -70,7 +70,7 @@ class PlanHistory:
         self._planner = planner
         self.extra: dict[int, float] = {}
         self.rest: dict[int, float] = {}
-        self.generation = -1
+        self.number = -1
         self.lost: frozenset[Worker] = frozenset()
         self.entries: list[dict[str, Any]] = []
         self._changed: dict[int, frozenset[int]] = {}
@@ -84,15 +84,15 @@ class PlanHistory:
             del self.steps[old]
         return self.steps[step]
 
-    def changed_since(self, generation: int) -> frozenset[int]:
-        """Steps that were planned again by changes after ``generation``."""
-        return frozenset().union(*(steps for when, steps in self._changed.items() if when > generation))
+    def changed_since(self, number: int) -> frozenset[int]:
+        """Steps that were planned again by changes after that of this number."""
+        return frozenset().union(*(steps for when, steps in self._changed.items() if when > number))
 
     def change(self, entry: Mapping[str, Any]) -> frozenset[int]:
         """A lane was formed: re-plan the steps under way.
 
         Args:
-            entry: plain data, the same at every worker: ``generation``, which rises with each change; ``lost``, all
+            entry: plain data, the same at every worker: ``number``, which rises with each change; ``lost``, all
                 places at which nobody computes, as (pipeline, stage); ``ready``, names of the times for which all have
                 the plan for these losses; ``at``: for each worker that is there, as text, the number of its step and
                 its place in that step's row. A worker that has finished a step and begun no other is at place 0 of the
@@ -105,7 +105,7 @@ class PlanHistory:
         Raises:
             ConfigError, Unsupported: nobody can compute what was lost.
         """
-        self.generation = entry["generation"]
+        self.number = entry["number"]
         self.entries = [*self.entries, dict(entry)][-_KEPT:]
         lost = frozenset(Worker(*each) for each in entry["lost"])
         self._planner.choose(lost, entry["ready"])
@@ -124,8 +124,8 @@ class PlanHistory:
         for other in [number for number in self.steps if number > newest]:
             del self.steps[other]  # nobody has begun it, or it is begun again
         self.lost = lost
-        self._changed = {when: steps for when, steps in self._changed.items() if when > self.generation - _KEPT}
-        self._changed[self.generation] = frozenset(fresh)
+        self._changed[self.number] = frozenset(fresh)
+        self._changed = dict(list(self._changed.items())[-_KEPT:])
         return frozenset(fresh)
 
     def _again(

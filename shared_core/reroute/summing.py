@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shared_core.errors import Unsupported
+from shared_core.reroute import gloo_order
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
 from shared_core.schedule.schedule import Worker
 from shared_core.worker.messages.group_log import BufferPool
@@ -26,11 +27,23 @@ class SumRule:
         divisor: each pipeline's gradients are divided by this before they are added.
         dtype: they are rounded to this type then, and added in it; None for their own.
         scale: the sum is multiplied by this, unless it is 1.
+        as_gloo: they are added in the order of gloo's all-reduce over the pipelines; else by ascending pipeline.
     """
 
     divisor: int = 1
     dtype: torch.dtype | None = None
     scale: float = 1.0
+    as_gloo: bool = False
+
+    def add(self, addends: Sequence[Tensor], start: int, numel: int) -> Tensor:
+        """Sum of a part of the pipelines' gradients, times the scale; arguments as in :func:`gloo_order.add`."""
+        if self.as_gloo:
+            total = gloo_order.add(addends, start, numel)
+        else:
+            total = addends[0].clone()
+            for addend in addends[1:]:
+                total.add_(addend)
+        return total if self.scale == 1.0 else total.mul_(self.scale)
 
     def addend(self, gradients: Tensor) -> Tensor:
         """What a pipeline's gradients add; its own memory, unless nothing is to be done."""
@@ -53,7 +66,7 @@ def reduce_in_order(
     """Sum of what the workers of a stage hold, or those of several stages with tied layers; the same bits at each.
 
     Each worker sums a part and sends it to the others, as a ring does, with as many bytes; but the addends of each
-    home pipeline are added by ascending stage, and what comes out by ascending pipeline: the order of DeepSpeed.
+    home pipeline are added by ascending stage, and what comes out as ``rule`` says.
 
     Args:
         channel: the lane.
@@ -90,25 +103,16 @@ def reduce_in_order(
     for peer in peers:
         if peer != me:
             channel.post_into(_key(step, MessageKind.SUM, peer, group), (result[parts[peer]],), ranks[peer])
-    total = None
+    addends = []
     for pipeline in sorted({home.pipeline for home in holders}):
         addend: Tensor | None = None
         for home in sorted(home for home in holders if home.pipeline == pipeline):
             part = mine[home][own] if home in mine else channel.finish(_key(step, MessageKind.SHARE, home, group))[0]
             addend = part if addend is None else addend + part
         assert addend is not None
-        addend = rule.addend(addend)
-        if total is not None:
-            total.add_(addend)
-        elif addend.dtype == like.dtype:
-            total = result[own].copy_(addend)
-        else:
-            total = addend.clone()
-    assert total is not None, "nobody holds a gradient"
-    if rule.scale != 1.0:
-        total.mul_(rule.scale)
-    if total.dtype != like.dtype:
-        result[own] = total
+        addends.append(rule.addend(addend))
+    assert addends, "nobody holds a gradient"
+    result[own] = rule.add(addends, own.start, like.numel())
     for peer in peers:
         if peer != me:
             channel.send(_key(step, MessageKind.SUM, me, group), [result[own]], ranks[peer])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from shared_core.errors import ConfigError
 from shared_core.simulate.layout import Layout, Pattern
@@ -51,15 +51,6 @@ class System(Protocol):
 
     def join(self, before: Pattern, after: Pattern) -> LossCost:
         """Of filling places when nobody is lost."""
-
-
-@runtime_checkable
-class LetsIn(Protocol):
-    """A system that may make newcomers wait for each other."""
-
-    @property
-    def lets_in_together(self) -> bool:
-        """Whether newcomers are let in only when every vacant place has one."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +113,6 @@ def simulate(trace: Trace, system: System) -> SimulationResult:
     """
     if trace.workers != system.layout.workers:
         raise ConfigError(f"the trace has {trace.workers} workers, the layout of {system.name} {system.layout.workers}")
-    if isinstance(system, LetsIn) and system.lets_in_together:
-        trace = trace.let_in_together()
     run = _Run(system, trace)
     for event in trace.events:
         if event.time_s > trace.duration_s:

@@ -21,7 +21,7 @@ from shared_core.simulate.layout import (
 from shared_core.simulate.trace import TraceEvent
 
 #: What follows the name of a system that is credited with what is not built.
-ENDS, ONE_BY_ONE = ", were lost ends not waited for (not built)", ", were newcomers let in one by one (not built)"
+ENDS = ", were lost ends not waited for (not built)"
 #: Moves that make a step shorter by less are not made; as in the planner, see ``schedule/normalise.py``.
 LEAST_GAIN = 0.02
 
@@ -118,8 +118,8 @@ class ThisSystem:
       accumulated is computed again by its peers: on average half of its micro-batches. Where losses are better spread
       over the stages, survivors move when so much time is lost as that costs: copies of state, and a step. If a stage
       has nobody left, all go back to the checkpoint and wait for a newcomer. If a pipeline has lost both its ends, the
-      step goes on, and the next one waits for newcomers, which draw its data. Newcomers are let in when every lost
-      worker has one.
+      step goes on, and the next one waits for a newcomer of either, which draws its data. Newcomers are let in one by
+      one.
     - ``replace``: all wait until the place is filled; then the newcomer runs its part of the step, on average half.
     - ``replay``: the same without a replica: the newcomer runs all steps since the checkpoint with logged messages,
       alone and so without bubbles, in ``m / (m + S - 1)`` of their time (Swift, arXiv 2302.06173).
@@ -131,7 +131,6 @@ class ThisSystem:
         checkpoints: where it starts again when state or data are gone.
         ends: nobody waits for a pipeline that has lost both ends, because others can draw its data. No job does it yet:
             it shows what building that is worth.
-        one_by_one: newcomers are let in while other places are vacant. The same.
     """
 
     layout: Layout
@@ -139,12 +138,11 @@ class ThisSystem:
     measured: MeasuredStalls = MeasuredStalls()
     checkpoints: CheckpointInterval = CheckpointInterval()
     ends: bool = False
-    one_by_one: bool = False
 
     @property
     def name(self) -> str:
         """With the mode."""
-        return f"this, {self.on_failure}{ENDS if self.ends else ''}{ONE_BY_ONE if self.one_by_one else ''}"
+        return f"this, {self.on_failure}{ENDS if self.ends else ''}"
 
     def throughput(self, pattern: Pattern) -> float:
         """Of the re-routed schedule, or all or nothing where lost workers are waited for."""
@@ -155,11 +153,6 @@ class ThisSystem:
         else:
             share = self.layout.slots / min(self._periods(pattern))
         return share / self.measured.overhead
-
-    @property
-    def lets_in_together(self) -> bool:
-        """See :class:`~shared_core.simulate.engine.LetsIn`."""
-        return self.on_failure == "reroute" and not self.one_by_one
 
     def _periods(self, pattern: Pattern) -> tuple[float, float]:
         """Slots of a step where survivors stay, and where they move; the same where they do not move."""

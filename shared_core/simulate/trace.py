@@ -79,21 +79,6 @@ class Trace:
                 events.append(TraceEvent(event.time_s, event.lost, filled))
         return replace(self, events=tuple(events))
 
-    def let_in_together(self) -> Trace:
-        """The trace for those who let newcomers in only when every vacant place has one: until then these wait."""
-        vacant, waiting = set[int](), set[int]()
-        events = []
-        for event in self.events:
-            waiting = (waiting - set(event.lost)) | set(event.joined)
-            lost = tuple(place for place in event.lost if place not in vacant)
-            vacant |= set(lost)
-            filled = tuple(sorted(vacant)) if vacant <= waiting else ()
-            if filled:
-                vacant, waiting = set(), set()
-            if lost or filled:
-                events.append(TraceEvent(event.time_s, lost, filled))
-        return replace(self, events=tuple(events))
-
 
 def from_counts(
     changes: Iterable[tuple[float, int]], workers: int, duration_s: float, seed: int = 0, resolution_s: float = 0.0

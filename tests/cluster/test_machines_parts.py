@@ -17,8 +17,9 @@ from shared_core.launcher.lease import FENCE, FIRST_S, Lease, Observations
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.mirror import MirrorServer, fetch
 from shared_core.launcher.rendezvous_store import is_here, parse_endpoints
-from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, lane_key, let_in_key
+from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, lane_key
 from shared_core.protocol.mirroring import keeper
+from shared_core.protocol.rounds import let_in_key
 from shared_core.protocol.takeover import reassign
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.wire import place_of
@@ -205,9 +206,14 @@ def test_who_is_absent() -> None:
         store.set("p/" + lane_key(rank, 1), "1")
     assert lose(one, 1).absent == {1} and one.present() == [0, 2]
     assert lose(other, 2).absent == {1, 2} and other.present() == [0]
-    assert store.compare_set("p/" + let_in_key(3), "", "yes") == b"no", "too late for newcomers to be let in"
-    assert store.compare_set("p/" + let_in_key(4), "", "yes") == b"yes" and other.present() == [0, 1, 2]
-    assert lose(one, 0).absent == {0}
+    assert store.compare_set("p/" + let_in_key(3, 1), "", "[1]") == b"[]", "too late for newcomers to be let in"
+    assert store.compare_set("p/" + let_in_key(4, 2), "", "[2]") == b"[2]" and other.present() == [0, 2]
+    assert lose(one, 0).absent == {0, 1}, "rank 2 is in, and rank 1 is not"
+    assert store.compare_set("p/" + let_in_key(4, 1), "", "[1]") == b"[]", "the next round came too late"
+    for key, ranks in ((let_in_key(5, 2), "[0]"), (let_in_key(5, 1), "[1]")):
+        assert store.compare_set("p/" + key, "", ranks) == ranks.encode()
+    assert other.follow() and other.present() == [0, 1, 2]
+    assert lose(other, 2).absent == {2}
 
 
 @pytest.fixture

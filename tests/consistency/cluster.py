@@ -50,7 +50,7 @@ class Job:
         self.store, self.lines = Store(), list[str]()
         self.ledger = Ledger(self.store, "", world)
         self.boards: list[list[Top]] = [[] for _ in self.ranks]
-        self.plans: dict[int, Plan] = {}
+        self.plans: dict[str, Plan] = {}
         self.issued: dict[int, dict[int, int]] = {}
         self.meetings: dict[tuple[int, int, frozenset[int]], Meeting] = {}
         self.live = [Worker(self, rank, 0, 0) for rank in self.ranks]
@@ -142,10 +142,10 @@ class Job:
     def workers(self) -> dict[int, Worker]:
         return {w.rank: w for w in self.live if w.incarnation == self.ledger.incarnations[w.rank]}
 
-    def agree(self, generation: int, plan: Plan) -> None:
-        """All that install a generation do it by one plan."""
-        if self.plans.setdefault(generation, plan) != plan:
-            raise Stuck(f"generation {generation} is installed by two plans")
+    def agree(self, what: str, plan: Plan) -> None:
+        """All that install a generation, or a round of one, do it by one plan."""
+        if self.plans.setdefault(what, plan) != plan:
+            raise Stuck(f"{what} is installed by two plans")
 
     def publish(self, worker: Worker) -> None:
         groups = {"world": worker.issued}
@@ -169,7 +169,8 @@ class Job:
         meeting.here[worker.rank] = worker
         if meeting.here.keys() == present and all(each in self.live for each in meeting.here.values()):
             incarnations = self.entry(generation).incarnations if generation else ()
-            meeting.lets_in = self.store.check([f"knock/{rank}.{incarnations[rank]}" for rank in absent])
+            knocks = (rank for rank in absent if self.store.check([f"knock/{rank}.{incarnations[rank]}"]))
+            meeting.lets_in = frozenset(knocks)
             meeting.over = True
             for each in meeting.here.values():
                 each.version += 1

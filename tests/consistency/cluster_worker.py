@@ -18,11 +18,11 @@ from shared_core.protocol.generation import (
     generation_key,
     go_key,
     lane_key,
-    let_in_key,
     plan_key,
 )
 from shared_core.protocol.members import members_text
 from shared_core.protocol.plan import Plan, decide
+from shared_core.protocol.rounds import Round, letting_key, ranks_in
 from shared_core.protocol.worker_phase import Action, Event, Phase, heard, transition
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class Worker:
         self.job, self.rank, self.incarnation, self.born = job, rank, incarnation, born
         self.phase, self.newest, self.generation = Phase.STARTING, born, -1
         self.entries: dict[int, Entry] = {}
+        self.absent = frozenset[int]()
         self.acting = self.offering = False
         self.target: Top | None = None
         #: Generations in which it has said where it stands; what was agreed on; where all newcomers are there.
@@ -129,6 +130,7 @@ class Worker:
         event = heard(entry, self.rank, self.incarnation)
         if event not in (Event.OVER, Event.REPLACED):
             self.entries[entry.generation], self.newest = entry, entry.generation
+            self.absent = entry.absent or frozenset()
         actions = self.step(event)
         for action in actions:
             if action is Action.EXIT:
@@ -158,8 +160,10 @@ class Worker:
             yield lambda: store.check([generation_key(self.newest + 1)])
             actions = self.hear(self.job.entry(self.newest + 1))
 
-    def await_all(self, name: str, ranks: range | tuple[int, ...], generation: int) -> Iterator[Pause]:
-        keys = [f"{generation_key(generation)}/{name}/{rank}" for rank in ranks]
+    def await_all(
+        self, name: str, ranks: range | tuple[int, ...], generation: int, prefix: str = ""
+    ) -> Iterator[Pause]:
+        keys = [f"{prefix or generation_key(generation)}/{name}/{rank}" for rank in ranks]
         yield lambda: self.ended(generation) or self.job.store.check(keys)
         if not self.job.store.check(keys):
             raise GenerationAbandoned(name)
@@ -177,12 +181,12 @@ class Worker:
         group = GroupFrontier(members_text(self.job.ranks), self.issued, Done(self.done).to_json(), log, [])
         return Frontier(self.rank, self.incarnation, False, self.version, tops, {"world": group})
 
-    def post(self, generation: int, tops: tuple[Top, ...] = ()) -> None:
+    def post(self, generation: int) -> None:
         if generation in self.said:
             return
         self.said.add(generation)
         key, store = generation_key(generation), self.job.store
-        store.set(f"{key}/front/{self.rank}", self.front(tops).to_json())
+        store.set(f"{key}/front/{self.rank}", self.front().to_json())
         if store.add(f"{key}/fronts", 1) == len(self.job.ranks):
             self.start(self.decide(generation))
 
@@ -190,10 +194,9 @@ class Worker:
         """This one was the last to say where it stands."""
         yield f"deciding {generation}"
         store, keys = self.job.store, {r: f"{generation_key(generation)}/front/{r}" for r in self.job.ranks}
-        fronts = read_fronts({rank: store.get(key) for rank, key in keys.items()}, keys)
-        lets_in = generation > 0 and self.job.entry(generation).kind is Kind.GO_ON
+        fronts = read_fronts({rank: store.get(key) for rank, key in keys.items()}, keys, len(self.job.ranks))
         try:
-            agreed = Agreed((let_in if lets_in else decide)(fronts))
+            agreed = Agreed(decide(fronts))
         except RecoveryFailed as error:
             agreed = Agreed(None, str(error))
         store.compare_set(plan_key(generation), "", agreed.to_json())
@@ -206,14 +209,16 @@ class Worker:
         if self.ended(generation):
             raise GenerationAbandoned("plan")
 
-    def meet(self, generation: int) -> Iterator[Pause]:
+    def meet(self, generation: int, turn: Round | None = None) -> Iterator[Pause]:
         """Connect, move, and stand at the barrier until all do."""
         yield f"connect {generation}"
         if self.ended(generation):
             raise GenerationAbandoned("connected too late")
         yield f"exchange {generation}"
-        self.job.store.set(f"{generation_key(generation)}/barrier/{self.rank}", "1")
-        yield from self.await_all("barrier", self.job.ranks, generation)
+        prefix = generation_key(generation) if turn is None else turn.name
+        members = self.job.ranks if turn is None else turn.members(len(self.job.ranks))
+        self.job.store.set(f"{prefix}/barrier/{self.rank}", "1")
+        yield from self.await_all("barrier", members, generation, prefix)
         yield f"installing {generation}"
 
     def form(self, generation: int) -> Iterator[Pause]:
@@ -233,15 +238,17 @@ class Worker:
         if self.ended(generation):
             raise GenerationAbandoned("go")
         yield from self.meet(generation)
+        if self.ended(generation):
+            raise GenerationAbandoned("a loss was announced at the last moment")
         self.install(plan, generation, joins, Event.INSTALLED)
 
-    def install(self, plan: Plan, generation: int, joins: bool, event: Event) -> None:
-        late = self.ended(generation)
-        if late and event is Event.INSTALLED:
-            raise GenerationAbandoned("a loss was announced at the last moment")
-        self.job.agree(generation, plan)
-        self.step(Event.LET_IN_LATE if late else event)
-        self.generation, self.connected = generation, None if late else generation
+    def install(self, plan: Plan, generation: int, joins: bool, event: Event, name: str = "") -> None:
+        live = event in (Event.INSTALLED, Event.LET_IN)
+        self.job.agree(name or str(generation), plan)
+        self.step(event)
+        self.connected = generation if live else None
+        if live or joins:
+            self.generation = generation
         if joins and (top := plan.tops[self.rank]) is not None:
             self.issued = self.done = top.groups["world"]
             # Over lanes, who goes through the batch again does nothing in updates that the state contains.
@@ -249,7 +256,7 @@ class Worker:
         for each in plan.transfers:
             if each.destination == self.rank:
                 self.replay |= set(each.entries["world"])
-        if not late:
+        if live:
             self.job.issued.setdefault(generation, {})[self.rank] = self.issued
 
     def holding(self, body: Iterator[Pause]) -> Thread:
@@ -400,46 +407,65 @@ class Worker:
         yield lambda: self.phase is Phase.WITHOUT or self.newest == self.generation
         if self.phase is not Phase.WITHOUT and self.newest != self.generation:
             return
-        generation, absent = self.newest, self.entries[self.newest].absent if self.phase is Phase.WITHOUT else None
-        meeting = job.lane(self, generation, absent or frozenset())
+        generation, absent = self.newest, self.absent if self.phase is Phase.WITHOUT else frozenset[int]()
+        meeting = job.lane(self, generation, absent)
         yield f"step {self.version + 1}"
         yield lambda: self.ended(generation) or meeting.over
         if not meeting.over:
             del meeting.here[self.rank]
             return
         yield f"stepped {self.version}"
-        if absent and meeting.lets_in:
-            job.store.set(f"{generation_key(generation)}/letting", "1")
-            yield from self.holding(self.let_in(generation))
+        if meeting.lets_in:
+            turn = Round(generation, absent, meeting.lets_in)
+            for rank in turn.ranks:
+                job.store.set(letting_key(generation, rank), turn.to_json())
+            yield from self.holding(self.let_in(turn))
 
     def knock(self) -> Iterator[Pause]:
         self.job.store.set(f"knock/{self.rank}.{self.incarnation}", "1")
         while self.phase is Phase.KNOCKING and self.generation < 0:
             generation = self.newest
-            key = f"{generation_key(generation)}/letting"
+            key = letting_key(generation, self.rank)
             yield lambda: self.ended(generation) or self.job.store.check([key])  # noqa: B023 (used at once)
             if self.job.store.check([key]):
-                yield from self.holding(self.let_in(generation))
+                turn = Round.from_json(self.job.store.get(key), generation, self.rank, len(self.job.ranks))
+                yield from self.holding(self.let_in(turn))
             if self.generation < 0:
                 yield lambda: self.ended(generation)  # noqa: B023 (used at once)
 
-    def let_in(self, generation: int) -> Iterator[Pause]:
-        joins, key, store = self.joins, let_in_key(generation), self.job.store
-        self.post(generation, tuple(self.board[-1:]))
+    def let_in(self, turn: Round) -> Iterator[Pause]:
+        joins, store, generation = self.joins, self.job.store, turn.generation
+        members, decided = turn.members(len(self.job.ranks)), f"{turn.name}/plan"
+        store.set(f"{turn.name}/front/{self.rank}", self.front(tuple(self.board[-1:])).to_json())
+        if store.add(f"{turn.name}/fronts", 1) == len(members):
+            yield f"deciding {generation}"
+            keys = {rank: f"{turn.name}/front/{rank}" for rank in members}
+            fronts = read_fronts({rank: store.get(key) for rank, key in keys.items()}, keys, len(self.job.ranks))
+            try:
+                agreed = Agreed(let_in(fronts, self.entries[generation].absent or ()))
+            except RecoveryFailed as error:
+                agreed = Agreed(None, str(error))
+            store.set(decided, agreed.to_json())
         yield f"let in {generation}"
-        yield from self.await_plan(generation)
-        plan = self.agreed[generation].plan_or_fail()
+        yield lambda: self.ended(generation) or store.check([decided])
+        if not store.check([decided]):
+            raise GenerationAbandoned("plan")
+        plan = Agreed.from_json(store.get(decided), decided, len(self.job.ranks)).plan_or_fail()
         try:
-            yield from self.meet(generation)
-            word = store.compare_set(key, "", "yes")
+            yield from self.meet(generation, turn)
+            word = store.compare_set(turn.key, "", turn.word)
             yield f"agreed {generation}"
         except GenerationAbandoned:
-            if not store.check([key]):
+            if not store.check([turn.key]):
                 raise
-            word = store.get(key)
-        if word != b"yes":
+            word = store.get(turn.key)
+        if ranks_in(word, turn.key, turn.absent) != turn.ranks:
             raise GenerationAbandoned("another loss came first")
-        self.install(plan, generation, joins, Event.LET_IN)
+        late = self.ended(generation)
+        if not late:
+            self.absent = turn.away
+        event = Event.LET_IN_LATE if late else Event.LET_IN_SOME if turn.away else Event.LET_IN
+        self.install(plan, generation, joins, event, turn.name)
         if joins and (top := plan.tops[self.rank]) is not None:
             self.board = [top]
 
@@ -448,4 +474,4 @@ class Meeting:
     """A step over a lane: it is made when all that are present have come, for all of them at once."""
 
     def __init__(self, ranks: frozenset[int]) -> None:
-        self.ranks, self.here, self.over, self.lets_in = ranks, dict[int, Worker](), False, False
+        self.ranks, self.here, self.over, self.lets_in = ranks, dict[int, Worker](), False, frozenset[int]()

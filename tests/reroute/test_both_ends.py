@@ -10,7 +10,7 @@ from harness import Jobs, most
 from random_jobs import some_lost
 from rerouted import ORDERED, SCRIPT, go
 
-from shared_core.faults import Fault
+from shared_core.faults import ANY_STEP, Fault
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.testing.runner import JobResult, compare
 
@@ -45,6 +45,37 @@ CASES = {
 @pytest.mark.parametrize("name", most(CASES, *(CASES.keys() - {"backward", "one_after_the_other"})))
 def test_both_ends_of_a_pipeline_are_lost(jobs: Jobs, name: str) -> None:
     check(jobs, CASES[name], ("--clip", "1.0"))
+
+
+#: Both ends are lost, and the newcomer of the last one waits until that of the first is in; who is lost besides.
+HELD: dict[str, list[Fault]] = {
+    "nobody": [],
+    "the_newcomer_while_let_in": [Fault(0, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
+    "the_newcomer_when_let_in": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
+    "the_newcomer_in_a_step": [kill(0, 6, 3, incarnation=1)],
+}
+
+
+@pytest.mark.parametrize("name", most(HELD, *(HELD.keys() - {"nobody"})))
+def test_the_first_end_that_is_back_is_enough(jobs: Jobs, name: str) -> None:
+    args = ("--clip", "1.0", "--steps", "12", "--sum-after", "11", "--hold", "2")
+    result = check(jobs, [kill(0, 3, 2), kill(2, 3, 2), *HELD[name]], args)
+    tops = {event.rank: event.fields["top"] for event in result.kinds("let_in")}
+    assert tops.keys() == {0, 2} and tops[0] != tops[2], result.tail()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["nobody", "a_survivor", "the_donor"])
+def test_a_newcomer_does_not_wait_for_another(jobs: Jobs, name: str) -> None:
+    """Of two workers of three pipelines; the others train on while the second is still starting."""
+    faults = {
+        "a_survivor": [Fault(3, ANY_STEP, "lane.let_in", "SIGKILL")],
+        "the_donor": [Fault(1, ANY_STEP, "recovery.connected", "SIGKILL")],
+    }.get(name, [])
+    args = ("--steps", "40", "--copies", "5:2:1", "--sum-after", "40", "--hold", "5")
+    result = check(jobs, [kill(0, 3, 2), kill(5, 3, 4), *faults], args, nproc=6)
+    tops = {event.rank: event.fields["top"] for event in result.kinds("let_in")}
+    assert tops.keys() == {0, 5, *(fault.rank for fault in faults)} and tops[0] != tops[5], result.tail()
 
 
 @pytest.mark.nightly

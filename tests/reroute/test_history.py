@@ -22,10 +22,10 @@ def history(folder: Path) -> PlanHistory:
     return PlanHistory(Plans(TOPOLOGY, Variant.DECOUPLED, True, folder, 0))
 
 
-def change(past: PlanHistory, generation: int, lost: Collection[Worker], at: Mapping[Worker, tuple[int, int]]) -> None:
+def change(past: PlanHistory, number: int, lost: Collection[Worker], at: Mapping[Worker, tuple[int, int]]) -> None:
     places = {f"{worker.pipeline}:{worker.stage}": list(place) for worker, place in at.items()}
     gone = [list(worker) for worker in lost]
-    past.change({"generation": generation, "lost": gone, "ready": [], "until": None, "at": places})
+    past.change({"number": number, "lost": gone, "ready": [], "until": None, "at": places})
 
 
 def test_who_had_the_sum_is_lost_after_the_one_whose_gradients_are_in_it(tmp_path: Path) -> None:
@@ -111,11 +111,11 @@ class Walk:
                 summed[one.pipeline, one.micro_batch] += weight
         assert summed == {(d, j): 7 for d in range(self.topology.pipelines) for j in range(self.topology.micro_batches)}
 
-    def lose(self, generation: int, worker: Worker) -> None:
+    def lose(self, number: int, worker: Worker) -> None:
         """A worker is lost; the others go on."""
         del self.at[worker]
-        change(self.past, generation, set(self.topology.workers()) - set(self.at), self.at)
-        fresh = self.past.changed_since(generation - 1)
+        change(self.past, number, set(self.topology.workers()) - set(self.at), self.at)
+        fresh = self.past.changed_since(number - 1)
         self.at = {each: (step, 0 if step in fresh else place) for each, (step, place) in self.at.items()}
 
 
@@ -127,14 +127,14 @@ def test_losses_one_after_the_other_anywhere(seed: int, variant: Variant, topolo
     choice, last = random.Random(seed), topology.stages - 1
     walk = Walk(PlanHistory(Plans(topology, variant, choice.random() < 0.5, tmp_path, 0)), topology)
     change(walk.past, 0, (), walk.at)
-    for generation in range(1, 4):
+    for number in range(1, 4):
         for _ in range(choice.randrange(60)):
             if able := walk.able():
                 walk.advance(choice.choice(able))
         peers = Counter(worker.stage for worker in walk.at)
         data = [w for w in walk.at if w.stage not in (0, last) or Worker(w.pipeline, last - w.stage) in walk.at]
         if can := [worker for worker in data if peers[worker.stage] > 1]:
-            walk.lose(generation, choice.choice(can))
+            walk.lose(number, choice.choice(can))
     while able := walk.able():
         walk.advance(choice.choice(able))
     assert all(step == 1 and place == len(walk.row(worker, 1)) for worker, (step, place) in walk.at.items())

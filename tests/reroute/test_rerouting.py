@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from harness import Jobs, most
@@ -40,6 +41,19 @@ def test_without_a_loss_it_is_deepspeed(jobs: Jobs, model: str) -> None:
     args = ("--dropout", "0", *MODELS[model])
     theirs = jobs.reference(SCRIPT, nproc=4, args=args)
     compare(jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED), theirs)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("pipelines", [3, 4])
+def test_more_pipelines_are_deepspeed_with_a_loss_too(jobs: Jobs, pipelines: int) -> None:
+    """Gloo adds up the gradients in an order of its own there."""
+    args, nproc = ("--dropout", "0", "--clip", "0.5", "--evaluate-after", "4"), 2 * pipelines
+    theirs = jobs.reference(SCRIPT, nproc=nproc, args=args)
+    result = jobs.run(
+        SCRIPT, nproc=nproc, args=args, env=ORDERED, faults=[Fault(1, 3, "reroute.action", "SIGKILL", nth=5)]
+    )
+    assert result.kinds("rerouted") and not result.kinds("restart"), result.tail()
+    compare(result, replace(theirs, reports={r: report for r, report in theirs.reports.items() if r in result.reports}))
 
 
 @pytest.mark.parametrize("rank", most("0123", "0", "2", "3"))

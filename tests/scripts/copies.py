@@ -11,12 +11,13 @@ class Copies:
     """Where to wait.
 
     Args:
-        wanted: ``10:1,12:2``: in step 12, wait for two losses and for the newcomers to begin their copies; empty for
-            nowhere.
+        wanted: ``10:1,12:2:1``: in step 12, wait for two losses and for the newcomers, all but one, to begin their
+            copies; empty for nowhere.
     """
 
     def __init__(self, wanted: str) -> None:
-        self._wanted = {int(step): int(count) for step, _, count in (e.partition(":") for e in wanted.split(",") if e)}
+        rows = [list(map(int, each.split(":"))) for each in wanted.split(",") if each]
+        self._wanted = {step: (losses, sum(away)) for step, losses, *away in rows}
 
     def wait(self, step: int) -> None:
         """Return when so many workers were lost and each newcomer has begun to copy, or if nobody was lost.
@@ -37,6 +38,20 @@ class Copies:
                     losses, away = losses + 1, away | {event.rank}
                 elif event.kind in ("copying", "let_in"):
                     away.discard(event.rank)
-            return not losses or (losses >= self._wanted[step] and not away)
+            return not losses or (losses >= wanted and len(away) <= most)
 
-        poll(begun, lambda: False, Wait(f"step {step}", f"{self._wanted[step]} losses and the copies to begin", 40.0))
+        wanted, most = self._wanted[step]
+        poll(begun, lambda: False, Wait(f"step {step}", f"{wanted} losses and the copies to begin", 40.0))
+
+
+def hold(rank: int) -> None:
+    """In newcomers of ``rank``: return when one of another rank was let in.
+
+    Raises:
+        WaitTimeout: if none is.
+    """
+    job = shared_core.current_job()
+    if job is not None and job.rank == rank and job.env.incarnation:
+        events = job.env.events
+        wait = Wait(f"rank {rank}", "another newcomer to be let in", 60.0)
+        poll(lambda: any(event.kind == "let_in" for event in read_events(events)), lambda: False, wait)

@@ -9,6 +9,7 @@ import argparse
 import torch
 import torch.distributed as dist
 from beginning import begin
+from copies import hold
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -17,6 +18,7 @@ from shared_core.job import Job
 from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report
 from shared_core.worker.recovery.lane import Lane
+from shared_core.worker.recovery.lanes import Patience
 
 _AGAIN = 1000
 
@@ -28,9 +30,10 @@ class Trainer:
         last: what was summed in the last update: gradients and loss, for whoever did not get it.
     """
 
-    def __init__(self, report: Report, let_in_at: int) -> None:
+    def __init__(self, report: Report, let_in_at: int, last_at: int, waits: Patience) -> None:
         torch.manual_seed(0)
-        self.report, self.let_in_at = report, let_in_at
+        self.report, self.waits = report, waits
+        self.let_in_at, self.last_at = let_in_at, max(let_in_at, last_at)
         self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         self.loop = {"step": 0, "loss_sum": 0.0}
@@ -69,8 +72,10 @@ class Trainer:
 
     def settle(self, job: Job, lane: Lane) -> bool:
         """Whether all have done the same updates and nobody knocks; if not, what there is to do is done."""
-        asks = job.rank == lane.ranks[0] and bool(job.lanes.absent) and self.loop["step"] >= self.let_in_at
-        seen = lane.exchange({"step": self.loop["step"], "knocking": job.lanes.knocking(wait=True) if asks else []})
+        let_in_at = self.last_at if len(job.lanes.absent) == 1 else self.let_in_at
+        asks = job.rank == lane.ranks[0] and bool(job.lanes.absent) and self.loop["step"] >= let_in_at
+        knocking = job.lanes.knocking(wait=self.waits) if asks else ()
+        seen = lane.exchange({"step": self.loop["step"], "knocking": list(knocking)})
         steps = {rank: each["step"] for rank, each in seen.items()}
         newest = max(steps.values())
         behind = [rank for rank in lane.ranks if steps[rank] < newest]
@@ -84,8 +89,8 @@ class Trainer:
                 lane.recv(total, source, _AGAIN).wait()
                 self.update([total])
             return False
-        if knocking := seen[lane.ranks[0]]["knocking"]:
-            job.lanes.let_in(knocking)
+        if ready := seen[lane.ranks[0]]["knocking"]:
+            job.lanes.let_in(ready)
             return False
         return True
 
@@ -138,18 +143,22 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--let-in-at", type=int, default=8, help="from this step on others wait for newcomers")
+    parser.add_argument("--last-at", type=int, default=0, help="the same, where only one is absent")
+    parser.add_argument("--hold", type=int, default=-1, help="a rank: its newcomers wait for another one to be let in")
+    parser.add_argument("--wait-for", default="all", help="all that are absent, or one")
     parser.add_argument("--collective-at", type=int, default=-1, help="a step with a collective of all ranks")
     parser.add_argument("--damage", action="store_true", help="memory of the first newcomer is faulty")
     args = parser.parse_args()
     report = Report()
     job = begin()
-    trainer = Trainer(report, args.let_in_at)
+    trainer = Trainer(report, args.let_in_at, args.last_at, Patience(args.wait_for))
     if job is not None:
         job.attach([trainer.net], [trainer.optimizer], replicas=range(job.world_size))
         job.register("loop", lambda: dict(trainer.loop), trainer.loop.update)
         dist.barrier()  # a newcomer's is answered
         if not job.joining:
             job.notes.keep("plan", "who", job.rank)
+    hold(args.hold)
     while trainer.loop["step"] < args.steps:
         if job is None:
             trainer.plain_step()

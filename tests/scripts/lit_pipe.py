@@ -25,6 +25,7 @@ from lightning_swift import SwiftCheckpoint, SwiftPipelineStrategy
 from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.jobs.common import Counting, final_digests, without_folder, without_ours
 from shared_core.testing.report import Report
+from shared_core.worker.recovery.lanes import Patience
 
 warnings.filterwarnings("ignore")
 #: Where the run leaves its files; two starts of one run may share a folder.
@@ -105,7 +106,7 @@ class Losses(pl.Callback):
         stand_still(trainer.global_step)
         job = shared_core.current_job()
         if self.waits and trainer.is_last_batch and job is not None and job.lanes.absent:
-            job.lanes.knocking(wait=True)
+            job.lanes.knocking(wait=Patience.FOR_ALL)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not outputs["loss"].isnan():

@@ -14,7 +14,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 import torch.distributed as dist
-from copies import Copies
+from copies import Copies, hold
 from torch import nn
 
 from shared_core.testing.digest import digest, training_digest
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--sum-after", type=int, nargs="*", default=(), help="steps; a sum over all workers")
     parser.add_argument("--sum-evaluated", action="store_true", help="a sum over all workers after the evaluation")
     parser.add_argument("--copies", default="", help="10:1,12:2: step 12 waits for two losses and the copies")
+    parser.add_argument("--hold", type=int, default=-1, help="a rank: its newcomers wait for another one to be let in")
     parser.add_argument("--decay", type=float, default=0.0, help="of the learning rate, in each step")
     parser.add_argument("--odd", type=int, nargs="*", default=(), help="micro-batches that have an odd label")
     parser.add_argument("--odd-value", type=float, default=0.0)
@@ -186,6 +187,7 @@ def main() -> None:
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     data = micro_batches(engine.grid.get_data_parallel_rank(), args.rows, args.odd, args.odd_value, dtype)
     losses, copies = [], Copies(args.copies)
+    hold(args.hold)
     for step in range(args.steps):
         Block.step = step
         copies.wait(step)

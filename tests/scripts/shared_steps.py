@@ -7,7 +7,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from copies import Copies
+from copies import Copies, hold
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--evaluate", action="store_true", help="at the start of each epoch, and at the end")
     parser.add_argument("--copies", default="", help="10:1,12:2: step 12 waits for two losses and the copies")
+    parser.add_argument("--hold", type=int, default=-1, help="a rank: its newcomers wait for another one to be let in")
     parser.add_argument("--damage", action="store_true", help="memory of the first newcomer is faulty")
     parser.add_argument("--mistake", default="", help="ddp, own, norm, gather, sampler, buffer, late, twice")
     args = parser.parse_args()
@@ -72,6 +73,7 @@ def main() -> None:
         dist.all_reduce(worst)
         seen.worst += worst.item()
 
+    hold(args.hold)
     if args.mistake == "own":
         for _ in job.steps(loader):
             pass

@@ -142,8 +142,7 @@ def test_accounts_add_up() -> None:
         made = sum((one.end_s - one.start_s) * one.rate for one in result.segments)
         assert result.work == pytest.approx(made - result.lost)
         assert sum(work for _, work in result.by_live.values()) == pytest.approx(result.work)
-        seen = trace.let_in_together() if isinstance(system, ThisSystem) and system.lets_in_together else trace
-        assert 0 < result.useful <= 1 and result.losses == seen.losses
+        assert 0 < result.useful <= 1 and result.losses == trace.losses
         assert simulate(trace, system) == result
         assert merge([result, result]).useful == pytest.approx(result.useful)
 
@@ -228,22 +227,14 @@ def test_survivors_move() -> None:
     assert system.loss(all_but_one, all_but_one.after((21,), ()), last) == system.checkpoints.cost
 
 
-def test_newcomers_are_let_in_together() -> None:
+def test_newcomers_are_let_in_one_by_one() -> None:
+    """Each counts from when it comes, and ends a wait for the data of its pipeline."""
     layout = Layout(2, 2)
-    events = [(1, (0,), ()), (2, (3,), ()), (3, (), (0,)), (4, (0,), ()), (5, (), (3,)), (6, (), (0,)), (7, (1,), (1,))]
+    events = [(1, (0,), ()), (2, (1,), ()), (3, (), (0,)), (5, (), (1,))]
     trace = Trace(4, 10.0, tuple(TraceEvent(float(at), lost, joined) for at, lost, joined in events))
-    seen = trace.let_in_together().events
-    assert seen == (
-        TraceEvent(1.0, (0,)),
-        TraceEvent(2.0, (3,)),
-        TraceEvent(6.0, (), (0, 3)),
-        TraceEvent(7.0, (1,), (1,)),
-    )
-    together = simulate(trace, ThisSystem(layout, ends=True))
-    apart = simulate(trace, ThisSystem(layout, ends=True, one_by_one=True))
-    assert min(together.by_live) == min(apart.by_live) == 2
-    assert together.by_live[4][0] == pytest.approx(5.0) and together.by_live[2][0] == pytest.approx(4.0)
-    assert apart.by_live[3][0] == pytest.approx(3.0) and apart.by_live[2][0] == pytest.approx(2.0)
+    result = simulate(trace, ThisSystem(layout, measured=MeasuredStalls(admit_s=0.0, reroute_s=0.0)))
+    assert [seconds for _, (seconds, _) in sorted(result.by_live.items())] == pytest.approx([1.0, 3.0, 6.0])
+    assert result.by_live[2][1] == 0 < result.by_live[3][1]
 
 
 def test_replay_takes_its_share_of_the_time_since_the_checkpoint() -> None:

@@ -13,7 +13,7 @@ from benchmarks import total_time as total_time_benchmark
 from benchmarks import traces
 from benchmarks.recycle_published import LARGE, MEDIUM
 from shared_core.cli.swiftctl import main
-from shared_core.simulate.rerouting import ENDS, ONE_BY_ONE
+from shared_core.simulate.rerouting import ENDS
 from shared_core.simulate.total_time import Training, total_time
 
 
@@ -30,8 +30,8 @@ def test_deviation_from_the_published_averages() -> None:
 def test_large_jobs() -> None:
     rows = {row.case: row.value or 0.0 for row in traces.scale_rows(100_000, 1)}
     at = "100000 workers, single losses: "
-    assert rows[at + "ReCycle, ideal"] >= rows[at + f"this, reroute{ENDS}{ONE_BY_ONE}, no overhead"]
-    assert rows[at + f"this, reroute{ENDS}{ONE_BY_ONE}, no overhead"] > rows[at + "Oobleck"]
+    assert rows[at + "ReCycle, ideal"] >= rows[at + f"this, reroute{ENDS}, no overhead"]
+    assert rows[at + f"this, reroute{ENDS}, no overhead"] > rows[at + "Oobleck"]
     assert rows[at + "Oobleck"] > rows[at + "checkpoint restart, 1 % spare"] > rows[at + "checkpoint restart"]
 
 
@@ -41,7 +41,7 @@ def test_racks_are_whole_pipelines() -> None:
         row.case.partition(": ")[2]: row.value or 0.0 for row in traces.scale_rows(10_000, 1) if "racks" in row.case
     }
     built = rows["this, reroute, no overhead"]
-    assert built < 0.97 < 0.999 < rows[f"this, reroute{ENDS}{ONE_BY_ONE}, no overhead"]
+    assert built < 0.97 < 0.999 < rows[f"this, reroute{ENDS}, no overhead"]
 
 
 def test_published_tables_without_their_numbers() -> None:

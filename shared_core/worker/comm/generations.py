@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from shared_core.errors import CollectiveTimeout, GenerationAbandoned, SwiftError, WaitTimeout
 from shared_core.system import threads
@@ -108,7 +109,7 @@ class Generations:
     def go_live(
         self,
         generation: int,
-        world_inner: InnerGroup,
+        world_inner: InnerGroup | None,
         redo: Mapping[str, set[int]],
         received: Mapping[str, dict[str, int]],
     ) -> None:
@@ -116,11 +117,15 @@ class Generations:
 
         Args:
             generation: which one.
-            world_inner: the default group's connections.
+            world_inner: the default group's connections. None while others are absent: then only groups of this rank
+                alone are connected, and all else waits.
             redo: rank-specific operations that this rank takes part in again, by group.
             received: what receivers have, by group and channel.
         """
         state = self._state
+        if world_inner is None:
+            self._connect_own()
+            return
         with state.lock:
             state.generation = generation
             self._redo, self._received = redo, received
@@ -145,6 +150,12 @@ class Generations:
         for group in others:
             name = f"swift-connect-{group.name}"
             threads.start(self._connect_later, (group, generation), name=name)
+
+    def _connect_own(self) -> None:
+        for group in [each for each in self._groups.all() if each.size == 1]:
+            while group.inner is None:
+                with suppress(GenerationAbandoned):  # by a loss, which has nothing to do with it
+                    self._connect(group, self._state.latest)
 
     def _connect_later(self, group: GroupState, generation: int) -> None:
         try:

@@ -155,7 +155,7 @@ class Runtime(SharedState):
     def go_live(
         self,
         generation: int,
-        world_inner: InnerGroup,
+        world_inner: InnerGroup | None,
         redo: Mapping[str, set[int]],
         received: Mapping[str, dict[str, int]],
     ) -> None:

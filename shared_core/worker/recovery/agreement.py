@@ -15,10 +15,9 @@ from torch._C._distributed_c10d import Store
 
 from shared_core.errors import GenerationAbandoned, RecoveryFailed
 from shared_core.faults import inject
-from shared_core.protocol.admission import let_in
 from shared_core.protocol.agreement import Agreed
-from shared_core.protocol.frontier import Top, read_fronts
-from shared_core.protocol.generation import GIVEN_UP, Kind, generation_key, go_key, plan_key
+from shared_core.protocol.frontier import read_fronts
+from shared_core.protocol.generation import GIVEN_UP, generation_key, go_key, plan_key
 from shared_core.protocol.plan import Plan, decide
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import Wait, ranks_text
@@ -48,13 +47,12 @@ class Agreement:
 
     # -- what this rank says -----------------------------------------------------------------------
 
-    def post(self, store: Store, generation: int, *, tops: Sequence[Top] | None = None) -> None:
+    def post(self, store: Store, generation: int) -> None:
         """Say where this rank stands, once in a generation. The last to do so decides for all.
 
         Args:
             store: of the attempt.
             generation: that is formed.
-            tops: that this rank has passed, where newcomers are let in; None where they are not.
 
         Raises:
             DamagedRecord: what another rank has said is no frontier.
@@ -62,7 +60,7 @@ class Agreement:
         if not self._first(f"front/{generation}"):
             return
         key, world_size = generation_key(generation), self._env.world_size
-        store.set(f"{key}/front/{self._env.rank}", self._fronts.front(tops).to_json())
+        store.set(f"{key}/front/{self._env.rank}", self._fronts.front().to_json())
         if store.add(f"{key}/fronts", 1) != world_size:
             return
         inject.point("recovery.deciding")
@@ -73,10 +71,11 @@ class Agreement:
 
     def _decide(self, store: Store, generation: int) -> Agreed:
         keys = {rank: f"{generation_key(generation)}/front/{rank}" for rank in range(self._env.world_size)}
-        fronts = read_fronts(dict(zip(keys, store.multi_get(list(keys.values())), strict=True)), keys)
-        entry = self._lifecycle.entries.get(generation)
+        fronts = read_fronts(
+            dict(zip(keys, store.multi_get(list(keys.values())), strict=True)), keys, self._env.world_size
+        )
         try:
-            return Agreed((let_in if entry is not None and entry.kind is Kind.GO_ON else decide)(fronts))
+            return Agreed(decide(fronts))
         except RecoveryFailed as error:
             return Agreed(None, str(error))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +94,7 @@ class Exchange:
     ) -> None:
         self._rank, self._world_size = env.rank, env.world_size
         self._runtime, self._lifecycle, self._board = runtime, lifecycle, board
-        self._giving = Giving(env.rank, env.world_size, donor, copies)
+        self._giving = Giving(env.rank, donor, copies)
         self._inner: InnerGroup | None = None
         self._received = Received()
 
@@ -107,8 +108,13 @@ class Exchange:
         if self._inner is not None:
             self._inner.sever()
 
-    def connect(self, plan: Plan, generation: int) -> InnerGroup:
+    def connect(self, plan: Plan, generation: int, members: Sequence[int] | None = None) -> InnerGroup:
         """Connect the job's default group and move what the plan says, in as many attempts as it takes.
+
+        Args:
+            plan: what is moved.
+            generation: for which.
+            members: a group of these ranks is connected instead, for this alone.
 
         Raises:
             GenerationAbandoned: if somebody was lost meanwhile.
@@ -117,7 +123,7 @@ class Exchange:
         attempt = 0
         while True:
             try:
-                return self._meet(plan, generation, attempt)
+                return self._meet(plan, generation, attempt, members)
             except NotConnected as error:
                 attempt += 1
                 if attempt == MAX_ATTEMPTS:
@@ -125,7 +131,7 @@ class Exchange:
             except CorruptFile as error:
                 raise RecoveryFailed(f"the log on disk cannot be read: {error}") from error
 
-    def _meet(self, plan: Plan, generation: int, attempt: int) -> InnerGroup:
+    def _meet(self, plan: Plan, generation: int, attempt: int, members: Sequence[int] | None) -> InnerGroup:
         """One attempt.
 
         Raises:
@@ -137,8 +143,11 @@ class Exchange:
         def given_up() -> bool:
             return self._lifecycle.ended(generation)
 
-        assert runtime.world is not None
-        inner = runtime.new_inner(runtime.world, generation, attempt)
+        if members is None:
+            assert runtime.world is not None
+            inner = runtime.new_inner(runtime.world, generation, attempt)
+        else:
+            inner = runtime.side_group(f"round{len(members)}.{attempt}", members, generation, attempt=attempt)
         self._received = Received(top=plan.tops.get(self._rank), generation=generation)
         try:
             with runtime.lock:
@@ -149,7 +158,7 @@ class Exchange:
             self._move(inner, plan, self._received)
             inject.point("recovery.exchanged")
             last = inner.pg.barrier(dist.BarrierOptions())
-            finish(last, given_up, "the last barrier", self._exchanged(plan))
+            finish(last, given_up, "the last barrier", self._exchanged(plan, inner.members))
         except RuntimeError as error:
             inner.discard()
             if isinstance(error, (SwiftError, inject.FaultInjected)):
@@ -164,9 +173,9 @@ class Exchange:
                 self._inner = None
         return inner
 
-    def _exchanged(self, plan: Plan) -> Wait:
+    def _exchanged(self, plan: Plan, members: Sequence[int]) -> Wait:
         """For the barrier after the exchange."""
-        everyone = set(range(self._world_size))
+        everyone = set(members)
         busy = {*plan.donors, *plan.donors.values()}
         busy |= {rank for each in plan.transfers for rank in (each.source, each.destination)}
         whom = ranks_text(busy - {self._rank} or everyone - {self._rank})
@@ -185,19 +194,24 @@ class Exchange:
             top = plan.tops[newcomer]
             if top is None:
                 continue  # starts from the beginning: computes its state itself
-            others = self._giving.others(plan, newcomer, top)
+            others = self._giving.others(plan, newcomer, top, inner.members)
             if self._rank == donor:
                 received.nbytes += self._giving.give(inner, newcomer, top)
                 if plan.copies:
                     packed = pack(self._board, top.index, self._runtime.groups)
-                    send(inner, newcomer, {}, [torch.frombuffer(bytearray(packed), dtype=torch.uint8)])
+                    send(
+                        inner,
+                        inner.members.index(newcomer),
+                        {},
+                        [torch.frombuffer(bytearray(packed), dtype=torch.uint8)],
+                    )
             elif self._rank in others:
                 received.nbytes += self._giving.help(inner, newcomer, top)
             elif self._rank == newcomer:
                 received.description, received.tensors = self._giving.take(inner, donor, others)
                 received.nbytes += nbytes(received.tensors)
                 if plan.copies:
-                    _, (received.local,) = receive(inner, donor)
+                    _, (received.local,) = receive(inner, inner.members.index(donor))
 
     def _move_logs(self, inner: InnerGroup, plan: Plan, received: Received) -> None:
         for transfer in plan.transfers:

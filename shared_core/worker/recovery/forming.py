@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
-
-from torch._C._distributed_c10d import Store
 
 from shared_core.errors import GenerationAbandoned
 from shared_core.events import EventLog, console
 from shared_core.faults import inject
-from shared_core.protocol.codec import word
 from shared_core.protocol.frontier import Top
-from shared_core.protocol.generation import LET_IN, let_in_key
 from shared_core.protocol.plan import Plan
+from shared_core.protocol.rounds import Round
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.protocol.worker_phase import Event
 from shared_core.waiting import ranks_text
@@ -33,6 +31,21 @@ from shared_core.worker.recovery.exchange import Exchange, Received, Replay, Rep
 from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.transfer import StillWriting
 from shared_core.worker.state.publications import Board
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Replicas are to be compared.
+
+    Attributes:
+        generation: in which they were given their state.
+        version: optimizer steps from which on they are.
+        ranks: who is there.
+    """
+
+    generation: int
+    version: int
+    ranks: tuple[int, ...]
 
 
 class Forming:
@@ -50,7 +63,7 @@ class Forming:
 
     Attributes:
         target: the batch top that a newcomer has prepared for; None for the beginning of the script.
-        verify_version: version from which on replicas are to be compared; None where there is nothing to compare.
+        comparison: of replicas, that is due; None where there is nothing to compare.
     """
 
     def __init__(
@@ -67,7 +80,7 @@ class Forming:
         self._env, self._runtime, self._lifecycle, self._store = env, runtime, lifecycle, store
         self._board, self._events, self._agreement, self._exchange = board, events, agreement, exchange
         self.target: Top | None = None
-        self.verify_version: int | None = None
+        self.comparison: Comparison | None = None
         self._for_later: Replay = {}
 
     def prepare(self, generation: int) -> Top | None:
@@ -100,7 +113,8 @@ class Forming:
         if plan.leave:
             self._start_together(plan, generation)
         # Replicas are compared at the first batch top after everyone has made a step beyond what anybody has now.
-        self.verify_version = plan.newest + 1 if plan.tops else None
+        everyone = tuple(range(self._env.world_size))
+        self.comparison = Comparison(generation, plan.newest + 1, everyone) if plan.tops else None
         if joins:
             if plan.tops.get(self._env.rank) != self.target:
                 message = "batch top no longer reachable, starting over"
@@ -120,57 +134,52 @@ class Forming:
         inject.point("recovery.installed")
         return received
 
-    def let_in(self, generation: int) -> Received:
-        """Form a generation with newcomers that have knocked, on the program's thread of all ranks, survivors standing
-        at the same batch top; see :func:`shared_core.protocol.admission`.
+    def connect_round(self, turn: Round, plan: Plan) -> InnerGroup:
+        """Connect the members of a round, and move what its plan says. In the last round it is the default group.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile, and the newcomers are not in.
-            RecoveryFailed: if they cannot be let in.
-            WaitTimeout: if a rank does not take part in time.
+            GenerationAbandoned: if somebody was lost meanwhile.
+            RecoveryFailed: if it cannot be done.
         """
-        store, joins = self._store.below(), self._lifecycle.joins
-        newest: Sequence[Top] = self._board.tops()[-1:]
-        self._agreement.post(store, generation, tops=newest)
-        plan = self._agreement.plan(store, generation)
-        self.verify_version = plan.newest + 1
-        inner = self._agree(plan, store, generation)
-        self._install(plan, inner, generation, {}, joins, lets_in=True)
-        inject.point("recovery.installed")
+        members = turn.members(self._env.world_size) if turn.away else None
+        return self._connect(plan, turn.generation, members)
+
+    def install_round(self, turn: Round, plan: Plan, inner: InnerGroup | None) -> Received:
+        """The newcomers of a round are in: take over what was moved. While others are absent, or if another loss has
+        ended the generation, it does not go live.
+
+        Args:
+            turn: the round.
+            plan: what was agreed.
+            inner: what :meth:`connect_round` gave; None if it was abandoned with the newcomers in.
+        """
+        runtime, lifecycle, joins = self._runtime, self._lifecycle, self._lifecycle.joins
+        with runtime.lock:
+            late = lifecycle.ended(turn.generation)
+            live = not late and not turn.away
+            if not late:
+                runtime.absent = turn.away
+            if not live:
+                runtime.broken = True
+            lifecycle.step(Event.LET_IN if live else Event.LET_IN_LATE if late else Event.LET_IN_SOME)
+            if live or joins:
+                runtime.generation = turn.generation
+            if joins:
+                self._take_place(plan)
+            self.comparison = Comparison(turn.generation, plan.newest + 1, turn.members(self._env.world_size))
+        if not live and inner is not None:
+            inner.discard()
+        runtime.go_live(turn.generation, inner if live else None, plan.redo, plan.received)
         return self._exchange.take()
 
-    def _connect(self, plan: Plan, generation: int) -> InnerGroup:
+    def _connect(self, plan: Plan, generation: int, members: Sequence[int] | None = None) -> InnerGroup:
         """See :meth:`Exchange.connect`."""
         try:
-            return self._exchange.connect(plan, generation)
+            return self._exchange.connect(plan, generation, members)
         except StillWriting:
             message = "a message that was cut may still arrive in its parameters, starting over"
             self._events.emit("warning", rank=self._env.rank, generation=generation, message=message)
             os._exit(EXIT_STALE)
-
-    def _agree(self, plan: Plan, store: Store, generation: int) -> InnerGroup | None:
-        """Connect, move, and settle whether the newcomers are in. A group, or None if another loss has ended the
-        generation with the newcomers in.
-
-        Raises:
-            GenerationAbandoned: if it has ended without them.
-        """
-        inner, key = None, let_in_key(generation)
-        try:
-            inner = self._connect(plan, generation)
-            # Whoever is first says whether the newcomers are in: one of us, or an agent that has seen another loss.
-            said = store.compare_set(key, "", "yes")
-            inject.point("lane.agreed")
-        except GenerationAbandoned:
-            # Somebody may have come further than we did. Then all have got to the barrier, with all that they need.
-            if not store.check([key]):
-                raise
-            said = store.get(key)
-        if word(said, LET_IN, key) == "yes":
-            return inner
-        if inner is not None:
-            inner.discard()
-        raise GenerationAbandoned("another loss came first")
 
     def _start_together(self, plan: Plan, generation: int) -> NoReturn:
         """A newcomer needs messages that are not on disk: their senders begin again with it (selective logging).
@@ -190,16 +199,7 @@ class Forming:
             wait_for_change(self._runtime, whom, given_up, speaks=self._env.rank == first)
         raise GenerationAbandoned("others start again")
 
-    def _install(
-        self,
-        plan: Plan,
-        inner: InnerGroup | None,
-        generation: int,
-        replay: Replay,
-        joins: bool,
-        *,
-        lets_in: bool = False,
-    ) -> None:
+    def _install(self, plan: Plan, inner: InnerGroup, generation: int, replay: Replay, joins: bool) -> None:
         """Take over what was moved, and go live.
 
         Args:
@@ -208,8 +208,6 @@ class Forming:
             generation: which one.
             replay: results to serve.
             joins: this worker is a newcomer.
-            lets_in: newcomers are let in: they are in even if another loss has ended the generation, which does not go
-                live then.
 
         Raises:
             GenerationAbandoned: if somebody was lost meanwhile.
@@ -217,17 +215,11 @@ class Forming:
         runtime, lifecycle = self._runtime, self._lifecycle
         with runtime.lock:
             # From here on this worker counts as a survivor; entries are heard under the same lock.
-            late = lifecycle.ended(generation)
-            if late:
-                if inner is not None:
-                    inner.discard()
-                if not lets_in:
-                    raise GenerationAbandoned("a loss was announced at the last moment")
-                inner = None
-                runtime.broken = True
-            else:
-                runtime.absent = frozenset()
-            lifecycle.step(Event.LET_IN_LATE if late else Event.LET_IN if lets_in else Event.INSTALLED)
+            if lifecycle.ended(generation):
+                inner.discard()
+                raise GenerationAbandoned("a loss was announced at the last moment")
+            runtime.absent = frozenset()
+            lifecycle.step(Event.INSTALLED)
             runtime.generation = generation
             if joins:
                 self._take_place(plan)
@@ -236,8 +228,7 @@ class Forming:
                     runtime.groups[name].replay.update(entries)
                 else:
                     self._for_later.setdefault(name, {}).update(entries)
-        if inner is not None:
-            runtime.go_live(generation, inner, plan.redo, plan.received)
+        runtime.go_live(generation, inner, plan.redo, plan.received)
 
     def _take_place(self, plan: Plan) -> None:
         """This newcomer stands where its predecessor stood at the batch top."""

@@ -50,17 +50,17 @@ class Giving:
 
     Args:
         rank: of this worker.
-        world_size: number of ranks.
         donor: its replicated state.
         copies: that are made of it while training goes on.
     """
 
-    def __init__(self, rank: int, world_size: int, donor: Donor, copies: Copies) -> None:
-        self._rank, self._world_size, self._donor, self._copies = rank, world_size, donor, copies
+    def __init__(self, rank: int, donor: Donor, copies: Copies) -> None:
+        self._rank, self._donor, self._copies = rank, donor, copies
 
-    def others(self, plan: Plan, newcomer: int, top: Top) -> list[int]:
-        """Those that may give ``newcomer`` its state, beside its donor."""
-        return helpers(plan.donors[newcomer], top.replicas or range(self._world_size), plan.tops)
+    def others(self, plan: Plan, newcomer: int, top: Top, members: Collection[int]) -> list[int]:
+        """Those of some members that may give ``newcomer`` its state, beside its donor."""
+        replicas = set(top.replicas or members).intersection(members)
+        return helpers(plan.donors[newcomer], replicas, plan.tops)
 
     def give(self, inner: InnerGroup, newcomer: int, top: Top) -> int:
         """As donor. Returns the bytes that were sent.
@@ -71,12 +71,13 @@ class Giving:
             RecoveryFailed: if the state cannot be had.
             WaitTimeout: if the newcomer does not take part in time.
         """
+        place = inner.members.index(newcomer)
         with self._donor.frozen(top.version, top.index) as (description, tensors):
             copied = self._copies.close(newcomer, top, description)
             head = {"description": description, "layout": layout(tensors), "copied": copied}
-            send(inner, newcomer, head, [])
-            wanted, _ = receive(inner, newcomer, "to say what it is to be sent")
-            return _send(inner, newcomer, tensors, wanted)
+            send(inner, place, head, [])
+            wanted, _ = receive(inner, place, "to say what it is to be sent")
+            return _send(inner, place, tensors, wanted)
 
     def help(self, inner: InnerGroup, newcomer: int, top: Top) -> int:
         """As one of the others. Returns the bytes that were sent.
@@ -87,7 +88,8 @@ class Giving:
             RecoveryFailed: if the state was changed meanwhile.
             WaitTimeout: if the newcomer does not take part in time.
         """
-        wanted, _ = receive(inner, newcomer, "to say what it is to be sent")
+        place = inner.members.index(newcomer)
+        wanted, _ = receive(inner, place, "to say what it is to be sent")
         if not wanted["spans"]:
             return 0
         with ExitStack() as stack:
@@ -96,8 +98,8 @@ class Giving:
                 gives = _digest(description, layout(tensors)) == wanted["digest"]
             except RecoveryFailed:
                 gives = False
-            send(inner, newcomer, {"gives": gives}, [])
-            return _send(inner, newcomer, tensors, wanted) if gives else 0
+            send(inner, place, {"gives": gives}, [])
+            return _send(inner, place, tensors, wanted) if gives else 0
 
     def take(self, inner: InnerGroup, donor: int, others: Sequence[int]) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """As newcomer. Returns the description of the state and its tensors. The first of them are the parameters of
@@ -110,11 +112,12 @@ class Giving:
             GenerationAbandoned: if the group was cut.
             WaitTimeout: if a giver does not take part in time.
         """
-        head, _ = receive(inner, donor)
+        at = inner.members.index
+        head, _ = receive(inner, at(donor))
         description, described = head["description"], head["layout"]
         if self._copies.in_place(head["copied"], description["states"]):
             for rank in (*others, donor):
-                send(inner, rank, {"digest": 0, "spans": []}, [])
+                send(inner, at(rank), {"digest": 0, "spans": []}, [])
             return description | {"here": True}, []
         tensors = room(described, self._donor.places(description["parameters"]))
         sizes = [nbytes([each]) for each in tensors]
@@ -123,20 +126,20 @@ class Giving:
         digest, spans = _digest(description, described), {donor: mine}
         asked = dict(zip(others, shares or [[] for _ in others], strict=True))
         for rank, share in asked.items():
-            send(inner, rank, {"digest": digest, "spans": _rows(share)}, [])
+            send(inner, at(rank), {"digest": digest, "spans": _rows(share)}, [])
         for rank, share in asked.items():
             if share:
-                answer, _ = receive(inner, rank, "to say whether it gives its share of the state")
+                answer, _ = receive(inner, at(rank), "to say whether it gives its share of the state")
                 spans[rank if answer["gives"] else donor] = share if answer["gives"] else spans[donor] + share
-        send(inner, donor, {"spans": _rows(spans[donor])}, [])
-        receive_spans(inner, tensors, spans, _STUCK_S)
+        send(inner, at(donor), {"spans": _rows(spans[donor])}, [])
+        receive_spans(inner, tensors, {at(rank): each for rank, each in spans.items()}, _STUCK_S)
         return description, tensors
 
 
-def _send(inner: InnerGroup, newcomer: int, tensors: Sequence[torch.Tensor], wanted: dict[str, Any]) -> int:
+def _send(inner: InnerGroup, place: int, tensors: Sequence[torch.Tensor], wanted: dict[str, Any]) -> int:
     spans = [Span(*row) for row in wanted["spans"]]
     inject.point("recovery.giving")
-    send_spans(inner, newcomer, tensors, spans)
+    send_spans(inner, place, tensors, spans)
     return sum(span.size for span in spans)
 
 

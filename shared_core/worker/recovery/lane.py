@@ -83,6 +83,7 @@ class Lane:
 
     Attributes:
         generation: a loss ends it.
+        number: rises with each lane: a generation has several, each with more ranks.
         ranks: who is connected, ascending.
         finished: ranks that had left the program for good before this lane was formed; neither here nor absent.
     """
@@ -91,6 +92,7 @@ class Lane:
         self, runtime: Runtime, inner: InnerGroup, generation: int, ranks: tuple[int, ...], finished: tuple[int, ...]
     ) -> None:
         self.generation, self.ranks, self.finished = generation, ranks, finished
+        self.number = generation * (runtime.world_size + 1) + len(ranks) + len(finished)
         self._runtime, self._inner = runtime, inner
         #: Of one operation; a loss ends it at once.
         self.timeout = runtime.world.timeout if runtime.world is not None else PATIENCE

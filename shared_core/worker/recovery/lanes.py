@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 from torch._C._distributed_c10d import Store
 
@@ -21,7 +22,8 @@ from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.protocol.codec import decode
 from shared_core.protocol.generation import knock_key, lane_key, still_key
-from shared_core.waiting import Keys, ranks_text, wait_for
+from shared_core.protocol.rounds import Round, letting_key
+from shared_core.waiting import Keys, wait_for
 from shared_core.worker import link
 from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.recovery.copies import Copies
@@ -46,6 +48,27 @@ class _Arrivals:
         return all(self.come(rank) or self._store.check([f"done/{rank}"]) for rank in keys)
 
 
+class _AnyOf:
+    """Looks like a store whose keys are there when one of them is."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether one of these is there."""
+        return any(self._store.check([key]) for key in keys)
+
+
+class Patience(Enum):
+    """For whom is waited that is to be let in."""
+
+    #: For nobody: who is ready is let in.
+    NOT_AT_ALL = "nobody"
+    #: For the first that comes.
+    FOR_ONE = "one"
+    FOR_ALL = "all"
+
+
 class Lanes:
     """Forms lanes, and lets newcomers in.
 
@@ -59,7 +82,7 @@ class Lanes:
         self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
         self._copies, self._position = copies, position
         self._lane: Lane | None = None
-        self._passed_over: list[str] = []
+        self._passed_over: set[str] = set()
         self._lets_in: Callable[[], None] | None = None
         self._comes: Callable[[], None] = lambda: None
         self._closes: Callable[[], None] | None = None
@@ -120,7 +143,7 @@ class Lanes:
         """Raises GenerationAbandoned if the generation ends meanwhile."""
         runtime, rank = self._runtime, self._env.rank
         inject.point("lane.connect")
-        # A generation has two lanes if newcomers are let in in it.
+        # A generation has more lanes if newcomers are let in in it: each joins more ranks than the one before.
         name = f"lane{len(present)}"
         store, meeting = self._recovery.store.below(), f"gen/{generation}/{name}"
         store.set(f"{meeting}/{rank}", "1")
@@ -217,49 +240,54 @@ class Lanes:
 
     # -- letting in --------------------------------------------------------------------------------
 
-    def knocking(self, *, wait: bool = False) -> tuple[int, ...]:
-        """All absent ranks, if the newcomers of all of them wait to be let in; else none. Who waits in another entry
-        call cannot be let in here: where that is waited for, all go back to the checkpoint.
+    def knocking(self, *, wait: Patience = Patience.NOT_AT_ALL) -> tuple[int, ...]:
+        """Absent ranks whose newcomers wait to be let in. Who waits in another entry call cannot be let in here: where
+        that is waited for, all go back to the checkpoint.
 
         Ask on one rank, right after :meth:`Job.batch_top`, and tell the others: they may see it later.
 
         Args:
-            wait: block until they do, or another rank is lost; otherwise this returns at once. If they do not come in
-                ``rejoin_after_s`` and ``wait_timeout_s``, the job ends.
+            wait: block until all absent ranks do, or one of them, or until another rank is lost; otherwise this returns
+                at once. If they do not come in ``rejoin_after_s`` and ``wait_timeout_s``, the job ends.
         """
         with self._runtime.lock:
             generation, absent = self._runtime.latest, sorted(self._runtime.absent)
         if not absent:
             return ()
-        keys = [knock_key(generation, rank) for rank in absent]
-        store = self._recovery.store.below()
-        if wait:
+        keys = {rank: knock_key(generation, rank) for rank in absent}
+        store, waits = self._recovery.store.below(), wait is not Patience.NOT_AT_ALL
+        if waits:
             store.set(still_key(generation), "1")
             timeout_s = self._env.config.reroute.rejoin_after_s + self._runtime.wait_timeout_s
             try:
                 what = "to be let in (they were lost, and their newcomers run the script up to the training loop)"
                 bound = "rejoin_after_s and wait_timeout_s"
-                self._wait(store, dict(zip(absent, keys, strict=True)), generation, timeout_s, what, bound=bound)
+                those = _AnyOf(store) if wait is Patience.FOR_ONE else store
+                self._wait(those, keys, generation, timeout_s, what, bound=bound)
             except GenerationAbandoned:
                 return ()
-        elif not store.check(keys):
-            return ()
-        try:
-            entries = {decode(store.get(key), int, key) for key in keys}
-        except DamagedRecord as error:
-            if wait:
-                self._recovery.endings.give_up(error)
-            if self._passed_over != keys:
-                self._passed_over = keys
-                console(f"{error}. {ranks_text(absent)} cannot be let in")
-            return ()
-        if entries == {self._position.entry}:
-            return tuple(absent)
-        if wait:
+        said = {rank: self._knocked(store, key, waits=waits) for rank, key in keys.items()}
+        other = [rank for rank, entry in said.items() if entry not in (None, self._position.entry)]
+        if waits and other:
             self._recovery.endings.fall_back(
-                f"newcomers of ranks {absent} are in another call of the program than the others"
+                f"newcomers of ranks {other} are in another call of the program than the others"
             )
-        return ()
+        return tuple(rank for rank, entry in said.items() if entry == self._position.entry)
+
+    def _knocked(self, store: Store, key: str, *, waits: bool) -> int | None:
+        """In which entry call a newcomer waits; None if it does not, or what it says is damaged."""
+        if not store.check([key]):
+            return None
+        try:
+            entry: int = decode(store.get(key), int, key)
+            return entry
+        except DamagedRecord as error:
+            if waits:
+                self._recovery.endings.give_up(error)
+            if key not in self._passed_over:
+                self._passed_over.add(key)
+                console(f"{error}. Its newcomer cannot be let in")
+            return None
 
     def let_in(self, ranks: Sequence[int]) -> bool:
         """Let newcomers in, each as a copy of one of its replicas as it has published itself at the last batch top,
@@ -268,28 +296,32 @@ class Lanes:
         its top; updates that their state contains already do nothing.
 
         Args:
-            ranks: what :meth:`knocking` gave, on one of them.
+            ranks: what :meth:`knocking` gave, on one of them. Other absent ranks stay absent.
 
         Returns:
             Whether they are in. If not, another rank was lost meanwhile. In both cases ask for the next lane.
         """
         assert self._lane is not None
-        runtime, recovery, generation = self._runtime, self._recovery, self._lane.generation
-        started = time.time()
+        runtime, recovery, lane = self._runtime, self._recovery, self._lane
+        present = {*lane.ranks, *lane.finished}
+        absent = frozenset(range(self._env.world_size)) - present
+        turn = Round(lane.generation, absent, frozenset(ranks))
+        started, first = time.time(), self._env.rank == lane.ranks[0]
         inject.point("lane.let_in")
-        recovery.store.below().set(f"gen/{generation}/letting", "1")
+        for rank in ranks if first else ():
+            recovery.store.below().set(letting_key(lane.generation, rank), turn.to_json())
         try:
-            received = recovery.let_in(generation)
+            received = recovery.let_in(turn)
         except GenerationAbandoned:
-            self._await_next(generation)
+            self._await_next(lane.generation)
             return False
-        if self._env.rank == self._lane.ranks[0]:
+        if first:
             stall_s = time.time() - started
             for rank in ranks:
                 recovery.events.emit(
                     "let_in",
                     rank=rank,
-                    generation=generation,
+                    generation=lane.generation,
                     top=runtime.top,
                     stall_s=stall_s,
                     bytes_moved=received.nbytes,
@@ -298,22 +330,26 @@ class Lanes:
 
     def knock(self, entry: int) -> Received:
         """Newcomer: wait to be let in. Returns what was received."""
-        runtime, recovery = self._runtime, self._recovery
+        runtime, recovery, rank = self._runtime, self._recovery, self._env.rank
         inject.point("lane.knock")
         store = recovery.store.below()
         while True:
             generation = runtime.latest
+            key = letting_key(generation, rank)
             try:
                 self._copies.fetch(generation)
-                store.set(knock_key(generation, self._env.rank), str(entry))
-                others = set(range(self._env.world_size)) - self._runtime.absent
-                what = f"and the others to let rank {self._env.rank} in, at their next batch top"
-                letting = {min(others, default=0): f"gen/{generation}/letting"}
+                store.set(knock_key(generation, rank), str(entry))
+                others = set(range(self._env.world_size)) - runtime.absent
+                what = f"and the others to let rank {rank} in, at their next batch top"
+                letting = {min(others, default=0): key}
                 self._wait(store, letting, generation, math.inf, what, ends="it waits as long as they train")
-                received = recovery.let_in(generation)
+                turn = Round.from_json(store.get(key), generation, rank, self._env.world_size)
+                received = recovery.let_in(turn)
                 break
             except GenerationAbandoned:
                 self._await_next(generation)
+            except DamagedRecord as error:
+                recovery.endings.give_up(error)
         if self._copies.pending:
             self._comes()
             self._copies.complete()

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 from shared_core.errors import DamagedRecord, GenerationAbandoned, RecoveryFailed, WaitTimeout
 from shared_core.events import EventLog
 from shared_core.protocol.generation import Entry, generation_key
+from shared_core.protocol.rounds import Round
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.protocol.worker_phase import Action, Event, Phase
 from shared_core.system import threads
@@ -22,6 +23,7 @@ from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.endings import EXIT_STALE, Endings, wait_for_change
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.link import connect_store
+from shared_core.worker.recovery.admitting import Admitting
 from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.copies import Copies
 from shared_core.worker.recovery.donor import Donor
@@ -76,6 +78,7 @@ class Recovery:
         self._exchange = Exchange(env, runtime, life, board, donor, copies)
         agreement = self._agreement = Agreement(env, runtime, life, self._fronts)
         self.forming = Forming(env, runtime, life, store, board, events, agreement, self._exchange)
+        self._admitting = Admitting(env, runtime, life, store, board, self._fronts, self.forming)
         survivor = Survivor(env, runtime, life, store, events, donor, agreement, self.forming, endings, listener)
         handing_on = HandingOn(env, runtime, life, store, donor, self._fronts)
         self._threads: dict[Action, tuple[str, Callable[[Entry], None]]] = {
@@ -160,15 +163,15 @@ class Recovery:
             except (WaitTimeout, DamagedRecord) as error:
                 self.endings.give_up(error)
 
-    def let_in(self, generation: int) -> Received:
-        """Let newcomers in that have knocked; see :meth:`Forming.let_in`.
+    def let_in(self, turn: Round) -> Received:
+        """Let newcomers in that have knocked; see :meth:`Admitting.let_in`.
 
         Raises:
             GenerationAbandoned: if somebody was lost meanwhile, and the newcomers are not in.
         """
         with self.lifecycle.acting:
             try:
-                return self.forming.let_in(generation)
+                return self._admitting.let_in(turn)
             except RecoveryFailed as error:
                 self.endings.fall_back(str(error))
             except DamagedRecord as error:

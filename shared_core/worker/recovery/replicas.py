@@ -16,6 +16,7 @@ from shared_core.protocol.codec import Count, damaged, decode
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import threads
 from shared_core.waiting import wait_for
+from shared_core.worker.recovery.forming import Comparison
 from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.state.checksums import RunningSums, combined, nbytes
 from shared_core.worker.state.replicated import Replicated
@@ -60,7 +61,9 @@ class Replicas:
 
     def __init__(self, env: WorkerEnv, recovery: Recovery, updates: Updates) -> None:
         self._env, self._recovery, self._updates = env, recovery, updates
-        self._compared = self._summed = 0
+        #: Comparisons that are made, and of which sums are being made.
+        self._compared: Comparison | None = None
+        self._summed: Comparison | None = None
         self._sums = RunningSums([])
 
     def compare(self, ranks: Sequence[int], *, last: bool = False) -> None:
@@ -70,43 +73,42 @@ class Replicas:
             ranks: those that hold the same state, this one among them.
             last: there may be none after this one soon.
         """
-        due, generation = self._recovery.forming.verify_version, self._recovery.runtime.generation
-        if due is None or not self._env.config.state.verify_checksums or generation <= self._compared:
+        due = self._recovery.forming.comparison
+        if due is None or not self._env.config.state.verify_checksums or due is self._compared:
             return
-        if self._updates.version < due:
+        if self._updates.version < due.version:
             return
-        state = self._updates.replicated
+        state, ranks = self._updates.replicated, [rank for rank in ranks if rank in due.ranks]
         if state is None or len(ranks) < 2 or self._updates.state_version != self._updates.version:
-            self._compared = generation
+            self._compared = due
             return
-        sums = self._sum(state, generation, last=last)
+        sums = self._sum(state, due, last=last)
         if sums is None:
             return
-        self._compared = generation
-        key = f"sums/{generation}/{due}"
+        self._compared = due
+        key = f"sums/{due.generation}/{due.version}"
         report = Sums(self._updates.version, sums)
         self._recovery.store.below().set(f"{key}/{self._env.rank}", json.dumps(asdict(report)))
         if self._env.rank == min(ranks):
-            args = (key, ranks, list(state.names))
+            args = (key, due.generation, ranks, list(state.names))
             threads.start(self._judge, args, name="swift-compare")
 
-    def _sum(self, state: Replicated, generation: int, *, last: bool) -> list[int] | None:
+    def _sum(self, state: Replicated, due: Comparison, *, last: bool) -> list[int] | None:
         """Sum the next part of the state, or with ``last`` all that is left. Returns the checksums of all, by
         parameter, when it is the last part.
         """
         found = state.summed(self._updates.outside.local)
         tensors, sizes = [data for _, data in found], [nbytes(data) for _, data in found]
-        if self._summed != generation or self._sums.sizes != sizes:
-            self._summed, self._sums = generation, RunningSums(sizes)
+        if self._summed is not due or self._sums.sizes != sizes:
+            self._summed, self._sums = due, RunningSums(sizes)
         self._sums.add_part(tensors)
         while last and self._sums.complete is None:
             self._sums.add_part(tensors)
         sums = self._sums.complete
         return None if sums is None else combined(len(state.names), [place for place, _ in found], sums)
 
-    def _judge(self, key: str, members: Sequence[int], names: list[str]) -> None:
+    def _judge(self, key: str, generation: int, members: Sequence[int], names: list[str]) -> None:
         runtime, store = self._recovery.runtime, self._recovery.store.below()
-        generation = runtime.generation
         keys = {rank: f"{key}/{rank}" for rank in members}
         what = "to give the checksums of their parameters after the recovery"
         abandoned, fate = lambda: runtime.latest > generation, "they are not compared"

@@ -166,7 +166,7 @@ def _stand(data: bytes, _folder: Path) -> Standing:
 def _front(data: bytes, _folder: Path | None = None) -> Frontier:
     """Beside the frontier of another rank."""
     other = Frontier(1, 0, False, 0, (), {"default": GroupFrontier("0,1", 1, [1], [0], [])})
-    read_fronts({0: data, 1: other.to_json().encode()}, {0: "front/0", 1: "front/1"})
+    read_fronts({0: data, 1: other.to_json().encode()}, {0: "front/0", 1: "front/1"}, 2)
     return Frontier.from_json(data)
 
 
