@@ -18,6 +18,7 @@ from shared_core.launcher.workers import LiveWorker
 from shared_core.protocol.generation import Entry
 from shared_core.protocol.loss_policy import Death, LossBook
 from shared_core.protocol.worker_env import Resized
+from shared_core.system.facts import facts
 
 
 class Telling:
@@ -85,6 +86,9 @@ class Telling:
             agent=os.getpid(),
             run_id=places.spec.rdzv_handler.get_run_id(),
             pids={str(rank): pid for rank, pid in pids.items()},
+            script=self._program.target,
+            on_failure=config.on_failure,
+            **facts(),
         )
 
     def newcomer(self, one: LiveWorker) -> None:
@@ -166,14 +170,13 @@ class Telling:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def ends(self, result: str, *, rank: int = -1, reason: str | None = None) -> None:
+    def ends(self, result: str, *, rank: int = -1, **fields: Any) -> None:
         """The ``end`` event."""
-        fields = {} if reason is None else {"reason": reason}
         self.emit("end", rank=rank, result=result, **fields, replaced=self._budget - self._book.budget)
 
-    def succeeds(self, places: Places) -> None:
-        """All workers have left."""
-        self.ends("succeeded")
+    def succeeds(self, places: Places, reached: int) -> None:
+        """All workers have left, after ``reached`` batch tops."""
+        self.ends("succeeded", tops=reached)
         if places.speaks:
             self.story.succeeds(places.world_size)
 

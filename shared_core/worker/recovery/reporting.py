@@ -116,6 +116,7 @@ class News:
         if self._awaited is not None:
             self._awaited |= {"top": top, "whence": whence}
         elif whence and self._first:
+            self.emit("continued", top=top, whence=whence)
             console(f"the job continues from {whence}")
 
     def _say_so(self) -> None:

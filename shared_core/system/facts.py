@@ -1,0 +1,27 @@
+"""What a job runs on, in words for a reader."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from importlib.metadata import PackageNotFoundError, version
+
+#: Packages whose versions matter to a job.
+_PACKAGES = ("torch", "swift-recovery")
+
+
+def facts() -> dict[str, str | int]:
+    """This machine's name, the processors that this process may use, and versions; packages that are not installed are
+    left out."""
+    found: dict[str, str | int] = {
+        "host": socket.gethostname(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+    }
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
