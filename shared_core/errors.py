@@ -59,6 +59,10 @@ class NotAFile(SwiftError, OSError):
     """A name that must be a regular file's is that of a pipe, a device, a folder or a socket."""
 
 
+class NoEvents(SwiftError, OSError):
+    """A file that must hold a job's events cannot be read, or holds none."""
+
+
 class WaitTimeout(SwiftError, TimeoutError):
     """A wait ran out of time; the message says what was waited for and what to do."""
 

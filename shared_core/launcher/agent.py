@@ -229,7 +229,7 @@ class Agent:
         attempts.start_due()
         self._resizes.grow_if_due()
         if attempts.phase is Phase.ENDING and not self._fleet.live and not self._fleet.starting:
-            self._telling.succeeds(attempts.places, attempts.reached)
+            self._telling.succeeds(attempts.places)
             attempts.succeed(Event.LEFT)
 
     def _check_signals(self) -> None:

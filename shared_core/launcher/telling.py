@@ -170,13 +170,14 @@ class Telling:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def ends(self, result: str, *, rank: int = -1, **fields: Any) -> None:
+    def ends(self, result: str, *, rank: int = -1, reason: str | None = None) -> None:
         """The ``end`` event."""
+        fields = {} if reason is None else {"reason": reason}
         self.emit("end", rank=rank, result=result, **fields, replaced=self._budget - self._book.budget)
 
-    def succeeds(self, places: Places, reached: int) -> None:
-        """All workers have left, after ``reached`` batch tops."""
-        self.ends("succeeded", tops=reached)
+    def succeeds(self, places: Places) -> None:
+        """All workers have left."""
+        self.ends("succeeded")
         if places.speaks:
             self.story.succeeds(places.world_size)
 

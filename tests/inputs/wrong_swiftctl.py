@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 CASES: list[tuple[str, str, str]] = [
-    ("", "COMMAND", "events, plan-logging, checkpoints, plan, simulate, policy"),
+    ("", "COMMAND", "events, report, plan-logging, checkpoints, plan, simulate, policy"),
     ("evnts x", "evnts", "'events'"),
     ("--verbose events @events.jsonl", "--verbose", "--help"),
     # what a job left behind
