@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.cli.event_files import add_arguments, read_run
-from shared_core.report.history import history
+from shared_core.report.history import history_of
 from shared_core.report.metrics import read_curve
-from shared_core.report.page import page
-from shared_core.report.trace import trace
+from shared_core.report.page import to_page
+from shared_core.report.trace import to_trace
 
 
 def add_command(commands: Any) -> None:
@@ -40,11 +40,11 @@ def add_command(commands: Any) -> None:
 def _report(options: argparse.Namespace) -> int:
     chosen = read_run(options.file, options.wanted)
     metric = read_curve(options.metrics, options.metric) if options.metrics is not None else None
-    found = history(chosen.events)
+    found = history_of(chosen.events)
     written = [options.out or Path("report.html")]
-    written[0].write_text(page(found, metric), encoding="utf-8")
+    written[0].write_text(to_page(found, metric), encoding="utf-8")
     if options.trace is not None:
-        options.trace.write_text(json.dumps(trace(found), separators=(",", ":")) + "\n", encoding="utf-8")
+        options.trace.write_text(json.dumps(to_trace(found), separators=(",", ":")) + "\n", encoding="utf-8")
         written.append(options.trace)
     for path in written:
         print(path)

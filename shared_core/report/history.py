@@ -96,7 +96,7 @@ class History:
         return sorted({span.rank for span in self.spans})
 
 
-def history(events: Sequence[Event]) -> History:
+def history_of(events: Sequence[Event]) -> History:
     """The history of a run, from its events in the order of their file; see :func:`shared_core.events.by_run`.
 
     Whatever was not said, because its writer was killed or an older version wrote it, is left out.
@@ -153,6 +153,27 @@ def history(events: Sequence[Event]) -> History:
         step_s=seconds / steps if steps else None,
         measured_steps=steps,
     )
+
+
+def outages(answers: Sequence[Answer]) -> list[list[Answer]]:
+    """Completed answers, each after those that it superseded: what a person would call one outage."""
+    found: list[list[Answer]] = []
+    under_way: list[Answer] = []
+    for one in answers:
+        under_way.append(one)
+        if one.recovery.superseded_by is None:
+            if one.recovery.complete:
+                found.append(under_way)
+            under_way = []
+    return found
+
+
+def stall_s(outage: Sequence[Answer]) -> float:
+    """For how long workers stood still, in seconds: until all went on and, where they went on without a newcomer, for
+    its entry later."""
+    last = outage[-1].recovery
+    until = outage[-1].at - outage[0].at + (last.longest_stall_s or 0.0)
+    return until + max(last.let_in_stall_s.values(), default=0.0)
 
 
 def number(said: Mapping[str, Any], name: str) -> float | None:

@@ -104,7 +104,8 @@ def _of_events(events: Sequence[Event], startup_s: float) -> Iterator[_Change]:
                 yield from (_Change(at + startup_s, each, Doing.TRAINING, "", (Doing.STARTING,)) for each in ranks)
         elif event.kind in ("restart", "resize"):
             note = "all workers start again" if event.kind == "restart" else "the number of workers changes"
-            yield from (_Change(at, each, Doing.STARTING, note) for each in ranks)
+            stay = said["workers"] if is_count(said.get("workers")) else len(ranks)
+            yield from (_Change(at, each, Doing.STARTING if each < stay else None, note) for each in ranks)
         elif event.kind == "lost":
             yield _Change(float(said.get("detected", at)), rank, Doing.LOST, str(said.get("cause", "")))
         elif event.kind == "newcomer_start":

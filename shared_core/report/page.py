@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shared_core.report import drawings
-from shared_core.report.history import History
+from shared_core.report.history import History, outages, stall_s
 from shared_core.report.lives import Doing
 from shared_core.report.markup import Element, add, new, table, to_html
 from shared_core.report.metrics import thinned
@@ -20,7 +20,7 @@ _STYLE = Path(__file__).with_name("page.css")
 _MOST_WARNINGS, _LONGEST = 50, 300
 
 
-def page(found: History, metric: tuple[str, Sequence[tuple[float, float]]] | None = None) -> str:
+def to_page(found: History, metric: tuple[str, Sequence[tuple[float, float]]] | None = None) -> str:
     """The page.
 
     Args:
@@ -60,7 +60,7 @@ def _head(main: Element, found: History) -> None:
     if not found.result:
         note = "The events hold no end of this run: it is under way, or it was killed. What follows ends with the last."
         add(head, "p", note, class_="note")
-    stalls = [one.parts[-1].end for one in found.answers if one.parts and one.recovery.complete]
+    stalls = [stall_s(outage) for outage in outages(found.answers)]
     workers = " → ".join(str(count) for _, count in found.workers) or str(len(found.ranks))
     cards = add(head, "dl", class_="cards")
     _card(cards, workers, "workers")
@@ -111,7 +111,7 @@ def _recoveries(main: Element, found: History) -> None:
     for one in found.answers:
         what = one.recovery
         times = {kind: sum(part.seconds for part in one.parts if part.kind is kind) for kind in kinds}
-        causes = "; ".join(dict.fromkeys(loss.cause or "unknown" for loss in what.losses))
+        causes = "; ".join(dict.fromkeys(loss.cause for loss in what.losses if loss.cause))
         answer = what.answer if what.superseded_by is None else f"{what.answer}, abandoned"
         rows.append(
             [

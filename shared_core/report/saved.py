@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared_core.report.history import Answer, History
+from shared_core.report.history import Answer, History, outages, stall_s
 
 
 @dataclass(frozen=True)
@@ -57,29 +57,14 @@ class Savings:
 def savings(found: History) -> Savings:
     """What a run has saved: of each answer that kept survivors in place, and was completed."""
     start_s, how = _restart_s(found)
-    each = tuple(_saving(found, chain, start_s) for chain in _chains(found.answers))
+    in_place = [one for one in outages(found.answers) if one[-1].recovery.answer in ("replace", "reroute")]
+    each = tuple(_saving(found, one, start_s) for one in in_place)
     return Savings(each, _assumptions(found, start_s, how) if each else ())
 
 
-def _chains(answers: Sequence[Answer]) -> list[list[Answer]]:
-    """Completed answers in place, each after those that it superseded."""
-    chains: list[list[Answer]] = []
-    under_way: list[Answer] = []
-    for one in answers:
-        under_way.append(one)
-        if one.recovery.superseded_by is not None:
-            continue
-        if one.recovery.complete and one.recovery.answer in ("replace", "reroute"):
-            chains.append(under_way)
-        under_way = []
-    return chains
-
-
-def _saving(found: History, chain: Sequence[Answer], start_s: float | None) -> Saving:
-    at, last = chain[0].at, chain[-1]
-    took_s = last.at - at + (last.recovery.longest_stall_s or 0.0)
-    took_s += max(last.recovery.let_in_stall_s.values(), default=0.0)
-    losses = [loss for one in chain for loss in one.recovery.losses]
+def _saving(found: History, outage: Sequence[Answer], start_s: float | None) -> Saving:
+    at, took_s = outage[0].at, stall_s(outage)
+    losses = [loss for one in outage for loss in one.recovery.losses]
     reached = [loss.tops for loss in losses if loss.tops is not None]
     steps = max(0, max(reached) - _last_line(found, at)) if reached else None
     restart_s = None

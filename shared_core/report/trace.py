@@ -11,7 +11,7 @@ from shared_core.report.history import History
 _RANKS, _ANSWERS = 1, 2
 
 
-def trace(found: History) -> dict[str, Any]:
+def to_trace(found: History) -> dict[str, Any]:
     """The JSON object form of the format: ``traceEvents``, ``displayTimeUnit``, ``otherData``.
 
     Each rank has a track of its own, with what it did as complete events (``X``) and its losses as instants (``i``);
