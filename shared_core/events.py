@@ -19,7 +19,7 @@ from shared_core.resources import told_before, what_to_do
 #: Kinds of events, in the order in which the life of a failure produces them.
 KINDS = (
     "start",
-    "continued",
+    "began",
     "lost",
     "generation",
     "survivor_ready",

@@ -64,10 +64,12 @@ class History:
         losses: the workers that were lost.
         turns: restarts of all workers and changes of their number.
         checkpoints: that were completed; ``at`` is when.
-        begins: batch tops that the first workers began from: a checkpoint of an earlier run, if there is one.
+        begins: when rank 0 came to its first batch, of each start of all workers; ``top`` is the batch top that they
+            began from, ``what`` the checkpoint, if it is one.
         warnings: of the job.
         facts: what the job ran on: pairs of a name and a text.
-        startup_s: longest time that the script took to its first batch; None where it was not said.
+        startup_s: how long the first workers took, from when all of them ran to the first batch; None where it was not
+            said.
         step_s: mean time of a step while nothing is lost; None where it cannot be told from the events.
         measured_steps: number of steps over which that is the mean.
     """
@@ -112,9 +114,9 @@ def history_of(events: Sequence[Event]) -> History:
     lost = [each for each in events if each.kind == "lost"]
     starts = [event for event in events if event.kind == "start"]
     ends = [str(event.fields.get("result", "ended")) for event in events if event.kind == "end"]
-    said = [startup for event in events if (startup := number(event.fields, "startup_s")) is not None]
-    startup_s = max(said, default=None)
-    seconds, steps = pace(events, found, startup_s)
+    begun = next((event for event in events if event.kind == "began"), None)
+    startup_s = begun.time - starts[0].time if starts and begun is not None and begun.time >= starts[0].time else None
+    seconds, steps = pace(events, found)
 
     def marks(kind: str, what: str) -> tuple[Mark, ...]:
         chosen = [each for each in events if each.kind == kind]
@@ -127,7 +129,7 @@ def history_of(events: Sequence[Event]) -> History:
         result=next((result for result in ends if result != "succeeded"), ends[0] if ends else ""),
         workers=_workers(starts, began),
         machines=tuple(dict.fromkeys(str(each.fields["host"]) for each in starts if "host" in each.fields)),
-        spans=tuple(spans(events, found, startup_s)),
+        spans=tuple(spans(events, found)),
         answers=tuple(_answers(found, began)),
         losses=tuple(
             Mark(
@@ -144,7 +146,7 @@ def history_of(events: Sequence[Event]) -> History:
             if each.kind in ("restart", "resize")
         ),
         checkpoints=marks("checkpoint", "whence"),
-        begins=marks("continued", "whence"),
+        begins=marks("began", "whence"),
         warnings=marks("warning", "message"),
         facts=tuple(
             (name, str(starts[0].fields[name])) for name in FACTS if starts and starts[0].fields.get(name) is not None
@@ -176,19 +178,13 @@ def stall_s(outage: Sequence[Answer]) -> float:
     return until + max(last.let_in_stall_s.values(), default=0.0)
 
 
-def number(said: Mapping[str, Any], name: str) -> float | None:
-    """A field that is a number of at least 0; None if it is not there or anything else."""
-    value = said.get(name)
-    return float(value) if type(value) in (int, float) and 0 <= value < 1e12 else None
-
-
 def whole(said: Mapping[str, Any], name: str) -> int | None:
     """A field that is a whole number of at least 0; None if it is not there or anything else."""
     value = said.get(name)
     return value if is_count(value) else None
 
 
-def pace(events: Sequence[Event], found: Sequence[Recovery], startup_s: float | None) -> tuple[float, int]:
+def pace(events: Sequence[Event], found: Sequence[Recovery]) -> tuple[float, int]:
     """Seconds and number of the steps that were made while nothing was lost and whose times events tell.
 
     Such a stretch begins where a recovery ends, and the first one where training begins; it ends with the next loss.
@@ -200,10 +196,10 @@ def pace(events: Sequence[Event], found: Sequence[Recovery], startup_s: float | 
         if (stall := one.longest_stall_s) is not None and one.top is not None and one.resolution != "replay"
         if one.answer != "reroute"
     ]
-    first = next((event.time for event in events if event.kind == "start"), None)
-    if first is not None and startup_s is not None:
-        begun = next((top for e in events if e.kind == "continued" and (top := whole(e.fields, "top")) is not None), 0)
-        begins.append((first + startup_s, begun))
+    first = next((event for event in events if event.kind == "began"), None)
+    if first is not None and (top := whole(first.fields, "top")) is not None:
+        # A checkpoint's batch is under way then; from the beginning, the first one is.
+        begins.append((first.time, top if first.fields.get("whence") else top + 1))
     ends = [
         (float(each.fields.get("detected", each.time)), whole(each.fields, "tops"))
         for each in events

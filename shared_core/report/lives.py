@@ -55,25 +55,26 @@ class _Change:
     instead_of: Collection[Doing] | None = None
 
 
+#: Kinds of events that come when training has begun.
+_AFTER_IT = frozenset({"preparing", "checkpoint", "survivor_ready"})
 _HELD_UP = (Doing.STARTING, Doing.WAITING, Doing.CATCHING_UP)
 
 
-def spans(events: Sequence[Event], found: Iterable[Recovery], startup_s: float | None) -> list[Span]:
+def spans(events: Sequence[Event], found: Iterable[Recovery]) -> list[Span]:
     """What each rank does, in order of ranks and times.
 
     Args:
         events: of one run; not empty.
         found: its recoveries.
-        startup_s: how long the first workers took to their first batch; None counts as no time.
     """
     began, last = min(event.time for event in events), max(event.time for event in events)
-    changes = [*_of_events(events, startup_s or 0.0), *_ends_of(found)]
+    changes = [*_of_events(events), *_ends_of(found)]
     lives: dict[int, list[_Change]] = {}
     for change in sorted(changes, key=lambda change: change.time):
-        life = lives.setdefault(change.rank, [])
+        life = lives.get(change.rank)
         now = life[-1].doing if life else None
         if change.doing is not now and (change.instead_of is None or now in change.instead_of):
-            life.append(change)
+            lives.setdefault(change.rank, []).append(change)
     return [
         Span(rank, one.doing, one.time - began, end - began, one.note)
         for rank, life in sorted(lives.items())
@@ -82,26 +83,30 @@ def spans(events: Sequence[Event], found: Iterable[Recovery], startup_s: float |
     ]
 
 
-def _of_events(events: Sequence[Event], startup_s: float) -> Iterator[_Change]:
+def _of_events(events: Sequence[Event]) -> Iterator[_Change]:
     """Changes that single events tell, in the order of their file."""
     ranks: Sequence[int] = range(0)
     attempt = -1
     if not any(event.kind == "start" for event in events):  # the beginning of the file is lost
         ranks = sorted({event.rank for event in events if event.rank >= 0})
         yield from (_Change(events[0].time, rank, Doing.TRAINING) for rank in ranks)
+    # Older versions do not say when training begins.
+    older = not any(event.kind == "began" for event in events) and any(event.kind in _AFTER_IT for event in events)
     for event in events:
         at, rank, said = event.time, event.rank, event.fields
         if event.kind == "start" and is_count(said.get("world_size")) and said["world_size"] <= _MOST_WORKERS:
             now = said["restart"] if is_count(said.get("restart")) else 0
             if now == attempt:
                 continue  # another machine of the same attempt
-            first, attempt = attempt < 0, now
+            attempt = now
             gone = set(ranks) - set(range(said["world_size"]))
             ranks = range(said["world_size"])
             yield from (_Change(at, each, None) for each in gone)
-            yield from (_Change(at, each, Doing.STARTING) for each in ranks)
-            if first:
-                yield from (_Change(at + startup_s, each, Doing.TRAINING, "", (Doing.STARTING,)) for each in ranks)
+            doing = Doing.TRAINING if older and attempt == 0 else Doing.STARTING
+            yield from (_Change(at, each, doing) for each in ranks)
+        elif event.kind == "began":  # the first batch of a restart belongs to its recovery
+            doing = Doing.CATCHING_UP if attempt > 0 else Doing.TRAINING
+            yield from (_Change(at, each, doing, "", (Doing.STARTING,)) for each in ranks)
         elif event.kind in ("restart", "resize"):
             note = "all workers start again" if event.kind == "restart" else "the number of workers changes"
             stay = said["workers"] if is_count(said.get("workers")) else len(ranks)
@@ -111,7 +116,7 @@ def _of_events(events: Sequence[Event], startup_s: float) -> Iterator[_Change]:
         elif event.kind == "newcomer_start":
             yield _Change(at, rank, Doing.STARTING, "newcomer")
         elif event.kind == "newcomer_ready":
-            yield _Change(at, rank, Doing.CATCHING_UP, "newcomer")
+            yield _Change(at, rank, Doing.CATCHING_UP, "newcomer", (Doing.STARTING, Doing.LOST))
         elif event.kind == "survivor_ready":
             training = (Doing.TRAINING, Doing.CATCHING_UP)
             yield _Change(float(said.get("detected", at)), rank, Doing.WAITING, "", training)

@@ -71,8 +71,13 @@ def _ends(one: Recovery) -> list[tuple[PartKind, float | None]]:
     struck = any(loss.struck is not None for loss in one.losses)
     detected = 0.0 if struck else None
     if one.ended_s is not None:
-        process, script = (PartKind.PROCESS, one.started_s), (PartKind.SCRIPT, last)
-        return [(PartKind.DETECTION, detected), (PartKind.END, one.ended_s), process, script]
+        return [
+            (PartKind.DETECTION, detected),
+            (PartKind.END, one.ended_s),
+            (PartKind.PROCESS, one.started_s),
+            (PartKind.SCRIPT, one.began_s),
+            (PartKind.BATCH, last),
+        ]
     if one.answer == "reroute":  # nobody waits for the newcomer
         return [
             (PartKind.DETECTION, detected),

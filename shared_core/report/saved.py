@@ -86,7 +86,7 @@ def _restart_s(found: History) -> tuple[float | None, str]:
     measured = [stall for one in restarts if (stall := one.longest_stall_s) is not None]
     if measured:
         return sum(measured) / len(measured), "the mean of the restarts of this run"
-    return found.startup_s, "the longest time of this run from a worker's start to its first batch"
+    return found.startup_s, "what the first start of this run took, from when all workers ran to their first batch"
 
 
 def _assumptions(found: History, start_s: float | None, how: str) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ def _assumptions(found: History, start_s: float | None, how: str) -> tuple[str, 
         starting = (
             f"Starting all workers again takes {start_s:.2f} s: {how}. Time in a queue and to read a checkpoint is "
         )
-        starting += "left out." if how.startswith("the longest") else "left out, beyond what those restarts had of it."
+        starting += "left out." if how.startswith("what") else "left out, beyond what those restarts had of it."
     pace = "The events do not say how long a step takes, so losses with steps to repeat are not estimated."
     if found.step_s is not None:
         pace = (

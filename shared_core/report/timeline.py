@@ -55,6 +55,7 @@ class Recovery:
         formed_s: by rank, until a survivor had exchanged them.
         ended_s: until all workers were told to end, where they are started again; ``None`` elsewhere.
         started_s: until the processes of the next workers ran, where all are started again; ``None`` elsewhere.
+        began_s: until the next workers came to their first batch, where all are started again; ``None`` elsewhere.
         let_in_s: by rank, until a newcomer was let in by those that went on without it.
         let_in_stall_s: by rank, how long the others stood still for it then.
         stall_s: by rank, until it went on with its batch.
@@ -79,6 +80,7 @@ class Recovery:
     formed_s: dict[int, float] = field(default_factory=dict)
     ended_s: float | None = None
     started_s: float | None = None
+    began_s: float | None = None
     let_in_s: dict[int, float] = field(default_factory=dict)
     let_in_stall_s: dict[int, float] = field(default_factory=dict)
     stall_s: dict[int, float] = field(default_factory=dict)
@@ -144,12 +146,17 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
             answering.clear()
         elif event.kind == "start" and all_end is not None and all_end.started_s is None:
             all_end.started_s = event.time - all_end.detected
-        elif event.kind == "resumed" and answering.get(event.rank, 0) > event.generation:
+        elif event.kind == "began" and all_end is not None and all_end.began_s is None:
+            all_end.began_s = event.time - all_end.detected
+        elif event.kind == "resumed" and answering.get(event.rank, 0) > max(event.generation, 0):
             # `reroute`: it goes on without the absent ranks, in the generation before.
             key = (attempt, answering[event.rank], "")
             _add(found.setdefault(key, Recovery(key[1], attempt, detected=event.time)), event)
         elif event.kind == "resumed" and event.generation == 0 and all_end is not None:
             _add(all_end, event)
+            # What it says counts from the decision to start again.
+            stall_s = all_end.stall_s.get(event.rank, 0.0)
+            all_end.stall_s[event.rank] = max(stall_s, event.time - all_end.detected)
         elif event.kind in ("lost", "fault"):
             unplaced.add(attempt, event)
         elif event.kind == "generation" and (event.fields.get("lost") or not event.fields.get("stay")):

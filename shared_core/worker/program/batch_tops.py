@@ -83,3 +83,4 @@ class BatchTops:
     def _pass(self) -> None:
         self._position.tops += 1
         self._progress.top(self._position.tops)
+        self._news.passed()

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shared_core.events import KINDS, Event, EventLog, by_run, read_events
-from shared_core.report import format_recoveries, format_timeline, recoveries
+from shared_core.report import format_recoveries, format_timeline, history_of, recoveries, to_page, to_trace
 from shared_core.report.timeline import format_runs
 
 from ..harness import Target, stable
@@ -30,6 +30,11 @@ _SAID: dict[str, st.SearchStrategy[Any]] = {
     "stay": st.lists(st.integers(0, 3), max_size=2),
     "absent": st.lists(st.integers(0, 3), max_size=2),
     "workers": st.integers(1, 4),
+    "world_size": st.integers(1, 4),
+    "restart": st.integers(0, 2),
+    "tops": st.integers(0, 9),
+    "exchange_s": st.floats(0, 9),
+    "host": st.text(max_size=9),
 }
 said = st.fixed_dictionaries({}, optional=_SAID) | st.dictionaries(
     text_keys.filter(lambda key: key not in ("kind", "rank", "generation", "self")), plain_json, max_size=2
@@ -58,7 +63,7 @@ def _read(data: bytes, folder: Path) -> list[Event]:
 
 
 def _report(data: bytes, folder: Path) -> list[Event]:
-    """As ``swiftctl events`` does, with and without ``--json``."""
+    """As ``swiftctl events`` does, with and without ``--json``, and ``swiftctl report``."""
     found = _read(data, folder)
     runs = by_run(found)
     for run, events in runs.items():
@@ -66,6 +71,9 @@ def _report(data: bytes, folder: Path) -> list[Event]:
         format_timeline(events, color=True)
         format_recoveries(grouped, events[0].time)
         json.dumps([one.to_dict() for one in grouped])
+        history = history_of(events)
+        to_page(history).encode()
+        json.dumps(to_trace(history), allow_nan=False)
         format_runs(run, [(each, others[0].time) for each, others in runs.items()])
     return found
 
