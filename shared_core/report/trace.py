@@ -21,7 +21,7 @@ def to_trace(found: History) -> dict[str, Any]:
         *_named(_RANKS, "ranks", {rank + 1: f"rank {rank}" for rank in found.ranks}),
     ]
     for span in found.spans:
-        args = {"note": visible(span.note)} if span.note else {}
+        args: dict[str, Any] = {"note": visible(span.note)} if span.note else {}
         events.append(_slice(span.doing.value, "rank", span.begin, span.end, _RANKS, span.rank + 1, args))
     for mark in found.losses:
         args = {"cause": visible(mark.what)} | ({} if mark.top is None else {"batch top": mark.top})
