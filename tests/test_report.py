@@ -202,9 +202,11 @@ def test_what_was_saved() -> None:
     # Without a checkpoint, from where the run began.
     (one,) = savings(history_of([start(), began(top=5), *one_loss(22, tops=20)])).each
     assert one.steps == 15
+    assert "name no checkpoint" not in result.assumptions[0]
     # What the events do not say is not guessed.
     unknown = savings(history_of([start(), *one_loss(23, tops=20)]))
     assert unknown.each[0].steps == 20 and unknown.saved_s is None
+    assert "name no checkpoint" in unknown.assumptions[0]
 
 
 def test_an_outage_of_two_losses_is_one() -> None:
@@ -327,12 +329,12 @@ def test_report_and_trace_of_a_job(jobs: Jobs, case: str, tmp_path: Path) -> Non
         assert doing == ["starting", "training", "lost", "starting", "catching up", "training"]
         assert [each["name"] for each in tracks["rank 0"]][-4:] == ["training", "waiting", "catching up", "training"]
         assert PartKind.STATE in [part.kind for part in waits] and row["answer"] == "replace"
-        assert "Against a restart from a checkpoint" in titles
+        assert "Against a restart" in titles
     else:
         assert doing == ["starting", "training", "lost", "starting", "catching up", "training"]
         assert [node.text for node in page.all("text", "label")].count("restart") == 1
         assert len(list(page.all("path", "turn"))) == 1 and row["answer"] == "restart"
-        assert "Against a restart from a checkpoint" not in titles
+        assert "Against a restart" not in titles
 
 
 def test_several_runs_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

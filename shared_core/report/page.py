@@ -70,7 +70,7 @@ def _head(main: Element, found: History) -> None:
     _card(cards, str(len(found.losses)), "lost workers" if len(found.losses) != 1 else "lost worker")
     if stalls:
         _card(cards, in_time(max(stalls)), "longest stall")
-    if (saved := savings(found).saved_s) is not None:
+    if found.checkpoints and (saved := savings(found).saved_s) is not None:
         _card(cards, _signed(saved), "saved, estimated")
 
 
@@ -150,12 +150,12 @@ def _saved(main: Element, found: History) -> None:
     result = savings(found)
     if not result.each:
         return
-    section = _section(main, "Against a restart from a checkpoint")
+    section = _section(main, "Against a restart")
     words = "The events do not tell enough to estimate what was saved."
     if result.saved_s is not None:
         words = f"{_signed(result.saved_s)} saved in all, by the assumptions below."
     add(section, "p", words)
-    header = ["at", "who", "took here", "steps since the checkpoint", "a restart, estimated", "saved"]
+    header = ["at", "who", "took here", "steps repeated", "a restart, estimated", "saved"]
     rows = [
         [
             _at(one.at),

@@ -101,9 +101,13 @@ def _assumptions(found: History, start_s: float | None, how: str) -> tuple[str, 
         pace = (
             f"A step takes {found.step_s:.4g} s: the mean of {found.measured_steps} steps of this run, between losses."
         )
+    whence = (
+        "A restart goes on from the newest checkpoint before the loss that the events name, else from the beginning."
+    )
+    if not found.checkpoints:
+        whence = "The events name no checkpoint, so a restart goes on from where this run began."
     return (
-        "A restart goes on from the newest checkpoint that the events name before the loss; without one, from where "
-        "this run began. Checkpoints that the script writes itself are not in the events.",
+        f"{whence} Checkpoints that the script writes itself are not in the events.",
         "A restart repeats the steps since then, up to where the lost worker was.",
         starting,
         pace,
