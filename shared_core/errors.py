@@ -127,6 +127,14 @@ class NotAFile(SwiftError, OSError):
     """
 
 
+class NoEvents(SwiftError, OSError):
+    """A file that must hold a job's events cannot be read, or holds none.
+
+    The job is not affected. Give ``swiftctl`` the file that the job was started with (``swiftrun --events FILE``,
+    ``events.jsonl`` by default).
+    """
+
+
 class WaitTimeout(SwiftError, TimeoutError):
     """A worker has waited for another one as long as it may.
 

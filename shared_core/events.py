@@ -19,6 +19,7 @@ from shared_core.resources import told_before, what_to_do
 #: Kinds of events, in the order in which the life of a failure produces them.
 KINDS = (
     "start",
+    "began",
     "lost",
     "generation",
     "survivor_ready",
@@ -54,9 +55,9 @@ RUN = "SWIFT_RECOVERY_RUN"
 JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
 #: Kinds whose fields reports calculate with, and which fields: durations and times, whole numbers, and lists of ranks.
 _CALCULATED = frozenset(
-    {"lost", "generation", "survivor_ready", "newcomer_start", "newcomer_ready", "recovered", "resumed"}
+    {"lost", "generation", "survivor_ready", "newcomer_start", "newcomer_ready", "recovered", "resumed", "let_in"}
 )
-_SECONDS = ("detected", "ready_s", "start_s", "joined_s", "stall_s")
+_SECONDS = ("detected", "ready_s", "start_s", "joined_s", "exchange_s", "stall_s")
 _WHOLE = ("bytes_moved", "served_operations", "recomputed_steps")
 _RANKS = ("lost", "stay", "absent")
 #: No time of day is later, in seconds since the epoch; no duration or count is larger.

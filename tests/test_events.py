@@ -59,7 +59,7 @@ def test_an_event_survives_its_file(tmp_path: Path) -> None:
 
 def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
-    with pytest.raises(ValueError, match="unknown event kind 'explosion'; one of start, lost"):
+    with pytest.raises(ValueError, match="unknown event kind 'explosion'; one of start, began, lost"):
         log.emit("explosion")
     assert not (tmp_path / "events.jsonl").exists()
 
@@ -195,7 +195,7 @@ def test_growing_has_a_row_of_its_own() -> None:
     assert recoveries([grows]) == []  # it was not carried out
     resize = at(1.1, "resize", generation=1, workers=3, before=2, top=20, stay=[0, 1])
     (one,) = recoveries([grows, resize, at(1.6, "start"), at(1.7, "resumed", 0, stall_s=0.6)])
-    assert (one.lost, one.answer, one.longest_stall_s) == ([], "2 to 3", 0.6)
+    assert (one.lost, one.answer, one.longest_stall_s) == ([], "2 to 3", pytest.approx(0.6))
     assert "2 to 3" in format_recoveries([one], START)
     assert "ranks 0, 1 hand on to another number of workers" in format_timeline([grows])
 
@@ -330,12 +330,13 @@ def test_swiftctl_says_what_is_wrong_with_a_file(
     assert f"cannot read {path}" in err and "events.jsonl of a job" in err
 
 
-def test_swiftctl_needs_no_more_than_python(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["events"], ["report", "--trace=trace.json"]], ids=lambda words: words[0])
+def test_swiftctl_needs_no_more_than_python(words: list[str], tmp_path: Path) -> None:
     """It reads the events of a job on a machine where torch is not installed."""
     path = write(tmp_path / "events.jsonl", one_loss())
     (tmp_path / "torch.py").write_text("raise ImportError('torch is not here')")
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])}
-    command = [sys.executable, "-m", "shared_core.cli.swiftctl", "events", str(path)]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    command = [sys.executable, "-m", "shared_core.cli.swiftctl", *words, str(path)]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "killed by SIGKILL" in result.stdout
+    assert "killed by SIGKILL" in result.stdout + "".join(page.read_text() for page in tmp_path.glob("*.html"))

@@ -27,7 +27,7 @@ from examples.demo.plot import side_by_side, write_picture
 from shared_core.events import Event, read_events
 from shared_core.faults.inject import STRUCK, read_struck
 from shared_core.faults.spec import ANY_STEP, Fault, dumps
-from shared_core.report import Recovery, format_recoveries, recoveries
+from shared_core.report import Recovery, format_recoveries, history_of, read_curve, recoveries, to_page
 
 WORKERS = 4
 TRAIN = Path(__file__).with_name("train.py")
@@ -369,7 +369,11 @@ def main() -> int:
     struck = [Fault.from_dict(record["fault"]) for record in read_struck(faulty.out / "struck.jsonl")]
     lost = [(fault.step, fault.rank) for fault in struck]
     picture = write_picture(out / "losses.svg", [(run.name, run.losses) for run in (plain, faulty)], lost)
-    print(f"report: {out / 'report.json'}" + (f", picture: {out / 'losses.svg'}" if picture else ""))
+    if events:
+        metric = read_curve(faulty.out / "metrics.csv") if faulty.losses else None
+        (out / "report.html").write_text(to_page(history_of(events), metric), encoding="utf-8")
+        print(f"report of the run with failures, for a browser: {out / 'report.html'}")
+    print(f"results: {out / 'report.json'}" + (f", picture: {out / 'losses.svg'}" if picture else ""))
     for failure in failures:
         print(f"FAILED: {failure}")
     if failures:

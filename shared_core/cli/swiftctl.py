@@ -10,14 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shared_core.cli import checkpoints, plan, policy, simulate, watch
+from shared_core.cli import checkpoints, plan, policy, report, simulate, watch
 from shared_core.cli.arguments import Parser, number, one_line
+from shared_core.cli.event_files import add_arguments, read_run
 from shared_core.errors import ConfigError, SwiftError
-from shared_core.events import by_run, read_events
 from shared_core.kinds import open_regular
 from shared_core.pipeline.grouping import Budget, ChainProfile, GroupPlan, plan_groups, trade_off
 from shared_core.report.plans import format_plans
-from shared_core.report.timeline import NO_ID, format_recoveries, format_runs, format_timeline, recoveries
+from shared_core.report.timeline import format_recoveries, format_timeline, recoveries
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     if "run" not in options:
-        parser.error("COMMAND is missing: status, watch, events, plan-logging, checkpoints, plan, simulate, policy")
+        parser.error(
+            "COMMAND is missing: status, watch, events, report, plan-logging, checkpoints, plan, simulate, policy"
+        )
     try:
         status: int = options.run(options)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -49,15 +51,10 @@ def _parser() -> argparse.ArgumentParser:
         help="print the timeline of a job: losses and recoveries",
         description="Print every event of a job's newest run, then one row for each recovery.",
     )
-    events.add_argument("file", metavar="FILE", type=Path, help="events.jsonl of the job")
-    events.add_argument(
-        "--run",
-        dest="wanted",
-        metavar="ID",
-        help="the run to show, or how its id begins; the newest one by default",
-    )
+    add_arguments(events)
     events.add_argument("--json", action="store_true", help="print the recoveries as JSON instead")
     events.set_defaults(run=_events)
+    report.add_command(commands)
     logging = commands.add_parser(
         "plan-logging",
         help="which machines of a pipeline restart together, so that messages between them need no log",
@@ -81,52 +78,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _events(options: argparse.Namespace) -> int:
-    torn: list[str] = []
-    try:
-        if options.file.is_fifo():
-            raise OSError("not a regular file")
-        runs = by_run(read_events(options.file, torn))
-    except OSError as error:
-        print(f"swiftctl: cannot read {options.file}: {error}; it must be the events.jsonl of a job", file=sys.stderr)
-        return 1
-    if not runs:
-        print(f"swiftctl: cannot read {options.file}: it must be the events.jsonl of a job", file=sys.stderr)
-        return 1
-    if torn:
-        lines = "1 line" if len(torn) == 1 else f"{len(torn)} lines"
-        print(f"swiftctl: {lines} of {options.file} cannot be read in full", file=sys.stderr)
-    run = _chosen(list(runs), options.wanted)
-    found = runs.get(run, [])
-    grouped = recoveries(found)
-    others = format_runs(run, [(each, events[0].time) for each, events in runs.items()])
+    chosen = read_run(options.file, options.wanted)
+    grouped = recoveries(chosen.events)
     if options.json:
         print(json.dumps([one.to_dict() for one in grouped], indent=2), flush=True)
-        if others:
-            print(f"swiftctl: {others}", file=sys.stderr)
+        if chosen.others:
+            print(f"swiftctl: {chosen.others}", file=sys.stderr)
         return 0
-    print(format_timeline(found, color=sys.stdout.isatty()))
+    print(format_timeline(chosen.events, color=sys.stdout.isatty()))
     print()
-    print(format_recoveries(grouped, found[0].time if found else 0.0), flush=True)
-    if others:
-        print(f"\n{others}", flush=True)
+    print(format_recoveries(grouped, chosen.events[0].time), flush=True)
+    if chosen.others:
+        print(f"\n{chosen.others}", flush=True)
     return 0
-
-
-def _chosen(runs: Sequence[str], wanted: str | None) -> str:
-    """The id of the run to show.
-
-    Raises:
-        ConfigError: if no run is meant, or several are.
-    """
-    if wanted is None:
-        return runs[-1] if runs else ""
-    meant = [""] if wanted == NO_ID and "" in runs else [run for run in runs if run and run.startswith(wanted)]
-    if wanted in meant:
-        meant = [wanted]
-    if len(meant) != 1:
-        which = "is several" if meant else "is none"
-        raise ConfigError(f"--run {wanted} {which} of the file's runs: {', '.join(run or NO_ID for run in runs)}")
-    return meant[0]
 
 
 def _plan_logging(options: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from shared_core.protocol.generation import Entry
 from shared_core.protocol.loss_policy import Death, LossBook
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.card import Card
+from shared_core.system.facts import facts
 
 
 class Telling:
@@ -99,9 +100,11 @@ class Telling:
             standbys=self._options.standbys,
             job_dir=str(self._job_dir),
             agent=os.getpid(),
-            host=socket.gethostname(),
             run_id=places.spec.rdzv_handler.get_run_id(),
             pids={str(rank): pid for rank, pid in pids.items()},
+            script=self._program.target,
+            on_failure=config.on_failure,
+            **facts(),
         )
 
     def newcomer(self, one: LiveWorker) -> None:

@@ -20,6 +20,15 @@ def in_seconds(value: float | None) -> str:
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
 
 
+def in_time(seconds: float | None) -> str:
+    """A duration that may be long: in seconds, minutes or hours; ``-`` for None."""
+    if seconds is None or seconds < 120:
+        return in_seconds(seconds)
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
 def in_bytes(count: float) -> str:
     """A number of bytes with a decimal prefix."""
     for unit in ("B", "kB", "MB"):

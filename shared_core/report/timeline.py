@@ -8,12 +8,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shared_core.events import Event, visible
+from shared_core.faults.spec import KINDS as FAULTS
+from shared_core.plain_json import is_count
 from shared_core.report.text import columns, in_bytes, in_seconds
 
 #: What stands for the id of a run in a file of an older version.
 NO_ID = "none"
 #: Kinds that say something about one generation's recovery.
-_OF_A_RECOVERY = frozenset({"survivor_ready", "newcomer_start", "newcomer_ready", "recovered", "resumed"})
+_OF_A_RECOVERY = frozenset({"survivor_ready", "newcomer_start", "newcomer_ready", "recovered", "resumed", "let_in"})
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,15 @@ class Loss:
         rank: its logical rank.
         cause: how it ended, in words; empty if it was not said.
         detected: when the agent noticed, in seconds since the epoch; ``None`` if it was not said.
+        struck: when an injected fault struck it, in seconds since the epoch; ``None`` for other losses.
+        tops: batch tops that it had passed; ``None`` if it was not said.
     """
 
     rank: int
     cause: str = ""
     detected: float | None = None
+    struck: float | None = None
+    tops: int | None = None
 
 
 @dataclass
@@ -45,6 +51,13 @@ class Recovery:
         newcomer_start_s: by rank, until the newcomer's process was started.
         newcomer_ready_s: by rank, until the newcomer had joined.
         user_start_s: by rank, how much of that was the newcomer's start and the user's code before the training loop.
+        exchange_s: by rank, how long a survivor took to connect and to exchange state and logs.
+        formed_s: by rank, until a survivor had exchanged them.
+        ended_s: until all workers were told to end, where they are started again; ``None`` elsewhere.
+        started_s: until the processes of the next workers ran, where all are started again; ``None`` elsewhere.
+        began_s: until the next workers came to their first batch, where all are started again; ``None`` elsewhere.
+        let_in_s: by rank, until a newcomer was let in by those that went on without it.
+        let_in_stall_s: by rank, how long the others stood still for it then.
         stall_s: by rank, until it went on with its batch.
         bytes_moved: state and logs that crossed the network.
         served_operations: finished operations handed from logs to whoever lacked them.
@@ -63,6 +76,13 @@ class Recovery:
     newcomer_start_s: dict[int, float] = field(default_factory=dict)
     newcomer_ready_s: dict[int, float] = field(default_factory=dict)
     user_start_s: dict[int, float] = field(default_factory=dict)
+    exchange_s: dict[int, float] = field(default_factory=dict)
+    formed_s: dict[int, float] = field(default_factory=dict)
+    ended_s: float | None = None
+    started_s: float | None = None
+    began_s: float | None = None
+    let_in_s: dict[int, float] = field(default_factory=dict)
+    let_in_stall_s: dict[int, float] = field(default_factory=dict)
     stall_s: dict[int, float] = field(default_factory=dict)
     bytes_moved: int = 0
     served_operations: int = 0
@@ -109,27 +129,42 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
     not say is left at its default.
     """
     found: dict[tuple[int, int, str], Recovery] = {}
-    unplaced: list[tuple[int, Event]] = []
+    unplaced = _Unplaced()
     attempt = 0
-    newest: Recovery | None = None  # of those whose workers go on in generation 0
+    all_end: Recovery | None = None
+    answering: dict[int, int] = {}  # by rank, the newest generation that it has said to be ready for
     for event in events:
         key = (attempt, event.generation, "")
+        if event.kind == "survivor_ready":
+            answering[event.rank] = event.generation
         if event.kind in ("restart", "resize"):  # generations count from 0 again
             if key in found and found[key].complete:
                 key = (attempt, event.generation, event.kind)
-            newest = found.setdefault(key, Recovery(event.generation, attempt, detected=event.time))
-            _end_all(newest, event, unplaced)
+            all_end = found.setdefault(key, Recovery(event.generation, attempt, detected=event.time))
+            _end_all(all_end, event, unplaced)
             attempt += 1
-        elif event.kind == "resumed" and event.generation == 0 and newest is not None:
-            _add(newest, event)
-        elif event.kind == "lost":
-            unplaced.append((attempt, event))
+            answering.clear()
+        elif event.kind == "start" and all_end is not None and all_end.started_s is None:
+            all_end.started_s = event.time - all_end.detected
+        elif event.kind == "began" and all_end is not None and all_end.began_s is None:
+            all_end.began_s = event.time - all_end.detected
+        elif event.kind == "resumed" and answering.get(event.rank, 0) > max(event.generation, 0):
+            # `reroute`: it goes on without the absent ranks, in the generation before.
+            key = (attempt, answering[event.rank], "")
+            _add(found.setdefault(key, Recovery(key[1], attempt, detected=event.time)), event)
+        elif event.kind == "resumed" and event.generation == 0 and all_end is not None:
+            _add(all_end, event)
+            # What it says counts from the decision to start again.
+            stall_s = all_end.stall_s.get(event.rank, 0.0)
+            all_end.stall_s[event.rank] = max(stall_s, event.time - all_end.detected)
+        elif event.kind in ("lost", "fault"):
+            unplaced.add(attempt, event)
         elif event.kind == "generation" and (event.fields.get("lost") or not event.fields.get("stay")):
             recovery = found.setdefault(key, Recovery(event.generation, attempt, detected=event.time))
             for rank in event.fields.get("lost", []):
-                recovery.losses.append(_take_loss(unplaced, attempt, int(rank)))
+                recovery.losses.append(unplaced.take(attempt, int(rank)))
             if "absent" in event.fields:
-                recovery.answer, newest = "reroute", recovery
+                recovery.answer = "reroute"
             _date(recovery)
         elif event.kind in _OF_A_RECOVERY and event.generation > 0:
             _add(found.setdefault(key, Recovery(event.generation, attempt, detected=event.time)), event)
@@ -140,29 +175,51 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
     return ordered
 
 
-def _end_all(recovery: Recovery, event: Event, unplaced: list[tuple[int, Event]]) -> None:
+class _Unplaced:
+    """Losses that nothing has answered yet, and injected faults that have led to none yet."""
+
+    def __init__(self) -> None:
+        self._losses: list[tuple[int, Event]] = []
+        self._struck: dict[int, float] = {}
+
+    def add(self, attempt: int, event: Event) -> None:
+        if event.kind == "fault":
+            said = event.fields.get("fault")
+            if isinstance(said, dict) and said.get("kind") in FAULTS:
+                self._struck[event.rank] = event.time
+        else:
+            self._losses.append((attempt, event))
+
+    def ranks(self, attempt: int) -> list[int]:
+        return sorted({event.rank for of_attempt, event in self._losses if of_attempt == attempt})
+
+    def take(self, attempt: int, rank: int) -> Loss:
+        """The oldest loss of ``rank``; a bare one if it was never reported."""
+        for at, (of_attempt, event) in enumerate(self._losses):
+            if of_attempt == attempt and event.rank == rank:
+                del self._losses[at]
+                said, struck = event.fields, self._struck.pop(rank, None)
+                detected, tops = float(said.get("detected", event.time)), said.get("tops")
+                cause = str(said.get("cause", ""))
+                return Loss(rank, cause, detected, struck, tops if is_count(tops) else None)
+        return Loss(rank)
+
+
+def _end_all(recovery: Recovery, event: Event, unplaced: _Unplaced) -> None:
     """All workers end, and others begin: the losses that nothing has answered yet are the reason."""
     if event.kind == "restart":
         recovery.answer = "restart"
     else:
         recovery.answer = f"{event.fields.get('before', '?')} to {event.fields.get('workers', '?')}"
-    for rank in sorted({lost.rank for of_attempt, lost in unplaced if of_attempt == recovery.attempt}):
-        recovery.losses.append(_take_loss(unplaced, recovery.attempt, rank))
+    for rank in unplaced.ranks(recovery.attempt):
+        recovery.losses.append(unplaced.take(recovery.attempt, rank))
     _date(recovery)
+    recovery.ended_s = event.time - recovery.detected
 
 
 def _date(recovery: Recovery) -> None:
     times = [loss.detected for loss in recovery.losses if loss.detected is not None]
     recovery.detected = min([recovery.detected, *times])
-
-
-def _take_loss(unplaced: list[tuple[int, Event]], attempt: int, rank: int) -> Loss:
-    """The oldest loss of ``rank`` that no generation has answered yet; a bare one if it was never reported."""
-    for at, (of_attempt, event) in enumerate(unplaced):
-        if of_attempt == attempt and event.rank == rank:
-            del unplaced[at]
-            return Loss(rank, str(event.fields.get("cause", "")), float(event.fields.get("detected", event.time)))
-    return Loss(rank)
 
 
 def _add(recovery: Recovery, event: Event) -> None:
@@ -179,6 +236,13 @@ def _add(recovery: Recovery, event: Event) -> None:
     elif event.kind in ("recovered", "resumed") and "stall_s" in said:
         # A survivor may report both: ready to go on, and past its next optimizer step.
         recovery.stall_s[event.rank] = max(float(said["stall_s"]), recovery.stall_s.get(event.rank, 0.0))
+    elif event.kind == "let_in":
+        recovery.let_in_s[event.rank] = event.time - recovery.detected
+        recovery.let_in_stall_s[event.rank] = float(said.get("stall_s", 0.0))
+    if event.kind == "recovered":
+        recovery.formed_s[event.rank] = event.time - recovery.detected
+        if "exchange_s" in said:
+            recovery.exchange_s[event.rank] = float(said["exchange_s"])
     recovery.bytes_moved += int(said.get("bytes_moved", 0))
     recovery.served_operations += int(said.get("served_operations", 0))
     recovery.recomputed_steps = max(recovery.recomputed_steps, int(said.get("recomputed_steps", 0)))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 CASES: list[tuple[str, str, str]] = [
-    ("", "COMMAND", "status, watch, events, plan-logging, checkpoints, plan, simulate, policy"),
+    ("", "COMMAND", "status, watch, events, report, plan-logging, checkpoints, plan, simulate, policy"),
     ("evnts x", "evnts", "'events'"),
     ("--verbose events @events.jsonl", "--verbose", "--help"),
     # what a job left behind
@@ -27,6 +27,17 @@ CASES: list[tuple[str, str, str]] = [
     ("status @folder", "folder", "regular file"),
     ("watch @fifo", "fifo", "regular file"),
     ("watch --every 0", "--every", "finite number of at least 0.1"),
+    ("report", "FILE", "required"),
+    ("report @absent", "absent", "events.jsonl of a job"),
+    ("report @empty", "empty", "events.jsonl of a job"),
+    ("report @noise", "noise", "events.jsonl of a job"),
+    ("report @fifo", "fifo", "regular file"),
+    ("report @events.jsonl --run none", "--run none", "aaaa"),
+    ("report @events.jsonl --metrics @absent", "absent", "No such file"),
+    ("report @events.jsonl --metrics @fifo", "fifo", "regular file"),
+    ("report @events.jsonl --metrics @events.jsonl", "--metrics", "step"),
+    ("report @events.jsonl --out @absent/a.html", "absent", "No such file"),
+    ("report @events.jsonl --out @folder", "folder", "directory"),
     ("checkpoints", "DIR", "required"),
     ("checkpoints @absent", "absent", "no such folder"),
     ("checkpoints @noise", "noise", "not a folder"),

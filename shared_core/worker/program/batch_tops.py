@@ -87,3 +87,4 @@ class BatchTops:
     def _pass(self) -> None:
         self._position.tops += 1
         self._progress.top(self._position.tops, self._log_bytes())
+        self._news.passed()

@@ -76,6 +76,7 @@ class Joining:
             self._take_place(place)
         self._position.note_rejoined(let_in)
         self._news.began(place.top.index, beginning.reached(place))
+        self._news.passed()
         if let_in or received is None:
             # Where a checkpoint is there already, or others make none, none is made.
             self._publishing.publish(place.top.kind, save=not (let_in or place.tier))

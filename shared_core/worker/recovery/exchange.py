@@ -64,6 +64,7 @@ class Received:
         replay: their results.
         replaying: newcomers that run on from a checkpoint.
         local: the donor's rank-local state, of which this newcomer becomes a copy.
+        seconds: that connecting and moving took.
     """
 
     top: Top | None = None
@@ -75,6 +76,7 @@ class Received:
     replay: Replay = field(default_factory=dict)
     replaying: Replaying | None = None
     local: torch.Tensor | None = None
+    seconds: float = 0.0
 
 
 class Exchange:

@@ -8,6 +8,7 @@ and the next one formed: nothing is ever half-installed.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -122,8 +123,10 @@ class Forming:
                 os._exit(EXIT_STALE)
             agreement.say_ready(store, generation, plan.newcomers)
         agreement.go(store, generation, plan.newcomers)
+        began = time.monotonic()
         inner = self._connect(plan, generation)
         received = self._exchange.take()
+        received.seconds = time.monotonic() - began
         replayed = tuple(r for r, top in sorted(plan.tops.items()) if plan.logged and (top is None or top.saved))
         if replayed:
             survivors = tuple(rank for rank in range(self._env.world_size) if rank not in plan.tops)

@@ -43,6 +43,9 @@ class News:
         self._first = env.rank == 0 and env.incarnation == 0
         #: What the agent is told once this worker trains; None where nobody waits for it.
         self._awaited: dict[str, Any] | None = {"rank": env.rank} if self._first and env.restart else None
+        self._begun = False
+        #: Batch top that this worker began from, and the checkpoint, if it is one.
+        self._line = (0, "")
         self._tops = 0
         self._until = -1
         self._recovered: deque[dict[str, Any]] = deque()
@@ -113,10 +116,18 @@ class News:
             top: batch top.
             whence: the checkpoint that all begin from, if it is one.
         """
+        self._line = (top, whence)
         if self._awaited is not None:
             self._awaited |= {"top": top, "whence": whence}
         elif whence and self._first:
             console(f"the job continues from {whence}")
+
+    def passed(self) -> None:
+        """The first worker of rank 0 says when it has come to its first batch, and from where it began."""
+        if self._first and not self._begun:
+            self._begun = True
+            top, whence = self._line
+            self.emit("began", top=top, whence=whence)
 
     def _say_so(self) -> None:
         if self._updates.version <= self._until:

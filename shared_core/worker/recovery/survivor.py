@@ -83,6 +83,7 @@ class Survivor:
             "lost": list(entry.lost),
             "detected": entry.detected,
             "bytes_moved": received.nbytes,
+            "exchange_s": received.seconds,
             "resolution": "replay" if received.replaying else "replica",
         }
         self._listener.recovered({"generation": entry.generation, **fields})

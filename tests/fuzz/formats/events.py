@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shared_core.events import KINDS, Event, EventLog, by_run, read_events
-from shared_core.report import format_recoveries, format_timeline, recoveries
+from shared_core.report import format_recoveries, format_timeline, history_of, recoveries, to_page, to_trace
 from shared_core.report.timeline import format_runs
 from shared_core.system.card import Card
 from shared_core.watch.text import format_view
@@ -35,6 +35,11 @@ _SAID: dict[str, st.SearchStrategy[Any]] = {
     "workers": st.integers(1, 4),
     "pids": st.dictionaries(st.sampled_from(["0", "1", "x"]), st.integers(0, 99), max_size=2),
     "seconds": st.floats(0, 9),
+    "world_size": st.integers(1, 4),
+    "restart": st.integers(0, 2),
+    "tops": st.integers(0, 9),
+    "exchange_s": st.floats(0, 9),
+    "host": st.text(max_size=9),
 }
 said = st.fixed_dictionaries({}, optional=_SAID) | st.dictionaries(
     text_keys.filter(lambda key: key not in ("kind", "rank", "generation", "self")), plain_json, max_size=2
@@ -63,7 +68,7 @@ def _read(data: bytes, folder: Path) -> list[Event]:
 
 
 def _report(data: bytes, folder: Path) -> list[Event]:
-    """As ``swiftctl events`` and ``swiftctl status`` do, with and without ``--json``."""
+    """As ``swiftctl events`` and ``swiftctl status`` do, with and without ``--json``, and ``swiftctl report``."""
     found = _read(data, folder)
     runs = by_run(found)
     for run, events in runs.items():
@@ -74,6 +79,9 @@ def _report(data: bytes, folder: Path) -> list[Event]:
         view = view_of(events, Live(events[-1].time, True, Card(run)))
         json.dumps(view.to_dict(), allow_nan=False)
         format_view(view)
+        history = history_of(events)
+        to_page(history).encode()
+        json.dumps(to_trace(history), allow_nan=False)
         format_runs(run, [(each, others[0].time) for each, others in runs.items()])
     return found
 

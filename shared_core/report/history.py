@@ -1,0 +1,240 @@
+"""The history of one run of a job: what each rank did when, what was lost and how it was answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared_core.events import Event
+from shared_core.plain_json import is_count
+from shared_core.report.lives import Span, spans
+from shared_core.report.parts import Part, parts
+from shared_core.report.timeline import Recovery, recoveries
+
+#: Fields of the ``start`` event that say in what a job runs, in the order of reports.
+FACTS = ("script", "on_failure", "host", "cpus", "python", "torch", "swift-recovery", "standbys", "job_dir", "run_id")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at one time.
+
+    Attributes:
+        at: in seconds since the run began.
+        what: in words.
+        rank: whom it concerns, -1 for all.
+        top: batch top; None where it is unknown or says nothing.
+    """
+
+    at: float
+    what: str
+    rank: int = -1
+    top: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A recovery, restart or change of the number of workers, with its place in the run.
+
+    Attributes:
+        recovery: what is known of it.
+        at: when its first loss was noticed, in seconds since the run began.
+        parts: of it, in seconds from then.
+    """
+
+    recovery: Recovery
+    at: float
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class History:
+    """What happened in one run of a job; times are in seconds since it began.
+
+    Attributes:
+        run: its id; empty in files of older versions.
+        began: in seconds since the epoch.
+        duration_s: until its end, or until the last event.
+        result: how it ended, in words; empty where no event says that it has.
+        workers: their number, from each time on at which it changed.
+        machines: names of the machines that say so, in order.
+        spans: what each rank did, in order of ranks and times.
+        answers: to losses, and changes of the number of workers, in the order in which they began.
+        losses: the workers that were lost.
+        turns: restarts of all workers and changes of their number.
+        checkpoints: that were completed; ``at`` is when.
+        begins: when rank 0 came to its first batch, of each start of all workers; ``top`` is the batch top that they
+            began from, ``what`` the checkpoint, if it is one.
+        warnings: of the job.
+        facts: what the job ran on: pairs of a name and a text.
+        startup_s: how long the first workers took, from when all of them ran to the first batch; None where it was not
+            said.
+        step_s: mean time of a step while nothing is lost; None where it cannot be told from the events.
+        measured_steps: number of steps over which that is the mean.
+    """
+
+    run: str
+    began: float
+    duration_s: float
+    result: str
+    workers: tuple[tuple[float, int], ...]
+    machines: tuple[str, ...]
+    spans: tuple[Span, ...]
+    answers: tuple[Answer, ...]
+    losses: tuple[Mark, ...]
+    turns: tuple[Mark, ...]
+    checkpoints: tuple[Mark, ...]
+    begins: tuple[Mark, ...]
+    warnings: tuple[Mark, ...]
+    facts: tuple[tuple[str, str], ...]
+    startup_s: float | None
+    step_s: float | None
+    measured_steps: int
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks that anything is known of, in order."""
+        return sorted({span.rank for span in self.spans})
+
+
+def history_of(events: Sequence[Event]) -> History:
+    """The history of a run, from its events in the order of their file; see :func:`shared_core.events.by_run`.
+
+    Whatever was not said, because its writer was killed or an older version wrote it, is left out.
+
+    Raises:
+        ValueError: there are no events.
+    """
+    if not events:
+        raise ValueError("there are no events")
+    began = min(event.time for event in events)
+    last = max(event.time for event in events)
+    found = recoveries(events)
+    lost = [each for each in events if each.kind == "lost"]
+    starts = [event for event in events if event.kind == "start"]
+    ends = [str(event.fields.get("result", "ended")) for event in events if event.kind == "end"]
+    begun = next((event for event in events if event.kind == "began"), None)
+    startup_s = begun.time - starts[0].time if starts and begun is not None and begun.time >= starts[0].time else None
+    seconds, steps = pace(events, found)
+
+    def marks(kind: str, what: str) -> tuple[Mark, ...]:
+        chosen = [each for each in events if each.kind == kind]
+        return tuple(Mark(e.time - began, str(e.fields.get(what, "")), e.rank, whole(e.fields, "top")) for e in chosen)
+
+    return History(
+        run=events[0].run,
+        began=began,
+        duration_s=last - began,
+        result=next((result for result in ends if result != "succeeded"), ends[0] if ends else ""),
+        workers=_workers(starts, began),
+        machines=tuple(dict.fromkeys(str(each.fields["host"]) for each in starts if "host" in each.fields)),
+        spans=tuple(spans(events, found)),
+        answers=tuple(_answers(found, began)),
+        losses=tuple(
+            Mark(
+                float(each.fields.get("detected", each.time)) - began,
+                str(each.fields.get("cause") or "lost"),
+                each.rank,
+                whole(each.fields, "tops"),
+            )
+            for each in lost
+        ),
+        turns=tuple(
+            Mark(each.time - began, _turn(each), top=whole(each.fields, "top"))
+            for each in events
+            if each.kind in ("restart", "resize")
+        ),
+        checkpoints=marks("checkpoint", "whence"),
+        begins=marks("began", "whence"),
+        warnings=marks("warning", "message"),
+        facts=tuple(
+            (name, str(starts[0].fields[name])) for name in FACTS if starts and starts[0].fields.get(name) is not None
+        ),
+        startup_s=startup_s,
+        step_s=seconds / steps if steps else None,
+        measured_steps=steps,
+    )
+
+
+def outages(answers: Sequence[Answer]) -> list[list[Answer]]:
+    """Completed answers, each after those that it superseded: what a person would call one outage."""
+    found: list[list[Answer]] = []
+    under_way: list[Answer] = []
+    for one in answers:
+        under_way.append(one)
+        if one.recovery.superseded_by is None:
+            if one.recovery.complete:
+                found.append(under_way)
+            under_way = []
+    return found
+
+
+def stall_s(outage: Sequence[Answer]) -> float:
+    """For how long workers stood still, in seconds: until all went on and, where they went on without a newcomer, for
+    its entry later."""
+    last = outage[-1].recovery
+    until = outage[-1].at - outage[0].at + (last.longest_stall_s or 0.0)
+    return until + max(last.let_in_stall_s.values(), default=0.0)
+
+
+def whole(said: Mapping[str, Any], name: str) -> int | None:
+    """A field that is a whole number of at least 0; None if it is not there or anything else."""
+    value = said.get(name)
+    return value if is_count(value) else None
+
+
+def pace(events: Sequence[Event], found: Sequence[Recovery]) -> tuple[float, int]:
+    """Seconds and number of the steps that were made while nothing was lost and whose times events tell.
+
+    Such a stretch begins where a recovery ends, and the first one where training begins; it ends with the next loss.
+    That after the last loss does not count: nobody says when its last step was made.
+    """
+    begins = [
+        (one.detected + stall, one.top + 1)
+        for one in found
+        if (stall := one.longest_stall_s) is not None and one.top is not None and one.resolution != "replay"
+        if one.answer != "reroute"
+    ]
+    first = next((event for event in events if event.kind == "began"), None)
+    if first is not None and (top := whole(first.fields, "top")) is not None:
+        # A checkpoint's batch is under way then; from the beginning, the first one is.
+        begins.append((first.time, top if first.fields.get("whence") else top + 1))
+    ends = [
+        (float(each.fields.get("detected", each.time)), whole(each.fields, "tops"))
+        for each in events
+        if each.kind == "lost"
+    ] + [(each.time, None) for each in events if each.kind in ("restart", "resize")]
+    ends.sort(key=lambda end: end[0])
+    seconds, steps = 0.0, 0
+    for at, top in begins:
+        end = next((end for end in ends if end[0] >= at), None)
+        if end is not None and end[1] is not None and end[1] > top:
+            seconds, steps = seconds + end[0] - at, steps + end[1] - top
+    return seconds, steps
+
+
+def _answers(found: Sequence[Recovery], began: float) -> list[Answer]:
+    """Each recovery with its parts; what another loss has ended has none after that."""
+    placed = []
+    for place, one in enumerate(found):
+        limit_s = None
+        if one.superseded_by is not None and place + 1 < len(found):
+            limit_s = max(0.0, found[place + 1].detected - one.detected)
+        placed.append(Answer(one, one.detected - began, tuple(parts(one, limit_s))))
+    return placed
+
+
+def _workers(starts: Sequence[Event], began: float) -> tuple[tuple[float, int], ...]:
+    found: list[tuple[float, int]] = []
+    for event in starts:
+        count = whole(event.fields, "world_size")
+        if count and (not found or found[-1][1] != count):
+            found.append((event.time - began, count))
+    return tuple(found)
+
+
+def _turn(event: Event) -> str:
+    if event.kind == "restart":
+        return f"all workers start again: {event.fields.get('reason', '')}".rstrip(": ")
+    return f"{event.fields.get('before', '?')} to {event.fields.get('workers', '?')} workers"

@@ -1,0 +1,382 @@
+"""``swiftctl report``: a job's history, its page and its trace.
+
+After a change of the history that is meant: ``SWIFT_TESTS_GOLDEN=write pytest tests/test_report.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import html_tree
+import pytest
+from harness import Jobs, most
+from html_tree import Node
+
+from shared_core.cli import swiftctl
+from shared_core.errors import ConfigError
+from shared_core.events import Event, read_events
+from shared_core.faults import Fault
+from shared_core.report.history import History, history_of
+from shared_core.report.lives import Doing, Span
+from shared_core.report.metrics import read_curve, thinned
+from shared_core.report.page import to_page
+from shared_core.report.parts import PartKind, parts
+from shared_core.report.saved import savings
+from shared_core.report.trace import to_trace
+
+GOLDEN = Path(__file__).parent / "golden"
+START = 1000.0
+
+
+def at(seconds: float, kind: str, rank: int = -1, generation: int = 0, **fields: object) -> Event:
+    return Event(kind, START + seconds, rank, generation, dict(fields), "abc")
+
+
+def start(seconds: float = 0.0, workers: int = 3, restart: int = 0, **fields: object) -> Event:
+    return at(seconds, "start", world_size=workers, restart=restart, **fields)
+
+
+def began(seconds: float = 3.0, top: int = 0) -> Event:
+    return at(seconds, "began", 0, top=top, whence="step 5" if top else "")
+
+
+def one_loss(when: float, generation: int = 1, cause: str = "killed by SIGKILL", tops: int = 4) -> list[Event]:
+    """Rank 2 of three is lost and replaced; the others wait for 0.5 s."""
+    g, detected = generation, START + when
+    survivors = (0, 1)
+    return [
+        at(when + 0.01, "lost", 2, g, cause=cause, detected=detected, tops=tops),
+        at(when + 0.01, "generation", generation=g, lost=[2]),
+        *(at(when + 0.02, "survivor_ready", rank, g, detected=detected, ready_s=0.02) for rank in survivors),
+        at(when + 0.03, "newcomer_start", 2, g, how="standby"),
+        *(at(when + 0.4, "recovered", rank, g, stall_s=0.4, exchange_s=0.1, bytes_moved=9) for rank in survivors),
+        at(when + 0.41, "newcomer_ready", 2, g, joined_s=0.21, top=tops),
+        *(at(when + 0.5, "resumed", rank, g, stall_s=0.5) for rank in survivors),
+    ]
+
+
+def told(spans: tuple[Span, ...], rank: int) -> list[tuple[str, float, float]]:
+    return [(span.doing.value, round(span.begin, 6), round(span.end, 6)) for span in spans if span.rank == rank]
+
+
+def test_the_history_of_a_recorded_job() -> None:
+    """With a torn line and one of something else in it."""
+    torn: list[str] = []
+    plain = asdict(history_of(list(read_events(GOLDEN / "recorded.jsonl", torn))))
+    assert len(torn) == 2
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): rounded(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [rounded(each) for each in value]
+        if isinstance(value, Doing | PartKind):
+            return value.value
+        return round(value, 4) if isinstance(value, float) else value
+
+    text = json.dumps(rounded(plain), indent=1) + "\n"
+    if os.environ.get("SWIFT_TESTS_GOLDEN") == "write":
+        (GOLDEN / "history.json").write_text(text)
+    assert text == (GOLDEN / "history.json").read_text()
+
+
+def test_what_each_rank_did() -> None:
+    found = history_of([start(), began(), *one_loss(10), at(20, "end", result="succeeded")])
+    begins = [("starting", 0.0, 3.0), ("training", 3.0, 10.0)]
+    caught_up = [("catching up", 10.4, 10.5), ("training", 10.5, 20.0)]
+    assert told(found.spans, 0) == [*begins, ("waiting", 10.0, 10.4), *caught_up]
+    lost = [*begins, ("lost", 10.0, 10.03), ("starting", 10.03, 10.41)]
+    assert told(found.spans, 2) == [*lost, ("catching up", 10.41, 10.5), ("training", 10.5, 20.0)]
+    assert (found.result, found.duration_s, found.workers) == ("succeeded", 20.0, ((0.0, 3),))
+
+
+def test_parts_follow_each_other() -> None:
+    (answer,) = history_of([start(), *one_loss(10), at(20, "end")]).answers
+    ends = {part.kind: round(part.end, 6) for part in answer.parts}
+    assert ends == {
+        PartKind.PROCESS: 0.03,
+        PartKind.SCRIPT: 0.2,
+        PartKind.AGREEMENT: 0.3,
+        PartKind.STATE: 0.41,
+        PartKind.BATCH: 0.5,
+    }
+    assert all(part.end == later.begin for part, later in pairwise(answer.parts))
+    struck = [at(9.9, "fault", 2, fault={"kind": "SIGKILL"}), *one_loss(10)]
+    detection, *rest = history_of([start(), *struck]).answers[0].parts
+    assert (detection.kind, round(detection.begin, 6), detection.end) == (PartKind.DETECTION, -0.1, 0.0)
+    assert [part.kind for part in rest] == [part.kind for part in answer.parts]
+    refused = [at(9.9, "fault", 2, fault={"kind": "ENOSPC"}), *one_loss(10)]
+    assert history_of([start(), *refused]).answers[0].parts == answer.parts, "nobody is lost by that"
+    short = parts(answer.recovery, limit_s=0.05)
+    assert [part.kind for part in short] == [PartKind.PROCESS, PartKind.SCRIPT]
+    assert short[-1].end == pytest.approx(0.05)
+
+
+def test_a_job_that_goes_on_without_the_lost_worker() -> None:
+    """``reroute``: the survivor's first lines come before the loss is told, and still count generation 0."""
+    events = [
+        start(workers=2),
+        began(),
+        at(5.02, "survivor_ready", 0, 1, detected=START + 5, ready_s=0.02),
+        at(5.05, "resumed", 0, 0, stall_s=0.05),
+        at(5.06, "lost", 1, 1, cause="killed by SIGKILL", detected=START + 5, tops=3),
+        at(5.06, "generation", generation=1, lost=[1], absent=[1]),
+        at(5.1, "newcomer_start", 1, 1),
+        at(6.0, "let_in", 1, 1, top=9, stall_s=0.2),
+        at(6.01, "newcomer_ready", 1, 1, top=9),
+        at(8, "end", result="succeeded"),
+    ]
+    found = history_of(events)
+    waits = [("waiting", 5.0, 5.05), ("training", 5.05, 5.8), ("waiting", 5.8, 6.0), ("training", 6.0, 8.0)]
+    assert told(found.spans, 0)[1:] == [("training", 3.0, 5.0), *waits]
+    assert told(found.spans, 1)[2:] == [("lost", 5.0, 5.1), ("starting", 5.1, 6.0), ("training", 6.0, 8.0)]
+    (answer,) = found.answers
+    assert [part.kind for part in answer.parts] == [PartKind.AGREEMENT, PartKind.BATCH, PartKind.LETTING_IN]
+    assert answer.recovery.longest_stall_s == 0.05
+    (saving,) = savings(found).each
+    assert saving.took_s == pytest.approx(0.25)
+
+
+def test_restarts_and_other_numbers_of_workers() -> None:
+    events = [
+        start(workers=2),
+        began(),
+        at(5, "lost", 1, cause="exit code 1", detected=START + 5, tops=4),
+        at(5.1, "restart", reason="on_failure is restart"),
+        start(5.4, workers=2, restart=1),
+        began(5.8, top=2),
+        at(6, "resumed", 0, stall_s=1.0, recomputed_steps=2, top=2),
+        at(8, "resize", workers=1, before=2, top=9, stay=[0]),
+        start(8.2, workers=1, restart=2),
+        at(8.5, "resumed", 0, stall_s=0.5, top=9),
+        at(10, "end", result="succeeded"),
+    ]
+    found = history_of(events)
+    begins = [("starting", 0.0, 3.0), ("training", 3.0, 5.0)]
+    again = [("starting", 5.1, 5.8), ("catching up", 5.8, 6.0), ("training", 6.0, 8.0)]
+    ends = [("starting", 8.0, 8.5), ("training", 8.5, 10.0)]
+    assert told(found.spans, 0) == [begins[0], ("training", 3.0, 5.1), *again, *ends]
+    assert told(found.spans, 1) == [*begins, ("lost", 5.0, 5.1), *again]
+    assert [(mark.at, mark.what) for mark in found.turns] == [
+        (pytest.approx(5.1), "all workers start again: on_failure is restart"),
+        (8.0, "2 to 1 workers"),
+    ]
+    assert [number for _, number in found.workers] == [2, 1]
+    restart, resize = found.answers
+    assert [part.kind for part in restart.parts] == [
+        PartKind.END,
+        PartKind.PROCESS,
+        PartKind.SCRIPT,
+        PartKind.BATCH,
+    ]
+    assert (restart.parts[-1].end, resize.recovery.answer) == (1.0, "2 to 1")
+
+
+def test_a_job_that_still_runs_ends_with_its_last_event() -> None:
+    found = history_of([start(), *one_loss(10)[:4]])
+    assert found.result == "" and found.duration_s == pytest.approx(10.02)
+    assert told(found.spans, 2)[-1] == ("lost", 10.0, 10.02) and told(found.spans, 0)[-1][0] == "waiting"
+    assert savings(found).each == ()
+    page = html_tree.read(to_page(found))
+    assert [node.text for node in page.all("span", "result")] == ["not ended"]
+    without_start = history_of(one_loss(10))
+    assert without_start.ranks == [0, 1, 2] and without_start.facts == ()
+
+
+def test_what_was_saved() -> None:
+    """A step takes a second; a restart begins at the checkpoint, and takes as long as the first start."""
+    before = [start(), began(), at(13, "checkpoint", 0, top=8, version=8)]
+    found = history_of([*before, *one_loss(22, tops=20), at(30, "end", result="succeeded")])
+    assert (found.step_s, found.measured_steps) == (1.0, 19)
+    result = savings(found)
+    (one,) = result.each
+    assert (one.lost, one.took_s, one.steps, one.restart_s) == ((2,), 0.5, 12, 15.0)
+    assert one.saved_s == result.saved_s == 14.5
+    assert "3.00 s" in result.assumptions[2] and "19 steps" in result.assumptions[3]
+    # Without a checkpoint, from where the run began.
+    (one,) = savings(history_of([start(), began(top=5), *one_loss(22, tops=20)])).each
+    assert one.steps == 15
+    assert "name no checkpoint" not in result.assumptions[0]
+    # What the events do not say is not guessed.
+    unknown = savings(history_of([start(), *one_loss(23, tops=20)]))
+    assert unknown.each[0].steps == 20 and unknown.saved_s is None
+    assert "name no checkpoint" in unknown.assumptions[0]
+
+
+def test_an_outage_of_two_losses_is_one() -> None:
+    first = [event for event in one_loss(10) if event.kind not in ("recovered", "resumed", "newcomer_ready")]
+    second = [
+        at(10.3, "lost", 1, 2, cause="killed by SIGSEGV", detected=START + 10.3, tops=4),
+        at(10.3, "generation", generation=2, lost=[1]),
+        at(11, "recovered", 0, 2, stall_s=0.7),
+        at(11.1, "resumed", 0, 2, stall_s=0.8),
+    ]
+    found = history_of([start(), began(), *first, *second, at(20, "end")])
+    abandoned, completed = found.answers
+    assert abandoned.recovery.superseded_by == 2 and abandoned.at + abandoned.parts[-1].end <= completed.at
+    (one,) = savings(found).each
+    assert (one.lost, one.took_s) == ((1, 2), pytest.approx(1.1))
+
+
+HOSTILE = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"' onload='x' &lt; \x1b[2J \ud800 \x00"
+
+
+def test_what_events_say_is_text_on_the_page(tmp_path: Path) -> None:
+    events = [
+        start(script=HOSTILE, host=HOSTILE),
+        *one_loss(10, cause=HOSTILE),
+        at(15, "warning", message=HOSTILE),
+        at(16, "restart", reason=HOSTILE),
+        at(20, "end", result=HOSTILE),
+    ]
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(event.to_json() + "\n" for event in events))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 4, HOSTILE[:40]: 1.0}) + "\n")
+    files = [str(tmp_path / name) for name in ("report.html", "metrics.jsonl", "trace.json")]
+    options = ["--out", files[0], "--metrics", files[1], "--metric", HOSTILE[:40], "--trace", files[2]]
+    assert swiftctl.main(["report", str(path), *options]) == 0
+    page = html_tree.read(Path(files[0]).read_text())
+    nodes = list(page.all())
+    assert not {"script", "img", "iframe", "link", "object"} & {node.tag for node in nodes}
+    attributes = {name for node in nodes for name in node.attributes}
+    assert not [name for name in attributes if name.startswith("on")] and not attributes & {"href", "src", "style"}
+    (facts,) = page.all("dl", "facts")
+    shown = "<script>alert(1)</script><img src=x onerror=alert(2)>\"' onload='x' &lt; \\x1b[2J \\ud800 \\x00"
+    assert shown in facts.words() and all(ord(c) >= 32 or c in "\n\t" for c in page.words())
+    assert json.loads(Path(files[2]).read_text())["otherData"]["result"].endswith("\\x00")
+
+
+def spans_of(page: Node, rank: int) -> list[str]:
+    """What a rank's row of the timeline says, in order of time."""
+    timeline = next(svg for svg in page.all("svg") if svg.attributes.get("role") == "img")
+    boxes = [(float(box.attributes["x"]), next(box.all("title")).text) for box in timeline.all("rect")]
+    return [text.split(": ")[1].split(" (")[0].split(",")[0] for _, text in sorted(boxes) if f"rank {rank}:" in text]
+
+
+def check_trace(raw: Any, found: History) -> dict[str, list[dict[str, Any]]]:
+    """That the fields are those that the format documents; the slices of each named track, in order."""
+    assert set(raw) == {"traceEvents", "displayTimeUnit", "otherData"} and raw["displayTimeUnit"] in ("ms", "ns")
+    tracks: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in raw["traceEvents"]
+        if event["ph"] == "M" and event["name"] == "thread_name"
+    }
+    for event in raw["traceEvents"]:
+        common = {"name", "ph", "pid", "tid", "args"}
+        assert set(event) - common == {"X": {"cat", "ts", "dur"}, "i": {"cat", "ts", "s"}, "M": set()}[event["ph"]]
+        assert type(event["pid"]) is type(event["tid"]) is int
+        if event["ph"] == "X":
+            assert type(event["ts"]) is type(event["dur"]) is int and event["dur"] >= 0
+            tracks[names[event["pid"], event["tid"]]].append(event)
+        elif event["ph"] == "i":
+            assert event["s"] in ("g", "p", "t") and event["ts"] >= 0
+        else:
+            assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
+    for slices in tracks.values():
+        assert all(one["ts"] + one["dur"] <= later["ts"] for one, later in pairwise(slices)), "they do not overlap"
+    assert {f"rank {rank}" for rank in found.ranks} <= set(tracks)
+    return tracks
+
+
+CASES = {
+    "a SIGKILL": {"nproc": 3, "faults": [Fault(1, 4, "bucket", "SIGKILL")]},
+    "a restart": {
+        "faults": [Fault(1, 7, "bucket", "SIGKILL")],
+        "launcher_args": ["--on-failure=restart", "--checkpoint-dir=checkpoints"],
+        "env": {"SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"},
+    },
+}
+
+
+@pytest.mark.parametrize("case", most(CASES, "a restart"))
+def test_report_and_trace_of_a_job(jobs: Jobs, case: str, tmp_path: Path) -> None:
+    result = jobs.run("plain_ddp.py", **CASES[case])  # type: ignore[arg-type]
+    assert result.status == 0, result.tail()
+    metrics = tmp_path / "metrics.csv"
+    metrics.write_text("epoch,step,train_loss\n" + "".join(f"0,{step},{9 - step}\n" for step in range(10)))
+    page_file, trace_file = tmp_path / "report.html", tmp_path / "trace.json"
+    options = ["--out", str(page_file), "--trace", str(trace_file), "--metrics", str(metrics)]
+    assert swiftctl.main(["report", str(result.out / "events.jsonl"), *options]) == 0
+    found = history_of(result.events)
+    page = html_tree.read(page_file.read_text())
+    assert [node.text for node in page.all("span", "result")] == ["succeeded"]
+    assert next(page.all("h1")).text == "plain_ddp.py"
+    titles = [node.text for node in page.all("h2")]
+    (row,) = next(page.all("table")).rows()
+    assert row["who"] == "rank 1" and row["cause"] == "killed by SIGKILL"
+    crosses = list(page.all("path", "cross"))
+    assert len(crosses) == 2, "one in the timeline, one at the curve"
+    assert len(list(page.all("polyline", "curve"))) == 1
+    terms = next(page.all("dl", "facts"))
+    facts = dict(zip((node.text for node in terms.all("dt")), (node.text for node in terms.all("dd")), strict=True))
+    assert {"script", "host", "cpus", "python", "torch"} <= set(facts)
+    tracks = check_trace(json.loads(trace_file.read_text()), found)
+    doing = [each["name"] for each in tracks["rank 1"]]
+    assert doing == spans_of(page, 1)
+    waits = found.answers[0].parts
+    assert sum(part.seconds for part in waits if part.begin >= 0) == pytest.approx(
+        found.answers[0].recovery.longest_stall_s, abs=1e-5
+    )
+    assert [each["name"] for each in tracks["parts 1"]] == [part.kind.value for part in waits]
+    if case == "a SIGKILL":
+        assert doing == ["starting", "training", "lost", "starting", "catching up", "training"]
+        assert [each["name"] for each in tracks["rank 0"]][-4:] == ["training", "waiting", "catching up", "training"]
+        assert PartKind.STATE in [part.kind for part in waits] and row["answer"] == "replace"
+        assert "Against a restart" in titles
+    else:
+        assert doing == ["starting", "training", "lost", "starting", "catching up", "training"]
+        assert [node.text for node in page.all("text", "label")].count("restart") == 1
+        assert len(list(page.all("path", "turn"))) == 1 and row["answer"] == "restart"
+        assert "Against a restart" not in titles
+
+
+def test_several_runs_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "events.jsonl", tmp_path / "report.html"
+    first = [replace(event, run="aaaa", time=event.time - 500) for event in [start(), at(9, "end", result="failed")]]
+    path.write_text("".join(event.to_json() + "\n" for event in [*first, start(), *one_loss(5)]))
+    for options, result in (([], "not ended"), (["--run", "aa"], "failed")):
+        assert swiftctl.main(["report", str(path), "--out", str(out), *options]) == 0
+        assert [node.text for node in html_tree.read(out.read_text()).all("span", "result")] == [result]
+        said = capsys.readouterr()
+        assert said.out == f"{out}\n" and "the file holds 1 other run" in said.err
+
+
+def test_many_ranks_are_cut_to_those_that_were_lost() -> None:
+    lost = at(5, "lost", 90, 1, cause="killed by SIGKILL", detected=START + 5)
+    page = html_tree.read(to_page(history_of([start(workers=100), lost, at(9, "end", result="succeeded")])))
+    labels = [node.text for node in page.all("text", "label") if node.text.startswith("rank ")]
+    assert len(labels) == 64 and labels[-1] == "rank 90" and "64 of 100 ranks" in page.words()
+
+
+def test_curves(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("epoch,step,val_acc,train_loss\n0,2,,1.5\n0,1,0.5,\n0,1,,2.5\n0,3,,nan\n0,4,")
+    assert read_curve(path) == ("train_loss", [(1.0, 2.5), (2.0, 1.5)])
+    assert read_curve(path, "val_acc") == ("val_acc", [(1.0, 0.5)])
+    path.write_text('{"step": 1, "loss": 3}\nnoise\n{"step": 1, "loss": 2}\n{"step": 2}\n{"step": 3, "lo')
+    assert read_curve(path) == ("loss", [(1.0, 2.0)])
+    with pytest.raises(ConfigError, match="no values of --metric other; it has: loss"):
+        read_curve(path, "other")
+    for content, wrong in (("a,b\n1,2\n", "no column of steps"), ("step,b\n1,2\n", "no metric with loss")):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=wrong):
+            read_curve(path)
+    long = [(float(step), float(step % 7)) for step in range(10_000)]
+    few = thinned(long)
+    assert len(few) <= 802 and few == sorted(few) and {y for _, y in few} == {0.0, 6.0}
+
+
+def test_a_trace_keeps_recoveries_that_overlap_apart() -> None:
+    """One newcomer is let in long after another loss was answered."""
+    found = history_of([start(), *one_loss(10), at(20, "end")])
+    (one,) = found.answers
+    other = replace(one, at=one.at + 0.2)
+    tracks = check_trace(to_trace(replace(found, answers=(one, other))), found)
+    assert len(tracks["parts 1"]) == len(tracks["parts 2"]) == len(one.parts)
