@@ -4,17 +4,18 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.swift-recovery-installed
 ETCD := $(VENV)/.etcd-looked-for
-EXTRAS := lightning,accelerate,deepspeed,plan,checkpoint,report,test,dev
+EXTRAS := all,test,dev
 FAULTS ?= 60
 PARALLEL ?= 2
 SEED ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint format soak bench clean
+.PHONY: help setup demo test nightly lint format soak bench clean
 
 help:
 	@echo "make demo    train a small GPT-2 twice, with and without faults, and compare the results"
 	@echo "make test    linters, type checker and tests, PARALLEL=$(PARALLEL) at once"
+	@echo "make nightly longer tests, which make test leaves out, PARALLEL=$(PARALLEL) at once"
 	@echo "make lint    linters and type checker only"
 	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED), and as many in pipelines"
 	@echo "make bench   all benchmarks; results in runs/bench/"
@@ -53,6 +54,9 @@ format: $(STAMP)
 
 test: lint $(ETCD)
 	$(PY) -m pytest -n $(PARALLEL) --dist worksteal
+
+nightly: $(STAMP) $(ETCD)
+	$(PY) -m pytest -m nightly -n $(PARALLEL) --dist worksteal
 
 soak: $(STAMP)
 	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED)

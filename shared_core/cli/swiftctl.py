@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="swiftctl", description="Look at what a swiftrun job left behind, and plan.")
+    parser.tell_version()
     commands: Any = parser.add_subparsers(metavar="COMMAND")
     events = commands.add_parser(
         "events",
