@@ -51,7 +51,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_readme_shows_them() -> None:
-    assert sorted(SCRIPTS) == ["train_accelerate.py", "train_torch.py"]
+    assert sorted(SCRIPTS) == ["train_accelerate.py", "train_fabric.py", "train_torch.py"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
