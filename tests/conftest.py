@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import shutil
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from night import A_NIGHT, drawn
 
 from shared_core.testing.processes import MARK, describe, kill_marked, wait_gone
 
@@ -33,13 +35,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than half a minute")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of ``nightly.txt``, before those with the mark are left out."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    today = int(datetime.date.today().strftime("%Y%m%d"))
+    parser.addoption("--night", type=int, default=today, help="draws the nightly cases of large tests; 0 for all")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"nightly cases of large tests: --night {config.getoption('night')}, {A_NIGHT} each (0: all)"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark the cases of ``nightly.txt`` before those with the mark are left out; draw from those that are left."""
     listed = {line for line in (HERE / "nightly.txt").read_text().splitlines() if not line.startswith("#")}
     for item in items:
         if item.nodeid in listed:
             item.add_marker(pytest.mark.nightly)
+    yield
+    if night := config.getoption("night"):
+        kept = drawn(items, night)
+        config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
+        items[:] = kept
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ _WORKERS = frozenset(
 #: Options that say where the first start begins.
 _ORIGIN = frozenset({"resume-from"})
 _COUNT = re.compile(r"-?\d+|auto")
-#: Words longer than this are cut where they are stored, and where they stand in a sentence.
+#: Words longer than this are cut at the end where they are stored, in the middle where they stand in a sentence.
 _STORED, _SHOWN = 2000, 100
 
 
@@ -66,7 +66,10 @@ class Command:
         """What stands in a sentence."""
         if not self.words:
             return f"command {self.key[:8] or 'unknown'}"
-        return self.words if len(self.words) <= _SHOWN else f"{self.words[: _SHOWN - 3]}..."
+        if len(self.words) <= _SHOWN:
+            return self.words
+        half = _SHOWN // 2
+        return f"{self.words[: half - 3]}...{self.words[-half:]}"  # the last arguments often tell two commands apart
 
     @property
     def stem(self) -> str:

@@ -110,7 +110,7 @@ def writer() -> int:
     me = str(os.getpid())
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = (entry / "cmdline").read_bytes().split(b"\0")
+            words = (entry / "cmdline").read_bytes()
             parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
             if b"shared_core.checkpoint.writer" in words and parent == me:
                 return int(entry.name)
