@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -48,19 +49,42 @@ class FabricLoop:
             yield epoch
 
     def steps(self, loader: Any) -> Iterator[tuple[int, Any]]:
-        """``(index, batch)`` for each batch of a loader that Fabric has set up, as ``enumerate(loader)``; see
-        :meth:`shared_core.TrainingLoop.steps`, which takes what else there is to iterate.
+        """``(index, batch)`` for each batch, as ``enumerate(loader)``; see :meth:`shared_core.TrainingLoop.steps`.
+
+        Args:
+            loader: what ``fabric.setup_dataloaders`` has returned, a progress bar around it, or any iterable that
+                reads from no such loader.
+
+        Raises:
+            Unsupported: at the first batch, if a loader of Fabric is read through something else.
         """
         given = loader
         inside = getattr(given, "iterable", given)  # of a progress bar
-        if self.loop.job is not None and isinstance(inside, compat.FabricLoader):
+        if self.loop.job is None:
+            yield from self.loop.steps(given)
+        elif isinstance(inside, compat.FabricLoader):
             self._known()
             read = compat.begin_pass(inside)
             if inside is given:
                 given = read
             else:
                 given.iterable = read
-        yield from self.loop.steps(given)
+            yield from self.loop.steps(given)
+        else:
+            yield from self._other_steps(given)
+
+    def _other_steps(self, given: Any) -> Iterator[tuple[int, Any]]:
+        checked = self.loop.joining
+        before = [compat.passes_of(each) for each in compat.fabric_loaders()]
+        with contextlib.closing(self.loop.steps(given)) as steps:  # type: ignore[type-var]  # a generator
+            for step in steps:
+                if not checked and before != [compat.passes_of(each) for each in compat.fabric_loaders()]:
+                    raise Unsupported(
+                        f"this {type(given).__name__} reads from a loader that Fabric has set up, whose passes a "
+                        "newcomer cannot count then: give job.steps() the loader itself, and leave the pass with break"
+                    )
+                checked = True  # what the script reads inside the pass is its own
+                yield step
 
     def register(self, *objects: Any, **values: Any) -> SimpleNamespace:
         """As :meth:`shared_core.TrainingLoop.register`."""

@@ -20,7 +20,6 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "workers": (["--workers", "1"], [Fault(1, 10, "bucket", "SIGKILL")]),
     "bf16": (["--precision", "bf16-mixed"], [Fault(1, 10, "bucket", "SIGKILL")]),
     "again": (["--again"], [Fault(1, 10, "bucket", "SIGKILL"), Fault(0, 18, "forward", "SIGKILL")]),
-    "cut": (["--cut"], [Fault(1, 9, "bucket", "SIGKILL"), Fault(0, 15, "forward", "SIGKILL")]),
     "bar": (["--bar"], [Fault(1, 10, "bucket", "SIGKILL")]),
 }
 
@@ -43,6 +42,12 @@ def test_when_all_are_lost_they_go_on_from_a_checkpoint(jobs: Jobs, tmp_path: Pa
     result = jobs.run("fabric.py", faults=both, env=env)
     compare(result, jobs.reference("fabric.py"))
     assert len(result.kinds("restart")) == 1, result.tail()
+
+
+@pytest.mark.nightly
+def test_a_part_of_a_loader_is_refused(jobs: Jobs) -> None:
+    result = jobs.run("fabric.py", args=["--cut"])
+    assert result.status == 1 and "this islice reads from a loader that Fabric has set up" in result.stderr
 
 
 @pytest.mark.nightly
