@@ -9,7 +9,8 @@ import os
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.ddp import DDPStrategy
 
 from lightning_swift import compat
 from lightning_swift.support import check_ddp_options, check_device
@@ -72,7 +73,7 @@ class SwiftFabricStrategy(DDPStrategy):
         assert self.cluster_environment is not None
         if self.job is not None:
             return
-        if self.num_processes > 1 and not (self.cluster_environment.creates_processes_externally):
+        if self.num_processes > 1 and not self.cluster_environment.creates_processes_externally:
             check_device(self.root_device)
             for name, value in self._options.items():
                 os.environ.setdefault(variable_of(name), str(value))
