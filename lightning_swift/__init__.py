@@ -1,8 +1,9 @@
 """PyTorch Lightning runs that survive the loss of workers.
 
->>> import lightning.pytorch as pl
->>> import lightning_swift
->>> trainer = pl.Trainer(strategy="swift_ddp", accelerator="cpu", devices=4)  # doctest: +SKIP
+Examples:
+    >>> import lightning.pytorch as pl
+    >>> import lightning_swift
+    >>> trainer = pl.Trainer(strategy="swift_ddp", accelerator="cpu", devices=4)  # doctest: +SKIP
 """
 
 from __future__ import annotations

@@ -1,82 +1,192 @@
-"""Exceptions of the suite. Every message says what happened, on which rank, and what to do."""
+"""Exceptions of the suite. Every message says what happened, on which rank, and what to do.
+
+The docstrings are the entries of ``docs/troubleshooting.md``: what an error means for the job, then what to do.
+``python -m docs.tools.errors`` puts them there.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+#: The page that has an entry for each of these classes.
+PAGE = "docs/troubleshooting.md"
+
 
 class SwiftError(Exception):
-    """Base class of every error raised by the suite."""
+    """Base class of every error that this product raises.
+
+    The message says what happened, on which rank, and what to do. The errors below are more specific. This one is
+    raised by itself mostly when a script cannot hand over to ``swiftrun``: in a notebook, from a child process, or
+    after it has created a process group. Start the script with ``swiftrun`` instead.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.add_note(f"See {entry(type(self))}")  # the last line of a traceback; no part of the message
 
 
 class ConfigError(SwiftError, ValueError):
-    """An option is unknown or its value is out of range."""
+    """An option is unknown, or its value is out of range.
+
+    The message names the option and the values that it takes. Correct it and start again. All options:
+    docs/configuration.md.
+    """
 
 
 class MissingExtra(SwiftError, ImportError):
-    """An optional dependency is not installed; the message names the extra to install."""
+    """An optional dependency is not installed.
+
+    The message names the extra. Install it with the command in the message.
+    """
 
 
 class Unsupported(SwiftError, NotImplementedError):
-    """A feature that cannot be recovered exactly yet, refused before anything is lost."""
+    """The job uses a feature that cannot be recovered exactly, and is refused before anything is lost.
+
+    Use what the message suggests instead. What is supported is on these pages: docs/what_survives.md,
+    docs/lightning_support.md, docs/accelerate.md, docs/pipelines.md, docs/operations.md.
+    """
 
 
 class UnsupportedOptimizer(Unsupported):
-    """The optimizer keeps state that cannot be moved to a newcomer."""
+    """An update of this optimizer cannot be undone, or its state cannot be moved to a newcomer.
+
+    Use the optimizer or the setting that the message suggests, or turn the option off that needs it. Which optimizers
+    can be undone: docs/undo.md.
+    """
 
 
 class ReplayDivergence(SwiftError, RuntimeError):
-    """A newcomer's replay differs from what its predecessor did: the user's code is not deterministic."""
+    """The script did something else when a newcomer ran its batch again. The job ends rather than train on other bits.
+
+    A newcomer must make the same calls, with the same inputs, as the worker that it replaces. Usual causes: a random
+    generator that nobody seeds or that is not published, a branch on the time or on a file that the run itself writes,
+    a counter that is not registered (``job.register``, ``plugin.register``). The message names the operation at which
+    the two differ. What a newcomer gets back: docs/what_survives.md.
+    """
 
 
 class ReplicaMismatch(SwiftError, RuntimeError):
-    """Replicas that must be equal differ (models built differently, or silent corruption)."""
+    """Replicas that must be equal differ, and no majority says which is right.
+
+    The message names the first parameter that differs. Usual causes, the likeliest first: the script changes parameters
+    in a way that depends on the rank, the ranks have built different models, or memory is damaged. With three or more
+    replicas a minority is replaced, and the job goes on. See
+    docs/how_it_works.md#what-a-script-changes-by-itself.
+    """
 
 
 class RecoveryFailed(SwiftError, RuntimeError):
-    """Nobody can serve the newcomer; the job falls back to its newest checkpoint or ends."""
+    """No worker can give a newcomer the state or the messages that it needs.
+
+    All workers start again from the newest checkpoint, or from the beginning if there is none. The message says what is
+    missing. Set ``checkpoint.dir`` so that little is lost: docs/modes.md#checkpoints-where-they-pay.
+    """
 
 
 class GenerationAbandoned(SwiftError, RuntimeError):
-    """Another failure ended the generation that was being formed. Internal: recovery starts over."""
+    """Another worker was lost while a generation was being formed. Internal: the next generation is formed at once.
+
+    A job never ends with this error. If one does, report it.
+    """
 
 
 class LaneBroken(SwiftError, RuntimeError):
-    """A worker was lost while others used a lane. Internal: the executor forms another and repeats what is missing."""
+    """A worker was lost while others used a lane. Internal: another lane is formed, and what is missing is repeated.
+
+    A job never ends with this error. If one does, report it.
+    """
 
 
 class NotConnected(SwiftError, RuntimeError):
-    """Members of a group did not reach each other although nobody was lost. Internal: they try again."""
+    """Members of a group did not reach each other although none was lost. Internal: they try again.
+
+    If it comes again and again, look at the network. The ports that machines use: docs/security.md#several-machines.
+    """
 
 
 class CorruptFile(SwiftError, RuntimeError):
-    """A checkpoint, publication or log file fails its checksum."""
+    """A checkpoint, a publication or a log file fails its checksum, or a part of it is gone.
+
+    A damaged checkpoint is passed over, and the one before it is taken. If this error ends the job, no other copy was
+    left. ``swiftctl checkpoints DIR`` says which checkpoints are whole; check the disk.
+    """
 
 
 class DamagedRecord(SwiftError, ValueError):
-    """What the job's store holds is not what this product writes there: something else has written to it."""
+    """A record in the job's store is not what this product writes: something else has written to the store.
+
+    Start the job again where nothing else reaches its ports: docs/security.md#what-is-read.
+    """
 
 
 class NotAFile(SwiftError, OSError):
-    """A name that must be a regular file's is that of a pipe, a device, a folder or a socket."""
+    """A path that must name a regular file names a pipe, a device, a folder or a socket.
+
+    Give the path of a regular file.
+    """
 
 
 class WaitTimeout(SwiftError, TimeoutError):
-    """A wait ran out of time; the message says what was waited for and what to do."""
+    """A worker has waited for another one as long as it may.
+
+    The message says who waited for whom, and which option sets the limit (``detection.wait_timeout_s`` in most cases).
+    Look for what kept the other one: a slow start, a full machine, a frozen process. If it was only slow, raise the
+    limit. All waits and their limits: docs/how_it_works.md#waits.
+    """
 
 
 class CollectiveTimeout(WaitTimeout, RuntimeError):
-    """A collective or message did not finish in its group's time-out; a RuntimeError, as without this product."""
+    """A collective or a message did not finish within the time-out of its group, as in torch.
+
+    The message says where each rank stands. If all ranks are healthy, they do not make the same calls: correct the
+    script. If one is slow on purpose, such as in a long evaluation on rank 0, give ``init_process_group`` a longer
+    ``timeout``.
+    """
 
 
 class StorageFull(SwiftError, OSError):
-    """A checkpoint could not be written for want of room; earlier checkpoints are as they were."""
+    """There is no room to write a checkpoint. Earlier checkpoints are as they were.
+
+    A job goes on without a checkpoint that it makes by itself. Make room, or set ``checkpoint.dir`` to a larger disk.
+    ``checkpoint.keep`` and ``checkpoint.quota_bytes`` limit what checkpoints take:
+    docs/checkpoint_files.md#when-storage-fails.
+    """
 
 
 class OutOfResources(SwiftError, OSError):
-    """The system refuses a file's room, a process, a thread or a descriptor that the job cannot do without."""
+    """The system refuses disk space, a process, a thread or a descriptor that the job cannot do without.
+
+    The message names the limit and how to raise it, for example ``docker run --shm-size=...`` or ``ulimit -n``. See
+    docs/launching.md#when-the-system-refuses-something.
+    """
 
     def __str__(self) -> str:
         return str(self.args[-1]) if self.args else ""
 
 
 class InvalidSchedule(SwiftError, ValueError):
-    """A schedule breaks a dependency, a worker's row or its memory bound; the message names the action."""
+    """A schedule breaks a dependency, the order of a worker's row, or its limit of memory.
+
+    The message names the action. It is raised for schedules of your own; if it names one that the planner has made,
+    report it. See docs/planner.md#notation.
+    """
+
+
+def entry(error: type[SwiftError]) -> str:
+    """Where an error is explained.
+
+    Args:
+        error: a class of this module, or one derived elsewhere, which shares the entry of its nearest base here.
+
+    Returns:
+        The page and its anchor, such as ``docs/troubleshooting.md#configerror``.
+    """
+    nearest = next(base for base in error.__mro__ if base.__module__ == __name__)
+    return f"{PAGE}#{nearest.__name__.lower()}"
+
+
+def told(error: BaseException) -> str:
+    """An error as one text for the user: its class, its message, and where it is explained if it is one of these."""
+    text = f"{type(error).__name__}: {error}"
+    return f"{text} (see {entry(type(error))})" if isinstance(error, SwiftError) else text

@@ -1,11 +1,19 @@
-"""Links between pages, and what the page about the papers names."""
+"""Links between pages, what pages are made of, and the site that is built of them."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
+import traceback
 from pathlib import Path
 
 import pytest
+
+from docs.tools import errors, figures
+from shared_core.errors import Unsupported
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
@@ -16,7 +24,7 @@ def anchors(page: Path) -> set[str]:
     """Of the headings of a page, as GitHub makes them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return {errors.anchor(title) for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -44,3 +52,62 @@ def test_the_papers_page_names_what_is_there() -> None:
             name for name in re.findall(r"`benchmarks\.(\w+)", row) if not (ROOT / "benchmarks" / f"{name}.py").exists()
         ]
     assert not missing
+
+
+def test_each_error_has_an_entry_and_each_entry_an_error() -> None:
+    page = errors.PAGE.read_text()
+    assert errors.with_entries(page) == page, "run python -m docs.tools.errors"
+    titles = re.findall(r"^### (.+)$", page, re.MULTILINE)
+    assert titles == [each.__name__ for each in errors.classes()]
+
+
+def test_the_trace_of_an_error_ends_with_its_entry() -> None:
+    class Elsewhere(Unsupported):
+        """Without an entry of its own."""
+
+    error = Elsewhere("this cannot be done")
+    assert str(error) == "this cannot be done"
+    *_, last = traceback.format_exception(error)
+    assert last == f"See {errors.PAGE.relative_to(ROOT)}#unsupported\n"
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_drawings_are_made_of_the_code_as_it_is(name: str) -> None:
+    drawn = (ROOT / "docs" / "images" / name).read_text()
+    assert drawn == figures.FIGURES[name](), "run python -m docs.tools.figures"
+
+
+def test_each_page_has_a_line_in_the_navigation() -> None:
+    listed = set(re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert not pages - listed, "give them a line under nav in mkdocs.yml"
+
+
+def _build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+
+
+def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    built = _build(ROOT, tmp_path)
+    assert built.returncode == 0, built.stderr
+    pages = {str(page.relative_to(tmp_path)): page.read_text() for page in tmp_path.rglob("*.html")}
+    loads = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=.?(?:https?:)?//[^>]*>")
+    assert not [found for page in pages.values() for found in loads.findall(page)]
+    assert 'id="replaydivergence"' in pages["troubleshooting.html"]
+    assert 'id="shared_core.attach"' in pages["api/shared_core.html"]
+    assert '<svg class="drawn"' in pages["how_it_works.html"]
+
+
+@pytest.mark.nightly
+def test_a_broken_anchor_fails_the_build(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    with (tmp_path / "docs" / "modes.md").open("a") as page:
+        page.write("[x](start.md#nowhere)\n")
+    built = _build(tmp_path, tmp_path / "site")
+    assert built.returncode == 1
+    assert "does not contain an anchor '#nowhere'" in built.stderr

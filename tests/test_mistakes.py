@@ -33,6 +33,7 @@ def test_unseeded_random_numbers_are_found_when_they_matter(jobs: Jobs) -> None:
     assert "ReplayDivergence: rank 1" in result.stderr, result.tail()
     assert re.search(r"input to operation \d+ of group .* has checksum \w+, its predecessor's had \w+", result.stderr)
     assert "unseeded or unregistered random number" in result.stderr
+    assert "docs/troubleshooting.md#replaydivergence" in result.stderr
 
 
 def test_another_collective_than_the_predecessors_is_found(jobs: Jobs) -> None:

@@ -16,7 +16,7 @@ from shared_core.cli import arguments
 from shared_core.cli.job_options import build_config, check_folders
 from shared_core.cli.section import find_section
 from shared_core.config.page import help_of
-from shared_core.errors import ConfigError, OutOfResources, SwiftError
+from shared_core.errors import ConfigError, OutOfResources, SwiftError, told
 from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.handover import srun_tasks
@@ -438,7 +438,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"swiftrun: {error}", file=sys.stderr)
         raise SystemExit(int(error.failed)) from None
     except OutOfResources as error:
-        print(f"swiftrun: {arguments.one_line(error)}", file=sys.stderr)
+        print(f"swiftrun: {arguments.one_line(told(error))}", file=sys.stderr)
         raise SystemExit(1) from None
     except SwiftError as error:
         _refuse(error)
@@ -476,7 +476,7 @@ def _start_early(argv: Sequence[str]) -> Standby | None:
 
 
 def _refuse(error: SwiftError) -> NoReturn:
-    print(f"swiftrun: {type(error).__name__}: {arguments.one_line(error)}", file=sys.stderr)
+    print(f"swiftrun: {arguments.one_line(told(error))}", file=sys.stderr)
     raise SystemExit(2) from None
 
 

@@ -19,9 +19,17 @@ from torch import Tensor
 from shared_core.errors import LaneBroken
 from shared_core.faults import inject
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
-from shared_core.reroute.summing import SumRule, flat_gradients, hand_over, reduce_in_order, set_mean_gradients
+from shared_core.reroute.summing import (
+    SumRule,
+    flat_gradients,
+    hand_over,
+    like_flat,
+    reduce_in_order,
+    set_mean_gradients,
+)
 from shared_core.reroute.through_losses import through_losses
 from shared_core.schedule.schedule import Topology, Worker
+from shared_core.worker.messages.group_log import BufferPool
 from shared_core.worker.recovery.lane import Lane
 
 if TYPE_CHECKING:
@@ -105,6 +113,7 @@ class DataParallelSteps:
         self._closed = self._came = -1
         self._idle: list[int] = []
         self._step = 0
+        self._pool, self._taken = BufferPool(), list[Tensor]()
 
     # -- what the loop calls -----------------------------------------------------------------------
 
@@ -127,10 +136,15 @@ class DataParallelSteps:
         def attempt() -> _Sum:
             while self._sum is None or self._sum.step != step:
                 if self._agree():
-                    self._sum = self._reduce(shares, outcomes)
+                    before, self._sum = self._sum, self._reduce(shares, outcomes)
+                    # Whoever lacked the sum before has asked for it before adding to this one.
+                    self._taken += [before.flat] if before else []
             return self._sum
 
         found = through_losses(attempt, self._leave)
+        self._pool.give(self._taken)
+        self._pool.next_top()
+        self._taken = []
         inject.point("reroute.step")
         set_mean_gradients(found.flat, self._parameters, self._world)
         return found.outcomes()
@@ -181,6 +195,8 @@ class DataParallelSteps:
         lane = self._connect()
         if self._channel is None or self._channel.lane is not lane:
             self._channel, self._agreed = MessageChannel(lane, Topology(self._world, 1, 1), {}, {}), False
+            # Something may still be read from, or written to, what was used on the lane before.
+            self._pool, self._taken = BufferPool(), []
             if lost := sorted({*range(self._world)} - {*lane.ranks, *lane.finished}):
                 self._noted(lost, self._step)
         if ends and lane.finished:
@@ -236,7 +252,7 @@ class DataParallelSteps:
         def handed(kind: MessageKind, held: Tensor | None, like: Tensor) -> Tensor | None:
             return hand_over(channel, MessageKey(step, kind, 0, 0, 1), self._me, source, behind, held, like)
 
-        flat = handed(MessageKind.SUM, mine.flat if mine else None, flat_gradients(self._parameters, empty=True))
+        flat = handed(MessageKind.SUM, mine.flat if mine else None, like_flat(self._parameters))
         table = handed(MessageKind.LOSSES, mine.table if mine else None, _empty_table(self._world))
         if mine is not None and mine.notes.numel():
             handed(MessageKind.NOTES, mine.notes, mine.notes)
@@ -277,8 +293,8 @@ class DataParallelSteps:
         if not self._ordered:
             mine = {me: _added(mine.values())} if mine else {}
             holders = {Worker(rank, 0): Worker(rank, 0) for rank in computing}
-        like = None if mine else flat_gradients(self._parameters, empty=True)
-        flat = reduce_in_order(channel, step, 0, me, holders, mine, peers, SumRule(), like)
+        like = None if mine else like_flat(self._parameters)
+        flat = reduce_in_order(channel, step, 0, me, holders, mine, peers, SumRule(), like, self._pool)
         self._idle = []
         for rank in lane.ranks:
             if rank != self._me:
@@ -312,7 +328,8 @@ class DataParallelSteps:
         for parameter in self._parameters:
             parameter.grad = None
         outcome = self._compute(rank, self._step)
-        flat = flat_gradients(self._parameters)
+        flat = flat_gradients(self._parameters, self._pool)
+        self._taken.append(flat)
         for parameter in self._parameters:
             parameter.grad = None
         return outcome, flat

@@ -136,7 +136,7 @@ class MessageChannel:
             self._shapes[key.kind] = _shapes(header)
             self._heard.add((key.kind, rank))
         self.post(key, rank)
-        return self._finish(key)
+        return self.finish(key)
 
     def _knows(self, key: MessageKey, rank: int) -> bool:
         """Whether no header comes before the next message of this kind from ``rank``."""
@@ -152,24 +152,28 @@ class MessageChannel:
         header = torch.zeros(_PARTS * _ROW, dtype=torch.int64)
         self.lane.recv(header, rank, self._tag(key, _PARTS)).wait()
         self._begin(key, _shapes(header), rank)
-        return self._finish(key)
+        return self.finish(key)
 
     def fetch_like(self, key: MessageKey, like: Sequence[Tensor], rank: int) -> Tensors:
         """Wait for a message of the shapes of ``like``."""
         self.post_like(key, like, rank)
-        return self._finish(key)
+        return self.finish(key)
 
     def post_like(self, key: MessageKey, like: Sequence[Tensor], rank: int) -> None:
         """Begin to receive a message of the shapes of ``like``."""
         if key not in self._posted:
-            self._begin(key, tuple((t.dtype, tuple(t.shape), False) for t in like), rank)
+            self.post_into(key, tuple(torch.empty(t.shape, dtype=t.dtype) for t in like), rank)
 
     def _begin(self, key: MessageKey, shapes: Shapes, rank: int) -> None:
-        parts = tuple(torch.empty(shape, dtype=dtype) for dtype, shape, _ in shapes)
+        self.post_into(key, tuple(torch.empty(shape, dtype=dtype) for dtype, shape, _ in shapes), rank)
+
+    def post_into(self, key: MessageKey, parts: Tensors, rank: int) -> None:
+        """Begin to receive a message into tensors, which :meth:`finish` returns."""
         works = [self.lane.recv(tensor, rank, self._tag(key, part)) for part, tensor in enumerate(parts)]
         self._posted[key] = parts, works
 
-    def _finish(self, key: MessageKey) -> Tensors:
+    def finish(self, key: MessageKey) -> Tensors:
+        """Wait for a message that is being received."""
         parts, works = self._posted.pop(key)
         for work in works:
             work.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from shared_core.errors import Unsupported
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
 from shared_core.schedule.schedule import Worker
+from shared_core.worker.messages.group_log import BufferPool
 
 #: Sums that can be under way together: tags of messages have room for as many.
 GROUPS = len(MessageKind)
@@ -46,6 +48,7 @@ def reduce_in_order(
     ranks: Mapping[Worker, int],
     rule: SumRule,
     like: Tensor | None = None,
+    pool: BufferPool | None = None,
 ) -> Tensor:
     """Sum of what the workers of a stage hold, or those of several stages with tied layers; the same bits at each.
 
@@ -63,10 +66,13 @@ def reduce_in_order(
         ranks: ranks of the workers that take part, which are all that are there.
         rule: what is added, in which type.
         like: of the size and type of the sum, at a worker that holds no addend.
+        pool: has memory for the sum, which the caller gives back, and for what is received. Fresh memory may take
+            longer than the sum.
 
     Raises:
         LaneBroken: after a loss.
     """
+    pool = pool or BufferPool()
     peers = sorted(ranks)
     like = next(iter(mine.values())) if like is None else like
     bounds = [round(i * like.numel() / len(peers)) for i in range(len(peers) + 1)]
@@ -75,40 +81,41 @@ def reduce_in_order(
         if peer != me:
             for home, held in mine.items():
                 channel.send(_key(step, MessageKind.SHARE, home, group), [held[parts[peer]]], ranks[peer])
-    own = parts[me]
+    own, result = parts[me], pool.take(like)
+    received = []
     for home, holder in holders.items():
         if holder != me:
-            channel.post_like(_key(step, MessageKind.SHARE, home, group), [like[own]], ranks[holder])
+            received.append(pool.take(like[own]))
+            channel.post_into(_key(step, MessageKind.SHARE, home, group), (received[-1],), ranks[holder])
     for peer in peers:
         if peer != me:
-            channel.post_like(_key(step, MessageKind.SUM, peer, group), [like[parts[peer]]], ranks[peer])
-    result = torch.empty_like(like)
+            channel.post_into(_key(step, MessageKind.SUM, peer, group), (result[parts[peer]],), ranks[peer])
     total = None
     for pipeline in sorted({home.pipeline for home in holders}):
         addend: Tensor | None = None
         for home in sorted(home for home in holders if home.pipeline == pipeline):
-            if home in mine:
-                part = mine[home][own]
-            else:
-                (part,) = channel.fetch_like(
-                    _key(step, MessageKind.SHARE, home, group), [like[own]], ranks[holders[home]]
-                )
+            part = mine[home][own] if home in mine else channel.finish(_key(step, MessageKind.SHARE, home, group))[0]
             addend = part if addend is None else addend + part
         assert addend is not None
         addend = rule.addend(addend)
-        total = addend.clone() if total is None else total.add_(addend)
+        if total is not None:
+            total.add_(addend)
+        elif addend.dtype == like.dtype:
+            total = result[own].copy_(addend)
+        else:
+            total = addend.clone()
     assert total is not None, "nobody holds a gradient"
     if rule.scale != 1.0:
         total.mul_(rule.scale)
-    total = total.to(like.dtype)
-    result[own] = total
+    if total.dtype != like.dtype:
+        result[own] = total
     for peer in peers:
         if peer != me:
-            channel.send(_key(step, MessageKind.SUM, me, group), [total], ranks[peer])
+            channel.send(_key(step, MessageKind.SUM, me, group), [result[own]], ranks[peer])
     for peer in peers:
         if peer != me:
-            key = _key(step, MessageKind.SUM, peer, group)
-            (result[parts[peer]],) = channel.fetch_like(key, [like[parts[peer]]], ranks[peer])
+            channel.finish(_key(step, MessageKind.SUM, peer, group))
+    pool.give(received)
     return result
 
 
@@ -150,12 +157,12 @@ def hand_over(
     return channel.fetch_like(key, [like], giver)[0] if me in takers else None
 
 
-def flat_gradients(parameters: Sequence[Tensor], empty: bool = False) -> Tensor:
+def flat_gradients(parameters: Sequence[Tensor], pool: BufferPool | None = None) -> Tensor:
     """Gradients one after the other, zeros where there is none; then 1 for each that there is, 0 for the others.
 
     Args:
         parameters: what they are of.
-        empty: only the size and the type are wanted.
+        pool: has the memory.
 
     Raises:
         Unsupported: for sparse gradients.
@@ -167,9 +174,17 @@ def flat_gradients(parameters: Sequence[Tensor], empty: bool = False) -> Tensor:
             raise Unsupported(
                 "a step that is shared among all workers needs dense gradients: pass sparse=False to the embedding"
             )
-        parts.append(torch.zeros_like(parameter) if gradient is None or empty else gradient)
+        parts.append(torch.zeros_like(parameter) if gradient is None else gradient)
     used = torch.tensor([float(p.grad is not None) for p in parameters], dtype=parts[0].dtype)
-    return torch.cat([*(part.detach().flatten() for part in parts), used])
+    parts = [*(part.detach().flatten() for part in parts), used]
+    out = (pool or BufferPool()).take(like_flat(parameters))
+    return torch.cat(parts, out=out)
+
+
+def like_flat(parameters: Sequence[Tensor]) -> Tensor:
+    """Of the size and type of :func:`flat_gradients`, without memory."""
+    size = sum(parameter.numel() for parameter in parameters) + len(parameters)
+    return torch.empty(size, dtype=reduce(torch.promote_types, (p.dtype for p in parameters)), device="meta")
 
 
 def set_mean_gradients(flat: Tensor, parameters: Sequence[Tensor], world: int) -> None:

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from shared_core.errors import WaitTimeout
+from shared_core.errors import WaitTimeout, told
 from shared_core.events import console
 from shared_core.waiting import Wait
 from shared_core.worker.comm.runtime import Runtime
@@ -54,7 +54,7 @@ class Endings:
     def fail(self, error: BaseException) -> None:
         """End the job with this error, which the launcher prints."""
         _end_spare(str(error))
-        self._store.tell("fail", {"rank": self._runtime.rank, "message": f"{type(error).__name__}: {error}"})
+        self._store.tell("fail", {"rank": self._runtime.rank, "message": told(error)})
 
     def give_up(self, error: BaseException) -> NoReturn:
         """As :meth:`fail`, at once, for instance when a wait has run out of time. Does not return."""

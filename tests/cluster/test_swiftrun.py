@@ -179,6 +179,7 @@ def test_losses_are_noticed_fast_and_reach_the_worker_group(
         PRELUDE
         + """
 import subprocess
+from shared_core.waiting import Wait, poll
 reach(f"up{me.incarnation}")
 if me.rank == 1:
     if me.incarnation == 0:
@@ -196,8 +197,8 @@ else:
     show(told_s=time.time() - killed)
     await_("up1", 1)
     show(newcomer_s=time.time() - killed)
-    while os.path.exists(f"/proc/{child}"):
-        os.sched_yield()
+    gone = lambda: not os.path.exists(f"/proc/{child}")
+    poll(gone, lambda: False, Wait("the test", "the child of the lost worker to end", 20.0))
 """
     )
     job = run(tmp_path, script)

@@ -57,7 +57,10 @@ def test_a_refusal_is_one_line(tmp_path: Path) -> None:
     job = start_command(tmp_path, [sys.executable, "-m", "shared_core.cli.swiftrun", "--standbys", "0", "missing.py"])
     job.finish()
     assert job.code == 2
-    assert job.stderr.splitlines() == ["swiftrun: ConfigError: the training script 'missing.py' does not exist"]
+    assert job.stderr == (
+        "swiftrun: ConfigError: the training script 'missing.py' does not exist "
+        "(see docs/troubleshooting.md#configerror)\n"
+    )
 
 
 def test_a_foreign_entry_in_the_ledger_ends_the_job_with_a_line(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_an_update_is_left_out(jobs: Jobs, mode: str) -> None:
 def test_the_last_worker_of_a_stage_is_lost(jobs: Jobs, tmp_path: Path, mode: str) -> None:
     """Then all go back to the checkpoint, which has all shards."""
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "2"}
-    faults = [kill(rank, 5, "reroute.backward") for rank in (2, 3)]
+    faults = [kill(rank, 5, "reroute.forward") for rank in (2, 3)]
     result = go(jobs, faults, (*MODES[mode], *CLIPPED), env=env)
     assert len(result.kinds("restart")) == 1, result.tail()
     assert {4} <= {event.fields["top"] for event in result.kinds("checkpoint")}, result.tail()

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 import shared_core
 from shared_core.testing.digest import digest
+from shared_core.waiting import Wait, poll
 
 FOLDER, POLICY, EPOCHS = sys.argv[1], sys.argv[2], 3
 ACCUMULATE = int(os.environ.get("ACCUMULATE", "1"))
@@ -86,7 +87,9 @@ def main() -> None:
                 loop.loss = loss
     state = [*model.state_dict().values(), *average.state_dict().values()]
     state += [value for each in optimizer.state.values() for value in each.values()]
-    print(f"rank {rank} began {began} digest {digest(state)} loss {seen.loss.hex()}", flush=True)
+    # one write: under torchrun, print() would write the end of the line by itself, and lines of two ranks mix
+    sys.stdout.write(f"rank {rank} began {began} digest {digest(state)} loss {seen.loss.hex()}\n")
+    sys.stdout.flush()
     if several:
         dist.destroy_process_group()
 
@@ -98,11 +101,16 @@ def strike(step: int, rank: int) -> None:
             if number == signal.SIGTERM and rank != int(os.environ.get("END_RANK", rank)):
                 continue
             waits = number == signal.SIGKILL or "SLOW" in os.environ
-            while waits and not list(Path(FOLDER).glob("*/step-*/manifest.json")):
-                os.sched_yield()
+            if waits:
+                poll(committed, lambda: False, Wait(f"step {step}", "a checkpoint to be committed", 60.0))
             if "SLOW" in os.environ:
                 os.kill(writer(), signal.SIGSTOP)
             os.kill(os.getpid(), number)
+
+
+def committed() -> bool:
+    """Whether there is a whole checkpoint."""
+    return any(Path(FOLDER).glob("*/step-*/manifest.json"))
 
 
 def writer() -> int:
