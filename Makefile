@@ -4,17 +4,18 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.swift-recovery-installed
 ETCD := $(VENV)/.etcd-looked-for
-EXTRAS := lightning,accelerate,deepspeed,plan,checkpoint,report,metrics,test,dev,docs
+EXTRAS := all,test,dev,docs
 FAULTS ?= 60
 PARALLEL ?= 2
 SEED ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint format docs soak bench clean
+.PHONY: help setup demo test nightly lint format docs soak bench clean
 
 help:
 	@echo "make demo    train a small GPT-2 twice, with and without faults, and compare the results"
 	@echo "make test    linters, type checker and tests, PARALLEL=$(PARALLEL) at once"
+	@echo "make nightly longer tests, which make test leaves out, PARALLEL=$(PARALLEL) at once"
 	@echo "make lint    linters and type checker only"
 	@echo "make docs    the documentation as a site, in runs/site; a broken link is an error"
 	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED), and as many in pipelines"
@@ -54,6 +55,9 @@ format: $(STAMP)
 
 test: lint $(ETCD)
 	$(PY) -m pytest -n $(PARALLEL) --dist worksteal
+
+nightly: $(STAMP) $(ETCD)
+	$(PY) -m pytest -m nightly -n $(PARALLEL) --dist worksteal
 
 docs: $(STAMP)
 	$(PY) -m docs.tools.errors

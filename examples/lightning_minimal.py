@@ -1,12 +1,13 @@
-"""The smallest useful job: a classifier of scikit-learn's digits, on two workers that may be killed at any time.
+"""The smallest useful job under Lightning: a classifier of scikit-learn's digits, on workers that may be killed.
 
     python examples/lightning_minimal.py
 
-Kill a worker while it runs (its process number is printed): the result does not change.
+Kill a worker while it runs (its process number is printed): the fingerprints at the end do not change.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 
 import lightning.pytorch as pl
@@ -55,6 +56,8 @@ def main() -> None:
         DataLoader(TensorDataset(images[:1500], labels[:1500]), batch_size=16, shuffle=True),
         DataLoader(TensorDataset(images[1500:], labels[1500:]), batch_size=64),
     )
+    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    print(f"rank {trainer.global_rank}: {hashlib.sha256(weights).hexdigest()[:16]}", flush=True)
     if trainer.is_global_zero:
         print(f"accuracy {trainer.callback_metrics['accuracy']:.4f}")
 

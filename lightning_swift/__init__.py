@@ -18,13 +18,24 @@ except ImportError as error:
 from lightning_swift.callback import SwiftCallback
 from lightning_swift.checkpoint import SwiftCheckpoint
 from lightning_swift.checkpoint_io import SwiftCheckpointIO
+from lightning_swift.fabric import SwiftFabricStrategy, register_fabric
+from lightning_swift.fabric_loop import FabricLoop, attach
 from lightning_swift.pipeline import SwiftPipelineStrategy, register_pipeline
 from lightning_swift.strategy import SWIFT_NAMES, SwiftDDPStrategy, register
-from lightning_swift.support import refuse_fabric, refuse_pytorch_lightning
+from lightning_swift.support import refuse_pytorch_lightning
 
 register(SWIFT_NAMES)
 register_pipeline()
-refuse_fabric()
+register_fabric()
 refuse_pytorch_lightning()
 
-__all__ = ["SwiftCallback", "SwiftCheckpoint", "SwiftCheckpointIO", "SwiftDDPStrategy", "SwiftPipelineStrategy"]
+__all__ = [
+    "FabricLoop",
+    "SwiftCallback",
+    "SwiftCheckpoint",
+    "SwiftCheckpointIO",
+    "SwiftDDPStrategy",
+    "SwiftFabricStrategy",
+    "SwiftPipelineStrategy",
+    "attach",
+]

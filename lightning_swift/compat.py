@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -17,6 +18,8 @@ import lightning.fabric.loggers.tensorboard as fabric_tensorboard
 import lightning.pytorch as pl
 import lightning.pytorch.loggers.csv_logs as csv_logs
 import lightning.pytorch.loggers.tensorboard as tensorboard
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.wrappers import _FabricDataLoader, _unwrap_objects, is_wrapped
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
@@ -57,6 +60,7 @@ Progress = _BaseProgress
 BatchProgress = _BatchProgress
 Counter = _ReadyCompletedTracker
 Metadata = _Metadata
+FabricLoader = _FabricDataLoader
 ResultCollection = _ResultCollection
 ResultMetric = _ResultMetric
 
@@ -437,3 +441,49 @@ def choose_versions(wrap: Callable[[type, Callable[[Any], int]], Callable[[Any],
     for kind in (fabric_csv_logs.CSVLogger, fabric_tensorboard.TensorBoardLogger, tensorboard.TensorBoardLogger):
         of_kind: Any = kind
         of_kind._get_next_version = wrap(kind, of_kind._get_next_version)
+
+
+# -- Fabric -----------------------------------------------------------------------------------------------------------
+
+_made: list[weakref.ref[_FabricDataLoader]] = []
+
+
+def without_fabric(item: Any) -> Any:
+    """What Fabric has wrapped, with its ``DistributedDataParallel``; anything else as it is."""
+    return _unwrap_objects(item) if is_wrapped(item) else item
+
+
+def note_fabric_loaders() -> None:
+    """Patch: loaders that Fabric makes are noted. It numbers their passes inside, and tells nobody of them."""
+    init = _FabricDataLoader.__init__
+    if getattr(init, "notes", False):
+        return
+
+    def noting(self: _FabricDataLoader, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _made.append(weakref.ref(self))
+
+    noting.notes = True  # type: ignore[attr-defined]
+    _FabricDataLoader.__init__ = noting  # type: ignore[method-assign]
+
+
+def fabric_loaders() -> list[_FabricDataLoader]:
+    """Loaders that Fabric has made since :func:`note_fabric_loaders`, in their order, if they are still there."""
+    return [loader for each in _made if (loader := each()) is not None]
+
+
+def passes_of(loader: _FabricDataLoader) -> int:
+    """How many passes over a loader were begun."""
+    return loader._num_iter_calls
+
+
+def set_passes(loader: _FabricDataLoader, count: int) -> None:
+    """Inverse of :func:`passes_of`."""
+    loader._num_iter_calls = count
+
+
+def begin_pass(loader: _FabricDataLoader) -> Any:
+    """What Fabric does when a pass begins: shuffle by its number. Returns the ``DataLoader`` to be read."""
+    _set_sampler_epoch(loader._dataloader, loader._num_iter_calls)
+    loader._num_iter_calls += 1
+    return loader._dataloader

@@ -16,6 +16,7 @@ _FETCHERS, _COMBINED = f"{_LOOPS}.fetchers", "lightning.pytorch.utilities.combin
 _LOGGERS = "lightning.pytorch.loggers"
 _EVENTS = "tensorboard.summary.writer.event_file_writer"
 _CALLBACKS = "lightning.pytorch.callbacks"
+_FABRIC_LOADER = "lightning.fabric.wrappers:_FabricDataLoader"
 
 #: ``module:name``, with its parameters where it is overridden or called; why it is needed.
 NAMES: tuple[tuple[str, str], ...] = (
@@ -138,4 +139,11 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("lightning.fabric.loggers.csv_logs:CSVLogger._get_next_version(self)", "wrapped: the predecessor's version"),
     ("lightning.fabric.loggers.tensorboard:TensorBoardLogger._get_next_version(self)", "the same"),
     (f"{_LOGGERS}.tensorboard:TensorBoardLogger._get_next_version(self)", "the same"),
+    # -- Fabric
+    ("lightning.fabric.wrappers:_unwrap_objects(collection)", "the DistributedDataParallel that Fabric has made"),
+    (f"{_FABRIC_LOADER}.__init__(self, dataloader, device)", "wrapped: the loaders of a script; no hook gets them"),
+    (f"{_FABRIC_LOADER}._dataloader", "what is read"),
+    (f"{_FABRIC_LOADER}._num_iter_calls", "the number of a pass, by which it is shuffled"),
+    ("lightning.fabric.utilities.data:_set_sampler_epoch(dataloader, epoch)", "shuffles by the number of the pass"),
+    ("lightning.fabric.strategies:DDPStrategy._configure_launcher(self)", "before there is a process group"),
 )

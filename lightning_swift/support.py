@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -136,19 +135,6 @@ def refuse_strategy(strategy: object) -> Unsupported:
         "spawned workers have no replica that could stand in for a lost one. Choose strategy='swift_ddp', or remove "
         "SwiftCallback (or SWIFT_RECOVERY from the environment)"
     )
-
-
-def _refuse_fabric(**_: Any) -> Any:
-    raise Unsupported(
-        "lightning_swift works with Lightning's Trainer, whose loops tell it where a batch begins; Fabric leaves the "
-        "loop to the script. Use lightning.pytorch.Trainer(strategy='swift_ddp')"
-    )
-
-
-def refuse_fabric() -> None:
-    """Have ``Fabric(strategy="swift_ddp")`` explain itself."""
-    if "swift_ddp" not in STRATEGY_REGISTRY:
-        STRATEGY_REGISTRY.register("swift_ddp", _refuse_fabric, description="refused: use the Trainer instead")
 
 
 # -- the separate package ``pytorch_lightning`` -----------------------------------------------------------------------

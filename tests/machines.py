@@ -8,7 +8,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Cluster:
         args: of the script.
         options: more options of ``swiftrun``.
         command: all arguments of ``swiftrun``, in place of those above; the machines are called node1, node2, ...
+        called: names of the machines, in place of those.
+        env: more environment.
     """
 
     def __init__(
@@ -72,13 +74,15 @@ class Cluster:
         args: Sequence[str] = (),
         options: Sequence[str] = (),
         command: Sequence[str] = (),
+        called: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.out, self.faults, self.machines = out, list(faults), list(on)
         self._warm = warm
         self._ended = False
         self._begin = time.monotonic()
         self._mark = os.environ.get(MARK, "") + uuid.uuid4().hex[:8]
-        env = {name: value for name, value in os.environ.items() if not name.startswith("SWIFT_")}
+        env = {name: value for name, value in os.environ.items() if not name.startswith("SWIFT_")} | dict(env or {})
         env |= {OUT: str(out), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: self._mark}
         env[STRUCK] = str(out / "struck.jsonl")
         (out / "faults.json").write_text(dumps(self.faults))
@@ -98,7 +102,7 @@ class Cluster:
         secret.write_text(uuid.uuid4().hex)
         secret.chmod(0o600)
         env[VARIABLE] = str(secret)
-        hosts = write_hosts(on, out / "hosts")
+        hosts = write_hosts(on, out / "hosts", called)
         warm.start_all(
             [
                 {

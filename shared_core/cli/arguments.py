@@ -6,7 +6,7 @@ import argparse
 import re
 import signal
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, NoReturn
 
 from shared_core.kinds import LONGEST_S, Number, Whole
@@ -15,8 +15,23 @@ from shared_core.kinds import LONGEST_S, Number, Whole
 _WORKERS = 4096
 
 
+#: Name of the distribution that the packages come from.
+DISTRIBUTION = "swift-recovery"
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser that prints no usage with an error; ``--help`` does."""
+    """A parser that prints no usage with an error; ``--help`` does. Has ``--version`` where :meth:`tell_version` is
+    called.
+    """
+
+    def tell_version(self) -> None:
+        """Add ``--version``, which prints the program's name and version and ends."""
+        try:
+            found = version(DISTRIBUTION)
+        except PackageNotFoundError:  # the sources of a checkout, which nobody has installed
+            found = "(not installed)"
+        told = f"{self.prog.split()[0]} {found}"
+        self.add_argument("--version", action="version", version=told, help="print the version and exit")
 
     def error(self, message: str) -> NoReturn:
         """End with status 2 and one line."""

@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="swiftctl", description="Look at what a swiftrun job left behind, and plan.")
+    parser.tell_version()
     commands: Any = parser.add_subparsers(metavar="COMMAND")
     watch.add_command(commands)
     events = commands.add_parser(

@@ -46,6 +46,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         parents=[torchrun_parser()],
         add_help=False,  # torchrun's has it
     )
+    parser.tell_version()
     for action in parser._actions:
         action.type = arguments.TORCHRUN.get(action.dest, action.type)
         if action.dest == "max_restarts":
@@ -465,7 +466,7 @@ def _start_early(argv: Sequence[str]) -> Standby | None:
     joined = " ".join(argv).replace("_", "-")
     if (
         not argv
-        or {"-h", "--help", "--no-python"}.intersection(joined.split())
+        or {"-h", "--help", "--version", "--no-python"}.intersection(joined.split())
         or re.search(r"--standbys[ =]0\b", joined)
     ):
         return None

@@ -136,10 +136,11 @@ def machines(count: int) -> Iterator[list[Machine]]:
         _ip("link", "del", bridge, check=False)
 
 
-def write_hosts(on: Sequence[Machine], path: Path) -> Path:
-    """Write an ``/etc/hosts`` for these machines, also called node1, node2, ...: torch looks up its peers' names, and
-    there is no name server.
+def write_hosts(on: Sequence[Machine], path: Path, called: Sequence[str] = ()) -> Path:
+    """Write an ``/etc/hosts`` for these machines, also called node1, node2, ..., or as ``called`` says: torch looks up
+    its peers' names, and there is no name server.
     """
-    names = [f"{machine.address} {machine.name} node{place}" for place, machine in enumerate(on, 1)]
+    called = called or [f"node{place}" for place in range(1, len(on) + 1)]
+    names = [f"{machine.address} {machine.name} {name}" for machine, name in zip(on, called, strict=True)]
     path.write_text("\n".join(["127.0.0.1 localhost", *names]) + "\n")
     return path

@@ -132,8 +132,23 @@ def test_plain_torchrun_trains_and_says_so_once(tmp_path: Path) -> None:
     assert done.stderr.count("started by plain torchrun") == 1, done.stderr
 
 
+FABRIC = """
+from lightning.fabric import Fabric
+fabric = Fabric(strategy="swift_ddp", accelerator="cpu", devices=2)
+fabric.launch()
+kind = type(fabric.strategy).__name__
+print(f"rank {fabric.global_rank} of {fabric.world_size}: {kind} {fabric.strategy.job is not None};", flush=True)
+lightning_swift.attach()
+"""
+
+
 @pytest.mark.nightly
-def test_fabric_is_told_apart(tmp_path: Path) -> None:
-    tail = "from lightning.fabric import Fabric\nFabric(strategy='swift_ddp', accelerator='cpu', devices=2).launch()"
-    done = start(tmp_path, "import lightning_swift", tail, [], {})
-    assert done.returncode != 0 and "Unsupported" in done.stderr and "Trainer" in done.stderr, done.stderr
+@pytest.mark.parametrize("under", ["python", "torchrun"])
+def test_fabric(under: str, tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    done = start(tmp_path, "import lightning_swift", FABRIC, [], {}, *(torchrun if under == "torchrun" else []))
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        said = f"rank {rank} of 2: SwiftFabricStrategy {under == 'python'};"
+        assert done.stdout.count(said) == 1, done.stdout + done.stderr
+    assert done.stderr.count("started by plain torchrun") == int(under == "torchrun"), done.stderr

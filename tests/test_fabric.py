@@ -1,0 +1,56 @@
+"""Loops under Lightning's Fabric lose workers and end with the bits of stock Fabric under plain gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import Jobs, few
+
+from shared_core.faults import Fault
+from shared_core.testing.runner import compare
+
+#: Arguments of the script, faults. On two ranks an epoch has six batches and seven tops, the last one for its end.
+CASES: dict[str, tuple[list[str], list[Fault]]] = {
+    "middle_of_an_epoch": ([], [Fault(1, 10, "bucket", "SIGKILL"), Fault(0, 18, "update.during", "SIGKILL", nth=9)]),
+    "first_epoch": ([], [Fault(0, 3, "forward", "SIGKILL")]),
+    "evaluation": ([], [Fault(1, 14, "collective.before", "SIGKILL")]),
+    "evaluated_before": (["--evaluate-first"], [Fault(1, 10, "bucket", "SIGKILL"), Fault(0, 14, "forward", "SIGKILL")]),
+    "accumulate": (["--accumulate", "2"], [Fault(1, 11, "forward", "SIGKILL"), Fault(0, 18, "bucket", "SIGKILL")]),
+    "workers": (["--workers", "1"], [Fault(1, 10, "bucket", "SIGKILL")]),
+    "bf16": (["--precision", "bf16-mixed"], [Fault(1, 10, "bucket", "SIGKILL")]),
+    "again": (["--again"], [Fault(1, 10, "bucket", "SIGKILL"), Fault(0, 18, "forward", "SIGKILL")]),
+    "bar": (["--bar"], [Fault(1, 10, "bucket", "SIGKILL")]),
+}
+
+
+@pytest.mark.parametrize("name", few(CASES, "middle_of_an_epoch", "evaluated_before"))
+def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+    args, faults = CASES[name]
+    jobs.check("fabric.py", faults=faults, args=args)
+
+
+@pytest.mark.nightly
+def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
+    compare(jobs.run("fabric.py"), jobs.reference("fabric.py"))
+
+
+@pytest.mark.nightly
+def test_when_all_are_lost_they_go_on_from_a_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+    env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
+    both = [Fault(rank, 10, "bucket", "SIGKILL") for rank in (0, 1)]
+    result = jobs.run("fabric.py", faults=both, env=env)
+    compare(result, jobs.reference("fabric.py"))
+    assert len(result.kinds("restart")) == 1, result.tail()
+
+
+@pytest.mark.nightly
+def test_a_part_of_a_loader_is_refused(jobs: Jobs) -> None:
+    result = jobs.run("fabric.py", args=["--cut"])
+    assert result.status == 1 and "this islice reads from a loader that Fabric has set up" in result.stderr
+
+
+@pytest.mark.nightly
+def test_fewer_workers_are_refused(jobs: Jobs) -> None:
+    result = jobs.run("fabric.py", env={"SWIFT_RECOVERY_ON_FAILURE": "shrink"})
+    assert result.status == 1 and "under Fabric a lost worker is replaced" in result.stderr, result.tail()
