@@ -167,7 +167,7 @@ show(rank=me.rank, incarnation=me.incarnation, generation=me.generation)
     newcomers = job.of("newcomer_start")
     assert [event.fields["incarnation"] for event in newcomers] == [1, 2, 1, 2]
     assert all(event.fields["how"] == "standby" for event in newcomers)
-    assert job.of("end")[0].fields == {"result": "succeeded", "replaced": 4}
+    assert job.of("end")[0].fields.items() >= {"result": "succeeded", "replaced": 4}.items()
     assert "ranks 1 and 2 are back after" in job.stderr and "killed by SIGTERM; now pid" in job.stderr, job.stderr
 
 

@@ -41,7 +41,7 @@ class Rank:
         env: Any = SimpleNamespace(config=SimpleNamespace(detection=SimpleNamespace(wait_timeout_s=20.0)))
         unused: Any = None
         copies = Copies(env, unused, unused, self.updates, unused, lambda: ())
-        self.giving = Giving(rank, 4, Donor(env, unused, self.updates, lambda: False), copies)
+        self.giving = Giving(rank, Donor(env, unused, self.updates, lambda: False), copies)
         for _ in range(steps):
             for parameter in self.net.parameters():
                 parameter.grad = torch.randn_like(parameter)

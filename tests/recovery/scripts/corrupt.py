@@ -37,12 +37,12 @@ def main() -> None:
     job.register("loop", lambda: dict(loop), loop.update)
     flipped = False
     while loop["step"] < steps:
-        due = job._worker.recovery.forming.verify_version
+        due = job._worker.recovery.forming.comparison
         if (
             job.rank == victim
             and job.env.incarnation == 0
             and due is not None
-            and job.updates.state_version >= due
+            and job.updates.state_version >= due.version
             and not flipped
         ):
             flipped = True
