@@ -51,10 +51,10 @@ def test_a_job_plans_within_its_room(tmp_path: Path) -> None:
     past = PlanHistory(Plans(WIDE, Variant.STAGGERED, False, tmp_path, 0))
     room = {str(worker): 4.0 - worker.stage for worker in WIDE.workers()}
     places = {f"{d}:{s}": [0, 8] for d, s in WIDE.workers()}
-    past.change({"generation": 0, "lost": [], "ready": [], "until": None, "at": dict.fromkeys(places, [0, 0])})
+    past.change({"number": 0, "lost": [], "ready": [], "until": None, "at": dict.fromkeys(places, [0, 0])})
     past.change(
         {
-            "generation": 1,
+            "number": 1,
             "lost": [[1, 2]],
             "ready": [],
             "until": None,
