@@ -117,6 +117,7 @@ def test_a_stall_of_those_that_go_on_without() -> None:
     rerouted = [
         *LOSS[:3],
         at(5.0, "generation", generation=1, lost=[1], absent=[1]),
+        *(at(5.05, "survivor_ready", rank, generation=1) for rank in (0, 2)),
         at(5.1, "resumed", 0, stall_s=0.1),
     ]
     view = view_of([*rerouted, at(5.2, "resumed", 2, stall_s=0.2)], live(5.3))
