@@ -163,7 +163,7 @@ def _kept_by(cluster: Cluster, rank: int) -> int:
 def test_all_start_again_from_a_lost_machine_s_copy(site: Site, tmp_path: Path) -> None:
     """Storage takes nothing before. The spare machine gets its ranks' parts from the neighbour that kept them."""
     storage = tmp_path / "storage"
-    storage.touch()  # a file: nothing can be written below it
+    storage.symlink_to(tmp_path / "away" / "storage")  # nothing can be written there
     each = {"checkpoint.every_steps": 20, "checkpoint.dir": str(storage)}
     (tmp_path / "swift.json").write_text(json.dumps(each))
     options = [f"--swift-config={tmp_path / 'swift.json'}", "--on-failure=restart"]
@@ -172,7 +172,7 @@ def test_all_start_again_from_a_lost_machine_s_copy(site: Site, tmp_path: Path) 
     lost = 3 - site.spare(cluster)
     site.machines[lost].kill()
     cluster.until(lambda: "continues from the checkpoint" in cluster.said(0))
-    assert storage.is_file()
+    assert storage.is_symlink()
     storage.unlink()  # whatever is left to be written at the end is
     result, statuses = site.check(cluster, LONG)
     assert statuses[lost] == -9 and len(result.kinds("restart")) == 1

@@ -420,6 +420,7 @@ class Worker:
             for rank in turn.ranks:
                 job.store.set(letting_key(generation, rank), turn.to_json())
             yield from self.holding(self.let_in(turn))
+            yield lambda: self.ended(generation) or self.absent == turn.away  # no round follows one that failed
 
     def knock(self) -> Iterator[Pause]:
         self.job.store.set(f"knock/{self.rank}.{self.incarnation}", "1")

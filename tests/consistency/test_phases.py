@@ -83,7 +83,7 @@ def test_many_more() -> None:
     """Everything that may happen in a phase does, in one of them."""
     rows = set[tuple[Phase, Event]]().union(*(given_up(seed).rows for seed in range(100)))
     for on_failure in ("replace", "reroute", "shrink"):
-        for seed in range(100, 1500):
+        for seed in range(100, 2000):
             rows |= simulate(on_failure, seed).rows
     assert not TRANSITIONS.keys() - rows
 
