@@ -75,6 +75,6 @@ def test_results_are_served_from_disk(jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["collective.before", "collective.after"])
-@pytest.mark.parametrize("nth", range(1, 130, 4))
+@pytest.mark.parametrize("nth", range(1, 76, 4))
 def test_a_loss_at_every_place(kind: str, nth: int, jobs: Jobs) -> None:
     jobs.check(SCRIPT, nproc=3, faults=[Fault(nth % 3, 2 + nth % 2, kind, "SIGKILL", nth=nth)])
