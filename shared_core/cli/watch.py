@@ -113,16 +113,19 @@ def _follower(job: str | None) -> Follower:
     meant = [(folder, card) for folder, card in here if job is None or _is_meant(card, job)]
     if len(meant) == 1:
         return Follower(meant[0][0])
-    table = format_jobs([(card.run, card.script, card.agent, card.begun) for _, card in here], time.time())
     if not here:
         what = "no job of this user runs on this machine"
         raise SwiftError(
             f"{what}; to see one that has ended, name its events.jsonl" if job is None else f"{job}: {what}"
         )
-    print(table, file=sys.stderr)
     if job is None:
+        print(
+            format_jobs([(card.run, card.script, card.agent, card.begun) for _, card in here], time.time()),
+            file=sys.stderr,
+        )
         raise ConfigError(f"{len(meant)} jobs run on this machine: name one of them")
-    raise ConfigError(f"{job} is {'several' if meant else 'none'} of the jobs on this machine")
+    runs = ", ".join(card.run[:12] for _, card in meant or here)
+    raise ConfigError(f"{job} is {'several' if meant else 'none'} of the jobs on this machine: {runs}")
 
 
 def _of_file(path: Path, here: list[tuple[Path, Card]]) -> Follower:
