@@ -63,7 +63,7 @@ def test_each_error_has_an_entry_and_each_entry_an_error() -> None:
 
 def test_the_trace_of_an_error_ends_with_its_entry() -> None:
     class Elsewhere(Unsupported):
-        """Without an entry of its own."""
+        """An error that the page does not list."""
 
     error = Elsewhere("this cannot be done")
     assert str(error) == "this cannot be done"

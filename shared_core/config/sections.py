@@ -319,7 +319,7 @@ class StandbyOptions(Section):
 
 @dataclass(frozen=True)
 class WatchOptions(Section):
-    """What the launcher tells of the running job, each at a port of its own."""
+    """Ports at which the launcher shows the running job."""
 
     section: ClassVar[str] = "watch"
 

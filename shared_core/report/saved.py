@@ -101,11 +101,9 @@ def _assumptions(found: History, start_s: float | None, how: str) -> tuple[str, 
         pace = (
             f"A step takes {found.step_s:.4g} s: the mean of {found.measured_steps} steps of this run, between losses."
         )
-    whence = (
-        "A restart goes on from the newest checkpoint before the loss that the events name, else from the beginning."
-    )
+    whence = "A restart would load the newest checkpoint before the loss, or begin again where there is none."
     if not found.checkpoints:
-        whence = "The events name no checkpoint, so a restart goes on from where this run began."
+        whence = "The events name no checkpoint, so a restart would begin where this run began."
     return (
         f"{whence} Checkpoints that the script writes itself are not in the events.",
         "A restart repeats the steps since then, up to where the lost worker was.",

@@ -46,7 +46,7 @@ def test_without_a_loss_it_is_deepspeed(jobs: Jobs, model: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("pipelines", [3, 4])
 def test_more_pipelines_are_deepspeed_with_a_loss_too(jobs: Jobs, pipelines: int) -> None:
-    """Gloo adds up the gradients in an order of its own there."""
+    """From three ranks on, gloo does not add gradients in rank order."""
     args, nproc = ("--dropout", "0", "--clip", "0.5", "--evaluate-after", "4"), 2 * pipelines
     theirs = jobs.reference(SCRIPT, nproc=nproc, args=args)
     result = jobs.run(
