@@ -96,7 +96,8 @@ class Checkpoints:
         self._origins: Origins | None = None
         if self._dir is None:
             return
-        check_place("checkpoint.dir", self._dir)  # a script may have said it
+        if not env.restart and not env.incarnation:  # storage that fails later costs no running job
+            check_place("checkpoint.dir", self._dir)  # a script may have said it
         self._origins = Origins(env, self._dir, self._spool, self._store, lambda: self._identity.session)
         leave_signals_to_the_agent()
         if config.checkpoint.chosen_policy != "none":
