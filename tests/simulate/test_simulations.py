@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(printed[0])
     assert printed[0] == printed[1] and [one["system"] for one in found][1] == "torchft"
     assert all(one["losses"] > 50 and 0 < one["useful"] < 1 and one["seconds"] == 720_000 for one in found)
+
+
+def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    assert main(["simulate"]) == 0
+    assert capsys.readouterr().out == re.findall(r"```text\n(.*?)```", page, re.S)[0]
 
 
 def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
