@@ -51,9 +51,9 @@ CASES: list[tuple[str, str, str]] = [
     ("checkpoints @folder --for", "--for", "SCRIPT"),
     # plans for logs
     ("plan-logging", "PROFILE.json", "required"),
-    ("plan-logging @absent", "absent", "docs/logging.md"),
-    ("plan-logging @folder", "folder", "docs/logging.md"),
-    ("plan-logging @noise", "noise", "docs/logging.md"),
+    ("plan-logging @absent", "absent", "docs/plan_logging.md"),
+    ("plan-logging @folder", "folder", "docs/plan_logging.md"),
+    ("plan-logging @noise", "noise", "docs/plan_logging.md"),
     ("plan-logging @list.json", "list.json", "mapping"),
     ("plan-logging @nan.json", "nan.json", "finite number"),
     ("plan-logging @profile.json --storage x", "--storage", "number of at least 0"),
