@@ -40,9 +40,10 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not broken
 
 
-def test_the_papers_page_names_what_is_there() -> None:
+@pytest.mark.parametrize("page", ["papers.md", "papers_figures.md"])
+def test_the_pages_on_papers_name_what_is_there(page: str) -> None:
     missing = []
-    for row in (ROOT / "docs" / "papers.md").read_text().splitlines():
+    for row in (ROOT / "docs" / page).read_text().splitlines():
         folder = ROOT / "shared_core"
         for name in re.findall(r"`([\w/]+(?:\.py|/))`", row):
             found = [base / name for base in (ROOT, ROOT / "shared_core", folder) if (base / name).exists()]
