@@ -36,7 +36,6 @@ from benchmarks.common import (
     say,
     scratch,
 )
-from benchmarks.recovery_curves_plot import draw
 from shared_core.events import read_events
 
 SCRIPT = Path(__file__).with_name("recovery_curves_worker.py")
@@ -90,28 +89,31 @@ class Point:
         return f"{self.curve}: {self.x:g}"
 
 
+#: What grows.
+PLACE, PLACE_LOADER = "batches before the loss, 8 samples of 1 ms each", "the same with a loader worker"
+STARTUP, SIZE, WORKERS_GROW = "seconds of start-up", "million parameters", "workers"
 POINTS = [
-    Point("batches before the loss, 8 samples of 1 ms each", 20, 20, read_ms=1, quick=True),
-    Point("batches before the loss, 8 samples of 1 ms each", 400, 400, read_ms=1, quick=True),
-    Point("batches before the loss, 8 samples of 1 ms each", 1000, 1000, read_ms=1),
-    Point("batches before the loss, 8 samples of 1 ms each", 10_000, 10_000, read_ms=1),
-    Point("the same with a loader worker", 20, 20, read_ms=1, loader_workers=1, only_this=True),
-    Point("the same with a loader worker", 1000, 1000, read_ms=1, loader_workers=1, only_this=True),
-    Point("the same with a loader worker", 10_000, 10_000, read_ms=1, loader_workers=1, only_this=True),
-    Point("seconds of start-up", 0, read_ms=1, quick=True),
-    Point("seconds of start-up", 10, read_ms=1, startup_s=10, quick=True),
-    Point("million parameters", 1, parameters=1_000_000, quick=True),
-    Point("million parameters", 10, 30, parameters=10_000_000, quick=True),
-    Point("million parameters", 50, 10, parameters=50_000_000),
-    Point("workers", 2, workers=2, only_this=True),
-    Point("workers", 4, workers=4, quick=True),
-    Point("workers", 8, workers=8, quick=True, only_this=True),
-    Point("workers", 16, workers=16),
-    Point("workers", 32, workers=32, only_this=True),
+    Point(PLACE, 20, 20, read_ms=1, quick=True),
+    Point(PLACE, 400, 400, read_ms=1, quick=True),
+    Point(PLACE, 1000, 1000, read_ms=1),
+    Point(PLACE, 10_000, 10_000, read_ms=1),
+    Point(PLACE_LOADER, 20, 20, read_ms=1, loader_workers=1, only_this=True),
+    Point(PLACE_LOADER, 1000, 1000, read_ms=1, loader_workers=1, only_this=True),
+    Point(PLACE_LOADER, 10_000, 10_000, read_ms=1, loader_workers=1, only_this=True),
+    Point(STARTUP, 0, read_ms=1, quick=True),
+    Point(STARTUP, 10, read_ms=1, startup_s=10, quick=True),
+    Point(SIZE, 1, parameters=1_000_000, quick=True),
+    Point(SIZE, 10, 30, parameters=10_000_000, quick=True),
+    Point(SIZE, 50, 10, parameters=50_000_000),
+    Point(WORKERS_GROW, 2, workers=2, only_this=True),
+    Point(WORKERS_GROW, 4, workers=4, quick=True),
+    Point(WORKERS_GROW, 8, workers=8, quick=True, only_this=True),
+    Point(WORKERS_GROW, 16, workers=16),
+    Point(WORKERS_GROW, 32, workers=32, only_this=True),
     Point("batch 10,000, samples of 1 ms, seconds of start-up", 8, 10_000, read_ms=1, startup_s=8, only_this=True),
 ]
 #: The easiest place, with which the last of the points is compared.
-EASIEST = next(point for point in POINTS if (point.curve, point.x) == ("workers", 4))
+EASIEST = next(point for point in POINTS if (point.curve, point.x) == (WORKERS_GROW, 4))
 HARDEST = POINTS[-1]
 
 
@@ -240,7 +242,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="TEXT", help="only points whose name contains this")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
     parser.add_argument("--kills", type=int, default=3, help="jobs for each point under this system; the median counts")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the curves there")
     options = parser.parse_args(argv)
     leave_nothing()
     systems = [system for system in options.systems if system != "torchft" or has_torchft()]
@@ -269,13 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 measured[system, point] = one
                 said = f"stalled {one.stall_s:.2f} s, {one.delay_s:.2f} s late in the end"
                 say(f"{point.name}, {SYSTEMS[system]}: {said}")
-    rows = rows_of(measured)
-    if options.plot:
-        curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
-        for (system, point), loss in measured.items():
-            curves.setdefault(point.curve, {}).setdefault(SYSTEMS[system], []).append((point.x, loss.stall_s))
-        draw(curves, options.plot)
-    return finish(rows, options.json)
+    return finish(rows_of(measured), options.json)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -18,9 +19,12 @@ from benchmarks import (
     overhead,
     pipeline_overhead,
     pipeline_recovery,
+    plot,
     recovery,
+    recovery_curves,
     recovery_traces,
     reroute,
+    scale,
     total_time,
 )
 from benchmarks.common import WORKERS, Line, Row, at_least, at_most, finish, table
@@ -49,6 +53,30 @@ def test_the_table_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert isinstance(written, list) and all(set(row) == FORM for row in written)
     assert [row["holds"] for row in written] == [None, False, None]
     assert finish(rows[:1], None) == 0
+
+
+def test_curves_are_drawn_from_the_rows_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = [point for point in recovery_curves.POINTS if point.curve in (recovery_curves.PLACE, recovery_curves.SIZE)]
+    loss = recovery_curves.Loss(0.125, 0.1, 0.01)
+    measured = {("swift", point): loss for point in points} | {("torchrun", points[0]): replace(loss, stall_s=6.0)}
+    rows = recovery_curves.rows_of(measured) + [
+        at_most(f"{size} simulated workers", scale.AGREED, took, "s", 1.0) for size, took in ((8, 0.02), (1000, 0.5))
+    ]
+    finish(rows, tmp_path / "rows.json")
+    assert plot.main([str(tmp_path / "rows.json"), "--to", str(tmp_path)]) == 0
+    words = {
+        name: [text.text for text in ElementTree.parse(tmp_path / name).iter() if text.tag.endswith("text")]
+        for name in ("stall_curves.svg", "agreement.svg")
+    }
+    stalls, agreed = words["stall_curves.svg"], words["agreement.svg"]
+    assert stalls.count("stall, s") == 2, "one panel for each quantity with rows, the easiest point alone has none"
+    assert {"place in the epoch", "size of the model", "torchrun, checkpoint every 20 steps"} <= set(stalls)
+    assert stalls.count("0.12") == len(points) and {"20", "10,000", "1", "50"} <= set(stalls)
+    assert {"time, s", "8", "1,000", "0.5"} <= set(agreed)
+    finish(rows[:3], tmp_path / "one.json")
+    with pytest.raises(SystemExit):
+        plot.main([str(tmp_path / "one.json"), "--to", str(tmp_path)])
+    assert "no rows of recovery_curves or scale" in capsys.readouterr().err
 
 
 def test_messages_cross_a_socket() -> None:
