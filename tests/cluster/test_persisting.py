@@ -9,7 +9,8 @@ from pathlib import Path
 
 from util import ROOT, Job, run, start, tagged
 
-from shared_core.checkpoint import newest_valid, read_part
+from shared_core.checkpoint import committed, read_part
+from shared_core.checkpoint.store import verify
 
 #: Every rank leaves a snapshot in memory, as jobs do, and can wait for its commit.
 PRELUDE = f"""
@@ -28,8 +29,9 @@ def leave(step):
 
 
 def found(folder: Path, step: int) -> None:
-    newest = newest_valid(folder / "storage", 2)
-    assert newest is not None and newest.step == step
+    newest = committed(folder / "storage", 2)[-1]
+    verify(newest)
+    assert newest.step == step
     assert read_part(newest, "rank1") != read_part(newest, "rank0")
 
 
