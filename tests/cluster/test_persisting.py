@@ -35,21 +35,13 @@ def found(folder: Path, step: int) -> None:
     assert read_part(newest, "rank1") != read_part(newest, "rank0")
 
 
-def test_a_last_snapshot_is_written_before_the_job_ends(tmp_path: Path) -> None:
-    job = run(tmp_path, PRELUDE + "leave(10)")
-    assert job.code == 0, job.stderr
-    found(tmp_path, 10)
-    (event,) = job.of("checkpoint")
-    assert event.fields["top"] == 10
-
-
 def test_without_snapshots_there_is_no_writer(tmp_path: Path) -> None:
     script = "import os; assert b'checkpoint.writer' not in b''.join(open(f'/proc/{p}/cmdline', 'rb').read()"
     script += " for p in open(f'/proc/{os.getppid()}/task/{os.getppid()}/children').read().split())"
     assert run(tmp_path, script).code == 0
 
 
-def test_a_lost_writer_is_replaced(tmp_path: Path) -> None:
+def test_a_lost_writer_is_replaced_and_a_last_snapshot_is_written_before_the_job_ends(tmp_path: Path) -> None:
     script = """
 leave(10)
 assert spool.wait_committed(10, 30)
@@ -59,10 +51,12 @@ if me.rank == 0:
 leave(20)
 assert spool.wait_committed(20, 30)
 assert spool.status().pid != first
+leave(30)
 """
     job = run(tmp_path, PRELUDE + script)
     assert job.code == 0, job.stderr
-    found(tmp_path, 20)
+    found(tmp_path, 30)
+    assert job.of("checkpoint")[-1].fields["top"] == 30
     assert job.stderr.count("the writer of checkpoints was lost (") == 1
 
 
