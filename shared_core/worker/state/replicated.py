@@ -77,7 +77,7 @@ class Replicated:
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters."""
-        return sum(p.numel() * p.element_size() for p in self.parameters)
+        return sum(p.nbytes for p in self.parameters)
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """(description, tensors): parameters first, then optimizer state. The tensors are live; the caller keeps
