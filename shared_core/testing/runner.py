@@ -68,6 +68,10 @@ class JobResult:
         """Events of one kind, in order."""
         return [event for event in self.events if event.kind == kind]
 
+    def told(self, words: str) -> list[str]:
+        """Lines on the console with these words."""
+        return [line for line in self.stderr.splitlines() if words in line]
+
     def struck_ranks(self) -> set[int]:
         """Ranks that a fault struck."""
         return {record["fault"]["rank"] for record in self.struck}
