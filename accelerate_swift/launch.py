@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from shared_core import SwiftConfig, hand_over, under_plain_torchrun, warn_plain_torchrun_once, warn_srun_once
-from shared_core.config import variable_of
 from shared_core.events import console
 
 #: Set by ``accelerate launch`` in every process it starts.
@@ -39,8 +38,7 @@ def hand_over_if_needed(num_processes: int, standbys: int, config: SwiftConfig) 
     if num_processes <= 1 and _BY_ACCELERATE in os.environ:
         num_processes = _asked_for(_command_line(os.getppid()))
     if num_processes > 1:
-        _export(config)
-        hand_over(num_processes, standbys)
+        hand_over(num_processes, standbys, config.changed)
     warn_srun_once(alone=int(os.environ.get("WORLD_SIZE", "1") or "1") == 1)
 
 
@@ -74,11 +72,6 @@ def _asked_for(command: Sequence[str]) -> int:
     return int(load_config_from_file(file).num_processes) if os.path.isfile(file) else 1
 
 
-def _export(config: SwiftConfig) -> None:
-    for name, value in config.changed.items():
-        os.environ.setdefault(variable_of(name), str(value))
-
-
 def _leave_torchrun(standbys: int, config: SwiftConfig) -> NoReturn:
     """Under ``accelerate launch``: local rank 0 becomes ``swiftrun``, the others end when it does."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -91,10 +84,9 @@ def _leave_torchrun(standbys: int, config: SwiftConfig) -> NoReturn:
         store.set(_KEY, str(os.getpid()))
         del store
         console("started by accelerate launch: continuing under swiftrun, which can replace a lost worker")
-        _export(config)
         for name in [each for each in os.environ if each.startswith("TORCHELASTIC_") or each in _TORCHRUN]:
             del os.environ[name]
-        hand_over(workers, standbys)
+        hand_over(workers, standbys, config.changed)
     launcher = int(store.get(_KEY))
     with suppress(ProcessLookupError):
         select.select([os.pidfd_open(launcher)], [], [])

@@ -98,7 +98,8 @@ def worker(rank: int, incarnation: int, world_size: int, port: int, heard: Any) 
     )
     life = Lifecycle(env, groups)
     fronts: Any = Fronts(env)
-    agreement = Agreement(env, groups, life, fronts)
+    context: Any = SimpleNamespace(env=env, runtime=groups, lifecycle=life)
+    agreement = Agreement(context, fronts)
     blocks = PrefixStore(env.prefix.rstrip("/"), connect_store(FOREVER_S, env))
     store = PrefixStore(env.prefix.rstrip("/"), connect_store(FOREVER_S, env)) if incarnation else blocks
     if not incarnation:

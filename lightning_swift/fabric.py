@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 
 from lightning_swift import compat
+from lightning_swift.strategy import workers_here
 from lightning_swift.support import check_ddp_options, check_device
 from shared_core import (
     SwiftConfig,
@@ -24,7 +24,7 @@ from shared_core import (
     warn_srun_once,
 )
 from shared_core.checkpoint import absolute
-from shared_core.config import full_names, variable_of
+from shared_core.config import full_names
 from shared_core.errors import Unsupported
 from shared_core.trackers import prepare
 
@@ -75,9 +75,7 @@ class SwiftFabricStrategy(DDPStrategy):
             return
         if self.num_processes > 1 and not self.cluster_environment.creates_processes_externally:
             check_device(self.root_device)
-            for name, value in self._options.items():
-                os.environ.setdefault(variable_of(name), str(value))
-            hand_over(self.num_processes, self._standbys)
+            hand_over(self.num_processes, self._standbys, self._options)
         if under_plain_torchrun():
             warn_plain_torchrun_once()
         warn_srun_once()
@@ -89,9 +87,8 @@ class SwiftFabricStrategy(DDPStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Workers of this machine, which may be fewer than devices were asked for."""
-        started = os.environ.get("LOCAL_WORLD_SIZE") if getattr(self, "job", None) is not None else None
-        return super().num_processes if started is None else int(started)
+        """See :func:`workers_here`."""
+        return workers_here(getattr(self, "job", None), super().num_processes)
 
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """As in ``DDPStrategy``; a policy of checkpoints hears the loss, which is not read here."""

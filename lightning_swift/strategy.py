@@ -21,6 +21,7 @@ from lightning_swift.launcher import SwiftLauncher
 from lightning_swift.recovering import RecoveringStrategy
 from lightning_swift.support import check_ddp_options, check_device, refuse_strategy
 from shared_core import (
+    Job,
     SwiftConfig,
     hand_over,
     install,
@@ -28,7 +29,7 @@ from shared_core import (
     under_plain_torchrun,
     warn_plain_torchrun_once,
 )
-from shared_core.config import full_names, variable_of
+from shared_core.config import full_names
 from shared_core.trackers import prepare
 
 _DEFAULTS = dict(SwiftConfig().items())
@@ -199,9 +200,7 @@ class SwiftDDPStrategy(RecoveringStrategy):
             SwiftError: in a notebook, or where a process group exists already.
         """
         check_device((self.parallel_devices or [torch.device("cpu")])[0])
-        for name, value in self._options.items():
-            os.environ.setdefault(variable_of(name), str(value))
-        hand_over(self.num_processes, self._standbys)
+        hand_over(self.num_processes, self._standbys, self._options)
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -212,9 +211,14 @@ class SwiftDDPStrategy(RecoveringStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Workers of this machine, which may be fewer than devices were asked for."""
-        started = os.environ.get("LOCAL_WORLD_SIZE") if getattr(self, "job", None) is not None else None
-        return super().num_processes if started is None else int(started)
+        """See :func:`workers_here`."""
+        return workers_here(getattr(self, "job", None), super().num_processes)
+
+
+def workers_here(job: Job | None, devices: int) -> int:
+    """Workers of this machine, which may be fewer than the devices that were asked for."""
+    started = os.environ.get("LOCAL_WORLD_SIZE") if job is not None else None
+    return devices if started is None else int(started)
 
 
 def register(names: tuple[str, ...] = ("swift_ddp",), *, override: bool = False) -> None:

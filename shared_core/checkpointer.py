@@ -57,7 +57,6 @@ from shared_core.worker.state.unstepped import Loose
 
 #: Name of the part that holds parameters and optimizer state; all ranks have the same.
 _REPLICATED = "replicated0.safetensors"
-_PLACE = "loop.place"
 #: Checkpointers that this process has made; with several ranks all make them in the same order.
 _made = 0
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
+from shared_core.config import variable_of
 from shared_core.errors import SwiftError
 from shared_core.events import console
 from shared_core.protocol import worker_env
@@ -76,13 +77,13 @@ def warn_srun_once(alone: bool = False) -> None:
         )
 
 
-def hand_over(nproc: int, standbys: int = 1, extra: Sequence[str] = ()) -> NoReturn:
+def hand_over(nproc: int, standbys: int = 1, options: Mapping[str, Any] | None = None) -> NoReturn:
     """Become ``swiftrun`` for the running script; does not return, and keeps nothing of this process.
 
     Args:
         nproc: workers to start.
         standbys: see ``swiftrun --standbys``.
-        extra: further options of ``swiftrun``.
+        options: options of :class:`shared_core.SwiftConfig`, by name; those in the environment go before them.
 
     Raises:
         SwiftError: where it cannot be: in a notebook or interactive session, after a process group was created, or
@@ -96,8 +97,10 @@ def hand_over(nproc: int, standbys: int = 1, extra: Sequence[str] = ()) -> NoRet
     sys.stdout.flush()
     sys.stderr.flush()
     os.environ[worker_env.HANDED_OVER] = "1"
-    options = ["--standbys", str(standbys), "--nproc-per-node", str(nproc), *extra]
-    os.execv(sys.executable, process.run_module("shared_core.cli.swiftrun", *options, *command))
+    for name, value in (options or {}).items():
+        os.environ.setdefault(variable_of(name), str(value))
+    flags = ["--standbys", str(standbys), "--nproc-per-node", str(nproc)]
+    os.execv(sys.executable, process.run_module("shared_core.cli.swiftrun", *flags, *command))
 
 
 def _debugger() -> str:

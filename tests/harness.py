@@ -153,12 +153,12 @@ class Jobs:
 _Found = TypeVar("_Found")
 
 
-def until(what: Callable[[], _Found], why_not: Callable[[], str], timeout_s: float = 30.0) -> _Found:
+def until(what: Callable[[], _Found], why_not: Callable[[], str] | str, timeout_s: float = 30.0) -> _Found:
     """Wait until ``what`` gives something true, and give that.
 
     Args:
         what: looks for it.
-        why_not: what to say when it does not come.
+        why_not: gives what to say when it does not come; or what is waited for.
         timeout_s: longest wait, in seconds.
 
     Raises:
@@ -166,7 +166,7 @@ def until(what: Callable[[], _Found], why_not: Callable[[], str], timeout_s: flo
     """
     deadline = time.monotonic() + timeout_s
     while not (found := what()):
-        assert time.monotonic() < deadline, why_not()
+        assert time.monotonic() < deadline, f"waited for {why_not}" if isinstance(why_not, str) else why_not()
         time.sleep(0.005)
     return found
 

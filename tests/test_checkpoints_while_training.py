@@ -95,22 +95,17 @@ def test_waiting_for_each_one_makes_every_one(jobs: Jobs, tmp_path: Path) -> Non
     assert [event.fields["top"] for event in result.kinds("checkpoint")] == settled(6)
 
 
-def told(result: JobResult, words: str) -> list[str]:
-    """Lines on the console with these words."""
-    return [line for line in result.stderr.splitlines() if words in line]
-
-
 def test_a_full_device_stops_nobody(jobs: Jobs, small_device: Path) -> None:
     result = jobs.run(SCRIPT, args=ARGS, env=options(small_device, every=2))
     compare(result, jobs.reference(SCRIPT, args=ARGS))
     assert not committed(small_device)
-    assert len(told(result, "no room")) == 1, result.tail()
+    assert len(result.told("no room")) == 1, result.tail()
 
 
 def test_a_folder_that_cannot_be_made_stops_nobody(jobs: Jobs, tmp_path: Path) -> None:
     result = jobs.run(SCRIPT, args=ARGS, env=options(tmp_path / TOO_LONG, every=2))
     compare(result, jobs.reference(SCRIPT, args=ARGS))
-    assert len(told(result, "no checkpoint of step")) == 1, result.tail()
+    assert len(result.told("no checkpoint of step")) == 1, result.tail()
 
 
 @pytest.mark.nightly

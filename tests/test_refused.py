@@ -100,16 +100,11 @@ def run(
     return result
 
 
-def told(result: JobResult, words: str) -> list[str]:
-    """Lines on the console with these words."""
-    return [line for line in result.stderr.splitlines() if words in line]
-
-
 def check(jobs: Jobs, result: JobResult, *said: str, ballast: int = 1) -> None:
     """The result is that of a run in which nothing is refused; each of these places has one line, no other has one."""
     args = [f"--ballast={ballast}"]
     compare(result, jobs.reference(SCRIPT, args=args))
-    lines = {place: told(result, words) for place, words in SAYS.items()}
+    lines = {place: result.told(words) for place, words in SAYS.items()}
     assert {place: len(found) for place, found in lines.items() if found} == dict.fromkeys(said, 1), result.tail()
 
 
@@ -139,7 +134,7 @@ def test_a_place_cannot_be_written_any_more(jobs: Jobs, what: str, place: str) -
 def test_the_memory_file_system_fills_up(jobs: Jobs) -> None:
     result = run(jobs, ["full:memory"], ballast=50_000)
     check(jobs, result, "memory", ballast=50_000)
-    assert "--shm-size" in told(result, SAYS["memory"])[0]
+    assert "--shm-size" in result.told(SAYS["memory"])[0]
 
 
 @pytest.mark.parametrize(
@@ -155,16 +150,16 @@ def test_a_small_memory_file_system(jobs: Jobs, shm: str, said: str) -> None:
     ballast = 800_000 if said else 200_000
     result = run(jobs, shm=shm, ballast=ballast)
     check(jobs, result, *(("memory",) if said == SAYS["memory"] else ()), ballast=ballast)
-    assert len(told(result, "--shm-size")) == bool(said), result.tail()
-    assert not said or len(told(result, said)) == 1
+    assert len(result.told("--shm-size")) == bool(said), result.tail()
+    assert not said or len(result.told(said)) == 1
 
 
 def test_a_thread_cannot_be_started_in_a_recovery(jobs: Jobs) -> None:
     refused = [Fault(0, ANY_STEP, "thread", "EAGAIN", nth=3), Fault(0, LOST.step, "device", "EAGAIN")]
     result = run(jobs, faults=[LOST, *refused])
     check(jobs, result)
-    assert len(told(result, "cannot start a thread")) == 1, result.tail()
-    assert len(told(result, "cannot open a device of gloo")) == 1, result.tail()
+    assert len(result.told("cannot start a thread")) == 1, result.tail()
+    assert len(result.told("cannot open a device of gloo")) == 1, result.tail()
     assert {record["index"] for record in result.struck} == {0, 1, 2}
 
 
@@ -179,7 +174,7 @@ def test_a_thread_cannot_be_started_in_a_recovery(jobs: Jobs) -> None:
 def test_recovery_has_no_place_left(jobs: Jobs, take: list[str], said: str) -> None:
     result = run(jobs, take, ballast=50_000, faults=())
     assert result.status == 1
-    (line,) = told(result, "the job failed")
+    (line,) = result.told("the job failed")
     assert re.search(f"OutOfResources: .*{said}", line), result.tail()
 
 
@@ -228,8 +223,8 @@ def test_no_process_can_be_started(jobs: Jobs, whom: str) -> None:
     collect(result)
     check(jobs, result)
     what = "no standby" if whom == "standby" else "no process"
-    assert len(told(result, "can be started")) == len(told(result, f"{what} can be started")) == 1, text
-    assert "ulimit -u" in told(result, "can be started")[0]
+    assert len(result.told("can be started")) == len(result.told(f"{what} can be started")) == 1, text
+    assert "ulimit -u" in result.told("can be started")[0]
 
 
 def _limit(other: Sequence[str], pids: Sequence[int], processes: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from html import escape
+from typing import Any
 
 _LIGHT = {
     "paper": "#ffffff",
@@ -123,22 +124,12 @@ class Drawing:
             f'style="fill:none;stroke:var(--{colour});stroke-width:{thick:g}{dash}"/>'
         )
 
-    def arrow(
-        self,
-        x: float,
-        y: float,
-        to_x: float,
-        to_y: float,
-        colour: str = "ink",
-        *,
-        dashed: bool = False,
-        thick: float = 1.4,
-    ) -> None:
-        """A straight line with a point at its end."""
+    def arrow(self, x: float, y: float, to_x: float, to_y: float, colour: str = "ink", **style: Any) -> None:
+        """A straight line with a point at its end; ``style`` as of :meth:`line`."""
         length = ((to_x - x) ** 2 + (to_y - y) ** 2) ** 0.5
         along_x, along_y = (to_x - x) / length, (to_y - y) / length
         back_x, back_y = to_x - 8 * along_x, to_y - 8 * along_y
-        self.line(x, y, back_x, back_y, colour, dashed=dashed, thick=thick)
+        self.line(x, y, back_x, back_y, colour, **{"thick": 1.4} | style)
         corners = (
             (to_x, to_y),
             (back_x - 4 * along_y, back_y + 4 * along_x),

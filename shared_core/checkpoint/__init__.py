@@ -9,7 +9,7 @@ from shared_core.lazy import lazily
 if TYPE_CHECKING:
     from shared_core.checkpoint.spool import Sealed, Spool, Status, Target
     from shared_core.checkpoint.storage import CHUNK, TEMPORARY, LocalStorage, Storage, absolute, open_storage
-    from shared_core.checkpoint.store import Checkpoint, commit, committed, newest_valid, prune, read_part, write_part
+    from shared_core.checkpoint.store import Checkpoint, commit, committed, prune, read_part
 
 __all__ = [
     "CHUNK",
@@ -24,11 +24,9 @@ __all__ = [
     "absolute",
     "commit",
     "committed",
-    "newest_valid",
     "open_storage",
     "prune",
     "read_part",
-    "write_part",
 ]
 
 __getattr__ = lazily(
@@ -43,14 +41,6 @@ __getattr__ = lazily(
             "absolute",
             "open_storage",
         ),
-        "shared_core.checkpoint.store": (
-            "Checkpoint",
-            "commit",
-            "committed",
-            "newest_valid",
-            "prune",
-            "read_part",
-            "write_part",
-        ),
+        "shared_core.checkpoint.store": ("Checkpoint", "commit", "committed", "prune", "read_part"),
     },
 )

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 #: Weights and mean times between faults of one worker, in hours, that the prior is a mixture of, each counting as one
 #: fault. Together one in some 280 worker-hours; a few real ones tell which of the scales holds.
 PRIOR = ((0.001, 1.0), (0.01, 10.0), (0.1, 100.0), (0.5, 1e3), (0.3, 1e4), (0.089, 1e5))
-#: A Weibull hazard of a shape below 1 is infinite at a start; this share of the mean is as near as one looks.
-_NEAREST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -22,17 +20,15 @@ class Hazard:
         faults: seen so far.
         worker_s: seconds of work that they were seen in, over all workers.
         prior: pairs of weight and mean time between faults of one worker, in hours.
-        shape: of a Weibull law of the time since a restart; 1 is without memory.
     """
 
     faults: int = 0
     worker_s: float = 0.0
     prior: tuple[tuple[float, float], ...] = PRIOR
-    shape: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.prior or any(weight <= 0 or hours <= 0 for weight, hours in self.prior) or self.shape <= 0:
-            raise ValueError(f"weights, hours and shape must be above 0, got {self.prior} and {self.shape}")
+        if not self.prior or any(weight <= 0 or hours <= 0 for weight, hours in self.prior):
+            raise ValueError(f"weights and hours must be above 0, got {self.prior}")
 
     def seen(self, faults: int, worker_s: float) -> Hazard:
         """After so many more faults in so many more worker-seconds."""
@@ -48,12 +44,3 @@ class Hazard:
         weights = [math.exp(each - most) for each in likely]
         rates = [(1 + self.faults) / (m + self.worker_s) for _, m in scales]
         return workers * sum(w * rate for w, rate in zip(weights, rates, strict=True)) / sum(weights)
-
-    def rate(self, workers: int, since_restart_s: float | None = None) -> float:
-        """Faults a second of so many workers now: ``(k / eta) (t / eta)^(k - 1)`` with a Weibull shape ``k``."""
-        mean = self.mean(workers)
-        if self.shape == 1 or since_restart_s is None:
-            return mean
-        scale = 1 / (mean * math.gamma(1 + 1 / self.shape))
-        age = max(since_restart_s, _NEAREST / mean) / scale
-        return self.shape / scale * math.pow(age, self.shape - 1)

@@ -90,22 +90,13 @@ def append(path: str | os.PathLike[str], run: Run) -> None:
         os.close(fd)
 
 
-def read(
-    path: str | os.PathLike[str],
-    *,
-    group: str | None = None,
-    without: str | None = None,
-    now: float | None = None,
-    silent_s: float = SILENT_S,
-) -> History:
+def read(path: str | os.PathLike[str], *, group: str | None = None, now: float | None = None) -> History:
     """The runs of a file; none if there is no file. Lines that cannot be read are passed over, and that is said.
 
     Args:
         path: the file.
         group: only runs of this group.
-        without: leave this run out: it is the one that asks.
         now: seconds since the epoch.
-        silent_s: a run without an end whose last line is older was killed.
 
     Raises:
         OSError: there is a file that cannot be read.
@@ -128,9 +119,9 @@ def read(
         console(f"job history {path}: {skipped} of {sum(map(bool, lines))} lines cannot be read and are passed over")
     runs = []
     for run in last.values():
-        if run.name == without or (group is not None and run.group != group):
+        if group is not None and run.group != group:
             continue
-        silent = run.end == "running" and now - run.time > silent_s
+        silent = run.end == "running" and now - run.time > SILENT_S
         runs.append(Run(**(asdict(run) | {"end": "killed"})) if silent else run)
     return History(tuple(runs), skipped)
 

@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -235,17 +235,17 @@ class Spool:
         """Where a part's file lies."""
         return self._path(part.step) / name
 
-    def complete(self, step: int, ranks: Sequence[int] | None = None) -> bool:
-        """Whether ``ranks`` (None: all of this machine) have sealed their parts, all of one meta."""
+    def complete(self, step: int) -> bool:
+        """Whether all ranks of this machine have sealed their parts, all of one meta."""
         parts = self.parts(step)
         if not parts:
             return False
         one = next(iter(parts.values()))
-        return all(rank in parts and parts[rank].meta == one.meta for rank in (one.local if ranks is None else ranks))
+        return all(rank in parts and parts[rank].meta == one.meta for rank in one.local)
 
-    def newest_complete(self, ranks: Sequence[int] | None = None) -> int | None:
+    def newest_complete(self) -> int | None:
         """The newest step that is :meth:`complete`."""
-        return next((step for step in reversed(self.steps()) if self.complete(step, ranks)), None)
+        return next((step for step in reversed(self.steps()) if self.complete(step)), None)
 
     def drop(self, step: int) -> None:
         """Remove a snapshot; its files become spare, one of each name."""

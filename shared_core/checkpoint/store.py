@@ -24,7 +24,6 @@ from typing import Any
 
 from shared_core.checkpoint.storage import TEMPORARY, Storage, open_storage
 from shared_core.errors import CorruptFile, NotAFile
-from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.plain_json import parse
 
@@ -85,21 +84,16 @@ class Mark:
     meta: Mapping[str, Any]
 
 
-def write_part(dir: Where, step: int, name: str, payload: bytes) -> str:
-    """Write one part of the checkpoint of ``step``; nobody reads it before :func:`commit` lists it.
+def copy_part(dir: Where, step: int, name: str, chunks: Iterable[bytes | memoryview], size: int) -> str:
+    """Write one part, of ``size`` bytes, of the checkpoint of ``step``; nobody reads it before :func:`commit` lists it.
 
-    Ranks write their parts at the same time, each under its own name. Returns the SHA-256 of ``payload``, for the
+    Ranks write their parts at the same time, each under its own name. Returns the SHA-256 of the part, for the
     manifest.
 
     Raises:
         StorageFull: no room; what was begun is removed, earlier checkpoints are as they were.
         ValueError: ``name`` is no plain file name, or ``step`` is negative.
     """
-    return copy_part(dir, step, name, [payload], len(payload))
-
-
-def copy_part(dir: Where, step: int, name: str, chunks: Iterable[bytes | memoryview], size: int) -> str:
-    """:func:`write_part` of ``size`` bytes, piece by piece."""
     if not _NAME.fullmatch(name) or name in (MANIFEST, BEGUN) or _MARK.fullmatch(name):
         raise ValueError(f"part name {name!r} must be a plain file name other than {MANIFEST} and rank*{DONE}")
     return _open(dir).write(f"{folder_name(step)}/{name}", chunks, size)
@@ -110,7 +104,7 @@ def commit(
 ) -> Checkpoint:
     """Make the checkpoint of ``step`` valid, once every part in ``parts`` (name: SHA-256) has been written.
 
-    ``meta`` is plain data; ``meta["world_size"]`` is what :func:`newest_valid` compares.
+    ``meta`` is plain data; ``meta["world_size"]`` is what :func:`committed` compares.
 
     Raises:
         CorruptFile: a part is missing; nothing is committed.
@@ -129,32 +123,6 @@ def commit(
     _write(storage, f"{folder}/{MANIFEST}", _seal(manifest))
     inject.point("checkpoint.committed")
     return made
-
-
-def newest_valid(
-    dir: Where, world_size: int | None = None, wanted: Callable[[Checkpoint], bool] = lambda found: True
-) -> Checkpoint | None:
-    """The newest checkpoint of a job of ``world_size`` ranks (None: any) whose every checksum holds, or ``None``.
-
-    Damaged ones are passed over with one line on the console each, those that are not ``wanted`` without a word.
-    """
-    storage = _open(dir)
-    for step in sorted(steps(storage), reverse=True):
-        where = storage.local(folder_name(step)) or f"{storage.root}/{folder_name(step)}"
-        try:
-            found = load_manifest(storage, step)
-            if not wanted(found):
-                continue
-            verify(found)
-        except (CorruptFile, OSError) as error:
-            console(f"checkpoint {where} is passed over: {error}")
-            continue
-        theirs = found.meta.get("world_size")
-        if world_size is not None and theirs != world_size:
-            console(f"checkpoint {where} is passed over: it is of {theirs} ranks, this job has {world_size}")
-            continue
-        return found
-    return None
 
 
 def committed(dir: Where, world_size: int | None = None) -> list[Checkpoint]:
@@ -209,19 +177,19 @@ def survey(dir: Where, *, check: bool = True) -> list[Found]:
     return found
 
 
-def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
-    """Compare parts (all of them, or ``names``) with the manifest.
+def verify(checkpoint: Checkpoint) -> None:
+    """Compare all parts with the manifest.
 
     Raises:
         CorruptFile: one is not what was committed, or is missing.
     """
-    for name in checkpoint.parts if names is None else names:
+    for name in checkpoint.parts:
         for _ in part_chunks(checkpoint, name):
             pass
 
 
 def read_part(checkpoint: Checkpoint, name: str) -> bytes:
-    """The bytes given to :func:`write_part`.
+    """A part, as it was written.
 
     Raises:
         CorruptFile: they are not those that were committed, or there is no part of this name.

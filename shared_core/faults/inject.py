@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ def disarm() -> None:
     _active, _injector = False, None
 
 
-def arm_from_env(env: Mapping[str, str] | None = None) -> bool:
+def arm_from_env() -> bool:
     """Arm from what :func:`variables` has made, ``RANK`` and ``SWIFT_RECOVERY_INCARNATION``.
 
     Returns:
@@ -148,7 +148,7 @@ def arm_from_env(env: Mapping[str, str] | None = None) -> bool:
     Raises:
         ConfigError: if the list of faults cannot be read.
     """
-    env = os.environ if env is None else env
+    env = os.environ
     if "RANK" not in env or FAULTS not in env or not _comes_from(env.get(LAUNCHER, "")):
         return False
     arm(loads(env[FAULTS]), int(env["RANK"]), int(env.get("SWIFT_RECOVERY_INCARNATION", "0")))

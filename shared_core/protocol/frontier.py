@@ -38,10 +38,6 @@ class Done:
     def __contains__(self, seq: int) -> bool:
         return seq < self.upto or seq in self.extra
 
-    def above(self, floor: int) -> set[int]:
-        """Members that are at least ``floor``."""
-        return set(range(floor, self.upto)) | {s for s in self.extra if s >= floor}
-
     def covers(self, bound: int) -> bool:
         """Whether every number below ``bound`` is a member."""
         return self.upto >= bound or all(s in self.extra for s in range(self.upto, bound))

@@ -23,16 +23,13 @@ _MEANINGS = {
 _CELLS = 400
 
 
-def draw_text(timeline: Timeline, unit: float | None = None) -> str:
-    """One line a worker, one column a slot; ``.`` is an idle slot and ``-`` goes on with the action before it.
-
-    Args:
-        timeline: what to draw.
-        unit: duration of a column; that of the shortest action where left out.
+def draw_text(timeline: Timeline) -> str:
+    """One line a worker, one column a slot, which is as long as the shortest action; ``.`` is an idle slot and ``-``
+    goes on with the action before it.
     """
     lengths = [end - start for row in timeline.rows.values() for _, start, end in row if end > start]
     last = max((row[-1].end for row in timeline.rows.values() if row), default=0.0)
-    step = unit if unit is not None else max(min(lengths, default=1.0), last / _CELLS)
+    step = max(min(lengths, default=1.0), last / _CELLS)
     labels = {worker: [_label(action, worker) for action, _, _ in row] for worker, row in timeline.rows.items()}
     width = 1 + max((len(label) for row in labels.values() for label in row), default=1)
     name = max((len(str(worker)) for worker in timeline.rows), default=0)

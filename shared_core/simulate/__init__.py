@@ -5,7 +5,7 @@ All is plain data and pure functions; nothing but the standard library is import
 """
 
 from shared_core.simulate.bamboo import Bamboo
-from shared_core.simulate.checkpoints import CheckpointRestart, TorchFT, daly, young
+from shared_core.simulate.checkpoints import CheckpointRestart, TorchFT, young
 from shared_core.simulate.engine import LossCost, ProgressSegment, SimulationResult, System, merge, simulate
 from shared_core.simulate.layout import Layout, Pattern, period, rerouted, spread
 from shared_core.simulate.oobleck import Oobleck
@@ -30,7 +30,6 @@ __all__ = [
     "ThisSystem",
     "TorchFT",
     "Trace",
-    "daly",
     "from_counts",
     "gcp_trace",
     "merge",

@@ -18,14 +18,6 @@ def young(write_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * write_s * mtbf_s)
 
 
-def daly(work_s: float, interval_s: float, write_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Expected seconds that the work takes under failures without memory, also while it restarts (Daly 2006):
-    ``M exp(R / M) (exp((tau + C) / M) - 1) W / tau``.
-    """
-    segment = math.expm1((interval_s + write_s) / mtbf_s)
-    return mtbf_s * math.exp(restart_s / mtbf_s) * segment * work_s / interval_s
-
-
 @dataclass(frozen=True)
 class CheckpointRestart:
     """All workers start again from what was saved.

@@ -6,25 +6,22 @@ The server process imports torch and Lightning once and forks the workers of eac
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
-import importlib
 import json
 import os
 import resource
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from shared_core.testing.server import Server, import_all, pipes, say
+
 PRELOAD = (
     "torch",
     "torch.distributed",
@@ -38,27 +35,11 @@ PRELOAD = (
 )
 
 
-class PlainLauncher:
-    """Starts jobs of plain workers; a context manager that ends its server.
+class PlainLauncher(Server):
+    """Starts jobs of plain workers; :meth:`close` ends it."""
 
-    Args:
-        preload: modules the server imports before it forks workers; those not installed are left out.
-    """
-
-    def __init__(self, preload: tuple[str, ...] = PRELOAD) -> None:
-        env = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_")}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-        env["OMP_NUM_THREADS"] = "1"
-        env.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed chooses when it is imported
-        env.pop("TMPDIR", None)  # it may be gone before the server is; each job gets its own
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "shared_core.testing.plain", *preload],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env,
-            text=True,
-            start_new_session=True,
-        )
+    def __init__(self) -> None:
+        super().__init__("shared_core.testing.plain", PRELOAD, {"OMP_NUM_THREADS": "1"})
 
     def run(
         self,
@@ -77,45 +58,27 @@ class PlainLauncher:
         Returns:
             0, or the first non-zero exit status (negative for a signal, 124 after ``timeout_s`` seconds).
         """
-        request = {
-            "script": script,
-            "args": args,
-            "nproc": nproc,
-            "env": env,
-            "cwd": cwd,
-            "stdout": stdout,
-            "stderr": stderr,
-            "timeout_s": timeout_s,
-        }
-        assert self._server.stdin is not None and self._server.stdout is not None
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        answer = self._server.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the server of plain workers ended with status {self._server.wait()}")
-        return int(json.loads(answer)["status"])
-
-    def close(self) -> None:
-        """End the server."""
-        for pipe in (self._server.stdin, self._server.stdout):
-            if pipe is not None:
-                pipe.close()
-        self._server.wait()
-
-    def __enter__(self) -> PlainLauncher:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        self.ask(
+            {
+                "script": script,
+                "args": args,
+                "nproc": nproc,
+                "env": env,
+                "cwd": cwd,
+                "stdout": stdout,
+                "stderr": stderr,
+                "timeout_s": timeout_s,
+            }
+        )
+        return int(self.answer()["status"])
 
 
-def _serve(requests: IO[str], answers: IO[str]) -> None:
+def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     for line in requests:
         status = _run(json.loads(line))
         if status is None:  # a worker: it has run the script and now ends as a program does
             return
-        answers.write(json.dumps({"status": status}) + "\n")
-        answers.flush()
+        say(answers, {"status": status})
 
 
 def _run(request: dict[str, Any]) -> int | None:
@@ -205,12 +168,8 @@ def _main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    for name in sys.argv[1:]:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    # Copies, so that a worker may redirect the originals.
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    _serve(requests, answers)
+    import_all()
+    _serve(*pipes())
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from shared_core.events import read_events
 from shared_core.testing.digest import digest
@@ -38,6 +39,18 @@ def generators_digest() -> str:
     """Hash of the states of the generators of torch, NumPy and ``random``."""
     numpy_state = np.random.get_state(legacy=False)
     return digest([torch.get_rng_state(), numpy_state, random.getstate()])
+
+
+def end_group() -> Any:
+    """Wait for all ranks and end the default group; it is returned to be let go of after the model.
+
+    Whoever lets go of a gloo group last waits for its threads. DDP does so with the interpreter's lock, which those
+    threads may need for the last tensor; a reference from Python does so without.
+    """
+    group = dist.group.WORLD
+    dist.barrier()
+    dist.destroy_process_group()
+    return group
 
 
 class Report:

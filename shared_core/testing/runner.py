@@ -18,9 +18,10 @@ from typing import Any
 from shared_core.events import Event, read_events
 from shared_core.faults.inject import STRUCK, read_struck
 from shared_core.faults.spec import EXIT_CODE, REFUSALS, Fault, dumps
-from shared_core.testing.plain import ROOT, PlainLauncher
+from shared_core.testing.plain import PlainLauncher
 from shared_core.testing.processes import MARK, describe, kill_marked, wait_gone
 from shared_core.testing.report import OUT, start_time
+from shared_core.testing.server import ROOT
 from shared_core.testing.warm import WarmLauncher
 
 BASELINE = "SWIFT_BASELINE"
@@ -66,6 +67,10 @@ class JobResult:
     def kinds(self, kind: str) -> list[Event]:
         """Events of one kind, in order."""
         return [event for event in self.events if event.kind == kind]
+
+    def told(self, words: str) -> list[str]:
+        """Lines on the console with these words."""
+        return [line for line in self.stderr.splitlines() if words in line]
 
     def struck_ranks(self) -> set[int]:
         """Ranks that a fault struck."""
@@ -138,7 +143,7 @@ def run_job(
         job_env[BASELINE] = "1"
         command = [script, *args]
         if plain is None:
-            with PlainLauncher() as own:
+            with contextlib.closing(PlainLauncher()) as own:
                 status = _run_plain(own, command, nproc, job_env, out, timeout_s)
         else:
             status = _run_plain(plain, command, nproc, job_env, out, timeout_s)

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import IO, Any
 
 from shared_core.launcher.standby import Standby
 from shared_core.protocol.request import SINGLE_THREADED
 from shared_core.system import process
 from shared_core.testing.processes import describe
+from shared_core.testing.server import Server, import_all, pipes, say
 from shared_core.worker.start import zygote
 
-ROOT = Path(__file__).resolve().parents[2]
 PRELOAD = (
     "torch",
     "torch.distributed.run",
@@ -50,26 +47,11 @@ PRELOAD = (
 GRACE_S = 1.0
 
 
-class WarmLauncher:
-    """Starts jobs one after the other; :meth:`close` ends the server.
+class WarmLauncher(Server):
+    """Starts jobs one after the other; :meth:`close` ends it."""
 
-    Args:
-        preload: modules the server imports; those not installed are left out.
-    """
-
-    def __init__(self, preload: tuple[str, ...] = PRELOAD) -> None:
-        env = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_")}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-        env["PYTHONHASHSEED"] = "0"
-        env.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed chooses when it is imported
-        env.pop("TMPDIR", None)  # it may be gone before the server is; each job gets its own
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "shared_core.testing.warm", *preload],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env | SINGLE_THREADED,
-            start_new_session=True,
-        )
+    def __init__(self) -> None:
+        super().__init__("shared_core.testing.warm", PRELOAD, SINGLE_THREADED | {"PYTHONHASHSEED": "0"})
         #: Process ids of the newest job's launchers.
         self.pids: list[int] = []
 
@@ -86,10 +68,8 @@ class WarmLauncher:
         """Start the launchers of one job; each is given what :meth:`start` takes, and ``netns``, the path of a network
         namespace to be in, if it is to have one of its own, or
         ``setup``, shell commands that mount what only this job sees."""
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(launchers).encode() + b"\n")
-        self._server.stdin.flush()
-        self.pids = list(self._answer()["pids"])
+        self.ask(launchers)
+        self.pids = list(self.answer()["pids"])
 
     def wait(self, timeout_s: float) -> tuple[int, list[str]] | None:
         """Exit status (negative for a signal) and processes the job left (killed by now); None when time is up."""
@@ -98,27 +78,8 @@ class WarmLauncher:
 
     def wait_all(self, timeout_s: float) -> tuple[list[int], list[str]] | None:
         """As :meth:`wait`, with the status of each launcher."""
-        assert self._server.stdout is not None
-        readable, _, _ = select.select([self._server.stdout], [], [], timeout_s)
-        if not readable:
-            return None
-        answer = self._answer()
-        return list(answer["statuses"]), list(answer["orphans"])
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._server.stdout is not None
-        line = self._server.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the server of warm launchers ended with status {self._server.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        """End the server."""
-        for pipe in (self._server.stdin, self._server.stdout):
-            if pipe is not None:
-                pipe.close()
-        self._server.wait()
+        answer = self.answer(timeout_s)
+        return None if answer is None else (list(answer["statuses"]), list(answer["orphans"]))
 
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
@@ -132,14 +93,9 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
                 _launch(request)
                 return
             pids.append(pid)
-        _say(answers, {"pids": pids})
+        say(answers, {"pids": pids})
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        _say(answers, {"statuses": statuses, "orphans": _end_orphans()})
-
-
-def _say(answers: IO[bytes], message: dict[str, Any]) -> None:
-    answers.write(json.dumps(message).encode() + b"\n")
-    answers.flush()
+        say(answers, {"statuses": statuses, "orphans": _end_orphans()})
 
 
 def _end_orphans() -> list[str]:
@@ -266,16 +222,13 @@ def _become_zygote(fd: int, launcher: int, env: dict[str, str]) -> None:
 
 def _main() -> None:
     process.become_subreaper()
-    for name in sys.argv[1:]:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    import_all()
     import gc
 
     gc.collect()
     gc.freeze()
     process.collapse_memory()
-    # Copies, so that a job may redirect the originals.
-    _serve(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
+    _serve(*pipes())
 
 
 if __name__ == "__main__":

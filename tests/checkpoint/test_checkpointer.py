@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_tools import wait_until
+from harness import until
 
 import shared_core
 from shared_core.checkpoint import lineage
@@ -121,7 +121,7 @@ def test_two_commands_train_at_the_same_time(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), str(folder), "young"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as first:
-        wait_until(lambda: any(folder.glob("*/step-*/manifest.json")) or first.poll(), "a checkpoint")
+        until(lambda: any(folder.glob("*/step-*/manifest.json")) or first.poll(), "a checkpoint")
         first.send_signal(signal.SIGSTOP)
         status, other, said = told(folder, "fixed")
         first.send_signal(signal.SIGCONT)

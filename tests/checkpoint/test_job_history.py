@@ -26,7 +26,6 @@ def test_a_run_is_its_last_line(tmp_path: Path) -> None:
     assert [run.end for run in found.values()] == ["running", "running", "stopped"]
     assert (found["a"].useful_s, found["a"].worker_s, found["a"].rolled_back) == (50.0, 200.0, {"storage": 1})
     assert [run.name for run in read(path, group="other", now=200.0).runs] == ["b"]
-    assert [run.name for run in read(path, without="a", now=200.0).runs] == ["b", "c"]
 
 
 def test_silence_is_a_kill(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_tools import finish, run_writer, snapshot, wait_until, writing
+from checkpoint_tools import finish, run_writer, snapshot, writing
+from harness import until
 
 from shared_core.checkpoint import Spool, lineage, store
 from shared_core.checkpoint.command import Command
@@ -100,7 +101,7 @@ def test_two_commands_write_at_the_same_time(where: Path, tmp_path: Path) -> Non
         open(os.open(gate, os.O_RDWR), "wb", buffering=0) as opened,
     ):
         snapshot(slow, 10, f"gated://{folder_of(str(where), A, LATE)}", **of(A, LATE))
-        wait_until(lambda: slow.status().writing == 10, "the first write")
+        until(lambda: slow.status().writing == 10, "the first write")
         for step in (10, 20, 30):
             snapshot(fast, step, folder_of(str(where), B, EARLY), **of(B, EARLY))
             assert run_writer(fast) == (0, [])

@@ -21,9 +21,9 @@ from checkpoint_tools import (
     snapshot,
     start_writer,
     steps_of,
-    wait_until,
     writing,
 )
+from harness import until
 
 from shared_core.checkpoint import Spool, Target, store
 from shared_core.checkpoint.snapshots import MOST, Snapshots
@@ -38,7 +38,7 @@ def failing(spool: Spool, where: Path | str, steps: range, cause: str, size: int
     with writing(spool) as writer:
         for step in steps:
             snapshot(spool, step, where, size=size)
-            wait_until(lambda step=step: spool.status().failed == step, f"step {step} to fail")
+            until(lambda step=step: spool.status().failed == step, f"step {step} to fail")
             assert spool.status().cause == cause
         code, said = finish(writer)
     assert code == 0
@@ -54,13 +54,13 @@ def test_full_device(small_device: Path, spool: Spool) -> None:
     with writing(spool) as writer:
         for step in (20, 30, 40):
             snapshot(spool, step, small_device, size=40_000)
-            wait_until(lambda step=step: spool.status().failed == step, f"step {step} to fail")
+            until(lambda step=step: spool.status().failed == step, f"step {step} to fail")
             assert spool.status().cause == "full"
             check(newest(small_device), 10, size=40_000)
         filler.unlink()
         assert spool.status().committed["step"] == 10
         snapshot(spool, 50, small_device, size=40_000)
-        wait_until(lambda: spool.status().committed["step"] == 50, "step 50")
+        until(lambda: spool.status().committed["step"] == 50, "step 50")
         code, said = finish(writer)
     assert code == 0 and len(said) == 2
     assert "no checkpoint of step 20: no room to write 80" in said[0] and "training continues" in said[0]
@@ -73,9 +73,9 @@ def test_a_snapshot_that_did_not_fit_is_tried_again(small_device: Path, spool: S
     filler.write_bytes(bytes(230_000))
     with writing(spool) as writer:
         snapshot(spool, 10, small_device, size=40_000)
-        wait_until(lambda: spool.status().failed == 10, "step 10 to fail")
+        until(lambda: spool.status().failed == 10, "step 10 to fail")
         filler.unlink()
-        wait_until(lambda: spool.status().committed.get("step") == 10, "step 10")
+        until(lambda: spool.status().committed.get("step") == 10, "step 10")
         code, said = finish(writer)
     assert code == 0 and len(said) == 2
 
@@ -117,7 +117,7 @@ def failing_quota(spool: Spool, where: Path, size: int) -> list[str]:
     with writing(spool) as writer:
         for step in (50, 60):
             snapshot(spool, step, where, size=50_000, quota_bytes=size + 3000)
-            wait_until(lambda step=step: spool.status().failed == step, f"step {step} to fail")
+            until(lambda step=step: spool.status().failed == step, f"step {step} to fail")
             assert spool.status().cause == "quota"
         return [line for line in finish(writer)[1] if "the older one is removed before" not in line]
 
@@ -146,10 +146,10 @@ def test_removed_while_it_is_written(nth: int, spool: Spool, where: Path) -> Non
     assert run_writer(spool) == (0, [])
     snapshot(spool, 20, where)
     writer = start_writer(spool, [Fault(0, 20, "checkpoint.file", "SIGSTOP", nth)])
-    wait_until(lambda: Path(f"/proc/{writer.pid}/stat").read_text().rpartition(") ")[2][0] == "T", "it to stop")
+    until(lambda: Path(f"/proc/{writer.pid}/stat").read_text().rpartition(") ")[2][0] == "T", "it to stop")
     shutil.rmtree(where)
     os.kill(writer.pid, signal.SIGCONT)
-    wait_until(lambda: spool.status().committed.get("step") == 20, "step 20")
+    until(lambda: spool.status().committed.get("step") == 20, "step 20")
     code, said = finish(writer)
     check(newest(where), 20)
     assert code == 0 and len(said) in (0, 2)
@@ -170,12 +170,12 @@ def test_slow_storage(spool: Spool, where: Path, tmp_path: Path, capfd: pytest.C
                 taken.append(step)
             snapshots.fence()
             if step == 10:
-                wait_until(lambda: spool.status().writing == 10, "the first write")
+                until(lambda: spool.status().writing == 10, "the first write")
             held = sum(path.stat().st_size for path in spool.folder.rglob("rank0*") if path.is_file())
             assert held <= (MOST + 1) * 50_500
-            wait_until(lambda step=step: spool.steps() == sorted({10, step}), "older ones to be let go")
+            until(lambda step=step: spool.steps() == sorted({10, step}), "older ones to be let go")
         assert taken == list(range(10, 120, 10)) and not said
-        wait_until(lambda: spool.status().waiting == 110, "the newest to wait")
+        until(lambda: spool.status().waiting == 110, "the newest to wait")
         with open(gate, "wb", buffering=0) as opened:  # as many bytes as files will be written
             opened.write(bytes(100))
             assert spool.wait_committed(110, 20.0)
@@ -235,11 +235,11 @@ def test_urls(kind: str, spool: Spool, where: Path) -> None:
     for step in (10, 20, 30):
         snapshot(spool, step, url)
         assert run_writer(spool) == (0, [])
-    check(store.newest_valid(url), 30)
+    check(newest(url), 30)
     assert steps_of(where) == [20, 30]
     os.truncate(where / "step-0000000030" / "rank1", 5)
-    check(store.newest_valid(url, 2), 20)
-    assert store.newest_valid(f"{url}/nothing") is None
+    check(newest(url, 2), 20)
+    assert newest(f"{url}/nothing") is None
 
 
 def test_a_kill_before_every_operation_behind_a_url(in_memory: Path) -> None:
@@ -252,14 +252,14 @@ def test_a_kill_before_every_operation_behind_a_url(in_memory: Path) -> None:
         url = f"local://{where}"
         snapshot(spool, 20, url)
         code, _ = run_writer(spool, [Fault(0, 20, "checkpoint.file", "SIGKILL", nth)])
-        found = store.newest_valid(url)
+        found = newest(url)
         assert found is not None
         check(found, found.step)
         if code == 0:
             assert found.step == 20 and nth > 20
             break
         assert run_writer(spool) == (0, [])
-        check(store.newest_valid(url), 20)
+        check(newest(url), 20)
 
 
 def test_kinds_of_urls_that_nobody_knows() -> None:

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,10 @@ from checkpoint_tools import (
     snapshot,
     start_writer,
     steps_of,
-    wait_until,
+    write_part,
     writing,
 )
+from harness import until
 
 from shared_core.checkpoint import Spool
 from shared_core.checkpoint import writer as writer_module
@@ -60,8 +61,8 @@ class Vanishing(Spool):
     def all_attempts(self) -> Iterator[Spool]:
         return iter([self])
 
-    def newest_complete(self, ranks: Sequence[int] | None = None) -> int | None:
-        step = super().newest_complete(ranks)
+    def newest_complete(self) -> int | None:
+        step = super().newest_complete()
         shutil.rmtree(self.folder)
         return step
 
@@ -75,7 +76,7 @@ def test_its_end_where_the_folder_vanishes_meanwhile(spool: Spool, where: Path) 
 
 def test_it_ends_at_once_where_its_folder_has_gone(spool: Spool, where: Path) -> None:
     with writing(spool) as writer:
-        wait_until((spool.folder / BELL).exists, "the writer")
+        until((spool.folder / BELL).exists, "the writer")
         snapshot(spool, 10, where)
         assert spool.wait_committed(10, 20.0)
         shutil.rmtree(spool.folder)
@@ -84,7 +85,7 @@ def test_it_ends_at_once_where_its_folder_has_gone(spool: Spool, where: Path) ->
 
 def test_it_works_when_the_bell_rings(spool: Spool, where: Path) -> None:
     with writing(spool) as writer:
-        wait_until((spool.folder / BELL).exists, "the writer")
+        until((spool.folder / BELL).exists, "the writer")
         for step in (10, 20, 30):
             snapshot(spool, step, where)
             assert spool.wait_committed(step, 20.0)
@@ -166,7 +167,7 @@ def test_kill_in_the_middle_of_a_large_part(spool: Spool, where: Path) -> None:
     snapshot(spool, 20, where, size=size)
     for _ in range(3):
         with writing(spool):
-            wait_until(lambda: list(where.glob("step-0000000020/.tmp-*")), "a part under way")
+            until(lambda: list(where.glob("step-0000000020/.tmp-*")), "a part under way")
         check(newest(where), 10, size=1000)
     assert run_writer(spool) == (0, [])
     check(newest(where), 20, size=size)
@@ -276,9 +277,9 @@ def test_machines_that_let_different_steps_go_agree_on_the_next(tmp_path: Path, 
     spools = [Spool(tmp_path / name) for name in "ab"]
     with writing(spools[0]) as first, writing(spools[1]) as second:
         snapshot(spools[0], 10, where, ranks=[0])
-        wait_until((where / "step-0000000010/rank0.done").exists, "the first machine's part of step 10")
+        until((where / "step-0000000010/rank0.done").exists, "the first machine's part of step 10")
         snapshot(spools[1], 20, where, ranks=[1])
-        wait_until((where / "step-0000000010/rank1.missed").exists, "the word that step 10 is gone")
+        until((where / "step-0000000010/rank1.missed").exists, "the word that step 10 is gone")
         snapshot(spools[0], 20, where, ranks=[0])
         assert spools[0].wait_committed(20, 20.0) and spools[1].wait_committed(20, 20.0)
         check(newest(where), 20)
@@ -292,7 +293,7 @@ def test_an_attempt_that_another_has_followed_is_not_waited_for(tmp_path: Path, 
     again = Spool(first.folder, 1)
     with writing(first) as one, writing(other) as two:
         snapshot(first, 10, where, ranks=[0])
-        wait_until((where / "step-0000000010/rank0.done").exists, "the first machine's part of step 10")
+        until((where / "step-0000000010/rank0.done").exists, "the first machine's part of step 10")
         snapshot(again, 20, where, ranks=[0])
         snapshot(other, 20, where, ranks=[1])
         assert again.wait_committed(20, 20.0) and other.wait_committed(20, 20.0)
@@ -309,10 +310,10 @@ def test_what_is_not_waited_for_any_more_is_committed_by_a_slower_machine(tmp_pa
     ):
         for rank, spool in enumerate(spools):
             snapshot(spool, 10, where, ranks=[rank])
-        wait_until(lambda: _state(slow.pid) == "T", "the second writer to stop")
-        wait_until((where / "step-0000000010/rank0.done").exists, "the first machine's part of step 10")
+        until(lambda: _state(slow.pid) == "T", "the second writer to stop")
+        until((where / "step-0000000010/rank0.done").exists, "the first machine's part of step 10")
         snapshot(again[0], 20, where, ranks=[0])
-        wait_until((where / "step-0000000020/rank0.done").exists, "the first machine's part of step 20")
+        until((where / "step-0000000020/rank0.done").exists, "the first machine's part of step 20")
         assert newest(where) is None
         os.kill(slow.pid, signal.SIGCONT)
         assert spools[1].wait_committed(10, 20.0)
@@ -339,7 +340,7 @@ def test_a_machine_that_has_skipped_the_last_step_is_not_waited_for(
         if begun:
             snapshot(spools[long], 20, where, ranks=[long])
             if long == 0:
-                wait_until((where / "step-0000000020/rank0.done").exists, "the first machine's part of step 20")
+                until((where / "step-0000000020/rank0.done").exists, "the first machine's part of step 20")
         assert finish(writers[short]) == (0, [])
         if not begun:
             snapshot(spools[long], 20, where, ranks=[long])
@@ -362,7 +363,7 @@ def test_the_end_is_not_waited_for_in_vain(tmp_path: Path, where: Path, monkeypa
 def test_its_end_waits_for_the_last_write_but_not_longer_than_the_grace(spool: Spool, where: Path) -> None:
     snapshot(spool, 10, where)
     writer = start_writer(spool, [Fault(0, 10, "checkpoint.file", "SIGSTOP", 5)])
-    wait_until(lambda: _state(writer.pid) == "T", "the writer to stop")
+    until(lambda: _state(writer.pid) == "T", "the writer to stop")
     os.kill(writer.pid, signal.SIGCONT)
     assert finish(writer) == (0, [])
     check(newest(where), 10)
@@ -389,7 +390,7 @@ def test_it_ends_when_whoever_started_it_is_killed(spool: Spool, where: Path) ->
     pid = int(parent.stdout.readline())
     parent.kill()
     parent.communicate()
-    wait_until(lambda: not Path(f"/proc/{pid}").exists() or _state(pid) == "Z", "the writer to end")
+    until(lambda: not Path(f"/proc/{pid}").exists() or _state(pid) == "Z", "the writer to end")
     check(newest(where), 10)  # but first it has finished what there was
 
 
@@ -416,7 +417,7 @@ def test_two_ranks_with_a_part_of_one_name(spool: Spool, where: Path) -> None:
 
     meta = {"world_size": 2}
     for rank in range(2):
-        digest = store.write_part(where, 5, "same", b"x")
+        digest = write_part(where, 5, "same", b"x")
         store.write_mark(where, 5, rank, store.Mark({"same": (digest, 1)}, meta))
     with pytest.raises(CorruptFile, match="rank 1 and another have written same"):
         store.commit_marked(where, 5, 2, meta)
@@ -424,7 +425,7 @@ def test_two_ranks_with_a_part_of_one_name(spool: Spool, where: Path) -> None:
 
 def test_notices_to_every_process_do_not_end_it(spool: Spool, where: Path) -> None:
     with writing(spool) as writer:
-        wait_until((spool.folder / BELL).exists, "the writer")
+        until((spool.folder / BELL).exists, "the writer")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             writer.send_signal(number)
         snapshot(spool, 10, where)

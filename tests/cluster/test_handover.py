@@ -18,7 +18,7 @@ import json, os, sys
 from shared_core import handover
 print("before", end=" ")
 if not handover.launched_by_swiftrun():
-    handover.hand_over(2, standbys=0, extra=["--events", "events.jsonl"])
+    handover.hand_over(2, standbys=0)
 from shared_core.protocol import worker_env
 said = {"rank": worker_env.env().rank, "args": sys.argv[1:], "argv0": sys.argv[0], "dev": sys.flags.dev_mode}
 print(json.dumps(said), flush=True)

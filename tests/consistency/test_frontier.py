@@ -22,7 +22,6 @@ def test_done_is_a_set_of_numbers(seed: int) -> None:
         expected |= {number, *(n for n in numbers[:5] if n in done)}
         assert [n for n in range(60) if n in done] == sorted(expected)
         for floor in (0, 10, 50):
-            assert done.above(floor) == {n for n in expected if n >= floor}
             assert done.covers(floor) == all(n in expected for n in range(floor))
         copy = Done.from_json(json.loads(json.dumps(done.to_json())))
         assert (copy.upto, copy.extra) == (done.upto, done.extra)

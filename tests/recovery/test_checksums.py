@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shared_core.worker.state.checksums import BLOCK, RunningSums, checksum, nbytes, parts
+from shared_core.worker.state.checksums import BLOCK, RunningSums, checksum, parts
 
 #: Three blocks of 64 times 64 words, and some bytes more.
 WORDS = 3 * BLOCK // 8 + 5
@@ -96,7 +96,7 @@ def test_parts_are_about_equal_and_leave_nothing_out() -> None:
 
 def test_sums_made_part_by_part_are_those_of_the_whole() -> None:
     tensors = [torch.randn(size) for size in (3_000_000, 5, 0, 900_001)]
-    running = RunningSums([nbytes(each) for each in tensors])
+    running = RunningSums([each.nbytes for each in tensors])
     calls = 0
     while running.complete is None:
         running.add_part(tensors)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import Report, generators_digest
+from shared_core.testing.report import Report, end_group, generators_digest
 
 
 def copy_late() -> None:
@@ -123,9 +123,7 @@ def main() -> None:
         if job is not None and args.late and job.checkpoints.due:
             assert job._worker.start.checkpoints._spool.wait_committed(job.position.tops, 20.0)
     report.finish(training_digest(net, optimizers, [], {}) | {"generators": generators_digest()})
-    group = dist.group.WORLD
-    dist.barrier()
-    dist.destroy_process_group()
+    group = end_group()
     del ddp, group
 
 

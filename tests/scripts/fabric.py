@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import lightning_swift
 from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, generators_digest
+from shared_core.testing.report import Report, end_group, generators_digest
 
 
 def train() -> dist.ProcessGroup:
@@ -83,11 +83,8 @@ def train() -> dist.ProcessGroup:
         evaluate()
     digests = training_digest(net, [optimizer.optimizer], [scheduler], vars(seen))
     report.finish(digests | {"generators": generators_digest()}, **vars(seen))
-    group = dist.group.WORLD
-    dist.barrier()
-    dist.destroy_process_group()
-    return group
+    return end_group()
 
 
 if __name__ == "__main__":
-    group = train()  # let go of after the model: see plain_ddp.py
+    group = train()  # let go of after the model

@@ -41,4 +41,4 @@ def count_and_note(self: Report, key: str) -> None:
 
 if __name__ == "__main__":
     Report.count = count_and_note  # type: ignore[method-assign]
-    group = loop.train()  # let go of after the model: see plain_ddp.py
+    group = loop.train()  # let go of after the model

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
 from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, generators_digest
+from shared_core.testing.report import Report, end_group, generators_digest
 
 
 def train() -> dist.ProcessGroup:
@@ -85,11 +85,8 @@ def train() -> dist.ProcessGroup:
     report.finish(
         training_digest(net, [optimizer], [scheduler], vars(seen)) | {"generators": generators_digest()}, **vars(seen)
     )
-    group = dist.group.WORLD
-    dist.barrier()
-    dist.destroy_process_group()
-    return group
+    return end_group()
 
 
 if __name__ == "__main__":
-    group = train()  # let go of after the model: see plain_ddp.py
+    group = train()  # let go of after the model

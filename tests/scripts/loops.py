@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import shared_core
 from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, generators_digest
+from shared_core.testing.report import Report, end_group, generators_digest
 
 FORMS = (
     "tqdm fresh own_generator generator enumerate islice zip map wrapper list nested turns left empty rounds stream "
@@ -172,11 +172,8 @@ def train() -> dist.ProcessGroup:
         total=job.total_steps,
         **vars(seen),
     )
-    group = dist.group.WORLD
-    dist.barrier()
-    dist.destroy_process_group()
-    return group
+    return end_group()
 
 
 if __name__ == "__main__":
-    group = train()  # let go of after the model: see plain_ddp.py
+    group = train()  # let go of after the model

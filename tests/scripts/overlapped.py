@@ -12,7 +12,7 @@ from beginning import begin
 from torch import nn
 
 from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import Report, generators_digest
+from shared_core.testing.report import Report, end_group, generators_digest
 
 OPTIMIZERS = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
@@ -129,9 +129,7 @@ def main() -> None:
         loop["step"] += 1
     digests = training_digest(net, [optimizer], [scheduler], {"extra": extra, "average": average, "seen": loop["seen"]})
     report.finish(digests | {"generators": generators_digest()}, early=loop["early"])
-    group = dist.group.WORLD  # held until the end: see plain_ddp.py
-    dist.barrier()
-    dist.destroy_process_group()
+    group = end_group()
     del group
 
 

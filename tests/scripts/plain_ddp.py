@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, generators_digest
+from shared_core.testing.report import Report, end_group, generators_digest
 
 
 def model(norm: bool, width: int) -> nn.Module:
@@ -94,11 +94,7 @@ def main() -> None:
         loop["step"] += 1
     digests = training_digest(net, [optimizer], [scheduler], {"loss": loop["loss_sum"]})
     report.finish(digests | {"generators": generators_digest()}, loss=loop["loss_sum"])
-    # Whoever lets go of a gloo group last waits for its threads. DDP does so with the interpreter's lock, which those
-    # threads may need for the last tensor; a reference from Python does so without.
-    group = dist.group.WORLD
-    dist.barrier()
-    dist.destroy_process_group()
+    group = end_group()
     del ddp, group
 
 

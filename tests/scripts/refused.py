@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
 from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report
+from shared_core.testing.report import Report, end_group
 
 
 def take_away(what: str, where: str) -> None:
@@ -91,11 +91,8 @@ def train() -> dist.ProcessGroup:
     report.finish(
         training_digest(net, [optimizer], [], {"batches": seen.batches, "ballast": seen.ballast.sum().item()})
     )
-    group = dist.group.WORLD
-    dist.barrier()
-    dist.destroy_process_group()
-    return group
+    return end_group()
 
 
 if __name__ == "__main__":
-    group = train()  # let go of after the model: see plain_ddp.py
+    group = train()  # let go of after the model

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import shared_core
 from shared_core.protocol import worker_env
 from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import Report
+from shared_core.testing.report import Report, end_group
 from shared_core.worker import link
 
 SAMPLES = 240
@@ -135,9 +135,7 @@ def main() -> None:
         if epoch + 1 >= args.epochs and (not args.until or world == args.until):
             break
     report.finish(training_digest(model, optimizers, [], {}), **vars(seen), first=FIRST.parameters)
-    group = dist.group.WORLD
-    dist.barrier()
-    dist.destroy_process_group()
+    group = end_group()
     if args.last == dist_rank and report.who["incarnation"] == 0:
         here = worker_env.env()
         store = link.connect_store(where=here)

@@ -9,12 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pytest
-
-from shared_core.checkpoint.cost import Cost
-from shared_core.checkpoint.policy import Guards, Policy, Situation, Value, Young, grown
-from shared_core.checkpoint.policy.intervals import exact
-from shared_core.checkpoint.run_ends import Ending
-from shared_core.simulate.best_placement import (
+from best_placement import (
     PlacementProblem,
     before_a_kill,
     cheapest,
@@ -24,6 +19,11 @@ from shared_core.simulate.best_placement import (
     price_of_delay,
     segment_costs,
 )
+
+from shared_core.checkpoint.cost import Cost
+from shared_core.checkpoint.policy import Guards, Policy, Situation, Value, Young, grown
+from shared_core.checkpoint.policy.intervals import exact
+from shared_core.checkpoint.run_ends import Ending
 
 Array = npt.NDArray[np.float64]
 LENGTH = 240.0

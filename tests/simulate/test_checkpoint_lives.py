@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from best_placement import waste
 
 from benchmarks import checkpoint_policy
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve
 from shared_core.checkpoint.history import Run, append
 from shared_core.checkpoint.policy import Fixed, Policy, Value, Young
-from shared_core.checkpoint.policy.intervals import waste, young
+from shared_core.checkpoint.policy.intervals import young
 from shared_core.checkpoint.run_ends import Ending
 from shared_core.cli.swiftctl import main
 from shared_core.simulate.checkpointed_runs import RunOutcomes, SimulatedRuns, simulate_runs

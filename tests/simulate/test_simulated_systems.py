@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
+from best_placement import waste
 
 from shared_core.errors import ConfigError
 from shared_core.simulate import (
@@ -25,7 +26,6 @@ from shared_core.simulate import (
     TorchFT,
     Trace,
     TraceEvent,
-    daly,
     gcp_trace,
     merge,
     period,
@@ -161,12 +161,12 @@ def test_checkpoint_restart_takes_what_daly_expects(mtbf_h: float, write_s: floa
     interval_s = young(write_s, mtbf_s)
     trace = exponential(512, 4000.0 * mtbf_h, mtbf_h, 1e-9).with_spares(512)
     result = simulate(trace, CheckpointRestart(Layout(512), interval_s, write_s, restart_s))
-    expected = daly(result.work, interval_s, write_s, restart_s, mtbf_s)
+    expected = result.work * (1 + waste(interval_s, write_s, 1 / mtbf_s)) * math.exp(restart_s / mtbf_s)
     assert result.seconds == pytest.approx(expected, rel=0.02)
 
 
 def test_youngs_interval_is_near_the_best() -> None:
-    best = min(range(60, 3000, 10), key=lambda tau: daly(1.0, tau, 20.0, 60.0, 7200.0))
+    best = min(range(60, 3000, 10), key=lambda tau: waste(tau, 20.0, 1 / 7200))
     assert young(20.0, 7200.0) == pytest.approx(best, rel=0.05)
 
 

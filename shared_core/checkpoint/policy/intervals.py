@@ -41,12 +41,3 @@ def exact(cost_s: float, hazard: float) -> float:
         if abs(step) <= 1e-15 * x:
             break
     return x / hazard
-
-
-def waste(interval_s: float, cost_s: float, hazard: float, restart_s: float = 0.0) -> float:
-    """Expected time over useful time, less 1, under failures without memory (Daly 2006): ``e^(lambda R)
-    (e^(lambda (tau + c)) - 1) / (lambda tau) - 1``.
-    """
-    if hazard <= 0:
-        return cost_s / interval_s
-    return math.exp(hazard * restart_s) * math.expm1(hazard * (interval_s + cost_s)) / (hazard * interval_s) - 1

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import shared_core
 from shared_core.faults import inject
 from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import Report, generators_digest
+from shared_core.testing.report import Report, end_group, generators_digest
 from shared_core.testing.runner import BASELINE
 
 STEPS, EPOCHS = 14, 2
@@ -230,10 +230,7 @@ def main() -> Any:
     digests = training_digest(modules, [optimizer], [] if by_hand else [scheduler], {"loss": total.loss})
     modes = digest([p.requires_grad for module in modules for p in module.parameters()])
     report.finish(digests | {"generators": generators_digest(), "modes": modes}, steps=STEPS)
-    group = dist.group.WORLD
-    dist.barrier()
-    dist.destroy_process_group()
-    return group
+    return end_group()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, generators_digest
+from shared_core.testing.report import Report, end_group, generators_digest
 from shared_core.testing.runner import BASELINE
 
 STEPS = 14
@@ -59,11 +59,7 @@ def main() -> None:
         loop["step"] += 1
     digests = training_digest(net, [optimizer], [scheduler], {"loss": loop["loss_sum"]})
     report.finish(digests | {"generators": generators_digest()}, steps=STEPS)
-    # Whoever lets go of a gloo group last waits for its threads. DDP does so with the interpreter's lock, which those
-    # threads may need for the last tensor; a reference from Python does so without.
-    group = dist.group.WORLD
-    dist.barrier()
-    dist.destroy_process_group()
+    group = end_group()
     del ddp, group
 
 

@@ -180,7 +180,7 @@ class Pricing:
         )
 
     def _hazard(self) -> float:
-        return self._before.seen(self._rolled_back, self._worker_s).rate(self._world_size)
+        return self._before.seen(self._rolled_back, self._worker_s).mean(self._world_size)
 
     def _feed(self) -> None:
         self._fitter.feed([top for top, _ in self._losses], [float(value) for _, value in self._losses])

@@ -135,7 +135,7 @@ class Archive:
                 return
         held = [segments.plain(tensor) for tensor in tensors]
         header = segments.encode(key, held)
-        record = Record(key, header, held, len(header) + sum(t.numel() * t.element_size() for t in held))
+        record = Record(key, header, held, len(header) + sum(t.nbytes for t in held))
         with self._changed:
             self._wait_for_room(record.size)
             if self._closed_or_failed() or self._index.holds(*name):

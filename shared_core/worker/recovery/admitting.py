@@ -19,15 +19,12 @@ from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.frontier import Top, read_fronts
 from shared_core.protocol.plan import Plan
 from shared_core.protocol.rounds import Round, ranks_in
-from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import Wait, poll, ranks_text
 from shared_core.worker.comm.gloo import InnerGroup
-from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.job_store import JobStore
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.exchange import Received
 from shared_core.worker.recovery.forming import Forming
 from shared_core.worker.recovery.fronts import Fronts
-from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.state.publications import Board
 
 
@@ -35,26 +32,15 @@ class Admitting:
     """Lets newcomers in, on the program's thread of all members of a round.
 
     Args:
-        env: what the launcher told this worker.
-        runtime: the groups.
-        lifecycle: says when a generation is given up.
-        store: of the job.
+        context: of this worker.
         board: what this rank has published.
         fronts: where this rank stands.
         forming: connects, and takes over what was moved.
     """
 
-    def __init__(
-        self,
-        env: WorkerEnv,
-        runtime: Runtime,
-        lifecycle: Lifecycle,
-        store: JobStore,
-        board: Board,
-        fronts: Fronts,
-        forming: Forming,
-    ) -> None:
-        self._env, self._runtime, self._lifecycle, self._store = env, runtime, lifecycle, store
+    def __init__(self, context: Context, board: Board, fronts: Fronts, forming: Forming) -> None:
+        self._env, self._runtime = context.env, context.runtime
+        self._lifecycle, self._store = context.lifecycle, context.store
         self._board, self._fronts, self._forming = board, fronts, forming
 
     def let_in(self, turn: Round) -> Received:

@@ -19,11 +19,9 @@ from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.frontier import read_fronts
 from shared_core.protocol.generation import GIVEN_UP, generation_key, go_key, plan_key
 from shared_core.protocol.plan import Plan, decide
-from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import Wait, ranks_text
-from shared_core.worker.comm.runtime import Runtime
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.fronts import Fronts
-from shared_core.worker.recovery.lifecycle import Lifecycle
 
 Heard = TypeVar("Heard")
 
@@ -32,14 +30,13 @@ class Agreement:
     """What one rank says and hears before a generation is connected.
 
     Args:
-        env: what the launcher told this worker.
-        runtime: the groups.
-        lifecycle: says when a generation is given up.
+        context: of this worker.
         fronts: where this rank stands.
     """
 
-    def __init__(self, env: WorkerEnv, runtime: Runtime, lifecycle: Lifecycle, fronts: Fronts) -> None:
-        self._env, self._runtime, self._lifecycle, self._fronts = env, runtime, lifecycle, fronts
+    def __init__(self, context: Context, fronts: Fronts) -> None:
+        self._env, self._runtime, self._lifecycle = context.env, context.runtime, context.lifecycle
+        self._fronts = fronts
         self._saying = threading.Lock()
         self._said: set[str] = set()
         self._plans: dict[int, Agreed] = {}

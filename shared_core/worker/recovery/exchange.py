@@ -13,16 +13,14 @@ from shared_core.errors import CorruptFile, GenerationAbandoned, NotConnected, R
 from shared_core.faults import inject
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.plan import Plan
-from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import Wait, ranks_text
 from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import InnerGroup, finish
-from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.messages.group_log import Signature, read_signature
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.copies import Copies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.giving import Giving
-from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.rank_copy import pack
 from shared_core.worker.recovery.transfer import nbytes, receive, send
 from shared_core.worker.state.publications import Board
@@ -83,20 +81,16 @@ class Exchange:
     """Connects all ranks and moves what a plan says, on all of them or on none.
 
     Args:
-        env: what the launcher told this worker.
-        runtime: the groups, with their logs.
-        lifecycle: says when a generation is given up.
+        context: of this worker.
         board: what this rank has published.
         donor: its replicated state.
         copies: that are made of it while training goes on.
     """
 
-    def __init__(
-        self, env: WorkerEnv, runtime: Runtime, lifecycle: Lifecycle, board: Board, donor: Donor, copies: Copies
-    ) -> None:
-        self._rank, self._world_size = env.rank, env.world_size
-        self._runtime, self._lifecycle, self._board = runtime, lifecycle, board
-        self._giving = Giving(env.rank, donor, copies)
+    def __init__(self, context: Context, board: Board, donor: Donor, copies: Copies) -> None:
+        self._rank, self._world_size = context.env.rank, context.env.world_size
+        self._runtime, self._lifecycle, self._board = context.runtime, context.lifecycle, board
+        self._giving = Giving(self._rank, donor, copies)
         self._inner: InnerGroup | None = None
         self._received = Received()
 

@@ -19,17 +19,14 @@ from shared_core.faults import inject
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.plan import Plan
 from shared_core.protocol.rounds import Round
-from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.protocol.worker_phase import Event
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.gloo import InnerGroup
-from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.endings import EXIT_STALE, wait_for_change
-from shared_core.worker.job_store import JobStore
 from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.recovery.agreement import Agreement
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.exchange import Exchange, Received, Replay, Replaying
-from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.transfer import StillWriting
 from shared_core.worker.state.publications import Board
 
@@ -53,10 +50,7 @@ class Forming:
     """Forms generations on the thread that calls.
 
     Args:
-        env: what the launcher told this worker.
-        runtime: the groups.
-        lifecycle: this worker's phase.
-        store: of the job.
+        context: of this worker.
         board: what this rank has published.
         events: the job's event log.
         agreement: on the plan.
@@ -68,17 +62,10 @@ class Forming:
     """
 
     def __init__(
-        self,
-        env: WorkerEnv,
-        runtime: Runtime,
-        lifecycle: Lifecycle,
-        store: JobStore,
-        board: Board,
-        events: EventLog,
-        agreement: Agreement,
-        exchange: Exchange,
+        self, context: Context, board: Board, events: EventLog, agreement: Agreement, exchange: Exchange
     ) -> None:
-        self._env, self._runtime, self._lifecycle, self._store = env, runtime, lifecycle, store
+        self._env, self._runtime = context.env, context.runtime
+        self._lifecycle, self._store = context.lifecycle, context.store
         self._board, self._events, self._agreement, self._exchange = board, events, agreement, exchange
         self.target: Top | None = None
         self.comparison: Comparison | None = None

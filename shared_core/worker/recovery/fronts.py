@@ -9,13 +9,11 @@ from torch._C._distributed_c10d import Store
 
 from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
 from shared_core.protocol.generation import generation_key
-from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import wait_for
 from shared_core.worker.comm.groups import GroupState
-from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.messages.archive import Archive
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.listener import RecoveryListener
 
 
@@ -23,9 +21,7 @@ class Fronts:
     """Makes this rank's frontiers, and waits for keys that ranks set.
 
     Args:
-        env: what the launcher told this worker.
-        runtime: the groups.
-        lifecycle: says when a generation is given up.
+        context: of this worker.
         donor: the replicated state.
         listener: says which ranks start again together with this one.
 
@@ -33,16 +29,9 @@ class Fronts:
         tops: a newcomer's: batch tops that its predecessor has published, or that are in a checkpoint.
     """
 
-    def __init__(
-        self,
-        env: WorkerEnv,
-        runtime: Runtime,
-        lifecycle: Lifecycle,
-        donor: Donor,
-        listener: RecoveryListener,
-    ) -> None:
-        self._env, self._runtime, self._lifecycle, self._donor = env, runtime, lifecycle, donor
-        self._listener = listener
+    def __init__(self, context: Context, donor: Donor, listener: RecoveryListener) -> None:
+        self._env, self._runtime, self._lifecycle = context.env, context.runtime, context.lifecycle
+        self._donor, self._listener = donor, listener
         self.tops: tuple[Top, ...] = ()
 
     def front(self, tops: Sequence[Top] | None = None) -> Frontier:

@@ -19,7 +19,7 @@ from shared_core.protocol.plan import Plan
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.recovery.copies import Copies
 from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.transfer import layout, nbytes, receive, receive_spans, room, send, send_spans
+from shared_core.worker.recovery.transfer import layout, receive, receive_spans, room, send, send_spans
 from shared_core.worker.spans import Span, divided
 from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.replicated import pack
@@ -120,7 +120,7 @@ class Giving:
                 send(inner, at(rank), {"digest": 0, "spans": []}, [])
             return description | {"here": True}, []
         tensors = room(described, self._donor.places(description["parameters"]))
-        sizes = [nbytes([each]) for each in tensors]
+        sizes = [each.nbytes for each in tensors]
         several = sum(sizes) >= _SEVERAL
         mine, *shares = divided(sizes, 1 + len(others) if several else 1, _UNIT)
         digest, spans = _digest(description, described), {donor: mine}

@@ -11,12 +11,10 @@ from shared_core.errors import DamagedRecord, GenerationAbandoned
 from shared_core.faults import inject
 from shared_core.protocol.cut import Offer, choose_cut
 from shared_core.protocol.generation import Entry, generation_key
-from shared_core.protocol.worker_env import Resized, WorkerEnv
-from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.job_store import JobStore
+from shared_core.protocol.worker_env import Resized
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.fronts import Fronts
-from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.resize import local_state
 
 
@@ -24,18 +22,14 @@ class HandingOn:
     """What one worker does when the number of workers changes.
 
     Args:
-        env: what the launcher told this worker.
-        runtime: the groups.
-        lifecycle: says whether a later entry is known.
-        store: of the job.
+        context: of this worker.
         donor: the replicated state.
         fronts: collects what others say.
     """
 
-    def __init__(
-        self, env: WorkerEnv, runtime: Runtime, lifecycle: Lifecycle, store: JobStore, donor: Donor, fronts: Fronts
-    ) -> None:
-        self._env, self._runtime, self._lifecycle, self._store = env, runtime, lifecycle, store
+    def __init__(self, context: Context, donor: Donor, fronts: Fronts) -> None:
+        self._env, self._runtime = context.env, context.runtime
+        self._lifecycle, self._store = context.lifecycle, context.store
         self._donor, self._fronts = donor, fronts
 
     def hand_on(self, entry: Entry) -> None:

@@ -25,6 +25,7 @@ from shared_core.worker.job_store import JobStore
 from shared_core.worker.link import connect_store
 from shared_core.worker.recovery.admitting import Admitting
 from shared_core.worker.recovery.agreement import Agreement
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.copies import Copies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Exchange, Received
@@ -74,13 +75,14 @@ class Recovery:
         self.newcomer = env.incarnation > 0
         self._prepared = False
         life = self.lifecycle = Lifecycle(env, runtime)
-        self._fronts = Fronts(env, runtime, life, donor, listener)
-        self._exchange = Exchange(env, runtime, life, board, donor, copies)
-        agreement = self._agreement = Agreement(env, runtime, life, self._fronts)
-        self.forming = Forming(env, runtime, life, store, board, events, agreement, self._exchange)
-        self._admitting = Admitting(env, runtime, life, store, board, self._fronts, self.forming)
-        survivor = Survivor(env, runtime, life, store, events, donor, agreement, self.forming, endings, listener)
-        handing_on = HandingOn(env, runtime, life, store, donor, self._fronts)
+        context = Context(env, runtime, life, store)
+        self._fronts = Fronts(context, donor, listener)
+        self._exchange = Exchange(context, board, donor, copies)
+        agreement = self._agreement = Agreement(context, self._fronts)
+        self.forming = Forming(context, board, events, agreement, self._exchange)
+        self._admitting = Admitting(context, board, self._fronts, self.forming)
+        survivor = Survivor(context, events, donor, agreement, self.forming, endings, listener)
+        handing_on = HandingOn(context, donor, self._fronts)
         self._threads: dict[Action, tuple[str, Callable[[Entry], None]]] = {
             Action.RECOVER: ("swift-recovery", survivor.recover),
             Action.GO_ON: ("swift-recovery", survivor.go_on),

@@ -18,7 +18,7 @@ from shared_core.system import threads
 from shared_core.waiting import wait_for
 from shared_core.worker.recovery.forming import Comparison
 from shared_core.worker.recovery.recovery import Recovery
-from shared_core.worker.state.checksums import RunningSums, combined, nbytes
+from shared_core.worker.state.checksums import RunningSums, combined
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.updates import Updates
 
@@ -98,7 +98,7 @@ class Replicas:
         parameter, when it is the last part.
         """
         found = state.summed(self._updates.outside.local)
-        tensors, sizes = [data for _, data in found], [nbytes(data) for _, data in found]
+        tensors, sizes = [data for _, data in found], [data.nbytes for _, data in found]
         if self._summed is not due or self._sums.sizes != sizes:
             self._summed, self._sums = due, RunningSums(sizes)
         self._sums.add_part(tensors)

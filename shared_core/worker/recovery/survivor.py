@@ -10,14 +10,11 @@ from shared_core.errors import DamagedRecord, GenerationAbandoned, RecoveryFaile
 from shared_core.events import EventLog
 from shared_core.faults import inject
 from shared_core.protocol.generation import Entry
-from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.endings import Endings
-from shared_core.worker.job_store import JobStore
 from shared_core.worker.recovery.agreement import Agreement
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.forming import Forming
-from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.listener import RecoveryListener
 
 
@@ -25,10 +22,7 @@ class Survivor:
     """Recovers this worker after the loss of others. Each method runs on a thread of its own.
 
     Args:
-        env: what the launcher told this worker.
-        runtime: the groups.
-        lifecycle: says whether a later entry is known.
-        store: of the job.
+        context: of this worker.
         events: the job's event log.
         donor: the replicated state.
         agreement: on the plan.
@@ -39,10 +33,7 @@ class Survivor:
 
     def __init__(
         self,
-        env: WorkerEnv,
-        runtime: Runtime,
-        lifecycle: Lifecycle,
-        store: JobStore,
+        context: Context,
         events: EventLog,
         donor: Donor,
         agreement: Agreement,
@@ -50,7 +41,8 @@ class Survivor:
         endings: Endings,
         listener: RecoveryListener,
     ) -> None:
-        self._env, self._runtime, self._lifecycle, self._store = env, runtime, lifecycle, store
+        self._env, self._runtime = context.env, context.runtime
+        self._lifecycle, self._store = context.lifecycle, context.store
         self._events, self._donor, self._agreement, self._forming = events, donor, agreement, forming
         self._endings, self._listener = endings, listener
 

@@ -151,12 +151,12 @@ def room(described: Sequence[Sequence[Any]], places: Sequence[torch.Tensor] = ()
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of all values."""
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.nbytes for t in tensors)
 
 
 def whole(tensors: Sequence[torch.Tensor]) -> list[Span]:
     """All of them."""
-    return [Span(place, 0, nbytes([t])) for place, t in enumerate(tensors) if t.numel()]
+    return [Span(place, 0, t.nbytes) for place, t in enumerate(tensors) if t.numel()]
 
 
 def _messages(views: Sequence[torch.Tensor], spans: Sequence[Span], *, gather: bool) -> Iterator[Message]:

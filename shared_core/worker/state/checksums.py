@@ -85,11 +85,6 @@ def combined(count: int, places: Sequence[int], sums: Sequence[int]) -> list[int
     return found
 
 
-def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of the values of a tensor."""
-    return tensor.numel() * tensor.element_size()
-
-
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 

@@ -19,7 +19,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from shared_core.worker.state.change_detection import Watch
-from shared_core.worker.state.checksums import checksum, nbytes
+from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.replicated import Replicated
 
 #: Size of a piece, in bytes; one parameter with its optimizer state may be larger.
@@ -51,7 +51,7 @@ class LoggedUpdate:
     @property
     def nbytes(self) -> int:
         """Bytes of the gradients."""
-        return sum(nbytes(each) for each in self.gradients)
+        return sum(each.nbytes for each in self.gradients)
 
     @property
     def intact(self) -> bool:
@@ -326,7 +326,7 @@ def _pieces(replicated: Replicated) -> Iterator[list[int]]:
     for place, parameter in enumerate(replicated.parameters):
         if id(parameter) not in stepped:
             continue
-        own = sum(nbytes(tensor) for tensor in described(replicated, [place])[1])
+        own = sum(tensor.nbytes for tensor in described(replicated, [place])[1])
         if piece and size + own > PIECE:
             yield piece
             piece, size = [], 0

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from shared_core.errors import CorruptFile, ReplicaMismatch, Unsupported, UnsupportedOptimizer
 from shared_core.plain_json import parse
-from shared_core.worker.state.checksums import checksum, combined
 
 
 class Replicated:
@@ -78,7 +77,7 @@ class Replicated:
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters."""
-        return sum(p.numel() * p.element_size() for p in self.parameters)
+        return sum(p.nbytes for p in self.parameters)
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """(description, tensors): parameters first, then optimizer state. The tensors are live; the caller keeps
@@ -160,15 +159,6 @@ class Replicated:
                     found.append(((place, number, key), data))
         found.sort(key=lambda each: each[0])  # optimizers have their parameters in the order of first gradients
         return [(place, data) for (place, _, _), data in found]
-
-    def checksums(self, leave_out: Collection[int] = ()) -> list[int]:
-        """64-bit checksum of each parameter together with its optimizer state.
-
-        Args:
-            leave_out: places of parameters that may differ: only their optimizer state counts.
-        """
-        found = self.summed(leave_out)
-        return combined(len(self.parameters), [place for place, _ in found], [checksum(data) for _, data in found])
 
 
 def pack(description: Any) -> torch.Tensor:

@@ -50,7 +50,7 @@ class Loose:
     @property
     def small(self) -> bool:
         """Whether a copy of all parameters costs little memory."""
-        return sum(p.numel() * p.element_size() for p in self._replicated.parameters) <= SMALL
+        return sum(p.nbytes for p in self._replicated.parameters) <= SMALL
 
     def capture(self) -> dict[int, torch.Tensor]:
         """Values by place; the tensors are live."""

@@ -38,8 +38,8 @@ def _folder_of(folder: Path) -> Path:
 
 def _commit(meta: Any, folder: Path) -> bytes:
     where = _folder_of(folder)
-    digests = {f"rank{rank}": store.write_part(where, _STEP, f"rank{rank}", b"part" * rank) for rank in range(2)}
-    store.commit(where, _STEP, digests, meta, {"rank0": 0, "rank1": 4})
+    digests = {f"rank{rank}": store.copy_part(where, _STEP, f"rank{rank}", [b"part"], 4) for rank in range(2)}
+    store.commit(where, _STEP, digests, meta, {"rank0": 4, "rank1": 4})
     return (where / store.folder_name(_STEP) / store.MANIFEST).read_bytes()
 
 
@@ -55,7 +55,7 @@ def _use(data: bytes, folder: Path) -> Any:
     where = _folder_of(folder)
     _load(data, folder)
     store.survey(where)
-    store.newest_valid(where, world_size=2)
+    store.committed(where, world_size=2)
     contents = lineage.contents(folder / "checkpoints")
     for command in (*contents.commands(), _COMMAND):
         str(lineage.next_start(contents, command))
@@ -106,7 +106,7 @@ def _inner_mark(meta: Any, folder: Path) -> bytes:
 def _part(payload: bytes, folder: Path) -> bytes:
     where = folder / "parts"
     shutil.rmtree(where, ignore_errors=True)
-    store.commit(where, _STEP, {"rank0": store.write_part(where, _STEP, "rank0", payload)}, {})
+    store.commit(where, _STEP, {"rank0": store.copy_part(where, _STEP, "rank0", [payload], len(payload))}, {})
     return payload
 
 

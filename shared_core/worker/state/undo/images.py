@@ -78,7 +78,7 @@ class Buffers:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         buffers = [*self._more, *(buffer for _, buffer in self._of.values())]
-        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+        return sum(buffer.nbytes for buffer in buffers)
 
 
 class Images:

@@ -5,6 +5,7 @@ Dynamic programmes over a grid of possible places, O(N^2) for N of them. Needs N
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -138,3 +139,10 @@ def before_a_kill(t: Array, u: Array, survival: Callable[[Array], Array], cost: 
         path.append(i)
         made += 1
     return float(value[0, 0]), path
+
+
+def waste(interval_s: float, cost_s: float, hazard: float) -> float:
+    """Expected time over useful time, less 1, under failures without memory (Daly 2006): ``(e^(lambda (tau +
+    c)) - 1) / (lambda tau) - 1``.
+    """
+    return math.expm1(hazard * (interval_s + cost_s)) / (hazard * interval_s) - 1

@@ -1,0 +1,84 @@
+"""A process that holds the imports of test jobs, and forks what runs them. Requests and answers are lines of JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Server:
+    """A server that this process has started.
+
+    Args:
+        module: what it runs.
+        preload: modules that it imports first.
+        env: more environment.
+    """
+
+    def __init__(self, module: str, preload: Sequence[str], env: dict[str, str]) -> None:
+        base = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_")}
+        base["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), base.get("PYTHONPATH")]))
+        base.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed chooses when it is imported
+        base.pop("TMPDIR", None)  # it may be gone before the server is; each job gets its own
+        self._module = module
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *preload],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=base | env,
+            start_new_session=True,
+        )
+
+    def ask(self, request: Any) -> None:
+        """Send a request, plain data."""
+        assert self._process.stdin is not None
+        say(self._process.stdin, request)
+
+    def answer(self, timeout_s: float | None = None) -> Any:
+        """The next answer; None when time is up.
+
+        Raises:
+            RuntimeError: if the server has ended.
+        """
+        assert self._process.stdout is not None
+        if timeout_s is not None and not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            return None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the server {self._module} ended with status {self._process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the server."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._process.wait()
+
+
+def say(pipe: IO[bytes], message: Any) -> None:
+    """Write a line."""
+    pipe.write(json.dumps(message).encode() + b"\n")
+    pipe.flush()
+
+
+def import_all() -> None:
+    """In a server: import the modules of its command line; those that are not installed are left out."""
+    for name in sys.argv[1:]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def pipes() -> tuple[IO[bytes], IO[bytes]]:
+    """In a server: where requests come from, and where answers go. Copies, so that a job may redirect the originals."""
+    return os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")

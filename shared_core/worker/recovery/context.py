@@ -1,0 +1,27 @@
+"""What all parts of a recovery need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.worker.comm.runtime import Runtime
+from shared_core.worker.job_store import JobStore
+from shared_core.worker.recovery.lifecycle import Lifecycle
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """One worker, as the parts of its recovery see it.
+
+    Attributes:
+        env: what the launcher told it.
+        runtime: its groups.
+        lifecycle: its phase; says when a generation is given up.
+        store: of the job.
+    """
+
+    env: WorkerEnv
+    runtime: Runtime
+    lifecycle: Lifecycle
+    store: JobStore
