@@ -124,7 +124,7 @@ class Keeping:
             for part in self._parts:
                 source, there = self._source(step, plan, d, part), self._takers(plan, d, part)
                 if source == me and self._has_all(step, d, part):
-                    having = self._held.get((step.number, d, part.kind), set())
+                    having = {me} | self._held.get((step.number, d, part.kind), set())
                     for rank in sorted({self._rank(taker) for taker in there} - having):
                         for j in range(self._topology.micro_batches):
                             self._channel.send_shaped(
