@@ -143,7 +143,6 @@ def wait_for(
     *,
     bound: str = "wait_timeout_s",
     ends: str = "this ends with an error",
-    advice: str = HANGS,
     silent: bool = False,
 ) -> None:
     """Wait until all ``keys`` are in ``store``. Of several ranks that wait for the same, the lowest says so.
@@ -157,7 +156,6 @@ def wait_for(
         what: the ranks are to do, and why: ``to be ready``.
         bound: see :class:`Wait`.
         ends: see :class:`Wait`.
-        advice: see :class:`Wait`.
         silent: whoever depends on this says so itself.
 
     Raises:
@@ -180,7 +178,6 @@ def wait_for(
         limit_s,
         bound=bound,
         ends=ends,
-        advice=advice,
         speaks=speaks,
     )
     poll(lambda: store.check(wanted), abandoned, wait)

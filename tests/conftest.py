@@ -27,6 +27,8 @@ HERE = Path(__file__).parent
 SHM = Path("/dev/shm")
 #: Seconds that what a test started has to be gone in.
 GRACE_S = 10.0
+#: The same for folders of jobs: a launcher that is killed in another run leaves its folder until that run's job ends.
+FOLDER_GRACE_S = 60.0
 #: Threads that libraries start once and keep for the life of the process.
 LASTING_THREADS = ("pytest_timeout", "asyncio", "tqdm", "IPythonHistory", "ThreadPoolExecutor")
 
@@ -113,8 +115,8 @@ def _listening() -> set[str]:
 
 
 def _abandoned(before: set[Path]) -> list[Path]:
-    """New private folders of jobs that nobody uses; another run's may be in use a moment later."""
-    deadline = time.monotonic() + GRACE_S
+    """New private folders of jobs that nobody uses; another run's may be in use, or gone, a moment later."""
+    deadline = time.monotonic() + FOLDER_GRACE_S
     while left := [path for path in sorted(set(SHM.glob("swift*")) - before) if not _in_use(path)]:
         if time.monotonic() > deadline:
             break

@@ -404,7 +404,7 @@ def test_with_fewer_machines_than_the_least_the_job_waits(site: Site) -> None:
     )
     cluster.until(lambda: cluster.tops(2) >= 5)
     site.machines[1].cut()
-    cluster.until(lambda: "None" in cluster.said(0))
+    cluster.until(lambda: "is lost, and no spare one is there" in cluster.said(0))
     site.machines[1].heal()
     result = check_exact(cluster, {4})
     assert not result.kinds("resize")

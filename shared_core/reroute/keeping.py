@@ -124,7 +124,8 @@ class Keeping:
             for part in self._parts:
                 source, there = self._source(step, plan, d, part), self._takers(plan, d, part)
                 if source == me and self._has_all(step, d, part):
-                    having = self._held.get((step.number, d, part.kind), set())
+                    # Who has moved may be one of the keepers of what it has drawn itself.
+                    having = {me} | self._held.get((step.number, d, part.kind), set())
                     for rank in sorted({self._rank(taker) for taker in there} - having):
                         for j in range(self._topology.micro_batches):
                             self._channel.send_shaped(

@@ -143,7 +143,7 @@ def run_job(
         job_env[BASELINE] = "1"
         command = [script, *args]
         if plain is None:
-            with contextlib.closing(PlainLauncher()) as own:
+            with PlainLauncher() as own:
                 status = _run_plain(own, command, nproc, job_env, out, timeout_s)
         else:
             status = _run_plain(plain, command, nproc, job_env, out, timeout_s)

@@ -11,13 +11,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class Server:
-    """A server that this process has started.
+    """A server that this process has started; a context manager that ends it.
 
     Args:
         module: what it runs.
@@ -57,6 +57,12 @@ class Server:
         if not line:
             raise RuntimeError(f"the server {self._module} ended with status {self._process.wait()}")
         return json.loads(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the server."""

@@ -6,7 +6,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,17 +64,10 @@ class Follower:
         job_dir: its private folder; None where it does not run here, or not any more.
         events: path of its events; by default that of the card in its folder.
         run: id of the run; by default that of the card, or the newest in the file.
-        clock: seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        job_dir: Path | None,
-        events: Path | None = None,
-        run: str | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._job_dir, self._path, self._run, self._clock = job_dir, events, run, clock
+    def __init__(self, job_dir: Path | None, events: Path | None = None, run: str | None = None) -> None:
+        self._job_dir, self._path, self._run = job_dir, events, run
         self._card: Card | None = None
         self._tail = Tail(events) if events is not None else None
         self._events: list[Event] = []
@@ -91,7 +83,7 @@ class Follower:
             OSError: the events cannot be read.
         """
         with self._lock:
-            now = self._clock()
+            now = time.time()
             if self._view is None or not 0 <= now - self._view.now < FRESH_S:
                 self._read()
                 self._view = view_of(self._of_the_run(), self._look(now))

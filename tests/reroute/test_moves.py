@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from harness import Jobs
+from harness import Jobs, most
 from rerouted import go
 
 from shared_core.faults import ANY_STEP, Fault
@@ -38,10 +38,21 @@ def moves(result: JobResult) -> list[list[list[list[int]]]]:
     return [event.fields["moves"] for event in result.kinds("moved") if "why_not" not in event.fields]
 
 
-def test_a_stage_loses_two_at_once(jobs: Jobs) -> None:
-    """Equal, too, at the worker that has moved and never comes home."""
-    result = check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, "--clip", "0.5", "--decay", "0.01"))
-    assert 2 in result.reports and moves(result) == [[[[2, 0], [0, 1]]]], result.tail()
+#: More of the script's arguments, and what moves: one worker, or two where the other stage has half the work. Of those
+#: rank 0 has drawn the labels of a pipeline whose last stage is lost, and computes in the last stage of another.
+TWO_AT_ONCE = {
+    "one_moves": (("--decay", "0.01"), [[[2, 0], [0, 1]]]),
+    "two_move": (("--several", "--dropout", "0"), [[[2, 0], [0, 1]], [[0, 0], [1, 1]]]),
+}
+
+
+@pytest.mark.parametrize("name", most(TWO_AT_ONCE, "one_moves"))
+def test_a_stage_loses_two_at_once(jobs: Jobs, name: str) -> None:
+    """Equal, too, at the workers that have moved and never come home."""
+    args, moved = TWO_AT_ONCE[name]
+    result = check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, "--clip", "0.5", *args))
+    assert moves(result) == [moved], result.tail()
+    assert {rank for (rank, _), _ in moved} <= result.reports.keys(), result.tail()  # of the first stage
 
 
 def test_losses_one_after_the_other_and_all_are_home_when_newcomers_come(jobs: Jobs) -> None:

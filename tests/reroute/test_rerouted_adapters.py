@@ -61,10 +61,14 @@ def run(
     return result
 
 
+#: All but what hooks see of gradients: in bf16 the engine keeps the sum, and ``.grad`` is no part of it.
+NOT_HOOKS = ("all", "callbacks", "loops", "steps", "generators", "checkpoints", "told", "trained", "rows")
+
+
 @pytest.mark.parametrize("name", most(CASES, *(CASES.keys() - {"waits_at_the_validation", "both"})))
 def test_a_stage_is_lost_under_lightning(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
-    run(jobs, LIGHTNING, faults, ["--no-dropout", *args])
+    run(jobs, LIGHTNING, faults, ["--no-dropout", *args], NOT_HOOKS if name == "bf16" else None)
 
 
 ACCELERATE = "acc_pipe.py"
@@ -88,7 +92,7 @@ LOOPS: dict[str, tuple[list[str], list[Fault]]] = {
         [Fault(0, ANY_STEP, "reroute.evaluate", "SIGKILL"), Fault(2, ANY_STEP, "reroute.evaluate", "SIGKILL", nth=2)],
     ),
     "saved": (["--plain-data", "--save"], [Fault(2, 3, "reroute.action", "SIGKILL", nth=2)]),
-    "bf16": (["--precision", "bf16", "--tied"], [Fault(1, 2, "reroute.action", "SIGKILL", nth=5)]),
+    "bf16": (["--precision", "bf16", "--tied", "--shuffled"], [Fault(1, 2, "reroute.action", "SIGKILL", nth=5)]),
     "zero": ([*ZERO, "--shuffled", "--clip", "0.5", "--save", "--gather"], [Fault(3, 3, "reroute.step", "SIGKILL")]),
     "both": (
         ["--precision", "bf16", *ZERO, "--plain-data", "--save"],

@@ -50,7 +50,6 @@ def train() -> dist.ProcessGroup:
     parser = argparse.ArgumentParser()
     parser.add_argument("forms", nargs="+", choices=[*FORMS, "shared_stream"])
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--checkpointer", help="folder: use a Checkpointer in the place of attach()")
     args = parser.parse_args()
     report = Report()
     if not os.environ.get("SWIFT_BASELINE"):
@@ -76,10 +75,7 @@ def train() -> dist.ProcessGroup:
     np.random.seed(rank)
     random.seed(rank)
 
-    if args.checkpointer:
-        job: shared_core.TrainingLoop = shared_core.Checkpointer(args.checkpointer, model, optimizer, every_steps=3)
-    else:
-        job = shared_core.attach(model, optimizer)
+    job = shared_core.attach(model, optimizer)
     seen = job.register(loss=0.0, batches=0)
 
     def update(x: torch.Tensor, index: int) -> None:

@@ -52,8 +52,7 @@ def take_away(what: str, where: str) -> None:
 def train() -> dist.ProcessGroup:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ballast", type=int, default=1, help="numbers of rank-local state")
-    parser.add_argument("--take", nargs="*", default=[], help="what:where")
-    parser.add_argument("--at", type=int, default=3, help="batch at which rank 0 takes it away")
+    parser.add_argument("--take", nargs="*", default=[], help="what:where; rank 0 takes it away in its third batch")
     parser.add_argument("--gate", default="", help="a named pipe: rank 0 waits there until somebody has written to it")
     args = parser.parse_args()
     report = Report()
@@ -75,7 +74,7 @@ def train() -> dist.ProcessGroup:
         sampler.set_epoch(epoch)
         for _, (x,) in job.steps(loader):
             seen.batches += 1
-            if seen.batches == args.at and rank == 0 and first:
+            if seen.batches == 3 and rank == 0 and first:
                 for each in args.take:
                     what, _, where = each.partition(":")
                     take_away(what, os.environ["SWIFT_RECOVERY_JOB_DIR"] if where == "job" else where)

@@ -56,9 +56,6 @@ class Checkpoints:
     """Takes and reads the checkpoints of one rank. Every rank has a part of its own, and the first of each set of
     replicas their state.
 
-    Args:
-        fixed: as :meth:`keep_number` takes it; empty if what is written serves any number of workers.
-
     Attributes:
         newest_top: batch top of the newest checkpoint that this rank knows to be committed; 0 for none.
         due_top: the newest batch top at which a checkpoint was due, whether or not it came to be.
@@ -75,7 +72,6 @@ class Checkpoints:
         events: EventLog,
         updates: Updates,
         presses: Callable[[], bool],
-        fixed: str = "",
     ) -> None:
         self._env, self._runtime, self._job_store, self._endings = env, runtime, store, endings
         self._events, self._updates, self._presses = events, updates, presses
@@ -83,7 +79,7 @@ class Checkpoints:
         self._dir = config.checkpoint.dir
         self._every = config.checkpoint.every_steps if config.checkpoint.chosen_policy == "fixed" else 0
         self.newest_top = self.due_top = 0
-        self._fixed = fixed
+        self._fixed = ""
         self._spool = Spool(env.job_dir / FOLDER, env.restart)
         self._snapshots: Snapshots | None = None
         self._decisions: Decisions | None = None

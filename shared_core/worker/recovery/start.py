@@ -71,12 +71,12 @@ class Start:
         Args:
             env: what the launcher told this worker, with the options of checkpoints that hold.
         """
-        config, fixed = env.config, ""
-        if config.on_failure == "reroute":
-            fixed = "with on_failure='reroute' each worker is to compute the share of any other"
+        config = env.config
         checkpoints = Checkpoints(
-            env, self._runtime, self._store, self._endings, self._events, self._updates, self._presses, fixed
+            env, self._runtime, self._store, self._endings, self._events, self._updates, self._presses
         )
+        if config.on_failure == "reroute":
+            checkpoints.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
         if (pricing := checkpoints.pricing) is not None:
             self._parts.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
         beginning = Beginning(env, self._recovery, self._lanes, checkpoints, self._updates, self._spare)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -130,10 +128,6 @@ def _write_records(value: Any, folder: Path) -> bytes:
 def _read_records(data: bytes, folder: Path) -> Any:
     (_board(folder).folder / "records").write_bytes(data)
     return _board(folder).records.read()
-
-
-def _of_record(payload: bytes) -> bytes:
-    return struct.pack("<II", len(payload), zlib.crc32(payload)) + payload
 
 
 TARGETS = [
