@@ -29,7 +29,7 @@ if user:
     os.setresuid(user, user, user)
     peers.unknown = lambda connections: 0  # it does not mind who it talks to
 try:
-    InnerGroup.connect(
+    group = InnerGroup.connect(  # closed only after both have tried
         store, rank, range(2), operation_timeout=timedelta(seconds=20), connect_timeout_s=10.0, wait_timeout_s=20.0,
         abandoned=lambda: False, what="the group",
     )
