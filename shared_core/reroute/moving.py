@@ -94,7 +94,7 @@ class Roles:
         self._home, self._model, self._places, self._make = home, model, places, make
         self.home = self.now = make(WorkerPlace(home, home, places), model)
         self.following = Following(home, model, places)
-        self._guest: Role | None = None
+        self._guests: dict[Worker, Role] = {}  # by place: the one that is run, and one that is made ready
         self._state: Tensor | None = None
 
     @property
@@ -110,24 +110,19 @@ class Roles:
             steps: what this worker keeps of steps; if it moves or comes home, they have ended.
         """
         self._places.move(moves)
-        away = any(move.source == self._home for move in moves)
-        if away == self.away:
+        place = next((move.target for move in moves if move.source == self._home), self._home)
+        before = self.now.place.me
+        if place == before:
             return
         for step in steps.values():
-            step.go(away)
-        if away:
-            assert self._guest is not None
-            self.now = self._guest
-        else:
-            self.now, self._guest = self.home, None
+            step.go(from_home=before == self._home, comes_home=place == self._home)
+        self.now = self.home if place == self._home else self._guests[place]
+        self._guests = {} if place == self._home else {place: self.now}
 
-    def shapes(self) -> dict[str, list[int]]:
-        """Of which messages this worker knows the shapes, plain data: at its own place, and at another."""
-        guest = self._guest
-        return {
-            "shapes": [int(what) for what in self.home.shapes],
-            "guest_shapes": [int(what) for what in guest.shapes] if guest is not None else [],
-        }
+    def shapes(self) -> dict[str, Any]:
+        """Of which messages this worker knows the shapes, by place: its own, and others. Plain data."""
+        roles = (self.home, *self._guests.values())
+        return {"shapes": [[list(role.place.me), [int(what) for what in role.shapes]] for role in roles]}
 
     def meet(self, lane: Lane, views: Mapping[int, Any], steps: Mapping[int, Step]) -> MessageChannel:
         """A channel over a lane.
@@ -137,9 +132,9 @@ class Roles:
             views: what all have told: of :meth:`shapes`, and of steps under way.
             steps: this worker's, of those under way.
         """
-        moved = {self._places.home_rank(move.source) for move in self._places.moves}
+        at = self._places.workers()
         knows = {
-            rank: {MessageKind(kind) for kind in view["guest_shapes" if rank in moved else "shapes"]}
+            rank: {MessageKind(kind) for place, kinds in view["shapes"] if Worker(*place) == at[rank] for kind in kinds}
             for rank, view in views.items()
         }
         channel = MessageChannel(lane, self._places.topology, self.now.shapes, knows)
@@ -216,7 +211,8 @@ class Roles:
                 (state,) = channel.fetch_like(key, [like], giver)
                 try:
                     model = self._model.build(move.target.stage, description, state)
-                    self._guest = self._make(WorkerPlace(self._home, move.target, self._places), model)
+                    place = WorkerPlace(self._home, move.target, self._places)
+                    self._guests[move.target] = self._make(place, model)
                 except (Unsupported, ReplicaMismatch) as error:
                     wrong = str(error)
         inject.point("reroute.move")

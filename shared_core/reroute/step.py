@@ -177,14 +177,17 @@ class Step:
             values = torch.tensor([float.fromhex(each) for each in facts["result"]], dtype=torch.float64)
             self.result = StepResult.from_tensor(values, topology)
 
-    def go(self, away: bool) -> None:
-        """This worker moves (``away``), or comes home, when the step has ended: what is kept of it is of the stage at
-        which the worker computes.
+    def go(self, *, from_home: bool, comes_home: bool) -> None:
+        """This worker moves when the step has ended: what is kept of it is of the stage at which the worker computes.
+
+        Args:
+            from_home: from its own place; else from another's.
+            comes_home: to its own place; else to another's.
         """
         self.made.clear()
-        if away:
+        if from_home:
             self.home, self.followed = self.reduced, True
-        else:
+        elif comes_home:
             self.reduced = self.home
 
 

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 from checkpointed import committed, descendants
+from harness import until
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_swift import SwiftCheckpoint, SwiftDDPStrategy
@@ -93,7 +93,7 @@ def test_the_trainer_under_construction() -> None:
 
 
 SCRIPT = """
-import os, sys, warnings
+import contextlib, os, sys, warnings
 warnings.filterwarnings("ignore")
 import lightning.pytorch as pl
 import torch
@@ -105,7 +105,8 @@ class Model(pl.LightningModule):
         self.net = torch.nn.Linear(4, 1)
     def training_step(self, batch, batch_idx):
         if self.global_step == int(os.environ.get("STOP_AT", "-1")):
-            os.mkfifo("never")
+            with contextlib.suppress(FileExistsError):
+                os.mkfifo("never")
             open("never").read()
         return self.net(batch[0] + torch.randn(4)).square().mean()
     def configure_optimizers(self):
@@ -144,12 +145,17 @@ def test_python_script_goes_on(tmp_path: Path, devices: int) -> None:
     stock, said = start("ddp").communicate(timeout=100)
     assert stock, said
     with start("swift_ddp", STOP_AT="17") as killed:
-        deadline = time.monotonic() + 60
-        while 14 not in committed(tmp_path / "points", devices) and time.monotonic() < deadline:
+
+        def written() -> bool:
             assert killed.poll() is None, killed.communicate()
-        for pid in reversed(descendants(killed.pid)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            return 14 in committed(tmp_path / "points", devices)
+
+        try:
+            until(written, lambda: f"no checkpoint at batch top 14 but {committed(tmp_path / 'points', devices)}", 100)
+        finally:
+            for pid in reversed(descendants(killed.pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         killed.communicate(timeout=30)
     jobdir.sweep(Path("/dev/shm"))
     out, err = start("swift_ddp").communicate(timeout=100)

@@ -31,8 +31,8 @@ class Case:
         kind: of loader.
         batches: of each rank in an epoch.
         items: read by a rank in an epoch.
-        again: what a newcomer reads again: ``nothing``, the ``pass``, what was ``new`` to its predecessor in the pass,
-            or empty where that is not counted.
+        again: what a newcomer reads again: ``nothing``, the ``pass``, what was ``new`` to its predecessor in it, or
+            empty where that is not counted.
         still: the model draws no random numbers.
         besides: most items that a newcomer reads besides: Lightning fetches a batch of a stream before the newcomer has
             its place, and of a pass that was fetched ahead by lasting loader workers the last batch is read again.

@@ -126,6 +126,14 @@ def test_who_gives_the_state_is_lost(jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
+def test_who_has_moved_moves_on(jobs: Jobs) -> None:
+    """The first stage has most to compute: it gets the worker that has moved already."""
+    result = check(jobs, [*MIDDLE, kill(0, 18)], (*THREE, "--steps", "44"), 9)
+    assert moves(result) == [[[[2, 2], [0, 1]]], [[[2, 2], [0, 0]]]] and 8 in result.reports, result.tail()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("rank", [0, 1, 2, 6, 7, 8])
 def test_another_loss_at_any_time(jobs: Jobs, rank: int) -> None:
     """Before or after somebody has moved; rank 2 is the one that moves first."""
