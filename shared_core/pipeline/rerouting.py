@@ -264,6 +264,10 @@ class _Layers:
         self._state = StageState(engine)
 
     @property
+    def module(self) -> nn.Module:
+        return self._engine.module  # type: ignore[no-any-return]
+
+    @property
     def parameters(self) -> Sequence[nn.Parameter]:
         return self._parameters
 
@@ -302,10 +306,12 @@ class _Layers:
             self._shapes = shapes
         return items
 
-    def forward(self, inputs: Tensors, labels: Tensors | None, pipeline: int, micro_batch: int) -> Tensors:
+    def forward(
+        self, inputs: Tensors, labels: Tensors | None, pipeline: int, micro_batch: int, step: int | None = None
+    ) -> Tensors:
         engine, before = self._engine, RawRandom()
         module = engine.module
-        module.micro_offset = engine.offset_of(micro_batch, pipeline)
+        module.micro_offset = engine.offset_of(micro_batch, pipeline, step)
         copies = tuple(t.clone() for t in inputs)
         if compat.checkpoints_reentrantly(engine):  # else the first stage's parameters would get no gradients
             copies = tuple(t if t.requires_grad else t.requires_grad_(t.is_floating_point()) for t in copies)

@@ -9,7 +9,7 @@ import argparse
 import torch
 import torch.distributed as dist
 from beginning import begin
-from copies import hold
+from shared_core.testing.copies import hold
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 

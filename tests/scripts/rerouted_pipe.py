@@ -14,7 +14,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 import torch.distributed as dist
-from copies import Copies, hold
+from shared_core.testing.copies import Copies, hold
 from torch import nn
 
 from shared_core.testing.digest import digest, training_digest

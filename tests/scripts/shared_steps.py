@@ -7,7 +7,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from copies import Copies, hold
+from shared_core.testing.copies import Copies, hold
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 

@@ -1,4 +1,4 @@
-"""What scripts share that wait for copies of the state, which are made while the others train."""
+"""For scripts of tests: waiting for newcomers' copies of the state, which are made while the others train."""
 
 from __future__ import annotations
 
