@@ -73,9 +73,10 @@ class Rerouting:
         self._stepped_at = -1
         self._prepared: tuple[frozenset[Worker], int] = (frozenset(), -1)
         self._layers = _Layers(engine, job, whole)
+        self._places = Places(self._topology, self._rank)
         self._executor = Executor(
             self._me,
-            Places(self._topology, self._rank),
+            self._places,
             self._layers,
             job.lanes.lane,
             lambda: bool(job.lanes.knocking()),
@@ -106,7 +107,7 @@ class Rerouting:
         plans.fill(lost)
         before, self._prepared = self._prepared, (lost, plans.since)
         if self._prepared != before and executor.connected and self._job.rank == executor.lane.ranks[0]:
-            facts = plans.facts(lost, switched=plans.since != before[1])
+            facts = plans.facts(lost, self._places.moves, switched=plans.since != before[1])
             self._job.news.emit("planned", **facts)
             if "drifted" in facts:
                 console(drift_line(facts))

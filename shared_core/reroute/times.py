@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
+from shared_core.schedule.normalise import Move
 from shared_core.schedule.profile import COMMUNICATION
 from shared_core.schedule.schedule import Kind, Worker
 from shared_core.schedule.timing import StageTimes, Times
@@ -167,6 +168,20 @@ def rounded(times: Times) -> Times:
     # Never nothing: a plan that leaves messages some time is as short, and a late one then delays nobody.
     made, own = tuple(of(one) for one in times.stages), tuple((worker, of(one)) for worker, one in times.own)
     return replace(times, stages=made, own=own, communication=max(1.0, whole(times.communication)))
+
+
+def second_update(times: Times, moves: Sequence[Move]) -> float:
+    """The longest that a worker which computes elsewhere takes for the update of its own stage; 0 without moves."""
+    return max((times.of_stage(move.source.stage).optimizer for move in moves), default=0.0)
+
+
+def with_second_updates(times: Times, moves: Sequence[Move]) -> Times:
+    """Durations with both updates of workers that compute elsewhere, one after the other: there, and of their own."""
+    own = dict(times.own)
+    for move in moves:
+        at = times.at(move.target)
+        own[move.target] = replace(at, optimizer=at.optimizer + second_update(times, [move]))
+    return replace(times, own=tuple(sorted(own.items())))
 
 
 def to_dict(times: Times) -> dict[str, Any]:

@@ -83,22 +83,22 @@ def test_a_newcomer_does_not_wait_for_another(jobs: Jobs, name: str) -> None:
 
 def sums(rank: int) -> Fault:
     """It is lost before its stage has its sum of gradients, when the first of the faults has struck."""
-    return kill(rank, 3, 1, "reroute.reduce", after=0)
+    return kill(rank, 4, 1, "reroute.reduce", after=0)
 
 
 #: Neighbors in a pipeline are lost when the stage of the first fault has made its update and that of the others has no
-#: sum: arguments, number of workers, faults.
+#: sum: arguments, number of workers, faults. In step 4, because at the end of step 3 all wait for all.
 NEIGHBORS: dict[str, tuple[Sequence[str], int, list[Fault]]] = {
-    "the_last_stage_is_ahead": ((), 4, [kill(2, 4, 1), sums(0)]),
-    "the_first_stage_is_in_the_next_step": ((), 4, [kill(0, 4, 3), sums(2)]),
-    "an_update_that_may_be_taken_back": (("--clip", "1000"), 4, [kill(2, 3, 1, "update.after"), sums(0)]),
-    "several_tensors_between_stages": (("--several",), 4, [kill(0, 4, 3), sums(2)]),
-    "the_first_stage_evaluates": (("--evaluate-after", "3"), 4, [kill(0, 4, 1, "reroute.evaluate"), sums(2)]),
-    "before_the_end": (("--steps", "3"), 4, [kill(2, 3, 1, "update.after"), sums(0)]),
-    "the_middle_stage_is_ahead": (("--stages", "3"), 6, [kill(2, 4, 1), sums(0), sums(4)]),
-    "the_middle_stage_is_behind": (("--stages", "3"), 6, [kill(0, 4, 3), sums(2), kill(4, 4, 1, after=0)]),
+    "the_last_stage_is_ahead": ((), 4, [kill(2, 5, 1), sums(0)]),
+    "the_first_stage_is_in_the_next_step": ((), 4, [kill(0, 5, 3), sums(2)]),
+    "an_update_that_may_be_taken_back": (("--clip", "1000"), 4, [kill(2, 4, 1, "update.after"), sums(0)]),
+    "several_tensors_between_stages": (("--several",), 4, [kill(0, 5, 3), sums(2)]),
+    "the_first_stage_evaluates": (("--evaluate-after", "4"), 4, [kill(0, 5, 1, "reroute.evaluate"), sums(2)]),
+    "before_the_end": (("--steps", "4"), 4, [kill(2, 4, 1, "update.after"), sums(0)]),
+    "the_middle_stage_is_ahead": (("--stages", "3"), 6, [kill(2, 5, 1), sums(0), sums(4)]),
+    "the_middle_stage_is_behind": (("--stages", "3"), 6, [kill(0, 5, 3), sums(2), kill(4, 5, 1, after=0)]),
     # Rank 4 makes again what ranks 0 and 3 had passed to each other, until it is lost too.
-    "who_makes_it_again_is_lost": ((), 6, [kill(3, 4, 1), sums(0), kill(4, 4, 3, "reroute.forward")]),
+    "who_makes_it_again_is_lost": ((), 6, [kill(3, 5, 1), sums(0), kill(4, 5, 3, "reroute.forward")]),
 }
 
 
