@@ -93,10 +93,8 @@ class Finishing:
                 self.channel.send(MessageKey(step.number, MessageKind.READ, s, d), [torch.zeros(1)], self._rank(worker))
 
     def _await_read(self, step: Step, plan: StepPlan) -> None:
-        """Wait until the stage before has all gradients of this one, before this one makes its update.
-
-        So a lost worker's seldom have to be made again with the parameters of before. It costs nothing: the stage
-        before has to be through with them before it sends anything of the next step.
+        """Wait until the stage before has all gradients of this one, before this one makes its update: so a lost worker's
+        seldom have to be made again. It costs nothing: before that, the stage before sends nothing of the next step.
         """
         for worker, row in plan.plan.schedule.rows.items():
             if worker.stage == self._me.stage - 1 and any(map(_goes_back, row)):
