@@ -34,7 +34,7 @@ from benchmarks.pipeline_model import COMPUTE, ENV, OPTIMIZER
 from benchmarks.recovery import PATIENCE_S, wait
 from benchmarks.recovery_traces import Traces
 from shared_core.events import Event, read_events
-from shared_core.reroute.times import with_second_updates
+from shared_core.reroute.times import second_updates
 from shared_core.schedule.normalise import Move
 from shared_core.schedule.planner import plan
 from shared_core.schedule.problem import Variant
@@ -92,8 +92,8 @@ class Case:
         """Seconds from one step to the next that are planned, of slots alone, with two updates at who has moved."""
         times = Times((StageTimes(optimizer=OPTIMIZER),), data_apart=True)
         found = plan(self.topology, lost, times=times, variant=self.variant)
-        staggered, both = self.variant is Variant.STAGGERED, with_second_updates(times, moves)
-        return simulate(found.schedule, both, staggered=staggered).period * COMPUTE[self.compute].slot_s
+        staggered, late = self.variant is Variant.STAGGERED, second_updates(times, moves)
+        return simulate(found.schedule, times, staggered=staggered, late=late).period * COMPUTE[self.compute].slot_s
 
 
 @dataclass

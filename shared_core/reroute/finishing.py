@@ -93,7 +93,7 @@ class Finishing:
                 self.channel.send(MessageKey(step.number, MessageKind.READ, s, d), [torch.zeros(1)], self._rank(worker))
 
     def _await_read(self, step: Step, plan: StepPlan) -> None:
-        """Wait until the stage before has all gradients of this one, before this one makes its update: so a lost worker's
+        """Wait until the stage before has all gradients of this one, which makes its update then: so a lost worker's
         seldom have to be made again. It costs nothing: before that, the stage before sends nothing of the next step.
         """
         for worker, row in plan.plan.schedule.rows.items():

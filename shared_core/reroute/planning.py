@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from shared_core.errors import ConfigError
 from shared_core.reroute.plan_cache import Filling, PlanStore, Settings
 from shared_core.reroute.room import MemoryUse, room_of
-from shared_core.reroute.times import EQUAL, drifts, from_dict, rounded, to_dict, with_second_updates
+from shared_core.reroute.times import EQUAL, drifts, from_dict, rounded, second_updates, to_dict
 from shared_core.schedule.check import Memory
 from shared_core.schedule.normalise import Move
 from shared_core.schedule.planner import IterationPlan
@@ -224,7 +224,8 @@ class Plans:
 
     def seconds(self, schedule: Schedule, staggered: bool, moves: Sequence[Move] = ()) -> float:
         """What an iteration takes, by the measured times."""
-        return simulate(schedule, with_second_updates(self.times or EQUAL, moves), staggered=staggered).period
+        times = self.times or EQUAL
+        return simulate(schedule, times, staggered=staggered, late=second_updates(times, moves)).period
 
     def rest(self, schedule: Schedule, staggered: bool, done: Collection[Action]) -> float:
         """What the rest of an iteration takes, to the end of its updates, by the measured times."""

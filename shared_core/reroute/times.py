@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import median, median_low
 from typing import Any, NamedTuple
@@ -170,18 +170,9 @@ def rounded(times: Times) -> Times:
     return replace(times, stages=made, own=own, communication=max(1.0, whole(times.communication)))
 
 
-def second_update(times: Times, moves: Sequence[Move]) -> float:
-    """The longest that a worker which computes elsewhere takes for the update of its own stage; 0 without moves."""
-    return max((times.of_stage(move.source.stage).optimizer for move in moves), default=0.0)
-
-
-def with_second_updates(times: Times, moves: Sequence[Move]) -> Times:
-    """Durations with both updates of workers that compute elsewhere, one after the other: there, and of their own."""
-    own = dict(times.own)
-    for move in moves:
-        at = times.at(move.target)
-        own[move.target] = replace(at, optimizer=at.optimizer + second_update(times, [move]))
-    return replace(times, own=tuple(sorted(own.items())))
+def second_updates(times: Times, moves: Iterable[Move]) -> dict[Worker, float]:
+    """What workers that compute elsewhere take, after the update there, for that of their own stage; by place there."""
+    return {move.target: times.of_stage(move.source.stage).optimizer for move in moves}
 
 
 def to_dict(times: Times) -> dict[str, Any]:
