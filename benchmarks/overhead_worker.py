@@ -163,7 +163,7 @@ def main() -> None:
         trainer.close()
     if options.system == "torchft":
         os._exit(0)  # its threads do not end by themselves
-    if options.system == "swift":
+    if options.system.startswith("swift"):
         job.entries.done(None)
     dist.barrier()  # gloo may hang when its last operation was DDP's own, and the group goes with the model
     dist.destroy_process_group()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 #: Environment of the workers: DeepSpeed is to use the processor.
 ENV = {"DS_ACCELERATOR": "cpu"}
@@ -155,7 +156,8 @@ def engine(
     else:
         made, *_ = deepspeed.initialize(model=net, config=config)
     if compute.halves:
-        made.optimizer.register_step_pre_hook(lambda *_: time.sleep(OPTIMIZER * compute.slot_s))
+        # Of all optimizers: who computes at another stage has one of that stage, too.
+        register_optimizer_step_pre_hook(lambda *_: time.sleep(OPTIMIZER * compute.slot_s))
     return made, net, data(compute, made.grid.get_data_parallel_rank())
 
 

@@ -34,10 +34,12 @@ from benchmarks.pipeline_model import COMPUTE, ENV, OPTIMIZER
 from benchmarks.recovery import PATIENCE_S, wait
 from benchmarks.recovery_traces import Traces
 from shared_core.events import Event, read_events
+from shared_core.reroute.times import second_updates
+from shared_core.schedule.normalise import Move
 from shared_core.schedule.planner import plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
-from shared_core.schedule.timing import StageTimes, Times
+from shared_core.schedule.timing import StageTimes, Times, simulate
 
 SCRIPT = Path(__file__).with_name("reroute_worker.py")
 #: Steps that are not looked at in the beginning: in them all is measured, and plans are made.
@@ -86,10 +88,12 @@ class Case:
         """Rank of a place."""
         return worker.stage * self.topology.pipelines + worker.pipeline
 
-    def slots(self, lost: Sequence[Worker]) -> float:
-        """Seconds from one step to the next that are planned, of slots alone."""
+    def slots(self, lost: Sequence[Worker], moves: Sequence[Move] = ()) -> float:
+        """Seconds from one step to the next that are planned, of slots alone, with two updates at who has moved."""
         times = Times((StageTimes(optimizer=OPTIMIZER),), data_apart=True)
-        return plan(self.topology, lost, times=times, variant=self.variant).period * COMPUTE[self.compute].slot_s
+        found = plan(self.topology, lost, times=times, variant=self.variant)
+        staggered, late = self.variant is Variant.STAGGERED, second_updates(times, moves)
+        return simulate(found.schedule, times, staggered=staggered, late=late).period * COMPUTE[self.compute].slot_s
 
 
 @dataclass
@@ -103,6 +107,7 @@ class Phase:
         first_s: until the first re-routed instruction.
         extra_s, predicted_s: of the step with the kill.
         moved_s: what the move took before these steps, if there was one.
+        moves: who had moved.
         load: of the machine, at the end.
     """
 
@@ -114,6 +119,7 @@ class Phase:
     extra_s: float | None = None
     predicted_s: float | None = None
     moved_s: float | None = None
+    moves: tuple[Move, ...] = ()
 
 
 class Straggling(NamedTuple):
@@ -252,13 +258,12 @@ class Run:
         if "why_not" in moved.fields:
             raise RuntimeError(f"{self.case.name}: nobody moved: {moved.fields['why_not']}")
         self.traces.refresh()
-        places = set(lost)
-        for source, target in moved.fields["moves"]:
-            places = places - {Worker(*target)} | {Worker(*source)}
-        vacant = tuple(sorted(places))
+        moves = tuple(Move(Worker(*source), Worker(*target)) for source, target in moved.fields["moves"])
+        places = set(lost) - {move.target for move in moves} | {move.source for move in moves}
+        vacant, took_s = tuple(sorted(places)), float(moved.fields["took_s"])
         period = self.period(int(moved.fields["step"]) + 2, others)
-        say(f"{self.case.name}: vacant {vacant}: period {period:.3f} s (slots {self.case.slots(vacant):.3f} s)")
-        return Phase(vacant, period, self.expected(vacant), os.getloadavg()[0], moved_s=float(moved.fields["took_s"]))
+        say(f"{self.case.name}: vacant {vacant}: period {period:.3f} s (slots {self.case.slots(vacant, moves):.3f} s)")
+        return Phase(vacant, period, self.expected(vacant), os.getloadavg()[0], moved_s=took_s, moves=moves)
 
     def await_newcomer(self, others: Sequence[int], normal_s: float, re_routed_s: float) -> float:
         """How much later the others are for having let a newcomer in."""
@@ -308,7 +313,7 @@ def rows_of(outcome: Outcome) -> list[Row]:
         name = f"{case.name}, {len(phase.lost)} lost{'' if phase.moved_s is None else ', one moved'}"
         rows.append(Row(name, "period", phase.period_s, "s"))
         if emulated:
-            slots = case.slots(phase.lost)
+            slots = case.slots(phase.lost, phase.moves)
             rows.append(Row(name, "period, plan in slots", slots, "s"))
             rows.append(
                 at_most(name, "period / plan in slots - 1", phase.period_s / slots - 1, "of the plan", PERIOD_TARGET)
@@ -321,7 +326,7 @@ def rows_of(outcome: Outcome) -> list[Row]:
         ratio = normal / phase.period_s
         rows.append(Row(name, "throughput / without a loss", ratio, "times"))
         if emulated:
-            rows.append(Row(name, "the same, planned", case.slots(()) / case.slots(phase.lost), "times"))
+            rows.append(Row(name, "the same, planned", case.slots(()) / case.slots(phase.lost, phase.moves), "times"))
             if (
                 case.variant is Variant.STAGGERED
                 and len(phase.lost) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -44,14 +45,17 @@ def test_many_random_faults(how: str) -> None:
 
 
 def test_losses_of_rerouted_pipelines_leave_each_stage_a_replica() -> None:
-    ends = 0
+    ends, copied = 0, Counter[str]()
     for model, world in soak.REROUTED.items():
         pipelines = world // soak.PIPELINES[model]
         for number in range(200):
-            ranks = {fault.rank for fault in soak.plan(3, number, [model], 4, None, KINDS).faults}
+            run = soak.plan(3, number, [model], 4, None, KINDS)
+            ranks = {fault.rank for fault in run.faults}
+            copied[run.faults[-1].point if run.copies else ""] += 1
             assert all(len({rank for rank in ranks if rank // pipelines == s}) < pipelines for s in range(2)), ranks
             ends += any({d, d + pipelines} <= ranks for d in range(pipelines))
     assert ends > 200
+    assert copied["copy.take"] > 20 and copied["copy.give"] > 5 and copied.total() - copied[""] > 60
 
 
 @pytest.mark.nightly

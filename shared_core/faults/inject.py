@@ -25,11 +25,14 @@ from typing import Any
 from shared_core.errors import ConfigError
 from shared_core.events import RUN, EventLog
 from shared_core.faults.spec import ANY_STEP, EXIT_CODE, REFUSALS, Fault, dumps, loads
+from shared_core.waiting import Wait, poll
 
 FAULTS = "SWIFT_FAULTS"
 #: Process id of the launcher that was given the faults: only processes below it arm them.
 LAUNCHER = "SWIFT_FAULTS_LAUNCHER"
 STRUCK = "SWIFT_FAULTS_STRUCK"
+#: Longest that a fault waits for the one that must strike before it.
+AFTER_S = 40.0
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -229,7 +232,12 @@ def strike(fault: Fault, index: int = -1, tops: int = 0) -> None:
     Raises:
         FaultInjected: for kind ``exception``.
         OSError: for one of :data:`~shared_core.faults.spec.REFUSALS`.
+        WaitTimeout: the fault that must come before it does not strike.
     """
+    if fault.after is not None:
+        first = fault.after
+        wait = Wait(f"rank {fault.rank}, struck at {fault.point},", f"fault {first} to strike", AFTER_S, bound="after")
+        poll(lambda: first in _struck_indices(), lambda: False, wait)
     if fault.delay_s:
         timer = threading.Timer(fault.delay_s, _carry_out, (fault, index, tops))
         timer.daemon = True

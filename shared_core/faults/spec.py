@@ -141,6 +141,7 @@ class Fault:
             operation inside the optimizer update.
         incarnation: which worker of the rank: 0 the first, 1 its first replacement, and so on.
         delay_s: strike so many seconds after the point is met, wherever the worker is by then.
+        after: place in the job's list of a fault that must have struck before: the worker waits for it at the point.
 
     Raises:
         ConfigError: for a value out of range, with what is allowed.
@@ -153,17 +154,19 @@ class Fault:
     nth: int = 1
     incarnation: int = 0
     delay_s: float = 0.0
+    after: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rank", "step", "nth", "incarnation"):
+        least = {"rank": 0, "step": ANY_STEP, "nth": 1, "incarnation": 0} | ({} if self.after is None else {"after": 0})
+        for name in least:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"fault: {name} must be an int, got {value!r}")
         _one_of("point", self.point, POINTS)
         _one_of("kind", self.kind, KINDS + REFUSALS)
-        for name, least in (("rank", 0), ("step", ANY_STEP), ("nth", 1), ("incarnation", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"fault: {name} must be at least {least}, got {getattr(self, name)}")
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ConfigError(f"fault: {name} must be at least {bound}, got {getattr(self, name)}")
         number = isinstance(self.delay_s, int | float) and not isinstance(self.delay_s, bool)
         if not number or not 0 <= self.delay_s <= LONGEST_S:
             raise ConfigError(f"fault: delay_s must be a number of seconds, not negative, got {self.delay_s!r}")
@@ -201,7 +204,8 @@ class Fault:
         nth = f" #{self.nth}" if self.nth > 1 else ""
         inc = f" incarnation {self.incarnation}" if self.incarnation else ""
         late = f" +{self.delay_s}s" if self.delay_s else ""
-        return f"{self.kind} of rank {self.rank}{inc} at {self.point}{nth}, {when}{late}"
+        after = f", after fault {self.after}" if self.after is not None else ""
+        return f"{self.kind} of rank {self.rank}{inc} at {self.point}{nth}, {when}{late}{after}"
 
 
 def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:

@@ -120,6 +120,10 @@ class GuestLayers:
         self._undo: Undo | None = None
 
     @property
+    def module(self) -> nn.Module:
+        return self._stage.module
+
+    @property
     def parameters(self) -> Sequence[nn.Parameter]:
         return self._parameters
 
@@ -134,12 +138,13 @@ class GuestLayers:
     def items(self) -> list[tuple[Tensors, Tensors]]:
         return self._home.items()
 
-    def forward(self, inputs: Tensors, labels: Tensors | None, pipeline: int, micro_batch: int) -> Tensors:
+    def forward(
+        self, inputs: Tensors, labels: Tensors | None, pipeline: int, micro_batch: int, step: int | None = None
+    ) -> Tensors:
         before = RawRandom()
         copies = tuple(t.clone() for t in inputs)
-        outputs = self._stage.run(
-            copies if len(copies) > 1 else copies[0], self._engine.number_of(micro_batch, pipeline)
-        )
+        number = self._engine.number_of(micro_batch, pipeline, step)
+        outputs = self._stage.run(copies if len(copies) > 1 else copies[0], number)
         restore_raw(before)
         if labels is None:
             return as_tuple(outputs)

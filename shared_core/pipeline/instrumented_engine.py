@@ -96,14 +96,15 @@ class InstrumentedEngine(PipelineEngine):  # type: ignore[misc]
         module.seed_layers, module.base_seed = True, _LAYERS
         module.seed_fn = _LayerSeeds(self._options.seed)
 
-    def number_of(self, micro_batch: int, pipeline: int | None = None) -> int:
-        """Number of a micro-batch of the present step, of this pipeline or another, counted over all steps."""
+    def number_of(self, micro_batch: int, pipeline: int | None = None, step: int | None = None) -> int:
+        """Number of a micro-batch, of the present step and this pipeline or others, counted over all steps."""
         home = self.grid.data_parallel_id if pipeline is None else pipeline
-        return int((self.global_steps * self.grid.data_parallel_size + home) * self.micro_batches + micro_batch)
+        number = self.global_steps if step is None else step
+        return int((number * self.grid.data_parallel_size + home) * self.micro_batches + micro_batch)
 
-    def offset_of(self, micro_batch: int, pipeline: int | None = None) -> int:
+    def offset_of(self, micro_batch: int, pipeline: int | None = None, step: int | None = None) -> int:
         """``micro_offset`` of the module before its forward, from which DeepSpeed makes the number of a micro-batch."""
-        return self.number_of(micro_batch, pipeline) - 2
+        return self.number_of(micro_batch, pipeline, step) - 2
 
     # -- instructions ------------------------------------------------------------------------------
 

@@ -73,9 +73,10 @@ class Rerouting:
         self._stepped_at = -1
         self._prepared: tuple[frozenset[Worker], int] = (frozenset(), -1)
         self._layers = _Layers(engine, job, whole)
+        self._places = Places(self._topology, self._rank)
         self._executor = Executor(
             self._me,
-            Places(self._topology, self._rank),
+            self._places,
             self._layers,
             job.lanes.lane,
             lambda: bool(job.lanes.knocking()),
@@ -106,7 +107,7 @@ class Rerouting:
         plans.fill(lost)
         before, self._prepared = self._prepared, (lost, plans.since)
         if self._prepared != before and executor.connected and self._job.rank == executor.lane.ranks[0]:
-            facts = plans.facts(lost, switched=plans.since != before[1])
+            facts = plans.facts(lost, self._places.moves, switched=plans.since != before[1])
             self._job.news.emit("planned", **facts)
             if "drifted" in facts:
                 console(drift_line(facts))
@@ -264,6 +265,10 @@ class _Layers:
         self._state = StageState(engine)
 
     @property
+    def module(self) -> nn.Module:
+        return self._engine.module  # type: ignore[no-any-return]
+
+    @property
     def parameters(self) -> Sequence[nn.Parameter]:
         return self._parameters
 
@@ -302,10 +307,12 @@ class _Layers:
             self._shapes = shapes
         return items
 
-    def forward(self, inputs: Tensors, labels: Tensors | None, pipeline: int, micro_batch: int) -> Tensors:
+    def forward(
+        self, inputs: Tensors, labels: Tensors | None, pipeline: int, micro_batch: int, step: int | None = None
+    ) -> Tensors:
         engine, before = self._engine, RawRandom()
         module = engine.module
-        module.micro_offset = engine.offset_of(micro_batch, pipeline)
+        module.micro_offset = engine.offset_of(micro_batch, pipeline, step)
         copies = tuple(t.clone() for t in inputs)
         if compat.checkpoints_reentrantly(engine):  # else the first stage's parameters would get no gradients
             copies = tuple(t if t.requires_grad else t.requires_grad_(t.is_floating_point()) for t in copies)

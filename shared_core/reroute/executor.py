@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from shared_core.errors import ConfigError, InvalidSchedule, RecoveryFailed, Unsupported
+from shared_core.errors import ConfigError, InvalidSchedule, RecoveryFailed
 from shared_core.reroute.evaluating import Evaluating, Losses
 from shared_core.reroute.finishing import Finishing
+from shared_core.reroute.former import FormerParameters
 from shared_core.reroute.history import PlanHistory
-from shared_core.reroute.keeping import DataAway, Keeping, first_without_data
+from shared_core.reroute.keeping import DataAway, Keeping, data_until
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKind
 from shared_core.reroute.moving import Role, Roles
@@ -28,6 +29,7 @@ from shared_core.reroute.planning import Plans
 from shared_core.reroute.reports import Reports
 from shared_core.reroute.row_runner import RowRunner
 from shared_core.reroute.spreading import Due, as_plain, from_plain, next_change, tell
+from shared_core.reroute.standing import Standing, change_entry, standings, summed_stages, text_of
 from shared_core.reroute.step import HomeModel, Item, Options, StageModel, Step, StepResult
 from shared_core.reroute.through_losses import through_losses
 from shared_core.schedule.routing import survivors
@@ -83,11 +85,11 @@ class Executor:
     def _role(self, place: WorkerPlace, model: StageModel) -> Role:
         measuring = Measuring(place, self._planner)  # durations are of the place at which they are taken
         reports = Reports(place, self._planner, measuring, self._history)
+        former, keeping = FormerParameters(model), Keeping(place)
         finishing = Finishing(
-            place, model, self._history, self._steps, self._knocking, self._options, measuring, reports
+            place, model, former, self._history, self._steps, self._knocking, self._options, measuring, reports
         )
-        keeping = Keeping(place)
-        runner = RowRunner(place, model, self._options, finishing, keeping, measuring, self._noted)
+        runner = RowRunner(place, model, former, self._options, finishing, keeping, measuring, self._noted)
         return Role(place, model, measuring, reports, finishing, keeping, runner, {})
 
     # -- what the engine calls ---------------------------------------------------------------------
@@ -235,34 +237,38 @@ class Executor:
         missed = {entry["number"]: entry for view in views.values() for entry in view["entries"]}
         for _, entry in sorted(missed.items()):
             # A newcomer has nothing to do with changes in steps before its own.
-            older = self._history.number < 0 and any(step < self.step for step, _ in entry["at"].values())
+            older = self._history.number < 0 and any(at[0] < self.step for at in entry["at"].values())
             if entry["number"] > self._history.number and not older:
                 self._apply(entry)
         known = max(views.values(), key=lambda view: int(view["base"]))
         self._roles.take(self._places.still(from_plain(known["moves"]), lane.ranks), self._steps)
         workers, vacant = self._places.workers(), self._places.vacant(lane.ranks)
-        at = {}
-        for rank in lane.ranks:
-            step, place = views[rank]["at"]
-            if step in self._history.changed_since(views[rank]["base"]):
-                place = 0  # it has just learned of a change that others had made before
-            at[_name(workers[rank])] = [step, place]
+        changed = {rank: self._history.changed_since(view["base"]) for rank, view in views.items()}
         gone = self._places.gone(vacant)
         _refuse(self._topology, gone)
-        self._until = _first_without_data(self._topology, gone, views)
-        lost = [list(worker) for worker in sorted(vacant)]
-        entry = {"number": 2 * lane.number, "lost": lost, "ready": _all_have(views), "at": at}
-        self._apply(entry | {"until": self._until})
-        self._settled = self.step if all(step >= self.step for step, _ in at.values()) else -1
+        self._until = data_until(self._topology, gone, views)
+        at, summed = standings(workers, views, changed), summed_stages(workers, views)
+        self._apply(change_entry(2 * lane.number, vacant, views, at, summed, self._until))
+        self._settled = self.step if all(one[0] >= self.step for one in at.values()) else -1
         self._channel = self._roles.meet(lane, views, self._steps)
         self._evaluating.learn({rank: view["evaluating"] for rank, view in views.items()})
         self._roles.now.learn(self._steps, views)
         self._send_again(views)
-        self._due = next_change(self._places, self._planner, self.lost, views, max(step for step, _ in at.values()))
+        self._due = next_change(self._places, self._planner, self.lost, views, max(one[0] for one in at.values()))
         planned_s, history = time.perf_counter() - started, self._history
-        if lost:
+        if vacant:
             predicted = {"extra_s": history.extra, "rest_s": history.rest}
+            lost = [list(worker) for worker in sorted(vacant)]
             self._noted("rerouted", {"lost": lost, "step": self.step, "planned_s": planned_s} | predicted)
+        for number in sorted(self._steps.keys() & history.steps.keys()):
+            if number < self.step:  # it is over here, but others may need something of it again
+                self._roles.now.runner.run(self._steps[number], history.steps[number])
+
+    def _behind(self) -> dict[int, int]:
+        """Places in rows of steps that are over here, in which others still need something."""
+        me, plans = self._roles.now.place.me, self._history.steps
+        over = [self._steps[number] for number in self._steps.keys() & plans.keys() if number < self.step]
+        return {one.number: one.at for one in over if one.at < len(plans[one.number].plan.schedule.rows.get(me, ()))}
 
     # -- moves -------------------------------------------------------------------------------------
 
@@ -282,10 +288,9 @@ class Executor:
         self._due, found = None, [view["wrong"] for view in views.values() if view["wrong"]]
         if not found:
             self._roles.take(moves, self._steps)
-            at = {_name(place): [self.step, 0] for rank, place in self._places.workers().items() if rank in lane.ranks}
-            lost = [list(worker) for worker in sorted(vacant)]
-            entry = {"number": 2 * lane.number + 1, "lost": lost, "ready": _all_have(views), "at": at}
-            self._apply(entry | {"until": None})
+            workers, here = self._places.workers(), Standing(self.step, 0, {}).to_plain()
+            at = {text_of(workers[rank]): here for rank in lane.ranks}
+            self._apply(change_entry(2 * lane.number + 1, vacant, views, at))
             self._channel = self._roles.meet(lane, views, {})
         if self._places.home_rank(self._me) == lane.ranks[0]:
             facts = {"moves": as_plain(moves), "step": self.step, "took_s": time.perf_counter() - began}
@@ -299,7 +304,7 @@ class Executor:
         mine = {
             "base": self._history.number,
             "entries": self._history.entries,
-            "at": [self.step, step.at if step is not None else 0],
+            "at": Standing(self.step, step.at if step is not None else 0, self._behind()).to_plain(),
             "moves": as_plain(self._places.moves),
             "moving": tell(self._model, self._options.moves, self._sent_bytes),
             "evaluating": self._evaluating.view(),
@@ -310,7 +315,7 @@ class Executor:
     def _apply(self, entry: Mapping[str, Any]) -> None:
         try:
             fresh = self._history.change(entry)
-        except (ConfigError, InvalidSchedule, Unsupported) as error:
+        except (ConfigError, InvalidSchedule) as error:
             raise RecoveryFailed(str(error)) from error
         for number in fresh & self._steps.keys():
             self._steps[number].at = 0
@@ -330,11 +335,6 @@ class Executor:
             role.finishing.pass_on_sums(step, ranks, waiting)
 
 
-def _all_have(views: Mapping[int, Any]) -> list[str]:
-    """Names of the times for which all have the plan that is needed."""
-    return sorted(set.intersection(*(set(view["ready"]) for view in views.values())))
-
-
 def _bytes_in(told: Mapping[int, Any]) -> int:
     """Bytes of the states that are given."""
     return sum(view["state"]["bytes"] for view in told.values() if view["state"] is not None)
@@ -346,29 +346,3 @@ def _refuse(topology: Topology, gone: frozenset[Worker]) -> None:
         survivors(topology, gone)  # newcomers get no state from who has moved there
     except ConfigError as error:
         raise RecoveryFailed(str(error)) from error
-
-
-def _first_without_data(topology: Topology, gone: frozenset[Worker], views: Mapping[int, Any]) -> int | None:
-    """The first step whose data went with both ends of a pipeline.
-
-    Raises:
-        RecoveryFailed: a worker has made a part of it that cannot be made again.
-    """
-    held: dict[int, set[tuple[int, int]]] = {}
-    for view in views.values():
-        for number, facts in view["steps"].items():
-            held.setdefault(int(number), set()).update((d, kind) for d, kind in facts["data"])
-    oldest = min(view["at"][0] for view in views.values())
-    until = first_without_data(topology, gone, held, oldest)
-    for rank, view in views.items():
-        reduced = view["steps"].get(str(until), {}).get("reduced")
-        if until is not None and (view["at"][0] > until or reduced):
-            raise RecoveryFailed(
-                f"data of step {until} went with the first and the last stage of a pipeline and all that kept "
-                f"them, and rank {rank} has summed gradients of that step"
-            )
-    return until
-
-
-def _name(worker: Worker) -> str:
-    return f"{worker.pipeline}:{worker.stage}"

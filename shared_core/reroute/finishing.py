@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shared_core.faults import inject
 from shared_core.reroute.drift import Word
+from shared_core.reroute.former import FormerParameters
 from shared_core.reroute.history import PlanHistory, StepPlan
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import DTYPES, MessageChannel, MessageKey, MessageKind
@@ -30,6 +31,7 @@ class Finishing:
     Args:
         place: of this worker.
         model: its stage.
+        former: its parameters before the last update.
         history: who is there, and the plans.
         steps: those under way and the one before, by number; the caller's own, as it is.
         knocking: whether a newcomer waits to be let in; asked at one worker only.
@@ -47,6 +49,7 @@ class Finishing:
         self,
         place: WorkerPlace,
         model: StageModel,
+        former: FormerParameters,
         history: PlanHistory,
         steps: Mapping[int, Step],
         knocking: Callable[[], bool],
@@ -54,7 +57,7 @@ class Finishing:
         measuring: Measuring,
         reports: Reports,
     ) -> None:
-        self._place, self._model = place, model
+        self._place, self._model, self._former = place, model, former
         self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
         self._history, self._steps, self._knocking = history, steps, knocking
         self._options, self._measuring, self._reports = options, measuring, reports
@@ -81,19 +84,17 @@ class Finishing:
         return {worker: self._rank(worker) for worker in workers if worker not in self._history.lost}
 
     def tell_read(self, step: Step, plan: StepPlan) -> None:
-        """With the last gradient of the step: tell the stage that has sent it. See :meth:`_await_read`."""
+        """With the last gradient of the step: tell those that wait for it. See :meth:`_await_read`."""
         d, s = self._me
         if self._last or any(_goes_back(one) for one in plan.plan.schedule.rows[self._me][step.at + 1 :]):
             return
         for worker, row in plan.plan.schedule.rows.items():
-            if worker.stage == s + 1 and row:
+            if worker.stage == s + 1 and any(one.kind is Kind.OPT for one in row):
                 self.channel.send(MessageKey(step.number, MessageKind.READ, s, d), [torch.zeros(1)], self._rank(worker))
 
     def _await_read(self, step: Step, plan: StepPlan) -> None:
-        """Wait until the stage before has all gradients of this one, before this one makes its update.
-
-        A lost worker's could not be made again with the new parameters. It costs nothing: the stage before has to be
-        through with them before it sends anything of the next step.
+        """Wait until the stage before has all gradients of this one, which makes its update then: so a lost worker's
+        seldom have to be made again. It costs nothing: before that, the stage before sends nothing of the next step.
         """
         for worker, row in plan.plan.schedule.rows.items():
             if worker.stage == self._me.stage - 1 and any(map(_goes_back, row)):
@@ -215,6 +216,7 @@ class Finishing:
                 step.verdict = self._clip(step)
             inject.point("reroute.step")
             step.tentative, began = step.verdict is None, time.perf_counter()
+            self._former.keep(step)
             self._model.update(1.0 if step.verdict is None else step.verdict, step.tentative)
             self._measuring.add(step.number, Kind.OPT, began - step.reduce_s)
             step.updated = True

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared_core.reroute.planning import Plans
+from shared_core.reroute.standing import Standing, worker_of
 from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import Remainder, replan
@@ -94,51 +95,50 @@ class PlanHistory:
         Args:
             entry: plain data, the same at every worker: ``number``, which rises with each change; ``lost``, all
                 places at which nobody computes, as (pipeline, stage); ``ready``, names of the times for which all have
-                the plan for these losses; ``at``: for each worker that is there, as text, the number of its step and
-                its place in that step's row. A worker that has finished a step and begun no other is at place 0 of the
-                next; ``until``, the first step that nobody can make as yet, or None: what was begun of it is begun
-                again.
+                the plan for these losses; ``at``: for each worker that is there, as text, its :class:`Standing`;
+                ``summed``: pairs of a step and a stage whose sum of gradients somebody has; ``until``, the first step
+                that nobody can make as yet, or None: what was begun of it is begun again.
 
         Returns:
             Steps that have new rows, in which every worker is at place 0.
 
         Raises:
-            ConfigError, Unsupported: nobody can compute what was lost.
+            ConfigError: nobody can compute what was lost.
         """
         self.number = entry["number"]
         self.entries = [*self.entries, dict(entry)][-_KEPT:]
         lost = frozenset(Worker(*each) for each in entry["lost"])
         self._planner.choose(lost, entry["ready"])
-        at = {Worker(*map(int, name.split(":"))): tuple(place) for name, place in entry["at"].items()}
+        at = {worker_of(text): Standing.from_plain(data) for text, data in entry["at"].items()}
+        summed: dict[int, set[int]] = {}
+        for step, stage in entry["summed"]:
+            summed.setdefault(step, set()).add(stage)
         fresh: set[int] = set()
         self.extra, self.rest = {}, {}
-        first, newest = min(step for step, _ in at.values()), max(step for step, _ in at.values())
+        first, newest = min(one.step for one in at.values()), max(one.step for one in at.values())
         if entry["until"] is not None:
             newest = min(newest, entry["until"] - 1)
         for number in range(first, newest + 1):
             if number not in self.steps:
                 self.steps[number] = StepPlan(self._planner.plan(self.lost, number))
-            before, self.steps[number] = self.steps[number], self._again(self.steps[number], number, lost, at)
+            before = self.steps[number]
+            self.steps[number] = self._again(before, number, lost, at, summed.get(number, set()))
             if self.steps[number] is not before:
                 fresh.add(number)
-        for other in [number for number in self.steps if number > newest]:
-            del self.steps[other]  # nobody has begun it, or it is begun again
+        for other in [number for number in self.steps if not first <= number <= newest]:
+            del self.steps[other]  # it is over everywhere, nobody has begun it, or it is begun again
         self.lost = lost
         self._changed[self.number] = frozenset(fresh)
         self._changed = dict(list(self._changed.items())[-_KEPT:])
         return frozenset(fresh)
 
     def _again(
-        self, step: StepPlan, number: int, lost: frozenset[Worker], at: Mapping[Worker, tuple[int, int]]
+        self, step: StepPlan, number: int, lost: frozenset[Worker], at: Mapping[Worker, Standing], summed: set[int]
     ) -> StepPlan:
         rows = step.plan.schedule.rows
-        progress = {
-            worker: 0 if where < number else len(rows.get(worker, ())) if where > number else place
-            for worker, (where, place) in at.items()
-        }
-        stepped = {w.stage for w in progress if progress[w] == len(rows.get(w, ()))}
+        progress = {worker: one.progress(number, rows.get(worker, ())) for worker, one in at.items()}
         # Whoever had the sum with the gradients of a worker lost before may be lost, too.
-        again = {worker for worker in step.done if worker in lost and worker.stage not in stepped}
+        again = {worker for worker in step.done if worker in lost and worker.stage not in summed}
         done = {worker: actions for worker, actions in step.done.items() if worker not in again}
         now = (lost - set(step.plan.lost)) | again
         if all(progress[worker] == len(rows.get(worker, ())) for worker in progress):
@@ -150,7 +150,7 @@ class PlanHistory:
             self.rest[number] = self._planner.rest(fresh.schedule, staggered, ())
             return StepPlan(fresh)
         for worker in now:
-            if worker.stage in stepped:
+            if worker.stage in summed:
                 progress[worker] = len(rows.get(worker, ()))  # its gradients are in the sum that this peer has
             else:  # not known; a guess, for the prediction alone
                 progress[worker] = max((progress[w] for w in at if w.stage == worker.stage), default=0)
@@ -162,6 +162,7 @@ class PlanHistory:
             times=planner.planned_times(number),
             measured=planner.times,
             before=step.done,
+            summed=summed,
             memory=planner.memory,
         )
         self.extra[number] = rest.extra

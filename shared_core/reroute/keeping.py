@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from itertools import count
 from typing import Any, NamedTuple
 
+from shared_core.errors import RecoveryFailed
 from shared_core.reroute.history import StepPlan
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
 from shared_core.reroute.places import WorkerPlace
@@ -76,6 +77,28 @@ def first_without_data(
         return None
     needed = {(d, int(part.kind)) for d in dark for part in parts}
     return next(number for number in count(first) if not needed <= set(held.get(number, ())))
+
+
+def data_until(topology: Topology, gone: frozenset[Worker], views: Mapping[int, Any]) -> int | None:
+    """The first step whose data went with both ends of a pipeline, from what all have told; None if there is none.
+
+    Raises:
+        RecoveryFailed: a worker has made a part of it that cannot be made again.
+    """
+    held: dict[int, set[tuple[int, int]]] = {}
+    for view in views.values():
+        for number, facts in view["steps"].items():
+            held.setdefault(int(number), set()).update((d, kind) for d, kind in facts["data"])
+    oldest = min(view["at"][0] for view in views.values())
+    until = first_without_data(topology, gone, held, oldest)
+    for rank, view in views.items():
+        reduced = view["steps"].get(str(until), {}).get("reduced")
+        if until is not None and (view["at"][0] > until or reduced):
+            raise RecoveryFailed(
+                f"data of step {until} went with the first and the last stage of a pipeline and all that kept "
+                f"them, and rank {rank} has summed gradients of that step"
+            )
+    return until
 
 
 class Keeping:

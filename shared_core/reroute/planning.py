@@ -9,7 +9,7 @@ survivors agree on whether all of them have the plan; if not, each makes one wit
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from shared_core.errors import ConfigError
 from shared_core.reroute.plan_cache import Filling, PlanStore, Settings
 from shared_core.reroute.room import MemoryUse, room_of
-from shared_core.reroute.times import EQUAL, drifts, from_dict, rounded, to_dict
+from shared_core.reroute.times import EQUAL, drifts, from_dict, rounded, second_updates, to_dict
 from shared_core.schedule.check import Memory
+from shared_core.schedule.normalise import Move
 from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import EFFORT
@@ -221,20 +222,22 @@ class Plans:
             found = self._make(settings, lost, ready)
         return found
 
-    def seconds(self, schedule: Schedule, staggered: bool) -> float:
+    def seconds(self, schedule: Schedule, staggered: bool, moves: Sequence[Move] = ()) -> float:
         """What an iteration takes, by the measured times."""
-        return simulate(schedule, self.times or EQUAL, staggered=staggered).period
+        times = self.times or EQUAL
+        return simulate(schedule, times, staggered=staggered, late=second_updates(times, moves)).period
 
     def rest(self, schedule: Schedule, staggered: bool, done: Collection[Action]) -> float:
         """What the rest of an iteration takes, to the end of its updates, by the measured times."""
         timeline = simulate(schedule, self.times or EQUAL, staggered=staggered, done=done, rounds=0)
         return max((slot.end for row in timeline.rows.values() for slot in row), default=0.0)
 
-    def facts(self, lost: frozenset[Worker], *, switched: bool) -> dict[str, Any]:
+    def facts(self, lost: frozenset[Worker], moves: Sequence[Move] = (), *, switched: bool) -> dict[str, Any]:
         """What is planned for the losses that there are. Not on the way of a loss.
 
         Args:
-            lost: who is not there.
+            lost: places at which nobody computes.
+            moves: who computes elsewhere.
             switched: the newest times are new.
 
         Returns:
@@ -246,7 +249,7 @@ class Plans:
         ready, seconds = self._looked_up
         facts = {
             "lost": [list(worker) for worker in sorted(lost)],
-            "period_s": self.seconds(now.schedule, staggered),
+            "period_s": self.seconds(now.schedule, staggered, moves),
             "times": to_dict(self.times) if self.times is not None else None,
             "room": list(self.room),
             "ready": ready,
@@ -258,7 +261,7 @@ class Plans:
             before = self.plan(lost, new.since - 1)
             found = drifts(new.times, old.times, there)
             facts["drifted"] = [[*one.worker, one.kind.value, one.before, one.now] for one in found]
-            facts["period_before_s"] = self.seconds(before.schedule, staggered)
+            facts["period_before_s"] = self.seconds(before.schedule, staggered, moves)
         return facts
 
     def fill(self, lost: frozenset[Worker]) -> None:

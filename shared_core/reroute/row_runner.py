@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from shared_core.errors import LaneBroken
 from shared_core.faults import inject
 from shared_core.reroute.finishing import Finishing
+from shared_core.reroute.former import FormerParameters
 from shared_core.reroute.history import StepPlan
 from shared_core.reroute.keeping import Keeping
 from shared_core.reroute.measuring import Measuring
@@ -43,6 +45,7 @@ class RowRunner:
     Args:
         place: of this worker.
         model: its stage.
+        former: its parameters before the last update.
         options: see :class:`Options`.
         finishing: sums gradients and tells losses.
         keeping: has the data.
@@ -56,6 +59,7 @@ class RowRunner:
         self,
         place: WorkerPlace,
         model: StageModel,
+        former: FormerParameters,
         options: Options,
         finishing: Finishing,
         keeping: Keeping,
@@ -65,7 +69,7 @@ class RowRunner:
         self._place, self._model = place, model
         self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
         self._options, self._finishing, self._measuring, self._noted = options, finishing, measuring, noted
-        self._keeping, self._last = keeping, place.last
+        self._former, self._keeping, self._last = former, keeping, place.last
         self._watched = False
 
     def connect(self, channel: MessageChannel) -> None:
@@ -112,7 +116,8 @@ class RowRunner:
                 self._noted("took_over", {"step": step.number, "action": str(action)})
             began = time.perf_counter()
             leaves = leaves_of(inputs, first=action.stage == 0)
-            outputs = self._model.forward(leaves, labels, *place)
+            with self._as_of(step):
+                outputs = self._model.forward(leaves, labels, *place, step.number)
             ends = differentiable(outputs, self._last)
             step.records[place] = StageBackward(ends, leaves, apart=self._options.ordered), outputs
             self._measuring.add(step.number, Kind.F, began)
@@ -129,7 +134,7 @@ class RowRunner:
         self._finishing.tell_read(step, plan)
         whole, began = action.kind is Kind.B, time.perf_counter()
         halves = whole and self._measuring.takes_halves(step.number) and (action.micro_batch + step.number) % 2 == 1
-        with self._accumulating(step, action.pipeline):
+        with self._as_of(step), self._accumulating(step, action.pipeline):
             found = record.backward(gradients) if whole and not halves else record.backward_input(gradients)
         if whole and not halves:
             del step.records[place]
@@ -145,12 +150,17 @@ class RowRunner:
     def _backward_weight(self, step: Step, action: Action) -> None:
         began = time.perf_counter()
         record, _ = step.records.pop((action.pipeline, action.micro_batch))
-        with self._accumulating(step, action.pipeline):
+        with self._as_of(step), self._accumulating(step, action.pipeline):
             record.backward_weight()
         self._measuring.add(step.number, Kind.W, began)
 
+    def _as_of(self, step: Step) -> AbstractContextManager[None]:
+        """What the layers compute in here is of this step, also if this stage has its sum already."""
+        return nullcontext() if step.reduced is None else self._former.of(step)
+
     def _accumulating(self, step: Step, home: int) -> Accumulating:
-        return Accumulating(self._model, step.sums, home if self._options.ordered else -1)
+        sums = step.sums if step.reduced is None else {}  # the sum has these gradients
+        return Accumulating(self._model, sums, home if self._options.ordered else -1)
 
     # -- messages ----------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from shared_core.reroute.places import Places
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.room import spare_bytes
 from shared_core.reroute.step import HomeModel
+from shared_core.reroute.times import second_updates
 from shared_core.schedule.normalise import Move, iteration_cost, normalise, patience
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
@@ -45,7 +46,8 @@ def due(
     """Which change of who computes where is to be made, and when; a pure function of what all survivors have told.
 
     It is made where it pays, after as many steps as it takes to lose what it costs: nobody knows how long the losses
-    last. It costs the copies, and a step's time, because all stand at the same batch top.
+    last. It costs the copies, and a step's time, because all stand at the same batch top. Who moves makes two updates
+    in each step.
 
     Args:
         topology: shape of the job.
@@ -70,9 +72,10 @@ def due(
     if set(found.moves) == set(moved):
         return None
     vacant = (gone - {move.target for move in moved}) | {move.source for move in moved}
-    before = iteration_cost(topology, vacant, times, variant, ordered)
+    second, later = (max(second_updates(times, some).values(), default=0.0) for some in (moved, found.moves))
+    before = iteration_cost(topology, vacant, times, variant, ordered) + second
     new = sum(copies[move.target.stage] for move in found.moves if move not in moved)
-    steps = patience(before, found.cost, new + before)
+    steps = patience(before, found.cost + later, new + before)
     return None if steps is None else Due(newest + 1 + steps, found.moves)
 
 

@@ -38,6 +38,10 @@ class StageModel(Protocol):
     """The layers of this worker's stage."""
 
     @property
+    def module(self) -> nn.Module:
+        """Holds the layers."""
+
+    @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """Those that are trained, in the order in which gradients are summed."""
 
@@ -52,7 +56,9 @@ class StageModel(Protocol):
     def items(self) -> list[tuple[Tensors, Tensors]]:
         """Inputs and labels of this pipeline's micro-batches of the next step; called at first and last stages."""
 
-    def forward(self, inputs: Tensors, labels: Tensors | None, pipeline: int, micro_batch: int) -> Tensors:
+    def forward(
+        self, inputs: Tensors, labels: Tensors | None, pipeline: int, micro_batch: int, step: int | None = None
+    ) -> Tensors:
         """Outputs of a micro-batch, or at the last stage what is differentiated, and its loss.
 
         Args:
@@ -60,6 +66,7 @@ class StageModel(Protocol):
             labels: at the last stage.
             pipeline: home of the micro-batch.
             micro_batch: index in it.
+            step: random numbers are those of this step; None for the present one.
         """
 
     def set_gradients(self, flat: Tensor) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
 from shared_core.errors import LaneBroken
 
 T = TypeVar("T")
@@ -19,6 +21,8 @@ def through_losses(attempt: Callable[[], T], leave_lane: Callable[[], None]) -> 
     """
     while True:
         try:
-            return attempt()
+            # Evaluations come here too, and what others need of the step before is differentiated.
+            with torch.inference_mode(False), torch.enable_grad():
+                return attempt()
         except LaneBroken:
             leave_lane()

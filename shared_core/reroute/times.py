@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
+from shared_core.schedule.normalise import Move
 from shared_core.schedule.profile import COMMUNICATION
 from shared_core.schedule.schedule import Kind, Worker
 from shared_core.schedule.timing import StageTimes, Times
@@ -167,6 +168,11 @@ def rounded(times: Times) -> Times:
     # Never nothing: a plan that leaves messages some time is as short, and a late one then delays nobody.
     made, own = tuple(of(one) for one in times.stages), tuple((worker, of(one)) for worker, one in times.own)
     return replace(times, stages=made, own=own, communication=max(1.0, whole(times.communication)))
+
+
+def second_updates(times: Times, moves: Iterable[Move]) -> dict[Worker, float]:
+    """What workers that compute elsewhere take, after the update there, for that of their own stage; by place there."""
+    return {move.target: times.of_stage(move.source.stage).optimizer for move in moves}
 
 
 def to_dict(times: Times) -> dict[str, Any]:

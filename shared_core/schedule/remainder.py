@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from shared_core.errors import Unsupported
 from shared_core.schedule.check import NO_LIMIT, Memory
 from shared_core.schedule.greedy import greedy
 from shared_core.schedule.planner import IterationPlan
@@ -27,7 +26,7 @@ class Remainder:
     Attributes:
         plan: rows of the survivors from here on; its times are counted from the loss.
         done: what was executed before and need not be done again: by survivors, and by lost workers of stages that have
-            stepped.
+            their sum of gradients.
         extra: predicted time that the iteration takes longer than it would have without the loss.
     """
 
@@ -44,6 +43,7 @@ def replan(
     times: Times | None = None,
     measured: Times | None = None,
     before: Executed | None = None,
+    summed: Collection[int] = (),
     memory: Memory = NO_LIMIT,
     effort: int = EFFORT,
 ) -> Remainder:
@@ -52,6 +52,9 @@ def replan(
     What a lost worker had accumulated is gone: all its micro-batches, its own and those that it computed for others,
     pass its stage again at peers. A result of it that a survivor has not used yet is waited for from the peer.
 
+    Where a survivor has the stage's sum of gradients, the lost worker's are in it. Then a micro-batch passes that stage
+    again only for the neighboring stages: where one of them needs a result that is lost with its maker.
+
     Args:
         plan: the plan under way; after an earlier loss of the same iteration, the plan of that ``Remainder``.
         progress: how many actions of its row each worker has finished.
@@ -59,13 +62,13 @@ def replan(
         times: durations.
         measured: durations that ``extra`` is reckoned with; ``times`` where left out.
         before: ``done`` of the earlier ``Remainder``, if there was one.
+        summed: stages whose sum a survivor has; those at which one has stepped count anyway.
         memory: limits of the workers; what survivors hold counts.
         effort: actions that the greedy may place.
 
     Raises:
         ConfigError: a stage has nobody left.
         InvalidSchedule: no order fits into the memory.
-        Unsupported: the optimizer of a lost worker's stage has stepped, and a result of that worker is still needed.
     """
     times = Times() if times is None else times
     gone = tuple(sorted({*plan.lost, *lost}))
@@ -75,9 +78,16 @@ def replan(
         worker: (*earlier.get(worker, ()), *row[: progress.get(worker, 0)]) for worker, row in rows.items()
     }
     done = {worker: actions for worker, actions in finished.items() if worker not in gone}
-    stepped = {worker.stage for worker, actions in done.items() if _has_stepped(actions)}
-    kept = {worker: actions for worker, actions in finished.items() if worker in gone and worker.stage in stepped}
+    stepped = {*summed, *(worker.stage for worker, actions in done.items() if _has_stepped(actions))}
     again = _moved(plan, lost, stepped)
+    left = [action for worker in done for action in rows.get(worker, ())[progress.get(worker, 0) :]]
+    again += _for_neighbors(plan, again, left, stepped, gone)
+    repeated = set(again)
+    kept = {
+        worker: tuple(one for one in actions if (one.pipeline, one.stage, one.micro_batch) not in repeated)
+        for worker, actions in finished.items()
+        if worker in gone and worker.stage in stepped
+    }
     route = dict(plan.route) | _deal_again(plan, again, done, gone, times)
     problem = Problem(
         plan.topology, times, plan.variant, frozenset(gone), route, memory, plan.ordered, done={**done, **kept}
@@ -85,7 +95,6 @@ def replan(
     found = greedy(problem, effort)
     rest = {worker: row[:-1] if _has_stepped(done[worker]) else row for worker, row in found.schedule.rows.items()}
     schedule = Schedule(rest)
-    _refuse_stepped(schedule, kept)
     old = Schedule({worker: row[progress.get(worker, 0) :] for worker, row in rows.items()})
     clock = times if measured is None else measured
     without = simulate(old, clock, done=[one for actions in finished.values() for one in actions])
@@ -118,6 +127,35 @@ def _moved(plan: IterationPlan, lost: Collection[Worker], stepped: set[int]) -> 
     ]
 
 
+def _for_neighbors(
+    plan: IterationPlan,
+    again: list[tuple[int, int, int]],
+    left: Iterable[Action],
+    summed: Collection[int],
+    gone: Collection[Worker],
+) -> list[tuple[int, int, int]]:
+    """What passes stages again that have their sum, because somebody else still needs a result of it.
+
+    Args:
+        plan: until now.
+        again: what passes other stages again.
+        left: what survivors have still to run.
+        summed: stages that have their sum.
+        gone: all lost workers.
+    """
+    found = set[tuple[int, int, int]]()
+    waiting = [*left, *(Action(s, kind, j, d) for d, s, j in again for kind in (Kind.F, Kind.B))]
+    steps = {Kind.F: -1, Kind.I: 1, Kind.B: 1}
+    while waiting:
+        stage, kind, j, d = waiting.pop()
+        source = (d, stage + steps.get(kind, 0), j)
+        if source[1] == stage or source[1] not in summed or source in found or plan.host(*source) not in gone:
+            continue
+        found.add(source)  # forward and backward: then who makes it again needs no other plan if more is lost
+        waiting += [Action(source[1], each, j, d) for each in (Kind.F, Kind.B)]
+    return sorted(found, key=lambda place: (place[1], place[0], place[2]))
+
+
 def _deal_again(
     plan: IterationPlan, again: list[tuple[int, int, int]], done: Executed, gone: tuple[Worker, ...], times: Times
 ) -> Route:
@@ -128,12 +166,13 @@ def _deal_again(
             at, ran = times.at(worker), set(done[worker])
             left[worker] = sum(at.of(action.kind) for action in row if action not in ran)
     route: Route = {}
+    hosts: dict[tuple[int, int], Worker] = {}
     for d, s, j in again:
         peers = [worker for worker in left if worker.stage == s]
-        host = route.get((d, s, j - 1)) if plan.ordered and j else None
+        host = hosts.get((d, s)) if plan.ordered else None
         if host is None:
             host = min(peers, key=lambda worker: (left[worker], worker))
-        route[d, s, j] = host
+        route[d, s, j] = hosts[d, s] = host
         at = times.at(host)
         left[host] += at.forward + at.backward_input + at.backward_weight
     return route
@@ -141,19 +180,3 @@ def _deal_again(
 
 def _has_stepped(actions: tuple[Action, ...]) -> bool:
     return any(one.kind is Kind.OPT for one in actions)
-
-
-def _refuse_stepped(schedule: Schedule, kept: Executed) -> None:
-    """A stage that has stepped cannot compute a lost result again: its parameters are of the next iteration."""
-    for worker in kept:
-        for reader, row in schedule.rows.items():
-            for action in row:
-                gave = action.kind is Kind.F and reader.stage == worker.stage + 1
-                gave |= action.kind in (Kind.I, Kind.B) and reader.stage == worker.stage - 1
-                if gave and any(
-                    one.micro_batch == action.micro_batch and one.pipeline == action.pipeline for one in kept[worker]
-                ):
-                    raise Unsupported(
-                        f"stage {worker.stage} has stepped, and {reader} still needs a result of the lost {worker} for "
-                        f"{action}: undo that step first, then plan again without it"
-                    )

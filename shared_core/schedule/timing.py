@@ -136,6 +136,7 @@ def simulate(
     staggered: bool = False,
     done: Collection[Action] = (),
     rounds: int = ROUNDS,
+    late: Mapping[Worker, float] | None = None,
 ) -> Timeline:
     """Run every action as early as the order of its row and its inputs allow.
 
@@ -149,6 +150,7 @@ def simulate(
         staggered: each stage steps on its own.
         done: actions of an iteration under way that were executed already; their results are at hand at time 0.
         rounds: iterations to run at most.
+        late: of workers that begin an iteration so much later than their stage can.
 
     Raises:
         InvalidSchedule: an action waits for one that never runs; both are named.
@@ -159,7 +161,8 @@ def simulate(
     pipelines = 1 + max((action.pipeline for action in actions), default=0)
     workers = list(schedule.rows)
     rows = [codes(row, stages, count) for row in schedule.rows.values()]
-    replay = Simulation(workers, rows, (pipelines, stages, max(1, count)), times, codes(done, stages, count))
+    shape, ran = (pipelines, stages, max(1, count)), codes(done, stages, count)
+    replay = Simulation(workers, rows, shape, times, ran, late)
     return replay.timeline(replay.measure(staggered, rounds), schedule)
 
 
@@ -203,6 +206,7 @@ class Simulation:
         shape: pipelines, stages, micro-batches.
         times: durations.
         done: codes of actions whose results are at hand at time 0.
+        late: see :func:`simulate`.
     """
 
     def __init__(
@@ -212,8 +216,10 @@ class Simulation:
         shape: tuple[int, int, int],
         times: Times,
         done: Sequence[int] = (),
+        late: Mapping[Worker, float] | None = None,
     ) -> None:
         self.workers, self.rows, self.times, self.done = workers, rows, times, done
+        self.late = [0.0 if late is None else late.get(worker, 0.0) for worker in workers]
         pipelines, self.stages, self.count = shape
         self.size = pipelines * self.stages * self.count
         at = [times.at(worker) for worker in workers]
@@ -256,7 +262,7 @@ class Simulation:
         apart = self.times.data_apart
         waiting: dict[int, int] = {}  # worker that waits for a result; every result has one reader elsewhere
         position = [0] * len(rows)
-        free = [ready[worker.stage] for worker in workers]
+        free = [ready[worker.stage] + late for worker, late in zip(workers, self.late, strict=True)]
         starts: list[list[float]] = [[] for _ in rows]
         stack = list(range(len(rows) - 1, -1, -1))
         while stack:

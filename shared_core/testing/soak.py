@@ -105,6 +105,8 @@ _REROUTED_TRAINS: dict[str, int] = {
     "update.during": 20,
     "update.after": 1,
 }
+#: Share of runs with a loss while a newcomer copies the state.
+COPIED = 0.25
 _REROUTED_EVALUATES: dict[str, int] = {"batch_top": 1, "reroute.evaluate": 4, "reroute.evaluated": 1}
 #: Batches after which the job of a model validates.
 _VALIDATED = {"accelerate": (7,)}
@@ -113,11 +115,16 @@ _VALIDATED_BY_LIGHTNING = (3, 6, 10, 13)
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the soak: which model, and the faults in it."""
+    """One run of the soak: which model, and the faults in it.
+
+    Attributes:
+        copies: where workers wait until newcomers have begun to copy the state; see ``testing.copies``.
+    """
 
     number: int
     model: str
     faults: tuple[Fault, ...]
+    copies: str = ""
 
 
 def plan(
@@ -127,7 +134,8 @@ def plan(
     model = models[number % len(models)]
     rng = random.Random(f"{seed}/{number}")
     if model in REROUTED:
-        return Run(number, model, _rerouted_faults(rng, model, kinds))
+        draw = _faults_in_a_copy if rng.random() < COPIED else _rerouted_faults
+        return Run(number, model, *draw(rng, model, kinds))
     if model in PIPELINES:
         return Run(number, model, _pipeline_faults(rng, model, world_size, kinds))
     count = rng.choice([1, 1, 2, 2, 3])
@@ -183,7 +191,7 @@ def _pipeline_faults(rng: random.Random, model: str, world_size: int, kinds: Seq
     return (first,)
 
 
-def _rerouted_faults(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fault, ...]:
+def _rerouted_faults(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[tuple[Fault, ...], str]:
     """Losses that leave each stage a replica, often of both ends of a pipeline: at once, or up to two batches apart."""
     world, stages = REROUTED[model], PIPELINES[model]
     pipelines = world // stages
@@ -195,11 +203,35 @@ def _rerouted_faults(rng: random.Random, model: str, kinds: Sequence[str]) -> tu
         ranks.append(rng.choice([rank for rank in range(pipelines) if rank not in ranks]))
     step, apart, found = rng.randint(2, LAST_STRUCK - 2), rng.choice((0, 0, 1, 2)), list[Fault]()
     for rank in ranks:
-        at = step + (rng.randint(0, apart) if found else 0)
-        points = _REROUTED_TRAINS if at in _PIPE_TOPS else _REROUTED_EVALUATES
-        point = rng.choice(sorted(points))
-        found.append(Fault(rank, at, point, rng.choice(list(kinds)), rng.randint(1, points[point])))
-    return tuple(found)
+        found.append(_rerouted_fault(rng, rank, step + (rng.randint(0, apart) if found else 0), kinds))
+    return tuple(found), ""
+
+
+def _rerouted_fault(rng: random.Random, rank: int, step: int, kinds: Sequence[str]) -> Fault:
+    points = _REROUTED_TRAINS if step in _PIPE_TOPS else _REROUTED_EVALUATES
+    point = rng.choice(sorted(points))
+    return Fault(rank, step, point, rng.choice(list(kinds)), rng.randint(1, points[point]))
+
+
+def _faults_in_a_copy(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[tuple[Fault, ...], str]:
+    """A loss, and another one while its newcomer copies the state and the others train: of the newcomer, of the worker
+    that gives it the state, or of another one. Each stage keeps a replica. The others wait at a later step for the copy
+    to begin.
+    """
+    world, pipelines = REROUTED[model], REROUTED[model] // PIPELINES[model]
+    rank, place = rng.randrange(world), rng.randrange(4)
+    peers = [each for each in range(world) if each // pipelines == rank // pipelines and each != rank]
+    others = [each for each in range(world) if each != rank and (pipelines > 2 or each not in peers)]
+    whose = rng.choice(("newcomer", "giver", "other") if pipelines > 2 else ("newcomer", "other"))
+    first = _rerouted_fault(rng, rank, _PIPE_TOPS[place], kinds)
+    kind = rng.choice([each for each in kinds if each != "exception"])  # no code of the user's runs there
+    if whose == "other":
+        second = _rerouted_fault(rng, rng.choice(others), _PIPE_TOPS[place + 2], kinds)
+    elif whose == "giver":
+        second = Fault(min(peers), ANY_STEP, "copy.give", kind)
+    else:
+        second = Fault(rank, ANY_STEP, "copy.take", kind, rng.randint(1, 2), incarnation=1)
+    return (first, second), f"{place + 2}:{2 if whose == 'newcomer' else 1}"
 
 
 def _points(model: str) -> tuple[str, ...]:
@@ -360,6 +392,7 @@ def _execute(
     run: Run, args: argparse.Namespace, folder: Path, reference: JobResult, warm: WarmLauncher | None
 ) -> tuple[str, str, JobResult]:
     script, words = _job(run.model, args.how)
+    words += ["--copies", run.copies] if run.copies else []
     out = ((args.keep or folder) / f"run-{run.number:04d}").resolve()
     env = {}
     if run.model in PIPELINES:

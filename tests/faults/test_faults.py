@@ -11,7 +11,7 @@ from shared_core.faults.spec import KINDS, POINTS, dumps, loads
 
 def test_text_form_gives_the_same_faults() -> None:
     late = Fault(0, ANY_STEP, "join", "os._exit", incarnation=1, delay_s=0.5)
-    faults = [Fault(1, 3, "bucket", "SIGKILL", nth=2), late]
+    faults = [Fault(1, 3, "bucket", "SIGKILL", nth=2), late, Fault(0, 3, "bucket", "SIGKILL", after=0)]
     assert loads(dumps(faults)) == faults
 
 
@@ -28,6 +28,7 @@ def test_text_form_gives_the_same_faults() -> None:
         ('[{"rank": -1, "step": 1, "point": "bucket", "kind": "SIGKILL"}]', "rank must be at least 0, got -1"),
         ('[{"rank": 0, "step": 1, "point": "bucket", "kind": "SIGKILL", "nth": 0}]', "nth must be at least 1"),
         ('[{"rank": "0", "step": 1, "point": "bucket", "kind": "SIGKILL"}]', "rank must be an int"),
+        ('[{"rank": 0, "step": 1, "point": "bucket", "kind": "SIGKILL", "after": "0"}]', "after must be an int"),
         ('[{"rank": 0, "step": 1, "point": "bucket", "kind": "exception", "delay_s": 1}]', "remove delay_s"),
         ('[{"rank": 0, "step": 1, "point": "batch_top", "kind": "SIGKILL", "nth": 2}]', "one batch_top"),
     ],

@@ -11,14 +11,17 @@ from random_jobs import some_lost
 from rerouted import ORDERED, SCRIPT, go
 
 from shared_core.faults import ANY_STEP, Fault
+from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.testing.runner import JobResult, compare
 
 pytest.importorskip("deepspeed")
 
 
-def kill(rank: int, step: int, nth: int, point: str = "reroute.action", incarnation: int = 0) -> Fault:
-    return Fault(rank, step, point, "SIGKILL", nth=nth, incarnation=incarnation)
+def kill(
+    rank: int, step: int, nth: int, point: str = "reroute.action", incarnation: int = 0, after: int | None = None
+) -> Fault:
+    return Fault(rank, step, point, "SIGKILL", nth=nth, incarnation=incarnation, after=after)
 
 
 def check(jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4) -> JobResult:
@@ -78,13 +81,49 @@ def test_a_newcomer_does_not_wait_for_another(jobs: Jobs, name: str) -> None:
     assert tops.keys() == {0, 5, *(fault.rank for fault in faults)} and tops[0] != tops[5], result.tail()
 
 
+def sums(rank: int) -> Fault:
+    """It is lost before its stage has its sum of gradients, when the first of the faults has struck."""
+    return kill(rank, 4, 1, "reroute.reduce", after=0)
+
+
+#: Neighbors in a pipeline are lost when the stage of the first fault has made its update and that of the others has no
+#: sum: arguments, number of workers, faults. In step 4, because at the end of step 3 all wait for all.
+NEIGHBORS: dict[str, tuple[Sequence[str], int, list[Fault]]] = {
+    "the_last_stage_is_ahead": ((), 4, [kill(2, 5, 1), sums(0)]),
+    "the_first_stage_is_in_the_next_step": ((), 4, [kill(0, 5, 3), sums(2)]),
+    "an_update_that_may_be_taken_back": (("--clip", "1000"), 4, [kill(2, 4, 1, "update.after"), sums(0)]),
+    "several_tensors_between_stages": (("--several",), 4, [kill(0, 5, 3), sums(2)]),
+    "the_first_stage_evaluates": (("--evaluate-after", "4"), 4, [kill(0, 5, 1, "reroute.evaluate"), sums(2)]),
+    "before_the_end": (("--steps", "4"), 4, [kill(2, 4, 1, "update.after"), sums(0)]),
+    "the_middle_stage_is_ahead": (("--stages", "3"), 6, [kill(2, 5, 1), sums(0), sums(4)]),
+    "the_middle_stage_is_behind": (("--stages", "3"), 6, [kill(0, 5, 3), sums(2), kill(4, 5, 1, after=0)]),
+    # Rank 4 makes again what ranks 0 and 3 had passed to each other, until it is lost too.
+    "who_makes_it_again_is_lost": ((), 6, [kill(3, 5, 1), sums(0), kill(4, 5, 3, "reroute.forward")]),
+}
+
+
+@pytest.mark.parametrize(
+    "name", most(NEIGHBORS, *(NEIGHBORS.keys() - {"the_last_stage_is_ahead", "the_first_stage_is_in_the_next_step"}))
+)
+def test_neighbors_are_lost_while_one_stage_has_no_sum(jobs: Jobs, name: str) -> None:
+    """A stage that has made its update makes again what the other one needs, with the parameters of before."""
+    args, nproc, faults = NEIGHBORS[name]
+    result = check(jobs, faults, args, nproc)
+    if faults[0].step == 5:  # then it is in the next step
+        now = {event.rank: event.fields["step"] for event in result.kinds("rerouted")}
+        assert any(event.fields["step"] < now[event.rank] for event in result.kinds("took_over")), result.tail()
+
+
 @pytest.mark.nightly
-def test_all_start_again_where_one_stage_has_its_sum_and_the_other_has_not(jobs: Jobs) -> None:
-    """Rank 0 had gradients that only its pipeline's last stage could make again, and rank 3 has another version now."""
-    result = go(jobs, [kill(0, 3, 1, "reroute.reduce"), kill(2, 3, 1, "update.after")])
-    if len(result.struck) == 2:  # else rank 2 is still before its sum
-        reasons = [str(event.fields["reason"]) for event in result.kinds("restart")]
-        assert not reasons or "has stepped" in reasons[0], result.tail()
+@pytest.mark.parametrize("plan", list(Variant))
+@pytest.mark.parametrize(("first", "second"), [(2, 0), (0, 2)])
+def test_neighbors_are_lost_anywhere_at_the_end_of_a_step(jobs: Jobs, first: int, second: int, plan: Variant) -> None:
+    """One before each message of its sum of gradients, the other after its update or before."""
+    for nth in range(1, 8):
+        point, later = ("lane.send", 8 + nth) if nth % 2 else ("lane.wait", 6 + nth)
+        faults = [kill(first, 3, 1, "reroute.step"), kill(second, 3, later, point)]
+        result = go(jobs, faults, ("--clip", "1.0"), env={"SWIFT_RECOVERY_REROUTE_PLAN": plan.value})
+        assert not result.kinds("restart"), result.tail()
 
 
 #: The evaluation is call 4, those after it are calls 5 and 6.

@@ -11,6 +11,7 @@ import pytest
 
 from shared_core.errors import ConfigError, WaitTimeout
 from shared_core.reroute.plan_cache import PlanStore, Settings
+from shared_core.reroute.times import second_updates
 from shared_core.schedule.draw import draw_file, draw_text
 from shared_core.schedule.normalise import Move, normalise, stage_cost
 from shared_core.schedule.planner import plan
@@ -77,6 +78,14 @@ def test_normalisation_is_the_best_choice(variant: Variant, lost: list[tuple[int
         assert move.target in after and move.source not in after
         after ^= {move.target, move.source}
     assert sorted(after) == list(found.lost)
+
+
+def test_who_computes_elsewhere_makes_two_updates() -> None:
+    times = Times((StageTimes(optimizer=3.0), StageTimes(optimizer=2.0)))
+    rows = plan(Topology(3, 2, 4), [Worker(0, 0), Worker(1, 1)], times=times, variant=Variant.STAGGERED).schedule
+    late = second_updates(times, [Move(Worker(0, 0), Worker(0, 1))])
+    assert late == {Worker(0, 1): 3.0}
+    assert [simulate(rows, times, staggered=True, late=each).period for each in ({}, late)] == [21.0, 23.0]
 
 
 def test_pipelines_are_renamed() -> None:

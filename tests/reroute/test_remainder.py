@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared_core.errors import ConfigError, Unsupported
+from shared_core.errors import ConfigError
 from shared_core.schedule.check import check
 from shared_core.schedule.planner import plan
 from shared_core.schedule.problem import Variant
@@ -99,14 +99,15 @@ def test_a_loss_after_its_stage_has_stepped() -> None:
     rest = replan(first, stepped(timeline, 3, end), [Worker(2, 3)])
     verified(rest)
     assert rest.extra == 0 and not any(row for worker, row in rest.plan.schedule.rows.items() if worker.stage == 3)
-    # Its last gradient has not been used by the stage before, and cannot be made again with the new parameters.
+    # Its last gradient has not been used by the stage before: a peer makes that micro-batch again, and only that.
     late = dict(stepped(timeline, 3, end))
     row = first.schedule.rows[Worker(2, 2)]
     late[Worker(2, 2)] = next(at for at, one in enumerate(row) if one.micro_batch == 5 and one.kind is not Kind.F)
-    with pytest.raises(
-        Unsupported, match="stage 3 has stepped, and W2_2 still needs a result of the lost W2_3 for 2[IB]5@2"
-    ):
-        replan(first, late, [Worker(2, 3)])
+    rest = replan(first, late, [Worker(2, 3)])
+    verified(rest)
+    again = [one for worker, row in rest.plan.schedule.rows.items() if worker.stage == 3 for one in row]
+    assert {(one.pipeline, one.micro_batch) for one in again} == {(2, 5)}
+    assert sorted(one.kind for one in again) == [Kind.F, Kind.I, Kind.W]
 
 
 def test_nobody_left() -> None:

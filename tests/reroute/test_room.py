@@ -10,6 +10,7 @@ from examiner import Case, examine
 from shared_core.reroute.history import PlanHistory
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.room import MemoryUse, bytes_held, room_of
+from shared_core.reroute.standing import Standing, text_of
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
 
@@ -50,17 +51,11 @@ def test_a_job_plans_within_its_room(tmp_path: Path) -> None:
     """Before anything is measured, for steps to come and for the one under way."""
     past = PlanHistory(Plans(WIDE, Variant.STAGGERED, False, tmp_path, 0))
     room = {str(worker): 4.0 - worker.stage for worker in WIDE.workers()}
-    places = {f"{d}:{s}": [0, 8] for d, s in WIDE.workers()}
-    past.change({"number": 0, "lost": [], "ready": [], "until": None, "at": dict.fromkeys(places, [0, 0])})
-    past.change(
-        {
-            "number": 1,
-            "lost": [[1, 2]],
-            "ready": [],
-            "until": None,
-            "at": {w: p for w, p in places.items() if w != "1:2"},
-        }
-    )
+    places = {text_of(worker): Standing(0, 8, {}).to_plain() for worker in WIDE.workers()}
+    start = dict.fromkeys(places, Standing(0, 0, {}).to_plain())
+    usual = {"ready": [], "until": None, "summed": []}
+    past.change(usual | {"number": 0, "lost": [], "at": start})
+    past.change(usual | {"number": 1, "lost": [[1, 2]], "at": {w: p for w, p in places.items() if w != "1:2"}})
     running, following = past.steps[0], past.begin(1)
     done = {str(worker): [one.text(worker) for one in row] for worker, row in running.done.items()}
     assert max(map(len, done.values())) == 8

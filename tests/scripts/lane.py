@@ -9,12 +9,12 @@ import argparse
 import torch
 import torch.distributed as dist
 from beginning import begin
-from copies import hold
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from shared_core.errors import LaneBroken
 from shared_core.job import Job
+from shared_core.testing.copies import hold
 from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report
 from shared_core.worker.recovery.lane import Lane

@@ -14,9 +14,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 import torch.distributed as dist
-from copies import Copies, hold
 from torch import nn
 
+from shared_core.testing.copies import Copies, hold
 from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import Report
 

@@ -7,12 +7,12 @@ import os
 
 import torch
 import torch.distributed as dist
-from copies import Copies, hold
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
 from shared_core.loaders import seed_random
+from shared_core.testing.copies import Copies, hold
 from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import Report, generators_digest
 

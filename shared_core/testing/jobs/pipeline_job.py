@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shared_core.testing.copies import Copies
 from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report, generators_digest
 from shared_core.testing.runner import BASELINE
@@ -53,7 +54,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stages", type=int, required=True)
     parser.add_argument("--rerouted", action="store_true", help="nothing is drawn from generators of the rank's own")
+    parser.add_argument("--copies", default="", help="see shared_core.testing.copies")
     args = parser.parse_args()
+    copies = Copies(args.copies)
     report = Layer.report = Report()
     if not os.environ.get(BASELINE):
         import shared_core
@@ -92,6 +95,7 @@ def main() -> None:
     data = micro_batches(engine.grid.get_data_parallel_rank(), 0.0 if args.rerouted else 0.01)
     losses = []
     for step in range(STEPS):
+        copies.wait(step)
         losses.append(float(engine.train_batch(data)))
         Layer.call += 1
         if step % 3 == 2:

@@ -1,4 +1,4 @@
-"""What scripts share that wait for copies of the state, which are made while the others train."""
+"""For scripts of tests: waiting for newcomers' copies of the state, which are made while the others train."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ class Copies:
         job = shared_core.current_job()
         if step not in self._wanted or job is None or job.env.incarnation:
             return  # a newcomer passes by the steps that it copies: the others wait for it
+        events = job.env.events
+        assert events is not None
 
         def begun() -> bool:
             losses, away = 0, set[int]()
-            for event in read_events(job.env.events):
+            for event in read_events(events):
                 if event.kind == "start":
                     losses, away = 0, set()
                 elif event.kind == "lost":
@@ -53,5 +55,6 @@ def hold(rank: int) -> None:
     job = shared_core.current_job()
     if job is not None and job.rank == rank and job.env.incarnation:
         events = job.env.events
+        assert events is not None
         wait = Wait(f"rank {rank}", "another newcomer to be let in", 60.0)
         poll(lambda: any(event.kind == "let_in" for event in read_events(events)), lambda: False, wait)
