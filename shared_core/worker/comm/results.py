@@ -107,9 +107,8 @@ class Results:
         if self._marks is None:
             return
         self._await_marks(self._marks)
+        self.settle_marked()
         with self._state.lock:
-            if not self._state.broken and (lowest := self._marks.lowest()) > self._state.stable:
-                self.settle(lowest)
             for group in self._groups.all():
                 for _, entry in group.log.borrowed():
                     group.log.own(entry)
@@ -131,6 +130,14 @@ class Results:
         """This rank has published a batch top, or starts from it."""
         if self._marks is not None:
             self._marks.put(top)
+
+    def settle_marked(self) -> int:
+        """Let go of what is older than the newest batch top that every rank has published, and return that one."""
+        with self._state.lock:
+            lowest = self._marks.lowest() if self._marks is not None and not self._state.broken else 0
+            if lowest > self._state.stable:
+                self.settle(lowest)
+            return self._state.stable
 
     def archive(self, group: GroupState, seq: int, entry: Entry, results: Sequence[torch.Tensor]) -> None:
         """Log to disk as well, where that is done."""
