@@ -27,7 +27,6 @@ class GroupState(Membership):
         done: finished collectives.
         pending: issued and not finished, by sequence number.
         replay: results to serve instead of running, by sequence number.
-        again: works of rank-specific operations that run again for others.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class GroupState(Membership):
         self.done = Done()
         self.pending: dict[int, Op] = {}
         self.replay: dict[int, Logged] = {}
-        self.again: list[Any] = []
 
 
 class Groups:

@@ -157,7 +157,9 @@ class Trained:
     def _attach_shard(self, fully_sharded: Sequence[Any], replicated: Replicated) -> None:
         if self.shard is not None:
             self._parts.unregister(SHARD)
-        self.shard = Shard(fully_sharded, replicated) if fully_sharded else None
+        results = self._runtime.results
+        results.shard(bool(fully_sharded))
+        self.shard = Shard(fully_sharded, replicated, results) if fully_sharded else None
         if self.shard is not None:
             self._parts.register(SHARD, self.shard.capture, self.shard.restore)
 

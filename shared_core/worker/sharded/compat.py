@@ -20,6 +20,8 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_FULLY_SHARD}._fsdp_state:FSDPState._fsdp_param_groups", "the same"),
     (f"{_GROUP}._all_gather_result", "parameters that are being gathered ahead of the next forward"),
     (f"{_GROUP}._partial_reduce_output", "gradients that replicas have not summed yet"),
+    (f"{_GROUP}._reduce_scatter_comm", "whether the script has a communication of its own"),
+    (f"{_FULLY_SHARD}._fsdp_collectives:DefaultReduceScatter", "the same"),
     (f"{_GROUP}.fsdp_params", "gradients that are not reduced yet"),
     (f"{_GROUP}.offload_policy", "offload to the CPU is refused"),
     (f"{_PARAM}.unsharded_accumulated_grad", "gradients that are not reduced yet"),
@@ -37,6 +39,16 @@ def offloads(modules: Iterable[Any]) -> bool:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in _groups(modules))
+
+
+def reduce_by(modules: Iterable[Any], reduce_scatter: Any) -> None:
+    """Have these FSDP modules reduce gradients so, where they do it in torch's own way."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    for module in modules:
+        groups = list(_groups([module]))
+        if len(groups) == 1 and type(groups[0]._reduce_scatter_comm) is DefaultReduceScatter:
+            module.set_custom_reduce_scatter(reduce_scatter)
 
 
 def unsettled(modules: Iterable[Any]) -> bool:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from shared_core.errors import UnsupportedOptimizer
+from shared_core.worker.comm.results import Results
 from shared_core.worker.sharded import compat
 from shared_core.worker.sharded.local import is_distributed, local_part
+from shared_core.worker.sharded.reduction import ReduceFromOwnMemory
 from shared_core.worker.state.replicated import Replicated
 
 #: Name of the registered state.
@@ -28,10 +30,12 @@ class Shard:
     Args:
         modules: those with ``fully_shard``.
         replicated: all parameters, sharded or not, and the optimizers.
+        results: the log of operations. FSDP reduces gradients from memory of their own, which it does not overwrite.
     """
 
-    def __init__(self, modules: Sequence[Any], replicated: Replicated) -> None:
+    def __init__(self, modules: Sequence[Any], replicated: Replicated, results: Results) -> None:
         self._modules, self._replicated = list(modules), replicated
+        compat.reduce_by(modules, ReduceFromOwnMemory(results))
 
     @property
     def unsettled(self) -> bool:
@@ -55,7 +59,11 @@ class Shard:
         """
         replicated = self._replicated
         states = [
-            [number, replicated.index_of(parameter), {key: _packed(optimizer, key, each) for key, each in state.items()}]
+            [
+                number,
+                replicated.index_of(parameter),
+                {key: _packed(optimizer, key, each) for key, each in state.items()},
+            ]
             for number, optimizer in enumerate(replicated.optimizers)
             for parameter, state in optimizer.state.items()
         ]
