@@ -76,8 +76,8 @@ def digest(value: Any) -> str:
     """Hash of nested plain data, tensors and arrays, by their bits: type, shape and bytes.
 
     Args:
-        value: tensors (of a ``DTensor`` the part that is here), NumPy arrays and scalars, ``None``, numbers, text, bytes, and mappings (order matters),
-            lists, tuples (equal to lists) and sets of them.
+        value: tensors (of a ``DTensor`` the part that is here), NumPy arrays and scalars, ``None``, numbers, text,
+            bytes, and mappings (order matters), lists, tuples (equal to lists) and sets of them.
 
     Returns:
         16 hexadecimal digits.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 from shared_core.errors import ConfigError
 from shared_core.protocol.frontier import Done

@@ -98,15 +98,14 @@ class Shard:
             parameter.grad = _unpacked(parameter, packed)
 
 
-def _packed(optimizer: Any, key: str, value: Any) -> Any:
+def _packed(key: str, value: Any) -> Any:
     """A value of an optimizer's state as plain data; a tensor as a tuple, so that nothing else is taken for one."""
     if isinstance(value, torch.Tensor):
         return _distributed(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise UnsupportedOptimizer(
-        f"{type(optimizer).__name__} keeps {key!r} as {type(value).__name__}; only tensors and numbers can be given to "
-        "a newcomer"
+        f"the optimizer keeps {key!r} as {type(value).__name__}; only tensors and numbers can be given to a newcomer"
     )
 
 

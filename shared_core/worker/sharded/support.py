@@ -21,9 +21,15 @@ def sharded_modules(modules: Sequence[nn.Module]) -> list[Any]:
     """Those of these modules, and of the modules in them, to which ``fully_shard`` was applied.
 
     Raises:
-        Unsupported: for FSDP1, and for distributed tensors that ``fully_shard`` has not made.
+        Unsupported: for FSDP1, for engines of DeepSpeed, and for distributed tensors that ``fully_shard`` has not made.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
+    # What is not imported is not used.
+    fsdp, deepspeed = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("deepspeed")
+    if deepspeed is not None and any(isinstance(each, deepspeed.DeepSpeedEngine) for each in modules):
+        raise Unsupported(
+            "a DeepSpeed engine without a pipeline (ZeRO) cannot be recovered: use fully_shard() of "
+            f"torch.distributed.fsdp, or a pipeline with ZeRO stage 0 or 1. {_PAGE}"
+        )
     every = [child for module in modules for child in module.modules()] if fsdp is not None else []
     if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in every):
         raise Unsupported(
@@ -66,7 +72,7 @@ def refuse(modules: Sequence[nn.Module], sharded: Sequence[Any], config: SwiftCo
         raise Unsupported(f"state.overlapped_update is for DistributedDataParallel: leave it out. {_PAGE}")
     if machines > 1:
         raise Unsupported(
-            f"this job runs on {machines} machines, and shards have no copy on another one yet: use one machine. {_PAGE}"
+            f"this job runs on {machines} machines, and a shard has no copy on another one: use one machine. {_PAGE}"
         )
     if compat.offloads(sharded):
         raise Unsupported(f"CPUOffloadPolicy cannot be recovered: leave offload_policy out. {_PAGE}")
