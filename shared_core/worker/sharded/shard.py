@@ -62,7 +62,7 @@ class Shard:
             [
                 number,
                 replicated.index_of(parameter),
-                {key: _packed(optimizer, key, each) for key, each in state.items()},
+                {key: _packed(key, each) for key, each in state.items()},
             ]
             for number, optimizer in enumerate(replicated.optimizers)
             for parameter, state in optimizer.state.items()
