@@ -18,8 +18,9 @@ from shared_core.worker.comm.kept_inputs import KeptInputs
 @pytest.mark.parametrize("size", [0, 1, 7, 100_000])
 def test_the_same_bits_are_kept_once(size: int, dtype: torch.dtype) -> None:
     inputs, tensor = KeptInputs(), torch.randn(size, dtype=dtype)
-    first = inputs.keep(tensor)
-    assert inputs.keep(tensor.clone()) is first
+    first, new = inputs.keep(tensor)
+    again, also_new = inputs.keep(tensor.clone())
+    assert again is first and new and not also_new
     assert torch.equal(first, tensor) and (size == 0 or first.data_ptr() != tensor.data_ptr())
 
 
@@ -27,15 +28,15 @@ def test_the_same_bits_are_kept_once(size: int, dtype: torch.dtype) -> None:
 def test_other_bits_are_kept_apart(place: int) -> None:
     """Also where a checksum of a sample does not see the difference, and where the values are equal."""
     inputs, tensor = KeptInputs(), torch.zeros(100_000)
-    first = inputs.keep(tensor)
+    first, _ = inputs.keep(tensor)
     tensor[place] = -0.0
-    second = inputs.keep(tensor)
-    assert second is not first and torch.signbit(second[place]) and not torch.signbit(first[place])
+    second, new = inputs.keep(tensor)
+    assert new and torch.signbit(second[place]) and not torch.signbit(first[place])
 
 
 def test_nothing_is_kept_that_nobody_holds() -> None:
     inputs = KeptInputs()
-    kept = weakref.ref(inputs.keep(torch.ones(10)))
+    kept = weakref.ref(inputs.keep(torch.ones(10))[0])
     assert kept() is None
 
 

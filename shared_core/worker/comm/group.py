@@ -183,18 +183,20 @@ class SwiftProcessGroup(GroupIdentity):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SwiftWork:  # noqa: A002
         opts = opts or dist.AllgatherOptions()
-        kept = [self._runtime.results.inputs.keep(input)] if self._runtime.results.sharded else []
+        results = self._runtime.results
+        again = results.sharded and self._state.size > 1
+        kept, new = results.inputs.keep(input) if again else (input, False)
 
         def redo(inner: Any) -> Any:
-            return inner._allgather_base(torch.empty_like(output), kept[0], opts)
+            return inner._allgather_base(torch.empty_like(output), kept, opts)
 
         op = Op(
             signature("all_gather_single", [input]),
             lambda inner: inner._allgather_base(output, input, opts),
             [output],
             value=[output],
-            redo=redo if kept else None,
-            kept=kept,
+            redo=redo if again else None,
+            kept=[kept] if new else [],
             checksum=self._inputs_checksum([input]),
         )
         return self._run(op, [input])

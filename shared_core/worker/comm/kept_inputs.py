@@ -21,11 +21,14 @@ class KeptInputs:
     def __init__(self) -> None:
         self._kept: WeakValueDictionary[tuple[int, torch.dtype, int], torch.Tensor] = WeakValueDictionary()
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor on the CPU; one that was made before and is still held, where all bits are the same."""
+    def keep(self, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """A copy of a tensor on the CPU, and whether it is new: one that is still held serves where all bits are the
+        same.
+        """
         dense = tensor.detach().contiguous()
         key = (dense.numel(), dense.dtype, input_checksum([dense]))
         kept = self._kept.get(key)
-        if kept is None or _memcmp(kept.data_ptr(), dense.data_ptr(), dense.nbytes):
-            kept = self._kept[key] = dense.clone()
-        return kept
+        if kept is not None and not _memcmp(kept.data_ptr(), dense.data_ptr(), dense.nbytes):
+            return kept, False
+        self._kept[key] = kept = dense.clone()
+        return kept, True
