@@ -61,6 +61,7 @@ def train() -> dist.ProcessGroup:
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--sync", action="store_true", help="reduce the gradients of each micro-batch")
     parser.add_argument("--evaluate", action="store_true", help="after each epoch")
+    parser.add_argument("--freeze", action="store_true", help="a block's statistics, from the third batch of an epoch")
     args = parser.parse_args()
     report = Report()
     if not os.environ.get("SWIFT_BASELINE"):
@@ -85,6 +86,8 @@ def train() -> dist.ProcessGroup:
         for x in batches(job, loader, args):
             report.count(f"batch {seen.batches}")
             seen.batches += 1
+            if args.freeze and seen.batches % 6 == 3:
+                model[2].eval()
             last = seen.batches % args.accumulate == 0
             model.set_requires_gradient_sync(last or args.sync)
             loss = (model(x) - x[:, :3].sin()).square().mean() / args.accumulate

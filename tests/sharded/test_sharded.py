@@ -56,6 +56,7 @@ WAYS: dict[str, list[str]] = {
     "accumulate": ["--accumulate", "3"],
     "accumulate_reduced": ["--accumulate", "3", "--sync"],
     "evaluate": ["--evaluate"],
+    "freeze": ["--freeze"],
 }
 
 

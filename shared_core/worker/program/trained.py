@@ -97,10 +97,11 @@ class Trained:
         if self._overlaps:
             check(self._buckets.modules, optimizers)
         replicated = Replicated(modules, optimizers)
-        alike = replicas is None and not sharded and not fully_sharded
+        alike = replicas is None and not sharded
         self._loose = Loose(replicated, {id(p) for ddp in self._buckets.modules for p in ddp.parameters()})
-        # What a re-routed step changes outside updates is in a newcomer's copy; pipelines keep images of their own.
-        loose = self._loose if alike and not self._config.reroutes else None
+        # What a re-routed step changes outside updates is in a newcomer's copy; pipelines keep images of their own; a
+        # shard is published with all that was changed.
+        loose = self._loose if alike and not self._config.reroutes and not fully_sharded else None
         self._updates.attach(
             replicated,
             undo=self._config.resizes,
@@ -110,7 +111,7 @@ class Trained:
             parts=self._overlaps,
         )
         self._attach_shard(fully_sharded, replicated)
-        if self._keeps_tops and self.shard is None:
+        if self._keeps_tops:
             self._updates.outside.expect()
         if replicas is not None:
             self._attach_stage(sorted(replicas))
@@ -176,8 +177,7 @@ class Trained:
     def keep_tops(self) -> None:
         """See :meth:`Job.keep_tops`."""
         self._keeps_tops = True
-        if self.shard is None:  # which is published at every batch top anyway
-            self._updates.outside.expect()
+        self._updates.outside.expect()
 
     def alike(self) -> None:
         """All ranks train the same, although it is not wrapped in ``DistributedDataParallel``: they are compared after
