@@ -23,9 +23,9 @@ from shared_core.testing.report import Report, generators_digest
 class Block(nn.Module):
     """Sizes that two and four ranks cannot divide evenly."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, mixed: bool) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(width)
+        self.norm = nn.LayerNorm(width) if mixed else nn.BatchNorm1d(width)
         self.up, self.down = nn.Linear(width, 3 * width + 1), nn.Linear(3 * width + 1, width)
         self.dropout = nn.Dropout(0.1)
 
@@ -36,7 +36,9 @@ class Block(nn.Module):
 def sharded(args: argparse.Namespace) -> nn.Sequential:
     """The model, sharded block by block."""
     torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(8, args.width), *(Block(args.width) for _ in range(3)), nn.Linear(args.width, 3))
+    net = nn.Sequential(
+        nn.Linear(8, args.width), *(Block(args.width, args.mixed) for _ in range(3)), nn.Linear(args.width, 3)
+    )
     size = dist.get_world_size()
     shape = (args.replicas, size // args.replicas) if args.replicas > 1 else (size,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -57,7 +59,7 @@ def train() -> dist.ProcessGroup:
     parser.add_argument("--replicas", type=int, default=1, help="of each shard; more than one is HSDP")
     parser.add_argument("--width", type=int, default=15)
     parser.add_argument("--optimizer", default="AdamW")
-    parser.add_argument("--mixed", action="store_true", help="compute in bf16")
+    parser.add_argument("--mixed", action="store_true", help="compute in bf16, without statistics")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--sync", action="store_true", help="reduce the gradients of each micro-batch")
     parser.add_argument("--evaluate", action="store_true", help="after each epoch")
