@@ -17,6 +17,7 @@ TABLES = {
     "lightning": ("lightning_swift.private_names", ["lightning_swift.compat"]),
     "deepspeed": ("shared_core.pipeline.compat", ["shared_core.pipeline.compat"]),
     "torch": ("shared_core.worker.comm.compat", ["shared_core.worker.comm.compat"]),
+    "fsdp": ("shared_core.worker.sharded.compat", ["shared_core.worker.sharded.compat"]),
     "accelerate": ("accelerate_swift.compat", ["accelerate_swift.compat"]),
 }
 

@@ -80,6 +80,7 @@ class Top:
         members: of each group, as in :mod:`shared_core.protocol.members`.
         replicas: ranks that hold the same parameters and optimizer state, this one among them; empty: all.
         saved: parameters and optimizer state at this top are in a checkpoint, so that no donor is needed.
+        own: they are this rank's shard, and part of what it has published, so that no donor is needed.
     """
 
     index: Count
@@ -92,6 +93,7 @@ class Top:
     members: dict[str, Members] = field(default_factory=dict)
     replicas: list[Count] = field(default_factory=list)
     saved: bool = False
+    own: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Plan:
     Attributes:
         tops: the top each newcomer starts from; None: from the beginning of the script, with every operation replayed.
         donors: the survivor whose replicated state each newcomer copies; none where a checkpoint holds it, or what
-            was published at the end of an entry call.
+            was published at the batch top (of shards) or at the end of an entry call.
         transfers: logged results to move, in the order in which they are moved.
         redo: per group, finished rank-specific collectives that all members run again, because some member needs them.
         received: per group and channel, how many messages the receiver has; the sender sends those above again.
@@ -197,7 +197,7 @@ def _without_donor(
     messages = messages or any(group.sent or group.received for f in survivors.values() for group in f.groups.values())
     for rank, top in tops.items():
         donors.pop(rank, None)
-        if top is not None and (top.saved or top.kind == "end"):
+        if top is not None and (top.saved or top.own or top.kind == "end"):
             continue
         able = [
             donor

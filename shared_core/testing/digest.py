@@ -61,7 +61,11 @@ class _Hasher:
         else:
             raise TypeError(f"cannot digest a {type(value).__name__}; give tensors, arrays or plain data")
 
-    def _tensor(self, tensor: torch.Tensor) -> None:
+    def _tensor(self, tensor: Any) -> None:
+        if hasattr(tensor, "to_local"):  # a DTensor: its shape, and what this rank has of it
+            self.tag(f"shard {tuple(tensor.shape)} {tensor.placements}")
+            with torch.no_grad():
+                tensor = tensor.to_local()
         self.tag(f"tensor {tensor.dtype} {tuple(tensor.shape)}")
         flat = tensor.detach().to("cpu", copy=False).contiguous().reshape(-1)
         # Bytes, not values: NaN equals NaN only if its bits are the same, and -0.0 differs from 0.0.
@@ -72,8 +76,8 @@ def digest(value: Any) -> str:
     """Hash of nested plain data, tensors and arrays, by their bits: type, shape and bytes.
 
     Args:
-        value: tensors, NumPy arrays and scalars, ``None``, numbers, text, bytes, and mappings (order matters),
-            lists, tuples (equal to lists) and sets of them.
+        value: tensors (of a ``DTensor`` the part that is here), NumPy arrays and scalars, ``None``, numbers, text,
+            bytes, and mappings (order matters), lists, tuples (equal to lists) and sets of them.
 
     Returns:
         16 hexadecimal digits.

@@ -260,7 +260,14 @@ def wire(env: WorkerEnv) -> Worker:
     start = Start(runtime, store, endings, events, updates, parts, board, recovery, lanes, state_relay.presses, spare)
     checkpoints = Checkpointing(start, position, board)
     trained = Trained(
-        config, runtime, updates, parts, buckets, passes, Overlapped(updates.steps, buckets.layout, state_relay.joining)
+        config,
+        runtime,
+        updates,
+        parts,
+        buckets,
+        passes,
+        Overlapped(updates.steps, buckets.layout, state_relay.joining),
+        machines=len(env.machines),
     )
     publishing = Publishing(
         position, parts, trained, buckets, passes, updates, runtime, board, donor, lanes, replicas, checkpoints

@@ -71,6 +71,13 @@ def test_a_donor_that_is_already_there_is_preferred() -> None:
     assert plan(newcomer(0, top(2, 2, w=4)), late, there).donors == {0: 2}
 
 
+def test_a_shard_of_its_own_needs_no_donor() -> None:
+    """Although no survivor gets to its version by itself, and none is a replica."""
+    at = replace(top(2, 5, w=4), own=True)
+    found = plan(newcomer(0, at), *(survivor(rank, 4, w=group(5, exclusive=[4])) for rank in (1, 2)))
+    assert found.tops == {0: at} and found.donors == {} and found.redo == {"w": {4}}
+
+
 def test_a_donor_that_still_waits_for_messages_is_none() -> None:
     older, newer = top(1, 0, w=4), top(2, 1, w=4)
     reads = survivor(1, 0, w=group(4, received={"2,1,0": 3}, sent={}))

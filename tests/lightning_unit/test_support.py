@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
 from lightning_swift import SwiftCallback, SwiftDDPStrategy
@@ -79,8 +79,10 @@ def test_callbacks(callback: pl.Callback, word: str) -> None:
 
 
 def test_other_strategies() -> None:
-    with pytest.raises(Unsupported, match="FSDPStrategy"):
+    with pytest.raises(Unsupported, match="works with strategy='ddp' or 'swift_ddp', not with FSDPStrategy"):
         SwiftDDPStrategy.adopt(FSDPStrategy(accelerator=None))  # type: ignore[arg-type]
+    with pytest.raises(Unsupported, match="works with strategy='ddp' or 'swift_ddp', not with ModelParallelStrategy"):
+        SwiftDDPStrategy.adopt(ModelParallelStrategy())  # type: ignore[arg-type]
 
     class Own(DDPStrategy):
         pass

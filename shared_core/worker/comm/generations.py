@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from shared_core.errors import CollectiveTimeout, GenerationAbandoned, SwiftError, WaitTimeout
 from shared_core.system import threads
@@ -66,7 +67,7 @@ class Generations:
 
     def _reissue(self, group: GroupState, inner: InnerGroup) -> None:
         group.inner = inner
-        group.again.clear()
+        works: list[Any] = []
         redo = {seq: group.log.entries[seq] for seq in self._redo.get(group.name, ()) if seq in group.log.entries}
         for seq in sorted({*redo, *group.pending}):
             if seq in group.pending:
@@ -74,7 +75,9 @@ class Generations:
             else:
                 again = redo[seq].redo
                 assert again is not None
-                group.again.append(again(inner.pg))
+                works.append(again(inner.pg))
+        if works:
+            threads.start(_let_go, (works,), name=f"swift-again-{group.name}")
         group.channels.repeat(self._received.get(group.name, {}))
         self._state.changed.notify_all()
 
@@ -164,6 +167,13 @@ class Generations:
             return
         except SwiftError as error:
             self._state.end(error)
+
+
+def _let_go(works: list[Any]) -> None:
+    """Wait for operations that run again for others: each holds the memory of a result that nobody here wants."""
+    with suppress(RuntimeError):  # cut off: they run again in the next generation
+        while works:
+            works.pop(0).wait()
 
 
 def _give_up(groups: Sequence[GroupState]) -> None:

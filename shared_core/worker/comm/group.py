@@ -183,11 +183,20 @@ class SwiftProcessGroup(GroupIdentity):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SwiftWork:  # noqa: A002
         opts = opts or dist.AllgatherOptions()
+        results = self._runtime.results
+        again = results.sharded and self._state.size > 1
+        kept, new = results.inputs.keep(input) if again else (input, False)
+
+        def redo(inner: Any) -> Any:
+            return inner._allgather_base(torch.empty_like(output), kept, opts)
+
         op = Op(
             signature("all_gather_single", [input]),
             lambda inner: inner._allgather_base(output, input, opts),
             [output],
             value=[output],
+            redo=redo if again else None,
+            kept=[kept] if new else [],
             checksum=self._inputs_checksum([input]),
         )
         return self._run(op, [input])
@@ -277,11 +286,21 @@ class SwiftProcessGroup(GroupIdentity):
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SwiftWork:  # noqa: A002
         opts = opts or dist.ReduceScatterOptions()
+        kept = input.detach() if self._runtime.results.lent else input.detach().clone()
 
-        def call(inner: Any, ins: Tensors, outs: Tensors) -> Any:
-            return inner._reduce_scatter_base(outs[0], ins[0], opts)
+        def call(inner: Any, out: torch.Tensor) -> Any:
+            return inner._reduce_scatter_base(out, kept, opts)  # gloo leaves the input as it is
 
-        return self._exclusive("reduce_scatter_single", [input], [output], [output], _reduce_detail(opts), call)
+        op = Op(
+            signature("reduce_scatter_single", [input], _reduce_detail(opts)),
+            lambda inner: call(inner, output),
+            [output],
+            value=[output],
+            redo=lambda inner: call(inner, torch.empty_like(output)),
+            kept=[kept],
+            checksum=self._inputs_checksum([input]),
+        )
+        return self._run(op, [input])
 
     _reduce_scatter_base = reduce_scatter_single
 

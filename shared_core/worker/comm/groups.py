@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 from shared_core.errors import ConfigError
 from shared_core.protocol.frontier import Done
@@ -27,7 +26,6 @@ class GroupState(Membership):
         done: finished collectives.
         pending: issued and not finished, by sequence number.
         replay: results to serve instead of running, by sequence number.
-        again: works of rank-specific operations that run again for others.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class GroupState(Membership):
         self.done = Done()
         self.pending: dict[int, Op] = {}
         self.replay: dict[int, Logged] = {}
-        self.again: list[Any] = []
 
 
 class Groups:

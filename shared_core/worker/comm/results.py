@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 
 from shared_core.errors import Unsupported
 from shared_core.worker.comm.groups import Groups, GroupState
+from shared_core.worker.comm.kept_inputs import KeptInputs
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.comm.top_marks import TopMarks
@@ -32,6 +34,9 @@ class Results:
         max_bytes: memory above which a group's results are spilled to a file.
         spilled_bytes: moved to such files so far.
         peak_bytes: what a group's log took of memory at most.
+        inputs: of operations that can run again.
+        sharded: parameters are divided over the ranks, and gathered: their shards are kept, not what they gave.
+        lent: in here nobody overwrites the inputs of operations.
     """
 
     def __init__(
@@ -47,6 +52,21 @@ class Results:
         self._marks = marks
         self._spilling = Spilling(state.rank)
         self.spilled_bytes = self.peak_bytes = 0
+        self.inputs = KeptInputs()
+        self.sharded = self.lent = False
+
+    def shard(self, sharded: bool) -> None:
+        """See the attribute. All ranks call this at the same place of the program."""
+        self.sharded = sharded
+
+    @contextmanager
+    def lending(self) -> Iterator[None]:
+        """In here nobody overwrites the inputs of operations, so that they need no copies."""
+        self.lent = True
+        try:
+            yield
+        finally:
+            self.lent = False
 
     def limit(self, max_bytes: int) -> None:
         """Spill a group's results above so much memory."""
@@ -75,9 +95,12 @@ class Results:
         else:
             entry = Entry(op.signature, op.top, op.results, pooled=not op.borrowed, borrowed=op.borrowed)
         group.log.put(op.seq, entry)
-        if op.full and group is self._groups.world and op.top > self._state.stable:
-            # Every rank has contributed, so every rank has published this top: nothing older can be asked for.
-            self.settle(op.top)
+        if op.full and op.top > self._state.stable:
+            if group is self._groups.world:
+                # Every rank has contributed, so every rank has published this top: nothing older can be asked for.
+                self.settle(op.top)
+            elif self.sharded:
+                self.settle_marked()
         if group.log.nbytes > self.max_bytes:
             self.spilled_bytes += self._spilling.spill(group.log, self.max_bytes)
         self.peak_bytes = max(self.peak_bytes, group.log.nbytes)
@@ -107,9 +130,8 @@ class Results:
         if self._marks is None:
             return
         self._await_marks(self._marks)
+        self.settle_marked()
         with self._state.lock:
-            if not self._state.broken and (lowest := self._marks.lowest()) > self._state.stable:
-                self.settle(lowest)
             for group in self._groups.all():
                 for _, entry in group.log.borrowed():
                     group.log.own(entry)
@@ -131,6 +153,14 @@ class Results:
         """This rank has published a batch top, or starts from it."""
         if self._marks is not None:
             self._marks.put(top)
+
+    def settle_marked(self) -> int:
+        """Let go of what is older than the newest batch top that every rank has published, and return that one."""
+        with self._state.lock:
+            lowest = self._marks.lowest() if self._marks is not None and not self._state.broken else 0
+            if lowest > self._state.stable:
+                self.settle(lowest)
+            return self._state.stable
 
     def archive(self, group: GroupState, seq: int, entry: Entry, results: Sequence[torch.Tensor]) -> None:
         """Log to disk as well, where that is done."""

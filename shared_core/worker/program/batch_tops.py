@@ -60,13 +60,14 @@ class BatchTops:
             return True
         self._pass()
         self._updates.next_batch()
-        if accumulating:
+        shard = self._trained.shard
+        if accumulating or (shard is not None and shard.unsettled):
             return False
         grads = None
         if self._updates.steps.pending_gradients():
             self._deferred += 1
-            # Gradients of a worker that is lost could not be dealt out to others.
-            if self._deferred <= _MAX_DEFERRED or self._resizes:
+            # Gradients of a worker that is lost could not be dealt out to others. Those of a shard are small.
+            if shard is None and (self._deferred <= _MAX_DEFERRED or self._resizes):
                 return False
             grads = self._trained.gradients()
         if self._buckets.unsettled():  # counts the tops that could be recovery points, so it is asked last

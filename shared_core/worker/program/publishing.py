@@ -75,6 +75,8 @@ class Publishing:
         """
         if kind != "batch":  # a batch has been begun, and nothing has run since
             self._updates.outside.see()
+        if self._trained.shard is not None:
+            self._trained.shard.reshard()
         parts = self._parts.capture()
         parts["swift.outside"] = self._updates.outside.active
         parts["swift.eligible"] = self._buckets.eligible
@@ -104,12 +106,15 @@ class Publishing:
             sent={name: mark[1] for name, mark in marks.items() if mark[1]},
             members={name: group.members for name, group in runtime.groups.items()},
             replicas=self._trained.replicas,
+            own=self._trained.shard is not None,
         )
 
     def _passed(self, top: Top) -> None:
         """Drop what is kept for earlier tops than any newcomer of this rank begins at."""
         stable = self._runtime.passed_top(top.index)
         self._runtime.results.mark(top.index)
+        if top.own:
+            stable = self._runtime.results.settle_marked()
         if self._lanes.formed:
             stable = top.index  # a newcomer is a copy of a replica as it is at its newest top
             self._runtime.results.settle(stable)

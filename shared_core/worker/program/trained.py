@@ -16,6 +16,8 @@ from shared_core.errors import Unsupported
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.op import Op
+from shared_core.worker.sharded.shard import SHARD, Shard
+from shared_core.worker.sharded.support import refuse, sharded_modules
 from shared_core.worker.state.attached import Attached
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import Passes
@@ -38,9 +40,11 @@ class Trained:
         buckets: of DDP modules.
         passes: through them.
         overlapped: makes updates of their parameters early, where that is wanted.
+        machines: on which the job runs.
 
     Attributes:
         replicas: ranks that train the same parameters, where not all do; else empty.
+        shard: what this rank has of sharded models; None where there are none.
     """
 
     def __init__(
@@ -52,7 +56,9 @@ class Trained:
         buckets: Buckets,
         passes: Passes,
         overlapped: Overlapped,
+        machines: int,
     ) -> None:
+        self._machines = machines
         self._config, self._runtime, self._updates, self._parts = config, runtime, updates, parts
         self._buckets, self._passes, self._overlapped = buckets, passes, overlapped
         self._overlaps = False
@@ -60,6 +66,7 @@ class Trained:
         self._alike = self._keeps_tops = False
         self._loose: Loose
         self.replicas: list[int] = []
+        self.shard: Shard | None = None
 
     def attach(
         self,
@@ -71,6 +78,9 @@ class Trained:
     ) -> None:
         """See :meth:`Job.attach`."""
         self._refuse_devices(modules)
+        fully_sharded = sharded_modules(modules)
+        if fully_sharded:
+            refuse(modules, fully_sharded, self._config, self._machines)
         self._buckets.attach(modules)
         if self._buckets.modules and self._config.reroutes:
             raise Unsupported(
@@ -89,9 +99,18 @@ class Trained:
         replicated = Replicated(modules, optimizers)
         alike = replicas is None and not sharded
         self._loose = Loose(replicated, {id(p) for ddp in self._buckets.modules for p in ddp.parameters()})
-        # What a re-routed step changes outside updates is in a newcomer's copy; pipelines keep images of their own.
-        loose = self._loose if alike and not self._config.reroutes else None
-        self._updates.attach(replicated, undo=self._config.resizes, sharded=sharded, loose=loose, parts=self._overlaps)
+        # What a re-routed step changes outside updates is in a newcomer's copy; pipelines keep images of their own; a
+        # shard is published with all that was changed.
+        loose = self._loose if alike and not self._config.reroutes and not fully_sharded else None
+        self._updates.attach(
+            replicated,
+            undo=self._config.resizes,
+            sharded=sharded,
+            own=bool(fully_sharded),
+            loose=loose,
+            parts=self._overlaps,
+        )
+        self._attach_shard(fully_sharded, replicated)
         if self._keeps_tops:
             self._updates.outside.expect()
         if replicas is not None:
@@ -136,6 +155,15 @@ class Trained:
         if wanted == "always" or (wanted == "auto" and alone):
             self._runtime.results.log_to_disk()
 
+    def _attach_shard(self, fully_sharded: Sequence[Any], replicated: Replicated) -> None:
+        if self.shard is not None:
+            self._parts.unregister(SHARD)
+        results = self._runtime.results
+        results.shard(bool(fully_sharded))
+        self.shard = Shard(fully_sharded, replicated, results) if fully_sharded else None
+        if self.shard is not None:
+            self._parts.register(SHARD, self.shard.capture, self.shard.restore)
+
     def _register(self, attached: Attached) -> None:
         self._passes.attach(attached.buffers)
         register = self._parts.register
@@ -165,13 +193,18 @@ class Trained:
 
     # -- at batch tops -------------------------------------------------------------------------------------------------
 
-    def gradients(self) -> dict[int, torch.Tensor]:
-        """Those that are pending, by place."""
+    def gradients(self) -> dict[int, Any]:
+        """Those that are pending, by place, as plain data."""
+        if self.shard is not None:
+            return self.shard.gradients()
         assert self._updates.replicated is not None
         return {i: p.grad for i, p in enumerate(self._updates.replicated.parameters) if p.grad is not None}
 
-    def set_gradients(self, gradients: Mapping[int, torch.Tensor]) -> None:
+    def set_gradients(self, gradients: Mapping[int, Any]) -> None:
         """Inverse of :meth:`gradients`."""
+        if self.shard is not None:
+            self.shard.set_gradients(gradients)
+            return
         for index, grad in gradients.items():
             assert self._updates.replicated is not None
             self._updates.replicated.parameters[index].grad = grad

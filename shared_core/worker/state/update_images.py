@@ -27,21 +27,23 @@ class UpdateImages:
         self._policy, self._count = policy, count
         self._several = False
         self._wanted = False
-        self._sharded = False
+        self._sharded = self._own = False
         self._images: list[PreImage] = []
         self._newest: dict[int, torch.Tensor] = {}
         self._versions_at_tops: list[int] = []
 
     # -- whether -----------------------------------------------------------------------------------
 
-    def attach(self, optimizers: int, sharded: bool) -> None:
-        """So many optimizers update the state, or a shard of it."""
-        self._sharded = sharded
+    def attach(self, optimizers: int, sharded: bool, own: bool = False) -> None:
+        """So many optimizers update the state, or a shard of it, or one that is given to nobody."""
+        self._sharded, self._own = sharded, own
         self._several = self._several or optimizers > 1
 
     @property
     def kept(self) -> bool:
         """Whether parameters are kept before each update."""
+        if self._own:
+            return False
         # Of a sharded stage a replica has nothing else to give: see Updates.attach().
         return self._policy == "always" or (self._several and (self._policy == "auto" or self._sharded))
 

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shared_core.errors import Unsupported
 from shared_core.faults import inject
+from shared_core.worker.sharded.local import local_part
 from shared_core.worker.state.following import Followers
 from shared_core.worker.state.outside_changes import Outside
 from shared_core.worker.state.replicated import Replicated
@@ -54,7 +55,7 @@ class UpdateSteps:
         self._gate, self._count, self._images, self._outside = gate, count, images, outside
         self._followers, self._after_each, self._fence = followers, after, fence
         self.in_batch = 0
-        self._begun = False
+        self._begun = self._own = False
         self._parts: Parts | None = None
         self._replicated: Replicated | None = None
         self._hidden: dict[int, HiddenGradients] = {}
@@ -62,13 +63,15 @@ class UpdateSteps:
         self._window: AbstractContextManager[Any] | None = None
         self._handles: list[Any] = []
 
-    def attach(self, replicated: Replicated, parts: Parts | None) -> None:
+    def attach(self, replicated: Replicated, parts: Parts | None, own: bool = False) -> None:
         """Watch the optimizers of ``replicated`` from now on.
 
         Args:
             replicated: what is trained.
             parts: of the next update, where parts of it may be made early.
+            own: it is divided over the ranks.
         """
+        self._own = own
         for hidden in self._hidden.values():
             hidden.close()
         self._hidden = {id(optimizer): HiddenGradients(optimizer) for optimizer in replicated.optimizers}
@@ -105,9 +108,10 @@ class UpdateSteps:
         """Whether gradients were accumulated since the last update of their optimizer."""
         for optimizer in self._replicated.optimizers if self._replicated else ():
             grads = _grads(optimizer)
-            if [(id(g), g._version) for g in grads] != self._clean.get(id(optimizer), []) and any(
-                bool(g.any()) for g in grads
-            ):
+            if [(id(g), g._version) for g in grads] == self._clean.get(id(optimizer), []):
+                continue
+            # Of shards one may be zero and another not, and all ranks must agree.
+            if (grads and self._own) or any(bool(g.any()) for g in grads):
                 return True
         return False
 
@@ -247,4 +251,5 @@ class UpdateSteps:
 
 
 def _grads(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    found = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return [local_part(grad) for grad in found if grad is not None]

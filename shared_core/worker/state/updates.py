@@ -99,6 +99,7 @@ class Updates:
         *,
         undo: bool = False,
         sharded: bool = False,
+        own: bool = False,
         loose: Loose | None = None,
         parts: bool = False,
     ) -> None:
@@ -112,6 +113,8 @@ class Updates:
             sharded: the optimizer's state is divided over the replicas, so that each publishes its own. A newcomer
                 then runs every update that its predecessor's batch had, on its own shard, and is given the parameters
                 at its batch top, never newer ones. Updates are what is inside :meth:`UpdateSteps.update`.
+            own: parameters and optimizer state are divided over the ranks: each publishes its shard, and nobody is
+                given one.
             parts: parts of an update may be made before the optimizer's step, by :meth:`UpdateSteps.make_part`.
 
         Raises:
@@ -127,11 +130,11 @@ class Updates:
         made = Parts(replicated.optimizers[0], self._undo) if parts else None
         with self.gate.condition:
             self.replicated = replicated
-            self.followers.able = not sharded and made is None
-            self._images.attach(len(replicated.optimizers), sharded)
+            self.followers.able = not sharded and not own and made is None
+            self._images.attach(len(replicated.optimizers), sharded, own)
             self.given.attach(replicated, sharded, self._undo, made)
             self.outside.attach(replicated, loose)
-            self.steps.attach(replicated, made)
+            self.steps.attach(replicated, made, own)
 
     # -- batch tops --------------------------------------------------------------------------------
 

@@ -1,0 +1,36 @@
+"""How FSDP's gradients are reduced, so that the log needs no copy of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shared_core.worker.comm.results import Results
+
+
+class ReduceFromOwnMemory:
+    """What FSDP does by itself, through its hook (``set_custom_reduce_scatter``): the input of each reduction is in
+    memory that was allocated for it, and is not written again. So the log keeps it, and not a copy.
+
+    Args:
+        results: the log.
+    """
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for one input or result."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        """Reduce and scatter."""
+        with self._results.lending():
+            return dist.reduce_scatter_single(
+                output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
+            )

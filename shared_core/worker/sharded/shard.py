@@ -1,0 +1,134 @@
+"""One rank's shard: its part of each parameter and of the optimizers' state.
+
+No replica has it, so it is rank-local state: published with every batch top, in the shared memory of the machine. A
+newcomer takes it as it was there, and makes every update of its predecessor's batch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shared_core.errors import UnsupportedOptimizer
+from shared_core.worker.comm.results import Results
+from shared_core.worker.sharded import compat
+from shared_core.worker.sharded.local import is_distributed, local_part
+from shared_core.worker.sharded.reduction import ReduceFromOwnMemory
+from shared_core.worker.state.replicated import Replicated
+
+#: Name of the registered state.
+SHARD = "swift.shard"
+#: A placement of a DTensor as a number: the dimension that is sharded, or this.
+_REPLICATED = -1
+
+
+class Shard:
+    """The shard of one rank.
+
+    Args:
+        modules: those with ``fully_shard``.
+        replicated: all parameters, sharded or not, and the optimizers.
+        results: the log of operations. FSDP reduces gradients from memory of their own, which it does not overwrite.
+    """
+
+    def __init__(self, modules: Sequence[Any], replicated: Replicated, results: Results) -> None:
+        self._modules, self._replicated = list(modules), replicated
+        compat.reduce_by(modules, ReduceFromOwnMemory(results))
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether there is what belongs to no shard (gradients that are not reduced yet), so that no newcomer can begin
+        here. All ranks agree, because the script decides it.
+        """
+        return compat.unsettled(self._modules)
+
+    def reshard(self) -> None:
+        """Let go of gathered parameters, as after a backward. An evaluation leaves those of the root gathered, and a
+        newcomer that begins after it must gather them where its peers do.
+        """
+        for module in self._modules:
+            module.reshard()
+
+    def capture(self) -> dict[str, Any]:
+        """Parameters and optimizer state: live tensors, to be written at once.
+
+        Raises:
+            UnsupportedOptimizer: the state of an optimizer holds something else than tensors, numbers and text.
+        """
+        replicated = self._replicated
+        states = [
+            [
+                number,
+                replicated.index_of(parameter),
+                {key: _packed(key, each) for key, each in state.items()},
+            ]
+            for number, optimizer in enumerate(replicated.optimizers)
+            for parameter, state in optimizer.state.items()
+        ]
+        return {"parameters": [local_part(each).detach() for each in replicated.parameters], "states": states}
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Put a captured shard in place; optimizers get the tensors themselves."""
+        self.reshard()
+        replicated = self._replicated
+        with torch.no_grad():
+            for parameter, stored in zip(replicated.parameters, values["parameters"], strict=True):
+                local_part(parameter).copy_(stored)
+        for optimizer in replicated.optimizers:
+            optimizer.state.clear()
+        for number, place, entries in values["states"]:
+            parameter = replicated.parameters[place]
+            state = replicated.optimizers[number].state[parameter]
+            for key, packed in entries.items():
+                state[key] = _unpacked(parameter, packed)
+
+    # -- gradients that are accumulated ----------------------------------------------------------------------------
+
+    def gradients(self) -> dict[int, Any]:
+        """Those that are pending, by place."""
+        parameters = self._replicated.parameters
+        return {place: _distributed(p.grad) for place, p in enumerate(parameters) if p.grad is not None}
+
+    def set_gradients(self, gradients: Mapping[int, Any]) -> None:
+        """Inverse of :meth:`gradients`."""
+        for place, packed in gradients.items():
+            parameter = self._replicated.parameters[place]
+            parameter.grad = _unpacked(parameter, packed)
+
+
+def _packed(key: str, value: Any) -> Any:
+    """A value of an optimizer's state as plain data; a tensor as a tuple, so that nothing else is taken for one."""
+    if isinstance(value, torch.Tensor):
+        return _distributed(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise UnsupportedOptimizer(
+        f"the optimizer keeps {key!r} as {type(value).__name__}; only tensors and numbers can be given to a newcomer"
+    )
+
+
+def _distributed(value: Any) -> tuple[Any, ...]:
+    """(local part, and of a DTensor its shape, strides and placements)."""
+    if not is_distributed(value):
+        return (value.detach(),)
+    if any(placement.is_partial() for placement in value.placements):
+        raise UnsupportedOptimizer(f"a state of placements {tuple(value.placements)} cannot be given to a newcomer")
+    places = [placement.dim if placement.is_shard() else _REPLICATED for placement in value.placements]
+    return local_part(value).detach(), list(value.shape), list(value.stride()), places
+
+
+def _unpacked(parameter: Any, packed: Any) -> Any:
+    if not isinstance(packed, tuple):
+        return packed
+    if len(packed) == 1:
+        return packed[0]
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Shard as Sharded
+
+    local, shape, stride, places = packed
+    placements = [Replicate() if place == _REPLICATED else Sharded(place) for place in places]
+    return DTensor.from_local(
+        local, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )

@@ -1,0 +1,94 @@
+"""Which sharded models can be recovered, and what is refused of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shared_core.config import SwiftConfig
+from shared_core.errors import Unsupported
+from shared_core.worker.sharded import compat
+from shared_core.worker.sharded.local import is_distributed
+
+_PAGE = "See docs/sharded.md"
+
+
+def sharded_modules(modules: Sequence[nn.Module]) -> list[Any]:
+    """Those of these modules, and of the modules in them, to which ``fully_shard`` was applied.
+
+    Raises:
+        Unsupported: for FSDP1, for engines of DeepSpeed, and for distributed tensors that ``fully_shard`` has not made.
+    """
+    # What is not imported is not used.
+    fsdp, deepspeed = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("deepspeed")
+    if deepspeed is not None and any(isinstance(each, deepspeed.DeepSpeedEngine) for each in modules):
+        raise Unsupported(
+            "a DeepSpeed engine without a pipeline (ZeRO) cannot be recovered: use fully_shard() of "
+            f"torch.distributed.fsdp, or a pipeline with ZeRO stage 0 or 1. {_PAGE}"
+        )
+    every = [child for module in modules for child in module.modules()] if fsdp is not None else []
+    if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in every):
+        raise Unsupported(
+            "FullyShardedDataParallel (FSDP1) cannot be recovered: use fully_shard() of torch.distributed.fsdp (FSDP2) "
+            f"instead. {_PAGE}"
+        )
+    found = [each for each in every if fsdp is not None and isinstance(each, fsdp.FSDPModule)]
+    if not found:
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                if is_distributed(parameter):
+                    raise Unsupported(
+                        f"parameter {name} is a DTensor that fully_shard() has not made (tensor parallelism?), which "
+                        f"cannot be recovered. {_PAGE}"
+                    )
+    return found
+
+
+def refuse(modules: Sequence[nn.Module], sharded: Sequence[Any], config: SwiftConfig, machines: int) -> None:
+    """Refuse what cannot be exact, or is not built yet.
+
+    Args:
+        modules: all that are trained.
+        sharded: those of them with ``fully_shard``.
+        config: the options of the job.
+        machines: on which the job runs.
+
+    Raises:
+        Unsupported: naming it, and what to do instead.
+    """
+    if config.on_failure != "replace" or config.resizes:
+        chosen = f"on_failure={config.on_failure!r}" if config.on_failure != "replace" else "resize.replace_timeout_s"
+        raise Unsupported(f"{chosen} does not work with sharded models: use on_failure='replace' alone. {_PAGE}")
+    if config.checkpoint.dir is not None:
+        raise Unsupported(
+            "checkpoints of this product do not hold sharded state: leave checkpoint.dir out, and save with "
+            f"torch.distributed.checkpoint. {_PAGE}"
+        )
+    if config.state.overlapped_update:
+        raise Unsupported(f"state.overlapped_update is for DistributedDataParallel: leave it out. {_PAGE}")
+    if machines > 1:
+        raise Unsupported(
+            f"this job runs on {machines} machines, and a shard has no copy on another one: use one machine. {_PAGE}"
+        )
+    if compat.offloads(sharded):
+        raise Unsupported(f"CPUOffloadPolicy cannot be recovered: leave offload_policy out. {_PAGE}")
+    if any(isinstance(each, DistributedDataParallel) for each in modules):
+        raise Unsupported(f"a job has sharded models or models in DistributedDataParallel, not both. {_PAGE}")
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if is_distributed(parameter) and not _of_fsdp(parameter):
+                raise Unsupported(
+                    f"parameter {name} has placements {tuple(parameter.placements)}: only FSDP2 (one mesh dimension) "
+                    f"and HSDP (two) can be recovered, without tensor parallelism. {_PAGE}"
+                )
+
+
+def _of_fsdp(parameter: Any) -> bool:
+    from torch.distributed.tensor import Replicate, Shard
+
+    kinds = [type(placement) for placement in parameter.placements]
+    return kinds in ([Shard], [Replicate, Shard])

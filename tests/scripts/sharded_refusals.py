@@ -1,0 +1,103 @@
+"""Says for each model, and for each option, that cannot be sharded and recovered why it is refused."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import shared_core
+from shared_core import SwiftConfig
+from shared_core.errors import Unsupported
+from shared_core.testing.report import Report
+from shared_core.worker.sharded.support import refuse, sharded_modules
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def models() -> dict[str, Callable[[], Sequence[nn.Module]]]:
+    def fsdp1() -> Sequence[nn.Module]:
+        return [FullyShardedDataParallel(net(), device_id=torch.device("cpu"))]
+
+    def offload() -> Sequence[nn.Module]:
+        mesh = init_device_mesh("cpu", (1,))
+        return [fully_shard(net(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))]
+
+    def beside_ddp() -> Sequence[nn.Module]:
+        return [fully_shard(net(), mesh=init_device_mesh("cpu", (1,))), nn.parallel.DistributedDataParallel(net())]
+
+    def tensor_parallel() -> Sequence[nn.Module]:
+        return [parallelize_module(net(), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})]
+
+    def both() -> Sequence[nn.Module]:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        split = parallelize_module(net(), mesh["tp"], {"0": ColwiseParallel()})
+        return [fully_shard(split, mesh=mesh["dp"])]
+
+    def zero() -> Sequence[nn.Module]:
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        }
+        engine, *_ = deepspeed.initialize(model=net(), config=config, dist_init_required=False)
+        return [engine]
+
+    return {each.__name__: each for each in (fsdp1, offload, beside_ddp, tensor_parallel, both, zero)}
+
+
+def options() -> dict[str, tuple[SwiftConfig, int]]:
+    return {
+        "reroute": (SwiftConfig(on_failure="reroute"), 1),
+        "shrink": (SwiftConfig(on_failure="shrink"), 1),
+        "restart": (SwiftConfig(on_failure="restart"), 1),
+        "resize": (SwiftConfig(resize={"replace_timeout_s": 1.0}), 1),
+        "checkpoints": (SwiftConfig(checkpoint={"dir": "kept"}), 1),
+        "overlapped": (SwiftConfig(state={"overlapped_update": True}), 1),
+        "machines": (SwiftConfig(), 2),
+    }
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Unsupported as error:
+        return str(error)
+    return "not refused"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--zero", action="store_true", help="only that")
+    args = parser.parse_args()
+    report = Report()
+    shared_core.install()
+    dist.init_process_group("gloo")
+    job = shared_core.current_job()
+    assert job is not None
+    attach = job.attach
+    refused = {}
+    for name, make in models().items():
+        if (name == "zero") == args.zero:
+            refused[name] = said(lambda make=make: attach(make(), []))  # type: ignore[misc]
+    fine = [fully_shard(net(), mesh=init_device_mesh("cpu", (1,)))]
+    for name, (config, machines) in options().items():
+        refused[name] = said(lambda c=config, m=machines: refuse(fine, sharded_modules(fine), c, m))  # type: ignore[misc]
+    refused["nothing"] = said(lambda: attach(fine, []))
+    report.finish({}, refused=refused)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

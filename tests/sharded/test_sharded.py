@@ -1,0 +1,94 @@
+"""Sharded models lose workers and end, on every rank, with the bits of the run that lost none: all shards of the
+parameters and of the optimizer's state, counters, generators."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Jobs, few
+
+from shared_core.faults import ANY_STEP, Fault
+from shared_core.testing.runner import compare
+
+#: Four groups of parameters: in each batch a forward gathers four times, a backward gathers three times and reduces
+#: four times, and clipping sums once. Two epochs have six batches and seven tops each, the last one for the end.
+FSDP: dict[str, tuple[int, list[Fault]]] = {
+    "a_gather_in_forward": (2, [Fault(1, 4, "collective.before", "SIGKILL", nth=3)]),
+    "a_reduction_in_backward": (4, [Fault(2, 4, "collective.before", "SIGKILL", nth=8)]),
+    "after_a_reduction": (2, [Fault(0, 9, "collective.after", "SIGKILL", nth=7)]),
+    "while_it_sums_the_norm": (4, [Fault(3, 5, "collective.before", "SIGKILL", nth=12)]),
+    "in_the_update": (4, [Fault(1, 5, "update.during", "SIGKILL", nth=20)]),
+    "after_the_update": (2, [Fault(1, 11, "update.after", "SIGKILL")]),
+    "at_a_batch_top": (4, [Fault(0, 6, "batch_top", "SIGKILL")]),
+    "in_the_first_batch": (2, [Fault(0, 1, "collective.after", "SIGKILL", nth=6)]),
+    "before_the_first_batch": (2, [Fault(1, 0, "startup", "SIGKILL")]),
+    "two_at_once": (4, [Fault(0, 4, "collective.before", "SIGKILL", nth=9), Fault(3, 4, "forward", "SIGKILL")]),
+    "all_but_one": (4, [Fault(rank, 4, "update.before", "SIGKILL") for rank in (0, 1, 2)]),
+    "one_rank_again": (2, [Fault(1, step, "forward", "SIGKILL", incarnation=n) for n, step in enumerate((3, 4, 10))]),
+    "the_newcomer": (
+        4,
+        [Fault(1, 4, "update.before", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
+    ),
+    "a_survivor_in_the_recovery": (
+        4,
+        [Fault(1, 4, "forward", "SIGKILL"), Fault(2, ANY_STEP, "recovery.exchanged", "SIGKILL")],
+    ),
+    "the_newcomer_in_the_same_batch": (
+        2,
+        [
+            Fault(1, 5, "update.during", "SIGKILL", nth=9),
+            Fault(1, 5, "collective.after", "SIGKILL", nth=9, incarnation=1),
+        ],
+    ),
+    "stopped": (2, [Fault(1, 3, "collective.before", "SIGSTOP", nth=5)]),
+    "at_any_moment": (4, [Fault(1, 3, "batch_top", "SIGKILL", delay_s=0.01)]),
+}
+#: Two replicas of two shards: ranks 0 and 2 hold the same.
+HSDP: dict[str, list[Fault]] = {
+    "a_reduction_in_backward": [Fault(1, 4, "collective.before", "SIGKILL", nth=9)],
+    "in_the_update": [Fault(0, 9, "update.during", "SIGKILL", nth=12)],
+    "both_replicas_of_a_shard": [Fault(0, 5, "collective.after", "SIGKILL", nth=9), Fault(2, 5, "forward", "SIGKILL")],
+    "at_a_batch_top": [Fault(3, 8, "batch_top", "SIGKILL")],
+}
+WAYS: dict[str, list[str]] = {
+    "bf16": ["--mixed"],
+    "sgd": ["--optimizer", "SGD"],
+    "adagrad": ["--optimizer", "Adagrad"],
+    "accumulate": ["--accumulate", "3"],
+    "accumulate_reduced": ["--accumulate", "3", "--sync"],
+    "evaluate": ["--evaluate"],
+    "freeze": ["--freeze"],
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    few(FSDP, "a_gather_in_forward", "a_reduction_in_backward", "in_the_update", "at_a_batch_top", "two_at_once"),
+)
+def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+    nproc, faults = FSDP[name]
+    jobs.check("sharded.py", nproc=nproc, faults=faults)
+
+
+@pytest.mark.parametrize("name", few(HSDP, "in_the_update", "both_replicas_of_a_shard"))
+def test_a_loss_among_replicas_of_shards_changes_no_bit(name: str, jobs: Jobs) -> None:
+    jobs.check("sharded.py", nproc=4, args=["--replicas", "2"], faults=HSDP[name])
+
+
+@pytest.mark.parametrize("way", few(WAYS, "accumulate"))
+def test_ways_of_training(way: str, jobs: Jobs) -> None:
+    faults = [
+        Fault(1, 5, "collective.before", "SIGKILL", nth=6),
+        Fault(0, 9, "update.during", "SIGKILL", nth=7)
+        if "accumulate" not in way
+        else Fault(0, 9, "forward", "SIGKILL"),
+    ]
+    jobs.check("sharded.py", args=WAYS[way], faults=faults)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("replicas", ["1", "2"])
+def test_without_a_loss_nothing_differs(replicas: str, jobs: Jobs) -> None:
+    args = ["--replicas", replicas]
+    result = jobs.run("sharded.py", nproc=4, args=args)
+    compare(result, jobs.reference("sharded.py", nproc=4, args=args))
+    assert not result.kinds("lost")
