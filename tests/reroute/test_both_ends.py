@@ -115,14 +115,18 @@ def test_neighbors_are_lost_while_one_stage_has_no_sum(jobs: Jobs, name: str) ->
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", ["--clip=1.0", "--bf16 --zero=1"])
 @pytest.mark.parametrize("plan", list(Variant))
 @pytest.mark.parametrize(("first", "second"), [(2, 0), (0, 2)])
-def test_neighbors_are_lost_anywhere_at_the_end_of_a_step(jobs: Jobs, first: int, second: int, plan: Variant) -> None:
-    """One before each message of its sum of gradients, the other after its update or before."""
+def test_neighbors_are_lost_anywhere_at_the_end_of_a_step(
+    jobs: Jobs, first: int, second: int, plan: Variant, model: str
+) -> None:
+    """One right before its update, the other before each message of its sum of gradients."""
     for nth in range(1, 8):
         point, later = ("lane.send", 8 + nth) if nth % 2 else ("lane.wait", 6 + nth)
         faults = [kill(first, 3, 1, "reroute.step"), kill(second, 3, later, point)]
-        result = go(jobs, faults, ("--clip", "1.0"), env={"SWIFT_RECOVERY_REROUTE_PLAN": plan.value})
+        result = go(jobs, faults, model.split(), env={"SWIFT_RECOVERY_REROUTE_PLAN": plan.value})
         assert not result.kinds("restart"), result.tail()
 
 
