@@ -40,7 +40,9 @@ from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.replicas import Sums
 from shared_core.worker.state.local_state import Position
 
-TOP = Top(1, 0, -1, "batch", {"w": 3}, {"w": {"0,1,0": 2}}, {"w": {"0,1,-1": 2}}, {"w": "0,1"}, [0, 1], saved=True)
+TOP = Top(
+    1, 0, -1, "batch", {"w": 3}, {"w": {"0,1,0": 2}}, {"w": {"0,1,-1": 2}}, {"w": "0,1"}, [0, 1], saved=True, own=True
+)
 GROUP = GroupFrontier("0,1", 7, [5, 6], [4, 5], [4], {"0,1,0": 2}, {"0,1,0": 2}, {"0,1,0": 1})
 FRONT = Frontier(1, 0, False, 3, (TOP,), {"w": GROUP}, [1], 2, [1], outside=True)
 PLAN = Plan(
@@ -111,7 +113,20 @@ def read_checkpoints(raw: bytes) -> Any:
         raise DamagedRecord(str(error)) from error
 
 
-OPTIONAL = {"groups", "together", "top", "kept", "outside", "received", "sent", "held", "members", "replicas", "saved"}
+OPTIONAL = {
+    "groups",
+    "together",
+    "top",
+    "kept",
+    "outside",
+    "received",
+    "sent",
+    "held",
+    "members",
+    "replicas",
+    "saved",
+    "own",
+}
 #: By key: what is right there, who reads it, and what need not be there.
 READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
     "gen/1": (json.loads(ENTRY.to_json()), ledger, set()),

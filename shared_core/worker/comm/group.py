@@ -23,6 +23,8 @@ from shared_core.worker.comm.op import Op, SwiftWork, input_checksum, signature
 
 Tensors = list[torch.Tensor]
 
+#: Operations whose inputs gloo leaves as they are.
+_ONLY_READ = frozenset({"reduce_scatter_single"})
 #: Untyped, because torch's stubs leave out options and declare overloads that C++ resolves.
 dist: Any = torch.distributed
 
@@ -186,16 +188,12 @@ class SwiftProcessGroup(GroupIdentity):
         results = self._runtime.results
         again = results.sharded and self._state.size > 1
         kept, new = results.inputs.keep(input) if again else (input, False)
-
-        def redo(inner: Any) -> Any:
-            return inner._allgather_base(torch.empty_like(output), kept, opts)
-
         op = Op(
             signature("all_gather_single", [input]),
             lambda inner: inner._allgather_base(output, input, opts),
             [output],
             value=[output],
-            redo=redo if again else None,
+            redo=(lambda inner: inner._allgather_base(torch.empty_like(output), kept, opts)) if again else None,
             kept=[kept] if new else [],
             checksum=self._inputs_checksum([input]),
         )
@@ -224,17 +222,17 @@ class SwiftProcessGroup(GroupIdentity):
         """``call(inner, inputs, outputs)`` runs the operation; inputs are copied, so that the caller may overwrite
         its own.
         """
-        kept = [t.detach().clone() for t in inputs]
+        kept = [t.detach() if self._runtime.results.lent else t.detach().clone() for t in inputs]
 
-        def redo(inner: Any) -> Any:
-            return call(inner, [t.clone() for t in kept], [torch.empty_like(t) for t in outputs])
+        def run(inner: Any, outs: Tensors) -> Any:
+            return call(inner, kept if name in _ONLY_READ else [t.clone() for t in kept], outs)
 
         op = Op(
             signature(name, inputs, detail),
-            lambda inner: call(inner, [t.clone() for t in kept], outputs),
+            lambda inner: run(inner, outputs),
             outputs,
             value=value,
-            redo=redo,
+            redo=lambda inner: run(inner, [torch.empty_like(t) for t in outputs]),
             kept=kept,
             full=full,
             checksum=self._inputs_checksum(inputs),
@@ -286,21 +284,11 @@ class SwiftProcessGroup(GroupIdentity):
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SwiftWork:  # noqa: A002
         opts = opts or dist.ReduceScatterOptions()
-        kept = input.detach() if self._runtime.results.lent else input.detach().clone()
 
-        def call(inner: Any, out: torch.Tensor) -> Any:
-            return inner._reduce_scatter_base(out, kept, opts)  # gloo leaves the input as it is
+        def call(inner: Any, ins: Tensors, outs: Tensors) -> Any:
+            return inner._reduce_scatter_base(outs[0], ins[0], opts)
 
-        op = Op(
-            signature("reduce_scatter_single", [input], _reduce_detail(opts)),
-            lambda inner: call(inner, output),
-            [output],
-            value=[output],
-            redo=lambda inner: call(inner, torch.empty_like(output)),
-            kept=[kept],
-            checksum=self._inputs_checksum([input]),
-        )
-        return self._run(op, [input])
+        return self._exclusive("reduce_scatter_single", [input], [output], [output], _reduce_detail(opts), call)
 
     _reduce_scatter_base = reduce_scatter_single
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -79,7 +79,8 @@ def refuse(modules: Sequence[nn.Module], sharded: Sequence[Any], config: SwiftCo
     if any(isinstance(each, DistributedDataParallel) for each in modules):
         raise Unsupported(f"a job has sharded models or models in DistributedDataParallel, not both. {_PAGE}")
     for module in modules:
-        for name, parameter in module.named_parameters():
+        named: Iterator[tuple[str, Any]] = module.named_parameters()
+        for name, parameter in named:
             if is_distributed(parameter) and not _of_fsdp(parameter):
                 raise Unsupported(
                     f"parameter {name} has placements {tuple(parameter.placements)}: only FSDP2 (one mesh dimension) "
