@@ -76,7 +76,8 @@ def test_a_script_of_the_readme(name: str, tmp_path: Path) -> None:
     lost = run(script, "shared_core.cli.swiftrun", "--faults", str(faults))
     assert lost.returncode == 0, lost.stderr
     assert "; 2 workers were lost" in lost.stderr
-    losses = [sorted(re.findall(r"mean loss [\d., best]+", each.stdout)) for each in (plain, lost)]  # ranks in any order
+    # Ranks print in any order.
+    losses = [sorted(re.findall(r"mean loss [\d., best]+", each.stdout)) for each in (plain, lost)]
     assert losses[0] == losses[1]
     assert taken(tmp_path) == saved
 
