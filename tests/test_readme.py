@@ -41,6 +41,14 @@ def stock(script: Path) -> subprocess.CompletedProcess[str]:
     return plain
 
 
+def taken(folder: Path) -> dict[str, bytes]:
+    """The parameters that a script has saved in ``folder``, which are removed."""
+    found = {path.name: path.read_bytes() for path in folder.glob("*.pt")}
+    for name in found:
+        (folder / name).unlink()
+    return found
+
+
 def without_numbers(line: str) -> str:
     """A line of the console with a zero for each number that differs from run to run."""
     return re.sub(r"(pids? |after )[\d., ]+", r"\g<1>0", line)
@@ -61,17 +69,21 @@ def test_a_script_of_the_readme(name: str, tmp_path: Path) -> None:
     script.write_text("import torch; torch.manual_seed(int(__import__('os').environ['RANK']))\n" + SCRIPTS[name])
     plain = stock(script)
     assert "mean loss" in plain.stdout
+    saved = taken(tmp_path)
+    assert list(saved) == (["best.pt"] if name == "train_torch.py" else [])
     faults = tmp_path / "faults.json"
     faults.write_text(dumps([Fault(1, 20, "bucket", "SIGKILL"), Fault(0, 40, "forward", "SIGKILL")]))
     lost = run(script, "shared_core.cli.swiftrun", "--faults", str(faults))
     assert lost.returncode == 0, lost.stderr
     assert "; 2 workers were lost" in lost.stderr
-    losses = [sorted(re.findall(r"mean loss [\d.]+", each.stdout)) for each in (plain, lost)]  # ranks in any order
+    # Ranks print in any order.
+    losses = [sorted(re.findall(r"mean loss [\d., best]+", each.stdout)) for each in (plain, lost)]
     assert losses[0] == losses[1]
+    assert taken(tmp_path) == saved
 
 
 def test_the_first_lines_of_the_readme(tmp_path: Path) -> None:
-    """The three-line change for Lightning, around a model of Lightning's own, started by ``python train.py``."""
+    """The change for Lightning, around a model of Lightning's own, started by ``python train.py``."""
     lines = re.findall(r"```diff\n(.*?)```", README, re.S)[0].splitlines()
     snippet = "\n".join(line[2:] for line in lines if not line.startswith("-"))
     script = tmp_path / "train.py"
@@ -89,6 +101,22 @@ print(f"steps {{trainer.global_step}};")
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("steps 16;") == 4, done.stdout
+    assert "; 1 worker was lost" in done.stderr
+
+
+def test_the_quick_start_of_the_readme(tmp_path: Path) -> None:
+    """Its example, made short and with a worker lost, prints what is quoted there."""
+    [name] = re.findall(r"^python (examples/\w+\.py)", README, re.MULTILINE)
+    first = "from __future__ import annotations\n"
+    script = tmp_path / name
+    script.parent.mkdir()
+    script.write_text((ROOT / name).read_text().replace(first, first + armed(Fault(1, 5, "bucket", "SIGKILL")), 1))
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_") and k != "OMP_NUM_THREADS"}
+    command = [sys.executable, name, "--windows", "160", "--epochs", "1"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
     quoted = re.findall(r"^\[swift\] .*", README, re.MULTILINE)
     said = {without_numbers(line) for line in done.stderr.splitlines()}
     assert len(quoted) == 3 and {without_numbers(line) for line in quoted} <= said, done.stderr
