@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from shared_core.config import SwiftConfig
 from shared_core.encoding.plain import dumps, loads
 from shared_core.errors import ConfigError, Unsupported
+from shared_core.events import console_once
 from shared_core.handover import warn_plain_torchrun_once, warn_srun_once
 from shared_core.job import Job, current_job
 from shared_core.loaders import Loaders, TrackedLoader, read_random, write_random
@@ -34,6 +35,12 @@ _SHARED_STEPS_ONLY = (
     "on_failure='reroute' needs a loop in which any worker can compute the share of a lost one: write 'for step in "
     "job.shared_steps(loader, epochs)' (with Accelerate: plugin.shared_steps(model, loader, epochs)), or choose "
     "on_failure='replace'"
+)
+
+UNMARKED = (
+    "an epoch has made optimizer steps, but its batches were not read through job.steps(loader): a worker that replaces "
+    "a lost one computes all of that again, from its first batch, while the others wait. Write 'for step, batch in "
+    "job.steps(loader):' in the place of 'enumerate(loader)' (with Accelerate: give the loader to prepare())"
 )
 
 
@@ -55,7 +62,7 @@ class TrainingLoop:
         #: Odd inside epochs(), even before, between and after its calls.
         self._phase = 0
         self._round = 0
-        self._looked = False
+        self._looked = self._warned = False
         self._active: Callable[[], Any] = lambda: None
         self._registered = Registered()
         #: What the script's own code rests on at the start of the epoch (0) and after each of the last passes in it.
@@ -88,7 +95,9 @@ class TrainingLoop:
                 for number in range(first, count):
                     self._begin_epoch(number, target)
                     target = None
+                    before = self._progress()
                     yield number
+                    self._warn_without_batches(before)
             finally:
                 self.epoch = None
         self._next_phase()
@@ -311,6 +320,24 @@ class TrainingLoop:
             self._to_anchor(target["anchors"].get(0))
         else:
             self._anchors = {0: self._anchor()}
+
+    def _progress(self) -> tuple[int, int]:
+        """Batch tops and updates so far."""
+        return (0, 0) if self.job is None else (self.job.position.tops, self.job.updates.version)
+
+    def _warn_without_batches(self, before: tuple[int, int]) -> None:
+        """An epoch has ended: say once if it has made updates and nothing has marked its batches.
+
+        Args:
+            before: what :meth:`_progress` was at its start.
+        """
+        (old_tops, old_updates), (tops, updates) = before, self._progress()
+        if self.job is None or self._warned or tops != old_tops or updates == old_updates:
+            return
+        self._warned = True
+        if self.job.rank == 0:
+            console_once("unmarked", UNMARKED)
+            self.job.news.emit("warning", message=UNMARKED)
 
     def _anchor(self) -> bytes:
         """What the script's code between two passes rests on, besides the model."""

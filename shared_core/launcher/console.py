@@ -32,6 +32,7 @@ class Away:
         pid: of the worker; 0 if it ran on another machine.
         newcomer: pid of the worker that takes its place; 0 before there is one.
         begun: when that one was started, in seconds since the epoch.
+        behind: the newcomer computes again what the others have done since the beginning of the job.
         back: the newcomer trains.
         told: the user knows of the loss.
     """
@@ -42,6 +43,7 @@ class Away:
     pid: int = 0
     newcomer: int = 0
     begun: float = 0.0
+    behind: bool = False
     back: bool = False
     told: bool = False
 
@@ -204,6 +206,10 @@ class Story:
         """
         rank, when, whence = int(said["rank"]), float(said["time"]), str(said.get("whence", ""))
         done = None
+        if said.get("behind"):
+            if rank in self._away and said.get("pid") == self._away[rank].newcomer:
+                self._away[rank].behind = True
+            return None
         if rank == 0 and (change := self._change) is not None:
             self._change = None
             top = said.get("top", change.top)
@@ -271,6 +277,8 @@ class Story:
         lost = f"rank {one.rank} is lost ({one.who}), and its newcomer"
         if not one.newcomer:
             return f"{lost} is not started yet"
+        if one.behind:
+            return f"{lost} (pid {one.newcomer}) computes all batches since the beginning of the job again"
         runs = f"has been running the script up to the training loop for {self._clock() - one.begun:.0f} s"
         return f"{lost} (pid {one.newcomer}) {runs}"
 

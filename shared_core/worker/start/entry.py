@@ -28,7 +28,7 @@ from shared_core.system import process
 from shared_core.system.streams import forgive
 from shared_core.system.title import set_title
 from shared_core.worker import link
-from shared_core.worker.start import preload, standing_by
+from shared_core.worker.start import preload, standing_by, truncation
 
 _HERE = Path(__file__).resolve()
 
@@ -139,6 +139,7 @@ def _run(request: StartRequest) -> None:
     try:
         for name in request.first:
             importlib.import_module(name)
+        truncation.watch()
         try:
             _run_program(request.mode, target, main)
         except SystemExit as end:
