@@ -52,7 +52,7 @@ def stop() -> None:
 def _ignored(job_dir: Path) -> list[str]:
     folders = [str(job_dir), "/dev", "/proc"]
     with suppress(OSError):  # none can be written to
-        folders.append(tempfile.gettempdir())
+        folders.append(os.environ.get("TMPDIR") or tempfile.gettempdir())
     return folders
 
 
