@@ -39,8 +39,9 @@ _SHARED_STEPS_ONLY = (
 
 UNMARKED = (
     "an epoch has made optimizer steps, but its batches were not read through job.steps(loader): a worker that "
-    "replaces a lost one computes all of that again, from its first batch, while the others wait. Write 'for step, batch in "
-    "job.steps(loader):' in the place of 'enumerate(loader)' (with Accelerate: give the loader to prepare())"
+    "replaces a lost one computes all of that again, from its first batch, while the others wait. Write "
+    "'for step, batch in job.steps(loader):' in the place of 'enumerate(loader)' (with Accelerate: give the loader to "
+    "prepare())"
 )
 
 

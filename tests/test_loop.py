@@ -70,7 +70,9 @@ def test_later_losses_then_go_back_to_the_checkpoint_and_say_why(jobs: Jobs, tmp
 def test_a_group_made_before_install_is_refused(jobs: Jobs) -> None:
     result = jobs.run("loop.py", args=["--no-install"])
     assert result.status == 1
-    assert "call shared_core.install() first" in result.stderr, result.tail()
+    said = "ConfigError: the process group was created before shared_core.install() was called"
+    raised = [line for line in result.stderr.splitlines() if line.startswith("shared_core.errors.ConfigError: ")]
+    assert len(raised) == 1 and said in raised[0], result.tail()
 
 
 def test_batches_that_nothing_marks_are_computed_again_and_the_user_is_told_once(jobs: Jobs) -> None:
