@@ -291,7 +291,8 @@ class Story:
         if self._away:
             self._all_back(self._clock())
         lost = {0: "no worker was lost", 1: "1 worker was lost"}.get(self._losses, f"{self._losses} workers were lost")
-        self._say(f"done after {self._clock() - self._begun:.1f} s on {count(workers, 'worker')}; {lost}")
+        took, many = self._clock() - self._begun, count(workers, "worker")
+        self._say(f"done after {took:.1f} s with start-up, on {many}; {lost}")
 
     def fails(self, reason: str) -> None:
         """The job ends with an error."""
