@@ -10,9 +10,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-from shared_core import SwiftConfig, hand_over, under_plain_torchrun, warn_plain_torchrun_once, warn_srun_once
+from shared_core import (
+    SwiftConfig,
+    hand_over,
+    say_alone_once,
+    under_plain_torchrun,
+    warn_plain_torchrun_once,
+    warn_srun_once,
+)
 from shared_core.events import console
-from shared_core.handover import say_alone_once
 
 #: Set by ``accelerate launch`` in every process it starts.
 _BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"

@@ -45,6 +45,27 @@ UNMARKED = (
 )
 
 
+class _Unmarked:
+    """Warns once of an epoch that makes updates in batches that nothing marks."""
+
+    def __init__(self) -> None:
+        self._told = False
+        self._tops = self._updates = 0
+
+    def look(self, job: Job | None) -> None:
+        """An epoch has ended."""
+        if job is None:
+            return
+        before, now = (self._tops, self._updates), (job.position.tops, job.updates.version)
+        self._tops, self._updates = now
+        if self._told or now[0] != before[0] or now[1] == before[1]:
+            return
+        self._told = True
+        if job.rank == 0:
+            console_once("unmarked", UNMARKED)
+            job.news.emit("warning", message=UNMARKED)
+
+
 class TrainingLoop:
     """A training loop that survives the loss of workers. Without ``swiftrun`` it is a plain loop.
 
@@ -63,7 +84,7 @@ class TrainingLoop:
         #: Odd inside epochs(), even before, between and after its calls.
         self._phase = 0
         self._round = 0
-        self._looked = self._warned = False
+        self._looked, self._unmarked = False, _Unmarked()
         self._active: Callable[[], Any] = lambda: None
         self._registered = Registered()
         #: What the script's own code rests on at the start of the epoch (0) and after each of the last passes in it.
@@ -96,9 +117,8 @@ class TrainingLoop:
                 for number in range(first, count):
                     self._begin_epoch(number, target)
                     target = None
-                    before = self._progress()
                     yield number
-                    self._warn_without_batches(before)
+                    self._unmarked.look(self.job)
             finally:
                 self.epoch = None
         self._next_phase()
@@ -321,24 +341,6 @@ class TrainingLoop:
             self._to_anchor(target["anchors"].get(0))
         else:
             self._anchors = {0: self._anchor()}
-
-    def _progress(self) -> tuple[int, int]:
-        """Batch tops and updates so far."""
-        return (0, 0) if self.job is None else (self.job.position.tops, self.job.updates.version)
-
-    def _warn_without_batches(self, before: tuple[int, int]) -> None:
-        """An epoch has ended: say once if it has made updates and nothing has marked its batches.
-
-        Args:
-            before: what :meth:`_progress` was at its start.
-        """
-        (old_tops, old_updates), (tops, updates) = before, self._progress()
-        if self.job is None or self._warned or tops != old_tops or updates == old_updates:
-            return
-        self._warned = True
-        if self.job.rank == 0:
-            console_once("unmarked", UNMARKED)
-            self.job.news.emit("warning", message=UNMARKED)
 
     def _anchor(self) -> bytes:
         """What the script's code between two passes rests on, besides the model."""

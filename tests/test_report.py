@@ -306,15 +306,8 @@ def test_report_and_trace_of_a_job(jobs: Jobs, case: str, tmp_path: Path, capsys
     assert swiftctl.main(["report", str(result.out / "events.jsonl"), *options]) == 0
     other = tmp_path / "log.txt"
     other.write_text("no steps\n")
-    command = [
-        "report",
-        str(result.out / "events.jsonl"),
-        "--out",
-        str(tmp_path / "other.html"),
-        "--metrics",
-        str(other),
-    ]
-    assert swiftctl.main(command) == 0
+    bare = ["--out", str(tmp_path / "other.html"), "--metrics", str(other)]
+    assert swiftctl.main(["report", str(result.out / "events.jsonl"), *bare]) == 0
     assert not list(html_tree.read((tmp_path / "other.html").read_text()).all("polyline", "curve"))
     assert "no column of steps" in capsys.readouterr().err
     found = history_of(result.events)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_core.config import SwiftConfig
+from shared_core.protocol.loss_policy import AS_ANY
 
 #: A wait that is longer is explained, in seconds.
 PATIENCE_S = 5.0
@@ -297,7 +298,8 @@ class Story:
     def fails(self, reason: str) -> None:
         """The job ends with an error."""
         for away in self._away.values():
-            self._say(f"rank {away.rank} is lost ({away.who})")
+            if not reason.endswith(AS_ANY):  # the error is printed, and no worker was lost by accident
+                self._say(f"rank {away.rank} is lost ({away.who})")
         self._away.clear()
         if self._change is not None:
             self._say(f"all workers were started again ({self._change.why})")

@@ -314,15 +314,8 @@ class Fleet:
             return
         if self._wait is None:
             whom = _awaited(self._preload, self._refusals.error)
-            who, ends = ranks_text(worker.rank for worker in self._waiting), "the process that imports is replaced"
-            self._wait = Wait(
-                who,
-                whom,
-                self._wait_timeout_s,
-                ends=ends,
-                say=self._say,
-                advice="The process that imports is replaced.",
-            )
+            who, ends = ranks_text(worker.rank for worker in self._waiting), "another process tries"
+            self._wait = Wait(who, whom, self._wait_timeout_s, ends=ends, say=self._say, advice="Another tries.")
         try:
             self._wait.look()
         except WaitTimeout as error:
