@@ -287,7 +287,7 @@ class TrainingLoop:
             return True
         if target["epoch"] is None and target["round"] > 1:
             self.job.fall_back(
-                f"rank {self.job.rank}: the lost worker was in its {target['round']}. pass over the data, and the "
+                f"rank {self.job.rank}: the lost worker was in pass {target['round']} over the data, and the "
                 "script's own epoch loop cannot be entered in the middle: write 'for epoch in job.epochs(n)' (with "
                 "Accelerate: plugin.epochs(n))"
             )
