@@ -10,7 +10,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-from shared_core import SwiftConfig, hand_over, under_plain_torchrun, warn_plain_torchrun_once, warn_srun_once
+from shared_core import (
+    SwiftConfig,
+    hand_over,
+    say_alone_once,
+    under_plain_torchrun,
+    warn_plain_torchrun_once,
+    warn_srun_once,
+)
 from shared_core.events import console
 
 #: Set by ``accelerate launch`` in every process it starts.
@@ -23,8 +30,8 @@ def hand_over_if_needed(num_processes: int, standbys: int, config: SwiftConfig) 
 
     ``python train.py`` with ``num_processes`` above 1 becomes the launcher. So does the one process that ``accelerate
     launch`` starts on a CPU, with the number it was asked for; where it starts several through torchrun, on one
-    machine, the worker of local rank 0 does, and the others wait for its end. Under plain ``torchrun``, and in several
-    tasks of ``srun``, there is a warning.
+    machine, the worker of local rank 0 does, and the others wait for its end. Under plain ``torchrun``, in several
+    tasks of ``srun``, and for a single process, there is a line.
 
     Raises:
         SwiftError: where it cannot be: in a notebook, after a process group was created, or in several tasks of
@@ -39,6 +46,7 @@ def hand_over_if_needed(num_processes: int, standbys: int, config: SwiftConfig) 
         num_processes = _asked_for(_command_line(os.getppid()))
     if num_processes > 1:
         hand_over(num_processes, standbys, config.changed)
+    say_alone_once(", or SwiftPlugin(num_processes=N)")
     warn_srun_once(alone=int(os.environ.get("WORLD_SIZE", "1") or "1") == 1)
 
 

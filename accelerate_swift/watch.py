@@ -12,7 +12,7 @@ from accelerate_swift import compat
 from shared_core import Job, SwiftConfig, TrainingLoop
 from shared_core.encoding import holds_weights
 from shared_core.errors import Unsupported
-from shared_core.events import console
+from shared_core.events import console_once
 
 
 class Watch:
@@ -59,10 +59,11 @@ class Watch:
         if self.loop.epoch is None and not self._warned:
             self._warned = True
             if job.rank == 0:
-                console(
+                console_once(
+                    "epochs",
                     "the epochs are not counted by plugin.epochs(n): a worker that is lost after the first pass over "
                     "the data cannot be replaced, all then go back to the newest checkpoint. Write "
-                    "'for epoch in plugin.epochs(n):'"
+                    "'for epoch in plugin.epochs(n):'",
                 )
         self.attach()
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shared_core.handover import (
         hand_over,
         launched_by_swiftrun,
+        say_alone_once,
         under_plain_torchrun,
         warn_plain_torchrun_once,
         warn_srun_once,
@@ -38,6 +39,7 @@ __all__ = [
     "hand_over",
     "install",
     "launched_by_swiftrun",
+    "say_alone_once",
     "under_plain_torchrun",
     "warn_plain_torchrun_once",
     "warn_srun_once",
@@ -50,6 +52,7 @@ __getattr__ = lazily(
         "shared_core.handover": (
             "hand_over",
             "launched_by_swiftrun",
+            "say_alone_once",
             "under_plain_torchrun",
             "warn_plain_torchrun_once",
             "warn_srun_once",

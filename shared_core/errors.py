@@ -6,6 +6,7 @@ The docstrings are the entries of ``docs/troubleshooting.md``: what an error mea
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 #: The page that has an entry for each of these classes.
@@ -188,10 +189,12 @@ def entry(error: type[SwiftError]) -> str:
         error: a class of this module, or one derived elsewhere, which shares the entry of its nearest base here.
 
     Returns:
-        The page and its anchor, such as ``docs/troubleshooting.md#configerror``.
+        The page and its anchor, such as ``docs/troubleshooting.md#configerror``; with its absolute path where the page
+        is beside the package.
     """
     nearest = next(base for base in error.__mro__ if base.__module__ == __name__)
-    return f"{PAGE}#{nearest.__name__.lower()}"
+    page = Path(__file__).resolve().parents[1] / PAGE
+    return f"{page if page.is_file() else PAGE}#{nearest.__name__.lower()}"
 
 
 def told(error: BaseException) -> str:

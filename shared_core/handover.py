@@ -77,6 +77,25 @@ def warn_srun_once(alone: bool = False) -> None:
         )
 
 
+def say_alone_once(also: str = "") -> None:
+    """Say, once, that nothing has started this process as one of several: where it is one, nothing can be recovered.
+
+    Args:
+        also: another way to start several workers, in words.
+    """
+    global _warned
+    processes = sys.modules.get("multiprocessing")
+    child = processes is not None and processes.parent_process() is not None
+    if _warned or child or srun_tasks() > 1 or worker_env.launched() or not _STARTED.isdisjoint(os.environ):
+        return
+    _warned = True
+    console(f"one process: nothing to recover from; start with swiftrun --nproc-per-node N SCRIPT{also}")
+
+
+#: Variables of which one is set where a launcher has started several processes: torchrun and its like, or MPI.
+_STARTED = frozenset({"RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"})
+
+
 def hand_over(nproc: int, standbys: int = 1, options: Mapping[str, Any] | None = None) -> NoReturn:
     """Become ``swiftrun`` for the running script; does not return, and keeps nothing of this process.
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shared_core.config import SwiftConfig
+from shared_core.handover import say_alone_once
 from shared_core.protocol import worker_env
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import install as install_backend
@@ -168,9 +169,11 @@ def current_job() -> Job | None:
 
 def install() -> Job | None:
     """Make every gloo group created from now on one that survives failures. Outside ``swiftrun`` this does nothing
-    and returns None.
+    and returns None; where no launcher has started the process at all, one line says how to start.
     """
     job = current_job()
-    if job is not None:
+    if job is None:
+        say_alone_once()
+    else:
         install_backend(job.runtime)
     return job

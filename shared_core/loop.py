@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from shared_core.config import SwiftConfig
 from shared_core.encoding.plain import dumps, loads
 from shared_core.errors import ConfigError, Unsupported
+from shared_core.events import console_once
 from shared_core.handover import warn_plain_torchrun_once, warn_srun_once
 from shared_core.job import Job, current_job
 from shared_core.loaders import Loaders, TrackedLoader, read_random, write_random
@@ -35,6 +36,34 @@ _SHARED_STEPS_ONLY = (
     "job.shared_steps(loader, epochs)' (with Accelerate: plugin.shared_steps(model, loader, epochs)), or choose "
     "on_failure='replace'"
 )
+
+UNMARKED = (
+    "an epoch has made optimizer steps, but its batches were not read through job.steps(loader): a worker that "
+    "replaces a lost one computes all of that again, from its first batch, while the others wait. Write "
+    "'for step, batch in job.steps(loader):' in the place of 'enumerate(loader)' (with Accelerate: give the loader to "
+    "prepare())"
+)
+
+
+class _Unmarked:
+    """Warns once of an epoch that makes updates in batches that nothing marks."""
+
+    def __init__(self) -> None:
+        self._told = False
+        self._tops = self._updates = 0
+
+    def look(self, job: Job | None) -> None:
+        """An epoch has ended."""
+        if job is None:
+            return
+        before, now = (self._tops, self._updates), (job.position.tops, job.updates.version)
+        self._tops, self._updates = now
+        if self._told or now[0] != before[0] or now[1] == before[1]:
+            return
+        self._told = True
+        if job.rank == 0:
+            console_once("unmarked", UNMARKED)
+            job.news.emit("warning", message=UNMARKED)
 
 
 class TrainingLoop:
@@ -55,7 +84,7 @@ class TrainingLoop:
         #: Odd inside epochs(), even before, between and after its calls.
         self._phase = 0
         self._round = 0
-        self._looked = False
+        self._looked, self._unmarked = False, _Unmarked()
         self._active: Callable[[], Any] = lambda: None
         self._registered = Registered()
         #: What the script's own code rests on at the start of the epoch (0) and after each of the last passes in it.
@@ -89,6 +118,7 @@ class TrainingLoop:
                     self._begin_epoch(number, target)
                     target = None
                     yield number
+                    self._unmarked.look(self.job)
             finally:
                 self.epoch = None
         self._next_phase()
@@ -257,7 +287,7 @@ class TrainingLoop:
             return True
         if target["epoch"] is None and target["round"] > 1:
             self.job.fall_back(
-                f"rank {self.job.rank}: the lost worker was in its {target['round']}. pass over the data, and the "
+                f"rank {self.job.rank}: the lost worker was in pass {target['round']} over the data, and the "
                 "script's own epoch loop cannot be entered in the middle: write 'for epoch in job.epochs(n)' (with "
                 "Accelerate: plugin.epochs(n))"
             )

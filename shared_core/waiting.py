@@ -92,7 +92,8 @@ class Wait:
         self._quiet_s = math.inf
         if self._speaks():
             ends = ends_text(self._limit_s - waited, self._bound, self._ends)
-            self._say(f"{self._who} waits for {self.text}; {ends}")
+            verb = "wait" if self._who.startswith("ranks ") else "waits"
+            self._say(f"{self._who} {verb} for {self.text}; {ends}")
 
     def until(self, changed: threading.Condition, done: Callable[[], bool]) -> None:
         """Wait until ``done()``, which may become true when ``changed`` is notified. Callers hold its lock.

@@ -100,6 +100,19 @@ def test_a_lost_worker_is_replaced(way: str, tmp_path: Path) -> None:
     assert "; 1 worker was lost" in result.stderr
 
 
+def test_one_process_is_told_that_nothing_is_recovered(tmp_path: Path) -> None:
+    result = start(tmp_path, "train.py")
+    assert result.returncode == 0, result.stderr
+    assert "rank 0 of 1: recovery False" in result.stdout
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("[swift]")]
+    assert line == (
+        "[swift] one process: nothing to recover from; start with swiftrun --nproc-per-node N SCRIPT, or "
+        "SwiftPlugin(num_processes=N)"
+    )
+    quiet = start(tmp_path, "train.py", env={"SWIFT_RECOVERY": "0"})
+    assert "[swift]" not in quiet.stderr
+
+
 @pytest.mark.nightly
 def test_a_failure_under_accelerate_launch_is_its_failure(tmp_path: Path) -> None:
     for way in ("accelerate_launch", "accelerate_launch_through_torchrun"):

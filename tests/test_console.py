@@ -28,7 +28,7 @@ def normalised(text: str, out: Path) -> str:
     """Without what differs from run to run, and what only a test prints."""
     # A machine that has much to do makes every wait long.
     test_only = re.compile(
-        r"fault injector|^\[swift\] (waiting|.* waits) for |"
+        r"fault injector|^\[swift\] (waiting|.* waits?) for |"
         r"\[c10d\] The hostname of the client socket cannot be retrieved"
     )
     lines = [line for line in text.splitlines() if not test_only.search(line)]

@@ -69,7 +69,7 @@ def test_the_trace_of_an_error_ends_with_its_entry() -> None:
     error = Elsewhere("this cannot be done")
     assert str(error) == "this cannot be done"
     *_, last = traceback.format_exception(error)
-    assert last == f"See {errors.PAGE.relative_to(ROOT)}#unsupported\n"
+    assert last == f"See {errors.PAGE}#unsupported\n"
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)

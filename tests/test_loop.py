@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from harness import Jobs, most
 
 from shared_core.faults import ANY_STEP, Fault
+from shared_core.loop import UNMARKED
 from shared_core.testing.runner import compare
 
 #: Arguments of the script, faults. On two ranks an epoch has six batches and seven tops, the last one for its end.
@@ -68,4 +70,36 @@ def test_later_losses_then_go_back_to_the_checkpoint_and_say_why(jobs: Jobs, tmp
 def test_a_group_made_before_install_is_refused(jobs: Jobs) -> None:
     result = jobs.run("loop.py", args=["--no-install"])
     assert result.status == 1
-    assert "call shared_core.install() first" in result.stderr, result.tail()
+    said = "ConfigError: the process group was created before shared_core.install() was called"
+    raised = [line for line in result.stderr.splitlines() if line.startswith("[rank")]  # of a traceback
+    assert len([line for line in raised if said in line]) == 1, result.tail()
+    assert "is lost" not in result.stderr, result.tail()
+
+
+def test_batches_that_nothing_marks_are_computed_again_and_the_user_is_told_once(jobs: Jobs) -> None:
+    faults = [Fault(1, ANY_STEP, "update.after", "SIGKILL", nth=9)]
+    result = jobs.check("loop.py", faults=faults, args=["--unmarked"])
+    assert result.stderr.count(UNMARKED) == 1, result.tail()
+    [warning] = [each for each in result.kinds("warning") if each.fields["message"] == UNMARKED]
+    assert warning.rank == 0
+    [ready] = result.kinds("newcomer_ready")
+    assert ready.fields["top"] == 0
+    [back] = re.findall(r"rank 1 is back after ([\d.]+) s", result.stderr)
+    stalls = [each.fields["stall_s"] for each in result.kinds("resumed") if each.rank == 0]
+    assert float(back) > 0.5 * stalls[0], f"the stall of {stalls[0]:.2f} s was said to be over after {back} s"
+
+
+def test_marked_batches_need_no_warning(jobs: Jobs) -> None:
+    assert UNMARKED not in jobs.run("loop.py", args=["--accumulate", "4", "--second"]).stderr
+
+
+@pytest.mark.parametrize("mode", ["w", pytest.param("a", marks=pytest.mark.nightly)])
+def test_a_newcomer_that_cuts_off_a_log_says_so(mode: str, jobs: Jobs, tmp_path: Path) -> None:
+    """Not of a file that all workers write before the loop, with the same content."""
+    env = {"TMPDIR": str(tmp_path)}
+    result = jobs.check("loop.py", faults=[Fault(1, 10, "bucket", "SIGKILL")], args=["--log", mode], env=env)
+    said = [line for line in result.stderr.splitlines() if "cuts it off" in line]
+    assert len(said) == (mode == "w"), result.tail()
+    assert len(result.kinds("warning")) == len(said)
+    for line in said:
+        assert line.startswith("[swift] rank 1: ") and "log1.txt" in line and 'open the file with "a"' in line

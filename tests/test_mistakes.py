@@ -68,6 +68,13 @@ def test_torchrun_is_told_once_that_survivors_cannot_be_kept_alive(jobs: Jobs) -
     assert "survivors" in warnings[0] and "torchrun" in warnings[0]
 
 
+def test_plain_python_is_told_once_how_to_start() -> None:
+    code = "import shared_core; shared_core.install(); shared_core.install()"
+    said = "[swift] one process: nothing to recover from; start with swiftrun --nproc-per-node N SCRIPT\n"
+    assert _python(code).stderr == said
+    assert _python(code, RANK="0").stderr == ""
+
+
 def test_an_unknown_option_of_the_strategy() -> None:
     strategy = pytest.importorskip("lightning_swift").SwiftDDPStrategy
     with pytest.raises((TypeError, ConfigError), match="on_failur"):

@@ -296,7 +296,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", most(CASES, "a restart"))
-def test_report_and_trace_of_a_job(jobs: Jobs, case: str, tmp_path: Path) -> None:
+def test_report_and_trace_of_a_job(jobs: Jobs, case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = jobs.run("plain_ddp.py", **CASES[case])  # type: ignore[arg-type]
     assert result.status == 0, result.tail()
     metrics = tmp_path / "metrics.csv"
@@ -304,6 +304,12 @@ def test_report_and_trace_of_a_job(jobs: Jobs, case: str, tmp_path: Path) -> Non
     page_file, trace_file = tmp_path / "report.html", tmp_path / "trace.json"
     options = ["--out", str(page_file), "--trace", str(trace_file), "--metrics", str(metrics)]
     assert swiftctl.main(["report", str(result.out / "events.jsonl"), *options]) == 0
+    other = tmp_path / "log.txt"
+    other.write_text("no steps\n")
+    bare = ["--out", str(tmp_path / "other.html"), "--metrics", str(other)]
+    assert swiftctl.main(["report", str(result.out / "events.jsonl"), *bare]) == 0
+    assert not list(html_tree.read((tmp_path / "other.html").read_text()).all("polyline", "curve"))
+    assert "no column of steps" in capsys.readouterr().err
     found = history_of(result.events)
     page = html_tree.read(page_file.read_text())
     assert [node.text for node in page.all("span", "result")] == ["succeeded"]

@@ -8,7 +8,7 @@ import pytest
 from harness import Jobs, most
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import JobResult
+from shared_core.testing.runner import ROOT, JobResult
 
 LOSS = [Fault(1, 3, "collective.after", "SIGKILL")]
 #: What the newcomer does instead of the collective its peers are in, and where the others are told that it is.
@@ -65,7 +65,7 @@ def test_a_newcomer_that_hangs_in_its_start_up_ends_the_job(jobs: Jobs) -> None:
     assert result.status == 1, result.tail()
     why = r"rank [02] waited 2 s \(wait_timeout_s\) for rank 1 to create the process group \(rank 1 was lost, its newc"
     [line] = _said(result, rf"the job failed after .* s: rank [02]: WaitTimeout: {why}")
-    assert line.endswith("(see docs/troubleshooting.md#waittimeout)"), line
+    assert line.endswith(f"(see {ROOT}/docs/troubleshooting.md#waittimeout)"), line
     assert not result.kinds("restart")
 
 

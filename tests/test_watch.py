@@ -117,7 +117,7 @@ def test_a_loss_is_seen_everywhere(jobs: Jobs, capsys: pytest.CaptureFixture[str
         (job.out / "enough").touch()
         finished(job)
     assert swiftctl.main(["status", str(job.out / "events.jsonl")]) == 0
-    assert re.search(r"run \w+: succeeded, after \d+ s\n", capsys.readouterr().out)
+    assert re.search(r"^\w+\.py, run \w+: succeeded, after \d+ s without start-up\n", capsys.readouterr().out)
 
 
 def test_what_the_server_answers(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.cli.event_files import add_arguments, read_run
+from shared_core.errors import ConfigError
 from shared_core.report.history import history_of
 from shared_core.report.metrics import read_curve
 from shared_core.report.page import to_page
@@ -39,7 +40,12 @@ def add_command(commands: Any) -> None:
 
 def _report(options: argparse.Namespace) -> int:
     chosen = read_run(options.file, options.wanted)
-    metric = read_curve(options.metrics, options.metric) if options.metrics is not None else None
+    metric, why_not = None, ""
+    if options.metrics is not None:
+        try:
+            metric = read_curve(options.metrics, options.metric)
+        except ConfigError as error:
+            why_not = f"{error}. The page has no curve"
     found = history_of(chosen.events)
     written = [options.out or Path("report.html")]
     written[0].write_text(to_page(found, metric), encoding="utf-8")
@@ -48,6 +54,6 @@ def _report(options: argparse.Namespace) -> int:
         written.append(options.trace)
     for path in written:
         print(path)
-    if chosen.others:
-        print(f"swiftctl: {chosen.others}", file=sys.stderr)
+    for said in filter(None, (why_not, chosen.others)):
+        print(f"swiftctl: {said}", file=sys.stderr)
     return 0

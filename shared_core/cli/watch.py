@@ -112,6 +112,8 @@ def _follower(job: str | None) -> Follower:
         return _of_file(path, here)
     meant = [(folder, card) for folder, card in here if job is None or _is_meant(card, job)]
     if len(meant) == 1:
+        if job is None:
+            print("swiftctl: the only job of this user that runs on this machine", file=sys.stderr)
         return Follower(meant[0][0])
     if not here:
         what = "no job of this user runs on this machine"
@@ -123,7 +125,8 @@ def _follower(job: str | None) -> Follower:
             format_jobs([(card.run, card.script, card.agent, card.begun) for _, card in here], time.time()),
             file=sys.stderr,
         )
-        raise ConfigError(f"{len(meant)} jobs run on this machine: name one of them")
+        example = here[0][1].run[:4] or str(here[0][1].agent)
+        raise ConfigError(f"{len(meant)} jobs run on this machine: name one of them, as in 'swiftctl status {example}'")
     runs = ", ".join(card.run[:12] for _, card in meant or here)
     raise ConfigError(f"{job} is {'several' if meant else 'none'} of the jobs on this machine: {runs}")
 

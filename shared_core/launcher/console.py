@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_core.config import SwiftConfig
+from shared_core.protocol.loss_policy import AS_ANY
 
 #: A wait that is longer is explained, in seconds.
 PATIENCE_S = 5.0
@@ -32,6 +33,7 @@ class Away:
         pid: of the worker; 0 if it ran on another machine.
         newcomer: pid of the worker that takes its place; 0 before there is one.
         begun: when that one was started, in seconds since the epoch.
+        behind: the newcomer computes again what the others have done since the beginning of the job.
         back: the newcomer trains.
         told: the user knows of the loss.
     """
@@ -42,6 +44,7 @@ class Away:
     pid: int = 0
     newcomer: int = 0
     begun: float = 0.0
+    behind: bool = False
     back: bool = False
     told: bool = False
 
@@ -204,6 +207,10 @@ class Story:
         """
         rank, when, whence = int(said["rank"]), float(said["time"]), str(said.get("whence", ""))
         done = None
+        if said.get("behind"):
+            if rank in self._away and said.get("pid") == self._away[rank].newcomer:
+                self._away[rank].behind = True
+            return None
         if rank == 0 and (change := self._change) is not None:
             self._change = None
             top = said.get("top", change.top)
@@ -271,6 +278,8 @@ class Story:
         lost = f"rank {one.rank} is lost ({one.who}), and its newcomer"
         if not one.newcomer:
             return f"{lost} is not started yet"
+        if one.behind:
+            return f"{lost} (pid {one.newcomer}) computes all batches since the beginning of the job again"
         runs = f"has been running the script up to the training loop for {self._clock() - one.begun:.0f} s"
         return f"{lost} (pid {one.newcomer}) {runs}"
 
@@ -283,12 +292,14 @@ class Story:
         if self._away:
             self._all_back(self._clock())
         lost = {0: "no worker was lost", 1: "1 worker was lost"}.get(self._losses, f"{self._losses} workers were lost")
-        self._say(f"done after {self._clock() - self._begun:.1f} s on {count(workers, 'worker')}; {lost}")
+        took, many = self._clock() - self._begun, count(workers, "worker")
+        self._say(f"done after {took:.1f} s with start-up, on {many}; {lost}")
 
     def fails(self, reason: str) -> None:
         """The job ends with an error."""
         for away in self._away.values():
-            self._say(f"rank {away.rank} is lost ({away.who})")
+            if not reason.endswith(AS_ANY):  # the error is printed, and no worker was lost by accident
+                self._say(f"rank {away.rank} is lost ({away.who})")
         self._away.clear()
         if self._change is not None:
             self._say(f"all workers were started again ({self._change.why})")

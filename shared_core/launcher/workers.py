@@ -314,8 +314,8 @@ class Fleet:
             return
         if self._wait is None:
             whom = _awaited(self._preload, self._refusals.error)
-            who, ends = ranks_text(worker.rank for worker in self._waiting), "it is replaced"
-            self._wait = Wait(who, whom, self._wait_timeout_s, ends=ends, say=self._say, advice="It is replaced.")
+            who, ends = ranks_text(worker.rank for worker in self._waiting), "another process tries"
+            self._wait = Wait(who, whom, self._wait_timeout_s, ends=ends, say=self._say, advice="Another tries.")
         try:
             self._wait.look()
         except WaitTimeout as error:
@@ -401,4 +401,6 @@ def _awaited(preload: Preload, refused: OSError | None) -> str:
     """What workers wait for that have no process yet, in words."""
     if refused is not None:
         return "the system to let a process start"
-    return f"a standby to import {', '.join(preload.modules) or 'torch'}, from which they start"
+    packages = dict.fromkeys(name.partition(":")[0].partition(".")[0] for name in preload.modules or ("torch",))
+    named = [name for name in packages if name not in ("shared_core", "lightning_swift", "accelerate_swift")]
+    return f"the imports of the script ({', '.join(named)})"

@@ -19,6 +19,8 @@ BACK_OFF_S = (0.0, 0.5, 1.0, 2.0)
 MISTAKES = frozenset(
     kind.__name__ for kind in (errors.ConfigError, errors.MissingExtra, errors.Unsupported, errors.UnsupportedOptimizer)
 )
+#: The end of the reason of a job that such an exception has ended.
+AS_ANY = ", as any newcomer would"
 _FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+), in .*$', re.MULTILINE)
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/shared_core/", "<frozen ", "<string>")
 
@@ -126,9 +128,7 @@ class LossBook:
             streak.clear()  # it made progress: not a loop
         streak.append(death)
         if death.error is not None and death.error.kind in MISTAKES:
-            return Verdict(
-                "end", reason=f"rank {death.rank} raised {death.error.kind}, as any newcomer would", first=death
-            )
+            return Verdict("end", reason=f"rank {death.rank} raised {death.error.kind}{AS_ANY}", first=death)
         if death.error is not None and death.error.kind == "CollectiveTimeout":
             reason = f"rank {death.rank} waited in vain, and so would a newcomer: {death.error.summary}"
             return Verdict("end", reason=reason, first=death)

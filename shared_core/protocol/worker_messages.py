@@ -83,6 +83,7 @@ class Trains:
         pid: of the worker.
         top: the batch top that it began at.
         whence: the checkpoint that all begin from, in words.
+        behind: it does not train yet: it computes the job again from its beginning.
     """
 
     rank: Count
@@ -90,6 +91,7 @@ class Trains:
     pid: Count | None = None
     top: Count | None = None
     whence: str = ""
+    behind: bool = False
 
 
 #: Shapes by key; ``checkpoints`` are options by full name. What the first two say is shown to people, so any words

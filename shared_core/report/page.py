@@ -66,7 +66,7 @@ def _head(main: Element, found: History) -> None:
     _card(cards, workers, "workers")
     if len(found.machines) > 1:
         _card(cards, str(len(found.machines)), "machines")
-    _card(cards, in_time(found.duration_s), "duration")
+    _card(cards, in_time(found.duration_s), "duration without start-up")
     _card(cards, str(len(found.losses)), "lost workers" if len(found.losses) != 1 else "lost worker")
     if stalls:
         _card(cards, in_time(max(stalls)), "longest stall")

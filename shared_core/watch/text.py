@@ -13,7 +13,7 @@ from shared_core.watch.view import JobView, LossView, WorkerView
 #: Most losses that are shown.
 SHOWN = 8
 WORKER_COLUMNS = ("rank", "phase", "step", "steps/s", "pid", "machine", "log", "lost")
-LOSS_COLUMNS = ("when", "rank", "cause", "pid", "newcomer", "back after", "stall")
+LOSS_COLUMNS = ("when", "rank", "cause", "pid", "newcomer", "joined after", "stall")
 
 
 def format_view(view: JobView) -> str:
@@ -123,7 +123,7 @@ def count(times: int) -> str:
 
 def _since(view: JobView) -> str:
     took = span((view.ended if view.ended is not None else view.now) - view.begun)
-    return f"after {took}" if view.over else f"for {took}"
+    return f"after {took} without start-up" if view.over else f"for {took}"
 
 
 def _clock(when: float) -> str:

@@ -22,6 +22,12 @@ def test_what_the_script_and_its_neighbours_import_is_found(tmp_path: Path) -> N
     assert not {"accelerate", "os", "my_private_package", "lightning.pytorch"} & set(chosen)
 
 
+def test_a_name_is_no_import(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\nacc = 0.5\n")
+    (tmp_path / "acc.py").write_text("import accelerate_swift\nimport transformers\n")
+    assert not {"accelerate", "accelerate_swift", "transformers"} & set(preload.modules_for(tmp_path / "train.py"))
+
+
 def test_lightning_is_recognised(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     for line in (

@@ -11,6 +11,7 @@ from util import run, start, start_command
 
 from shared_core.cli.job_options import build_config
 from shared_core.cli.swiftrun import parse_args
+from shared_core.testing.runner import ROOT
 
 
 def test_modules_programs_and_exit_codes(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_a_refusal_is_one_line(tmp_path: Path) -> None:
     assert job.code == 2
     assert job.stderr == (
         "swiftrun: ConfigError: the training script 'missing.py' does not exist "
-        "(see docs/troubleshooting.md#configerror)\n"
+        f"(see {ROOT}/docs/troubleshooting.md#configerror)\n"
     )
 
 

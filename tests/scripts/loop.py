@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,9 +25,11 @@ def train() -> dist.ProcessGroup:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--no-epochs", action="store_true", help="the script counts its epochs itself")
+    parser.add_argument("--unmarked", action="store_true", help="read batches past job.steps()")
     parser.add_argument("--break-at", type=int, default=0, help="leave each epoch after so many batches")
     parser.add_argument("--second", action="store_true", help="a second call of epochs(), over two loaders")
     parser.add_argument("--no-install", action="store_true", help="forget shared_core.install()")
+    parser.add_argument("--log", default="", help="mode in which the script opens a log file before its loop")
     args = parser.parse_args()
     report = Report()
     if not args.no_install and not os.environ.get("SWIFT_BASELINE"):
@@ -49,9 +52,12 @@ def train() -> dist.ProcessGroup:
     job = shared_core.attach(model, optimizer, scheduler, loader, other)
     seen = job.register(loss=0.0, batches=0, best=SimpleNamespace(x=1.0).x)
 
+    Path("config.txt").write_text(f"{args}")  # the same in each worker
+    log = open(f"log{rank}.txt", args.log) if args.log else None  # noqa: SIM115 (until the end)
+
     def run(epoch: int, batches: DataLoader[object]) -> None:
         model.train()
-        for step, (x,) in job.steps(batches):
+        for step, (x,) in enumerate(batches) if args.unmarked else job.steps(batches):
             report.count(f"batch {step}")
             loss = model(x + 0.1 * torch.randn(8)).square().mean() / args.accumulate
             if (step + 1) % args.accumulate:
@@ -62,6 +68,8 @@ def train() -> dist.ProcessGroup:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+            if log is not None:
+                print(epoch, step, file=log, flush=True)
             total = loss.detach().clone()
             dist.all_reduce(total)
             seen.loss += total.item()

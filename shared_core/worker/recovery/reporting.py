@@ -12,6 +12,7 @@ from shared_core.events import EventLog, console
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import Runtime
 from shared_core.worker.recovery.exchange import Received
+from shared_core.worker.start import truncation
 from shared_core.worker.state.updates import Updates
 
 Listener = Callable[[dict[str, Any]], None]
@@ -40,7 +41,8 @@ class News:
     ) -> None:
         self._events, self._runtime, self._updates, self._rolled_back = events, runtime, updates, rolled_back
         self._report = report
-        self._first = env.rank == 0 and env.incarnation == 0
+        self._original, self._rank_dir = env.incarnation == 0, env.rank_dir
+        self._first = env.rank == 0 and self._original
         #: What the agent is told once this worker trains; None where nobody waits for it.
         self._awaited: dict[str, Any] | None = {"rank": env.rank} if self._first and env.restart else None
         self._begun = False
@@ -48,6 +50,8 @@ class News:
         self._line = (0, "")
         self._tops = 0
         self._until = -1
+        #: This newcomer computes the job again from its beginning.
+        self._from_scratch = self._behind = False
         self._recovered: deque[dict[str, Any]] = deque()
         self._listeners: list[Listener] = []
         self._stalled_since: float | None = None
@@ -75,6 +79,7 @@ class News:
         """This newcomer has joined; with None from the beginning."""
         self._awaited = (self._awaited or {}) | {"rank": self._runtime.rank}
         self._tops = 1 if received else 0
+        self._from_scratch = received is None
         self._until = received.replaying.complete if received and received.replaying else -1
         self.emit(
             "newcomer_ready",
@@ -123,17 +128,31 @@ class News:
             console(f"the job continues from {whence}")
 
     def passed(self) -> None:
-        """The first worker of rank 0 says when it has come to its first batch, and from where it began."""
-        if self._first and not self._begun:
-            self._begun = True
+        """This worker has come to a batch. The first worker of rank 0 says when that is its first, and from where it
+        began.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        if self._original:
+            truncation.training_begins(self._rank_dir)
+        if self._first:
             top, whence = self._line
             self.emit("began", top=top, whence=whence)
 
     def _say_so(self) -> None:
         if self._updates.version <= self._until:
             return  # it catches up with the others
+        if self._from_scratch and any(group.replay for group in self._runtime.groups.values()):
+            self._say_behind()
+            return
         said, self._awaited = self._awaited, None
         self._report({"pid": os.getpid(), "time": time.time()} | (said or {}))
+
+    def _say_behind(self) -> None:
+        if not self._behind:
+            self._behind = True
+            self._report({"rank": self._runtime.rank, "pid": os.getpid(), "time": time.time(), "behind": True})
 
     def updated(self) -> None:
         """An update was made."""

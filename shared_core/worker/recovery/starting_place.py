@@ -21,6 +21,7 @@ from shared_core.worker.recovery.rank_copy import unpack
 from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.resize import take_over
 from shared_core.worker.recovery.spare import Spare
+from shared_core.worker.start import truncation
 from shared_core.worker.state.updates import Updates
 
 
@@ -121,10 +122,12 @@ class Beginning:
     def from_scratch(self) -> None:
         """This newcomer is in, and its predecessor had passed no batch top: it begins as the first workers did."""
         self.joining = self._restored is not None
+        truncation.stop()
 
     def joined(self) -> None:
         """The place is reached."""
         self.joining = False
+        truncation.stop()
 
     def finished(self, entry: int) -> tuple[Any, dict[str, Any]] | None:
         """Result and state at the end of an entry call that the predecessor had finished; None if it had not."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import fcntl
+import hashlib
 import importlib
 import io
 import os
@@ -16,19 +18,20 @@ import signal
 import sys
 import traceback
 import types
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NoReturn
 
-from shared_core.events import console
+from shared_core.errors import ConfigError, Unsupported
+from shared_core.events import JOB_DIR, console
 from shared_core.protocol.request import Mode, StartRequest
 from shared_core.resources import what_to_do
 from shared_core.system import process
 from shared_core.system.streams import forgive
 from shared_core.system.title import set_title
 from shared_core.worker import link
-from shared_core.worker.start import preload, standing_by
+from shared_core.worker.start import preload, standing_by, truncation
 
 _HERE = Path(__file__).resolve()
 
@@ -139,6 +142,7 @@ def _run(request: StartRequest) -> None:
     try:
         for name in request.first:
             importlib.import_module(name)
+        truncation.watch()
         try:
             _run_program(request.mode, target, main)
         except SystemExit as end:
@@ -161,7 +165,10 @@ def _run(request: StartRequest) -> None:
 
         with suppress(OSError):  # a full disk: the exception is still printed
             get_error_handler().record_exception(error)
-        _print_exception(error)
+        if request.stderr or not isinstance(error, (ConfigError, Unsupported)):
+            _print_exception(error)
+        else:
+            _print_once(error, Path(request.env[JOB_DIR]))
         raise SystemExit(1) from None
 
 
@@ -207,6 +214,26 @@ def _user_frames(trace: types.TracebackType | None) -> types.TracebackType | Non
     while trace is not None and trace.tb_next is not None and _ours(trace):
         trace = trace.tb_next
     return trace
+
+
+def _print_once(error: Exception, job_dir: Path) -> None:
+    """As :func:`_print_exception`, in one of the workers of this machine that raise the same, as all of them do where
+    the script asks for what cannot be.
+    """
+    name = hashlib.sha256(f"{type(error).__name__}: {error}".encode(errors="replace")).hexdigest()[:16]
+    with ExitStack() as held:
+        try:
+            file = held.enter_context(open(job_dir / f"raised-{name}", "a+b", buffering=0))
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is printed: who comes second may have the job ended
+            file.seek(0)
+            if file.read(1):
+                return
+        except OSError:
+            file = None
+        _print_exception(error)
+        if file is not None:
+            with suppress(OSError):
+                file.write(b"1")
 
 
 def _print_exception(error: Exception) -> None:

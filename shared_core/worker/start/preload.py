@@ -61,6 +61,7 @@ KNOWN = frozenset(
 class _Mentions:
     words: set[str] = field(default_factory=set)
     imports: dict[str, None] = field(default_factory=dict)
+    modules: set[str] = field(default_factory=set)
 
 
 def find_script(target: str, *, module: bool) -> Path | None:
@@ -154,14 +155,14 @@ def load(name: str) -> None:
 
 
 def _look_around(script: Path, limit: int = 30) -> _Mentions:
-    """Mentions in the script and in the modules beside it that it mentions."""
+    """Mentions in the script and in the modules beside it that it imports."""
     found = _Mentions()
     todo, seen = [script], {script}
     while todo and len(seen) <= limit:
-        words, imports = _mentions(todo.pop())
-        found.words |= words
-        found.imports |= dict.fromkeys(imports)
-        for name in sorted(words):
+        here = _mentions(todo.pop())
+        found.words |= here.words
+        found.imports |= here.imports
+        for name in sorted(here.modules):
             for near in (script.parent / f"{name}.py", script.parent / name / "__init__.py"):
                 if near not in seen and near.is_file():
                     seen.add(near)
@@ -169,16 +170,27 @@ def _look_around(script: Path, limit: int = 30) -> _Mentions:
     return found
 
 
-def _mentions(script: Path) -> tuple[set[str], list[str]]:
-    """Names in a source file, not in comments or strings, and what it imports of :data:`KNOWN`."""
+def _mentions(script: Path) -> _Mentions:
+    """Names in a source file, not in comments or strings; what it imports of :data:`KNOWN`; names of all modules that
+    it imports, or may import from a package.
+    """
     try:
         source = script.read_bytes()
         tokens = tokenize.tokenize(io.BytesIO(source).readline)
         words = {token.string for token in tokens if token.type == tokenize.NAME}
         tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError, tokenize.TokenError):
-        return set(), []
-    return words, list(_imports(tree))
+        return _Mentions()
+    return _Mentions(words, dict.fromkeys(_imports(tree)), set(_modules(tree)))
+
+
+def _modules(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            outer = node.module if isinstance(node, ast.ImportFrom) else None
+            yield from (outer or "").split(".")
+            for alias in node.names:
+                yield from alias.name.split(".")
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
