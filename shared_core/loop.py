@@ -54,7 +54,7 @@ class _Unmarked:
 
     def look(self, job: Job | None) -> None:
         """An epoch has ended."""
-        if job is None:
+        if not isinstance(job, Job):  # nobody replaces a lost worker
             return
         before, now = (self._tops, self._updates), (job.position.tops, job.updates.version)
         self._tops, self._updates = now

@@ -35,7 +35,6 @@ CASES: list[tuple[str, str, str]] = [
     ("report @events.jsonl --run none", "--run none", "aaaa"),
     ("report @events.jsonl --metrics @absent", "absent", "No such file"),
     ("report @events.jsonl --metrics @fifo", "fifo", "regular file"),
-    ("report @events.jsonl --metrics @events.jsonl", "--metrics", "step"),
     ("report @events.jsonl --out @absent/a.html", "absent", "No such file"),
     ("report @events.jsonl --out @folder", "folder", "directory"),
     ("checkpoints", "DIR", "required"),
