@@ -105,7 +105,10 @@ def test_a_loss_is_seen_everywhere(jobs: Jobs, capsys: pytest.CaptureFixture[str
         assert newcomer != lost and Path(f"/proc/{newcomer}").exists() and loss["stall_s"] > 0
         assert (after["state"], after["present"], after["generation"]) == ("running", 2, 1)
         assert {span["what"] for span in after["spans"]} == {"lost", "joining", "stalled", "checkpoint"}
-        samples = scraped(numbers)
+        samples = until(  # the agent reads the events by itself
+            lambda: (one := scraped(numbers)).get("swift_recoveries_total['replace']") and one,
+            lambda: "the recovery is not among the metrics",
+        )
         assert samples["swift_losses_total['SIGKILL']"] == samples["swift_recoveries_total['replace']"] == 1
         assert samples["swift_stall_seconds_total"] == pytest.approx(after["stall_s"], abs=0.5)
         assert samples["swift_checkpoint_age_seconds"] >= 0 and samples["swift_generation"] == 1
