@@ -89,7 +89,7 @@ class Case:
         return worker.stage * self.topology.pipelines + worker.pipeline
 
     def slots(self, lost: Sequence[Worker], moves: Sequence[Move] = ()) -> float:
-        """Seconds from one step to the next that are planned, of slots alone, with two updates at who has moved."""
+        """Planned seconds from one step to the next, by slots alone; a worker that has moved makes two updates."""
         times = Times((StageTimes(optimizer=OPTIMIZER),), data_apart=True)
         found = plan(self.topology, lost, times=times, variant=self.variant)
         staggered, late = self.variant is Variant.STAGGERED, second_updates(times, moves)

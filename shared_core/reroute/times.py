@@ -171,7 +171,7 @@ def rounded(times: Times) -> Times:
 
 
 def second_updates(times: Times, moves: Iterable[Move]) -> dict[Worker, float]:
-    """What workers that compute elsewhere take, after the update there, for that of their own stage; by place there."""
+    """Seconds of the update that a worker which has moved makes for its own stage, by the place at which it computes."""
     return {move.target: times.of_stage(move.source.stage).optimizer for move in moves}
 
 

@@ -20,7 +20,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_FULLY_SHARD}._fsdp_state:FSDPState._fsdp_param_groups", "the same"),
     (f"{_GROUP}._all_gather_result", "parameters that are being gathered ahead of the next forward"),
     (f"{_GROUP}._partial_reduce_output", "gradients that replicas have not summed yet"),
-    (f"{_GROUP}._reduce_scatter_comm", "whether the script has a communication of its own"),
+    (f"{_GROUP}._reduce_scatter_comm", "whether the script has set its own way to reduce"),
     (f"{_FULLY_SHARD}._fsdp_collectives:DefaultReduceScatter", "the same"),
     (f"{_GROUP}.fsdp_params", "gradients that are not reduced yet"),
     (f"{_GROUP}.offload_policy", "offload to the CPU is refused"),
