@@ -171,7 +171,7 @@ def rounded(times: Times) -> Times:
 
 
 def second_updates(times: Times, moves: Iterable[Move]) -> dict[Worker, float]:
-    """Seconds of the update that a worker which has moved makes for its own stage, by the place at which it computes."""
+    """Seconds of the update that a worker which has moved makes for its own stage, by the place where it computes."""
     return {move.target: times.of_stage(move.source.stage).optimizer for move in moves}
 
 
