@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from shared_core.worker.sharded.local import is_distributed, local_part
+
 _HEX_DIGITS = 16  # 64 bits
 
 
@@ -62,10 +64,9 @@ class _Hasher:
             raise TypeError(f"cannot digest a {type(value).__name__}; give tensors, arrays or plain data")
 
     def _tensor(self, tensor: Any) -> None:
-        if hasattr(tensor, "to_local"):  # a DTensor: its shape, and what this rank has of it
+        if is_distributed(tensor):  # its shape, and what this rank has of it
             self.tag(f"shard {tuple(tensor.shape)} {tensor.placements}")
-            with torch.no_grad():
-                tensor = tensor.to_local()
+            tensor = local_part(tensor)
         self.tag(f"tensor {tensor.dtype} {tuple(tensor.shape)}")
         flat = tensor.detach().to("cpu", copy=False).contiguous().reshape(-1)
         # Bytes, not values: NaN equals NaN only if its bits are the same, and -0.0 differs from 0.0.

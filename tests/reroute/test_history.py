@@ -180,6 +180,15 @@ class Walk:
         self.at = {each: (step, 0 if step in fresh else place) for each, (step, place) in self.at.items()}
 
 
+def goes_on_and_loses(walk: Walk, choice: random.Random, most: int, number: int) -> None:
+    """Workers advance, fewer than ``most`` times in all; then one is lost whose stage keeps another."""
+    for _ in range(choice.randrange(most)):
+        if able := walk.able():
+            walk.advance(choice.choice(able))
+    if can := survivable(walk):
+        walk.lose(number, choice.choice(can))
+
+
 @pytest.mark.parametrize("topology", [TOPOLOGY, Topology(2, 4, 5), Topology(4, 3, 2)])
 @pytest.mark.parametrize("variant", list(Variant))
 @pytest.mark.parametrize("seed", range(8))
@@ -189,11 +198,7 @@ def test_losses_one_after_the_other_anywhere(seed: int, variant: Variant, topolo
     walk = Walk(PlanHistory(Plans(topology, variant, choice.random() < 0.5, tmp_path, 0)), topology)
     change(walk.past, 0, (), walk.at)
     for number in range(1, 4):
-        for _ in range(choice.randrange(60)):
-            if able := walk.able():
-                walk.advance(choice.choice(able))
-        if can := survivable(walk):
-            walk.lose(number, choice.choice(can))
+        goes_on_and_loses(walk, choice, 60, number)
     ends(walk, choice)
 
 
@@ -218,11 +223,7 @@ def test_neighbors_are_lost_while_only_one_stage_has_its_sum(
                 walk.advance(choice.choice(able))
         walk.lose(1, Worker(d, first), Worker(d, first + 1))
         for number in (2, 3):
-            for _ in range(choice.randrange(12)):
-                if able := walk.able():
-                    walk.advance(choice.choice(able))
-            if can := survivable(walk):
-                walk.lose(number, choice.choice(can))
+            goes_on_and_loses(walk, choice, 12, number)
         ends(walk, choice)
         again += walk.again
     assert again
