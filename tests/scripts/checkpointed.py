@@ -29,9 +29,12 @@ from shared_core.waiting import Wait, poll
 
 FOLDER, POLICY, EPOCHS = sys.argv[1], sys.argv[2], 3
 ACCUMULATE = int(os.environ.get("ACCUMULATE", "1"))
+#: Checkpoints that were there before this run.
+FOUND: set[Path] = set()
 
 
 def main() -> None:
+    FOUND.update(committed())
     several = "WORLD_SIZE" in os.environ
     if several:
         dist.init_process_group("gloo")
@@ -71,7 +74,7 @@ def main() -> None:
             began = step if began is None else began
             loss = nn.functional.cross_entropy(model(inputs), labels)
             loss.backward()
-            strike(step, rank)
+            strike(step, rank, began)
             if step % ACCUMULATE == 0:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -94,23 +97,24 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def strike(step: int, rank: int) -> None:
-    """A checkpoint is committed before what happens, so that there is something to go on from."""
+def strike(step: int, rank: int, began: int) -> None:
+    """A run that does not go on from a checkpoint has committed one before, so that the next start can go on."""
     for name, number in (("DIE", signal.SIGKILL), ("END", signal.SIGTERM)):
         if step == int(os.environ.get(name, -1)):
             if number == signal.SIGTERM and rank != int(os.environ.get("END_RANK", rank)):
                 continue
             waits = number == signal.SIGKILL or "SLOW" in os.environ
-            if waits:
-                poll(committed, lambda: False, Wait(f"step {step}", "a checkpoint to be committed", 60.0))
+            if waits and not began:
+                wait = Wait(f"step {step}", "a checkpoint to be committed", 60.0)
+                poll(lambda: bool(committed() - FOUND), lambda: False, wait)
             if "SLOW" in os.environ:
                 os.kill(writer(), signal.SIGSTOP)
             os.kill(os.getpid(), number)
 
 
-def committed() -> bool:
-    """Whether there is a whole checkpoint."""
-    return any(Path(FOLDER).glob("*/step-*/manifest.json"))
+def committed() -> set[Path]:
+    """Whole checkpoints, also those of other commands."""
+    return {*Path(FOLDER).glob("*/step-*/manifest.json")}
 
 
 def writer() -> int:
