@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import threading
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 from night import A_NIGHT, drawn
 
+from shared_core.testing.ports import free_ports
 from shared_core.testing.processes import MARK, describe, kill_marked, wait_gone
 
 if TYPE_CHECKING:
@@ -145,9 +145,7 @@ def _in_use(path: Path) -> bool:
 @pytest.fixture
 def free_port() -> int:
     """A port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports()[0]
 
 
 @pytest.fixture(scope="session")

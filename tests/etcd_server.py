@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -14,20 +13,13 @@ from pathlib import Path
 import pytest
 
 from shared_core.testing.namespaces import Machine
+from shared_core.testing.ports import free_ports
 
 #: ETCD chooses another one.
 BINARY = os.environ.get("ETCD") or shutil.which("etcd") or shutil.which("etcd", path=str(Path(sys.executable).parent))
 needs_etcd = pytest.mark.skipif(
     BINARY is None, reason="no etcd: install Debian's etcd-server, or set ETCD to the program (3.4 or later)"
 )
-
-
-def _ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 class Member:
@@ -46,7 +38,7 @@ class Member:
     def __init__(self, name: str, folder: Path, options: Sequence[str], on: Machine | None) -> None:
         self._folder, self._name = folder, name
         address, self._on = (on.address if on is not None else "127.0.0.1"), on
-        port, peer = (2379, 2380) if on is not None else _ports(2)
+        port, peer = (2379, 2380) if on is not None else free_ports(2)
         self.endpoint, self.peer = f"{address}:{port}", f"{name}=http://{address}:{peer}"
         self._options = list(options)
         self._starts = 0

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from shared_core.testing.ports import free_ports
 from shared_core.testing.processes import MARK, kill_marked
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "squeue", "setpriv")
@@ -125,10 +126,7 @@ def running_slurm() -> Iterator[Slurm]:
         key = folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
-        with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            two.bind(("127.0.0.1", 0))
-            ports = one.getsockname()[1], two.getsockname()[1]
+        ports = free_ports(2)
         host = socket.gethostname().partition(".")[0]
         (folder / "slurm.conf").write_text(CONF.format(host=host, controller=ports[0], daemon=ports[1], folder=folder))
         files = {name: folder / f"munge.{name}" for name in ("sock", "pid", "log", "seed")}

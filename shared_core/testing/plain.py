@@ -12,7 +12,6 @@ import os
 import resource
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
+from shared_core.testing.ports import free_ports
 from shared_core.testing.server import Server, import_all, pipes, say
 
 PRELOAD = (
@@ -82,9 +82,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def _run(request: dict[str, Any]) -> int | None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports()[0]
     pids = []
     for rank in range(request["nproc"]):
         pid = os.fork()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from shared_core.errors import ConfigError
 from shared_core.system import secret
 from shared_core.system.snapshot_wire import PUT, ask
 from shared_core.system.wire import connect
+from shared_core.testing.ports import free_ports
 from shared_core.worker.mirror import Mirror
 
 OTHER = b"o" * 32
@@ -316,15 +316,6 @@ def open_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def two_ports() -> int:
-    """A port that is free, as is the next one."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as first, contextlib.suppress(OSError):
-            port = int(first.getsockname()[1])
-            socket.create_server(("127.0.0.1", port + 1)).close()
-            return port
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -339,7 +330,7 @@ def test_a_job_on_several_machines(given: str, tmp_path: Path, free_port: int, o
     path = tmp_path / "secret"
     path.write_text("TOP SECRET TOP SECRET\n")
     path.chmod(0o600)
-    port = two_ports()
+    port = free_ports(2)[0]  # a job takes the next one too
     options = ["--nnodes=1", "--spare-nodes=1", f"--rdzv-endpoint=127.0.0.1:{free_port}", "--rdzv-id=job"]
     options.append(f"--port={port}")
     if given == "flag":
