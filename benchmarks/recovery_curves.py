@@ -14,9 +14,11 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +49,10 @@ USUAL = 200
 AFTER = 20
 #: The stall in the hardest place over that in the easiest.
 WORST_TARGET = 1.5
+#: The stall with a large model over the least that it can be: a newcomer's start, its state copied, and one step.
+LARGE_TARGET = 1.2
+#: Bytes of a parameter and its two moments, which a newcomer gets.
+STATE_BYTES = 12
 SYSTEMS = {
     "swift": "this",
     "unprepared": "this, --prepared 0",
@@ -220,6 +226,20 @@ def measure(system: str, point: Point, out: Path) -> Loss:
     return Loss(stall, later - (AFTER + 1) * step_s, step_s)
 
 
+def loopback_bytes_per_s(total: int = 1 << 30) -> float:
+    """What one connection between two threads of this machine moves."""
+    chunk = bytearray(1 << 24)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()) as sending, listener.accept()[0] as receiving:
+            sender = threading.Thread(target=lambda: [sending.sendall(chunk) for _ in range(total // len(chunk))])
+            into, left, begun = memoryview(bytearray(len(chunk))), total, time.perf_counter()
+            sender.start()
+            while left:
+                left -= receiving.recv_into(into)
+            sender.join()
+            return total / (time.perf_counter() - begun)
+
+
 def rows_of(measured: dict[tuple[str, Point], Loss]) -> list[Row]:
     """The table."""
     rows = []
@@ -229,6 +249,14 @@ def rows_of(measured: dict[tuple[str, Point], Loss]) -> list[Row]:
         rows.append(Row(case, "delay after 20 steps", loss.delay_s, "s"))
         rows.append(Row(case, "step time without failures, median", 1e3 * loss.step_s, "ms"))
     easiest, hardest = measured.get(("swift", EASIEST)), measured.get(("swift", HARDEST))
+    if easiest is not None and any(point.parameters for _, point in measured):
+        speed = loopback_bytes_per_s()
+        rows.append(Row("one connection between two threads", "loopback", speed / 1e9, "GB/s"))
+        for (system, point), loss in measured.items():
+            if system == "swift" and point.parameters:
+                least = easiest.stall_s + STATE_BYTES * point.parameters / speed + loss.step_s
+                rows.append(at_most(f"{point.name}, this", "stall / (a small model's stall + copy of the state + a "
+                                    "step)", loss.stall_s / least, "ratio", LARGE_TARGET))  # fmt: skip
     if easiest is not None and hardest is not None:
         ratio = hardest.stall_s / easiest.stall_s
         rows.append(at_most("batch 10,000 with 1 ms samples and 8 s of start-up, this", "stall / that at batch 200 "
