@@ -135,7 +135,7 @@ class Attempt:
         self._slots = len(team.machines) if team else 1
         self._client = connect(self.host, self.port)
         self.ledger = Ledger(self._client, self.key(""), world_size, team.machines if team else ())
-        self.ledger.follow()
+        self.ledger.catch_up()
         self._done_keys = [self.key(f"done/{rank}") for rank in range(world_size)]
         self._watcher = KeyWatcher(
             lambda: connect(self.host, self.port), self.key(""), wake, slot=self._slot, ranks=ranks

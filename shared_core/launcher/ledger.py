@@ -66,6 +66,13 @@ class Ledger:
         news, self._news = self._news, []
         return news
 
+    def catch_up(self) -> None:
+        """Take in what was said before this view existed.
+
+        Only the end of the attempt stays news: a machine that comes after it must not wait for those that have left.
+        """
+        self._news = [entry for entry in self.follow() if entry.kind.over]
+
     def append(self, make: Callable[[], Entry | None]) -> Entry | None:
         """Append what ``make`` returns, and return it with what the ledger added.
 

@@ -104,6 +104,16 @@ def test_nothing_follows_the_last_entry() -> None:
     assert other.generation == 0 and other.follow() == []
 
 
+def test_a_machine_that_comes_when_the_attempt_is_over_learns_so() -> None:
+    """Another entry gave it its place: that one is no news."""
+    store = HashStore()
+    one, late = Ledger(store, "p/", 2), Ledger(store, "p/", 2)
+    assert one.append(lambda: losing(1)) and one.append(lambda: Entry(kind=Kind.RESTART, reason="x"))
+    late.catch_up()
+    assert late.incarnations == (0, 1)
+    assert [entry.kind for entry in late.follow()] == [Kind.RESTART] and late.follow() == []
+
+
 @pytest.mark.parametrize(
     "damage",
     [

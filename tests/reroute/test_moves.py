@@ -101,7 +101,7 @@ def test_the_last_worker_that_belongs_to_the_stage_is_lost(jobs: Jobs) -> None:
 
 
 #: Three stages, of which the one in the middle loses two: so no pipeline loses both its ends.
-THREE = ("--stages", "3", "--steps", "16", "--work-ms", "10")
+THREE = ("--stages", "3", "--steps", "16", "--work-ms", "40")
 MIDDLE = [kill(3, 4), kill(4, 4, 6)]
 
 
@@ -128,7 +128,7 @@ def test_who_gives_the_state_is_lost(jobs: Jobs) -> None:
 @pytest.mark.timeout(600)
 def test_who_has_moved_moves_on(jobs: Jobs) -> None:
     """The first stage has most to compute: it gets the worker that has moved already."""
-    result = check(jobs, [*MIDDLE, kill(0, 18)], (*THREE, "--steps", "44"), 9)
+    result = check(jobs, [*MIDDLE, kill(0, 18)], (*THREE, "--steps", "44", "--work-ms", "10"), 9)
     assert moves(result) == [[[[2, 2], [0, 1]]], [[[2, 2], [0, 0]]]] and 8 in result.reports, result.tail()
 
 
