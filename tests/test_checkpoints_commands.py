@@ -131,6 +131,7 @@ def test_resume_from_adopts(jobs: Jobs, folder: Path, way: str, capsys: pytest.C
 @pytest.mark.nightly
 def test_nothing_to_adopt_ends_the_job(jobs: Jobs, folder: Path) -> None:
     env = options(folder, EVERY)
+    (folder / "nothing").mkdir(parents=True)
     told = [*RESTART, f"--resume-from={folder}/nothing"]
     with running(jobs, SCRIPT, A, env=env, launcher_args=told) as job:
         result = job.end()

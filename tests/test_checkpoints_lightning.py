@@ -59,7 +59,7 @@ def killed_and_gone_on(
     ),
 )
 def test_the_same_command_goes_on(jobs: Jobs, tmp_path: Path, where: str) -> None:
-    every = {"middle of an epoch": 7, "end of an epoch": 21, "last batch of an epoch": 20}[where]
+    every = {"middle of an epoch": 28, "end of an epoch": 21, "last batch of an epoch": 20}[where]
     durable = ["--durable=asynchronous"] if every == 21 else []
     result = killed_and_gone_on(jobs, tmp_path, [f"--every={every}", *durable], 33, 33 // every * every)
     stock = reference(jobs, tmp_path)
@@ -69,7 +69,7 @@ def test_the_same_command_goes_on(jobs: Jobs, tmp_path: Path, where: str) -> Non
 
 @pytest.mark.nightly
 def test_another_command_in_the_same_folder_touches_nothing(jobs: Jobs, tmp_path: Path) -> None:
-    result = killed_and_gone_on(jobs, tmp_path, ["--every=7"], 33, 28, between=["--every=14"])
+    result = killed_and_gone_on(jobs, tmp_path, ["--every=28"], 33, 28, between=["--every=14"])
     compare(result, reference(jobs, tmp_path))
 
 
