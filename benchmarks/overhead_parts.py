@@ -19,7 +19,7 @@ PARTS: tuple[tuple[str, str, str], ...] = (
     ("batch top", "shared_core.job:Job.batch_top", ""),
     ("batch top: state captured", "shared_core.worker.state.local_state:Parts.capture", "batch top, before a bucket"),
     ("batch top: written", "shared_core.worker.state.publications:Board.publish_top", "batch top"),
-    ("forward: outputs copied", "shared_core.worker.state.forward_pass:Passes.after_forward", ""),
+    ("forward: outputs copied", "shared_core.worker.state.forward_pass:Passes._keep", ""),
     ("forward: buckets released", "shared_core.worker.comm.results:Results.release", ""),
     ("before a bucket", "shared_core.worker.state.forward_pass:Passes.before_bucket", ""),
     ("before a bucket: written", "shared_core.worker.state.publications:Board.publish_mid", "before a bucket"),
@@ -27,8 +27,8 @@ PARTS: tuple[tuple[str, str, str], ...] = (
     ("a collective: issue", "shared_core.worker.comm.operations:Operations.submit", "a bucket, where it is one"),
     ("a collective: gloo", "shared_core.worker.comm.operations:Operations.start", "a collective: issue"),
     ("a collective: end, on gloo's thread", "shared_core.worker.comm.operations:Operations._finished", ""),
-    ("before an update", "shared_core.worker.state.updates:Updates._begin_step", ""),
-    ("after an update", "shared_core.worker.state.updates:Updates._after", ""),
+    ("before an update", "shared_core.worker.state.update_steps:UpdateSteps._begin_step", ""),
+    ("after an update: counted", "shared_core.worker.state.update_steps:UpdateSteps._one_more", ""),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -209,6 +210,13 @@ def test_a_short_real_run_with_other_workers(name: str, tmp_path: Path) -> None:
     assert outcome.lost_samples == (None if name == "shrink" else 0)
 
 
+@pytest.mark.parametrize("where", [where for _, where, _ in overhead.PARTS])
+def test_parts_of_a_step_are_where_the_benchmark_looks_for_them(where: str) -> None:
+    module, _, path = where.partition(":")
+    owner, method = path.split(".")
+    assert callable(vars(getattr(importlib.import_module(module), owner))[method])
+
+
 @pytest.mark.nightly
 def test_a_short_real_run_of_overhead() -> None:
     with overhead.sides(["gloo", "swift"]) as ready:
@@ -253,7 +261,6 @@ def test_a_short_real_run_of_pipeline_recovery(tmp_path: Path) -> None:
     assert 0 < kill.joined_s + kill.replay_s < kill.regained_s
     named = {row.metric: row for row in pipeline_recovery.rows_of(outcome)}
     assert named["stage 1: replay of a step / normal step (target: bound)"].target == 0.8
-    assert named["parallel replay: left out, not built yet"].value is None
 
 
 @pytest.mark.nightly
