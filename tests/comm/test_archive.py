@@ -69,7 +69,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert archive.stats.bytes_waiting == 0
     check()  # from the file
     archive.close()
-    archive = Archive.reopen(tmp_path / "log")  # type: ignore[assignment]
+    archive = Archive(tmp_path / "log", again=True)  # type: ignore[assignment]
     check()
     archive.close()
 
@@ -153,7 +153,7 @@ def test_first_indices_and_drops(tmp_path: Path) -> None:
     archive.flush(WAIT_S)
     assert archive.first(A) == 22 and len(files(tmp_path)) == 1
     archive.close()
-    again = Archive.reopen(tmp_path)
+    again = Archive(tmp_path, again=True)
     assert again.indices(A) == [22] and same(again, A, 22, top=6)
     again.drop_before(7)
     again.flush(WAIT_S)
@@ -198,7 +198,7 @@ def test_a_record_is_written_once(tmp_path: Path) -> None:
     put(archive, A, 0)
     archive.close()
     assert archive.stats.records == 1
-    again = Archive.reopen(tmp_path)
+    again = Archive(tmp_path, again=True)
     put(again, A, 0)  # a newcomer sends its predecessor's messages again
     put(again, A, 1)
     again.flush(WAIT_S)
@@ -301,7 +301,7 @@ def test_kills(tmp_path: Path) -> None:
     assert len(lines) == rounds
     for number, line in enumerate(lines):
         flushed, kept = map(int, line.split())
-        archive = Archive.reopen(tmp_path / str(number))
+        archive = Archive(tmp_path / str(number), again=True)
         held = archive.indices(A)
         assert held == list(range(held[0], held[-1] + 1)) and archive.first(A) == held[0], number
         assert held[0] <= kept * 8 and held[-1] >= flushed, (number, held[0], held[-1], line)
@@ -319,7 +319,7 @@ def test_closed_segments_are_taken_by_their_index(tmp_path: Path, capfd: pytest.
     archive.close()
     place = _place(archive, A, 4)
     flip(place.segment.path, place.offset + 150)  # in its contents
-    again = Archive.reopen(tmp_path)
+    again = Archive(tmp_path, again=True)
     assert again.first(A) == 0, "contents of closed segments are not read"
     with pytest.raises(CorruptFile, match=rf"message 4 of .* in {place.segment.path} at offset {place.offset} cannot"):
         again.read(A, 4)
@@ -328,7 +328,7 @@ def test_closed_segments_are_taken_by_their_index(tmp_path: Path, capfd: pytest.
     again.flush(WAIT_S)
     assert again.first(A) == 0 and same(again, A, 4)
     again.close()
-    again = Archive.reopen(tmp_path)
+    again = Archive(tmp_path, again=True)
     assert again.first(A) == 0 and same(again, A, 4) and again.verify() == [], "the one put last counts"
     place = _place(again, A, 11)
     flip(place.segment.path, place.offset + 150)
@@ -339,20 +339,20 @@ def test_closed_segments_are_taken_by_their_index(tmp_path: Path, capfd: pytest.
     # Without an index the segment is read through.
     path = files(tmp_path)[-2]
     os.truncate(path, path.stat().st_size - 1)
-    again = Archive.reopen(tmp_path)
+    again = Archive(tmp_path, again=True)
     assert again.first(A) is None and again.indices(A) == list(range(11))
     assert "1 damaged message(s), left out: 11 of default|0,1,0" in capfd.readouterr().err
     again.close()
 
 
 def test_reopen_of_nothing(tmp_path: Path) -> None:
-    archive = Archive.reopen(tmp_path / "none")
+    archive = Archive(tmp_path / "none", again=True)
     assert archive.channels() == [] and archive.first(A) is None
     put(archive, A, 5)
     archive.close()
     (tmp_path / "none" / "00000007.log").touch()
     (tmp_path / "none" / "other.log").write_text("not ours")
-    again = Archive.reopen(tmp_path / "none")
+    again = Archive(tmp_path / "none", again=True)
     put(again, A, 6)
     again.close()
     assert (tmp_path / "none" / "00000008.log").exists(), "numbers are not used again"

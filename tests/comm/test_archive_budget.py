@@ -86,7 +86,7 @@ def test_what_has_no_room_waits_for_it(tmp_path: Path, capfd: pytest.CaptureFixt
     assert archive.first("a") == 4 and archive.stats.bytes_waiting == 0 and taken(tmp_path) <= 5500
     archive.close()
     assert taken(tmp_path) <= 5500
-    again = Archive.reopen(tmp_path, owner="rank 1")
+    again = Archive(tmp_path, owner="rank 1", again=True)
     assert again.first("a") == 4
     again.close()
     assert not capfd.readouterr().err

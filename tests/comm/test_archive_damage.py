@@ -39,7 +39,7 @@ def killed(tmp_path: Path) -> Path:
 
 def readable(folder: Path) -> set[tuple[str, int]]:
     """The records that can be read, each compared with what was put."""
-    archive = Archive.reopen(folder)
+    archive = Archive(folder, again=True)
     good = set()
     for channel in archive.channels():
         for index in archive.indices(channel):
@@ -69,7 +69,7 @@ def test_undamaged(killed: Path) -> None:
 
 
 def test_truncation_at_every_byte_of_the_last_record(killed: Path) -> None:
-    last = Archive.reopen(killed)
+    last = Archive(killed, again=True)
     place = _place(last, C, 8)
     last.close()
     path = place.segment.path
@@ -77,13 +77,13 @@ def test_truncation_at_every_byte_of_the_last_record(killed: Path) -> None:
     assert len(data) == place.segment.size
     for size in range(place.offset, len(data)):
         path.write_bytes(data[:size])
-        archive = Archive.reopen(killed)
+        archive = Archive(killed, again=True)
         assert archive.first(A) == 0 and archive.first(B) == 3 and archive.first(C) == 0, size
         assert archive.indices(C) == list(range(8)), size
         archive.close()
     path.write_bytes(data[: len(data) - 1])
     assert readable(killed) == EVERY - {(C, 8)}
-    again = Archive.reopen(killed)
+    again = Archive(killed, again=True)
     put(again, C, 8, top=8)
     again.close()
     assert readable(killed) == EVERY
@@ -117,7 +117,7 @@ def test_bit_flips(killed: Path, flips: int) -> None:
 
 def test_every_bit_of_a_frame_counts(killed: Path) -> None:
     """Magic, lengths and checksums of a record in a segment without an index, and its first bytes."""
-    archive = Archive.reopen(killed)
+    archive = Archive(killed, again=True)
     channel, index, *_ = archive._index.segments[-1].entries[-1]
     place = _place(archive, channel, index)
     archive.close()
@@ -157,16 +157,16 @@ def test_another_owner_and_another_format(tmp_path: Path, capfd: pytest.CaptureF
         put(archive, C, rank)
         archive.close()
     shutil.copy(tmp_path / "0" / "00000000.log", tmp_path / "1" / "00000001.log")
-    again = Archive.reopen(tmp_path / "1", owner="job 1 rank 1")
+    again = Archive(tmp_path / "1", owner="job 1 rank 1", again=True)
     assert again.indices(C) == [1]
     again.close()
-    other = Archive.reopen(tmp_path / "1", owner="job 2 rank 1")
+    other = Archive(tmp_path / "1", owner="job 2 rank 1", again=True)
     assert other.channels() == []
     other.close()
     assert capfd.readouterr().err.count("or the log of another rank") == 3
     version, segments.FORMAT = segments.FORMAT, 2
     try:
-        newer = Archive.reopen(tmp_path / "1", owner="job 1 rank 1")
+        newer = Archive(tmp_path / "1", owner="job 1 rank 1", again=True)
     finally:
         segments.FORMAT = version
     newer.close()
@@ -182,7 +182,7 @@ def test_little_is_read_for_each_of_many_bad_records(tmp_path: Path) -> None:
     path = tmp_path / f"{0:08d}{segments.SUFFIX}"
     path.write_bytes(b"\x93SwRecd\n" * 20_000)
     before = read_so_far()
-    Archive.reopen(tmp_path).close()
+    Archive(tmp_path, again=True).close()
     assert read_so_far() - before < 100 * path.stat().st_size
 
 
@@ -201,7 +201,7 @@ def test_contents_that_look_like_records(tmp_path: Path) -> None:
     path = tmp_path / "copy" / "00000000.log"
     flip(path, segments.START + 60)  # record 0 of A
     flip(path, inner + 40)  # the one with the copy
-    again = Archive.reopen(tmp_path / "copy")
+    again = Archive(tmp_path / "copy", again=True)
     assert again.indices(A) == [1] and again.channels() == [A]
     again.close()
 
@@ -261,7 +261,7 @@ def test_a_disk_error_stops_the_log_until_restart(
     archive.close()
     assert len(files(tmp_path)) == 1, "what cannot be replayed does not fill the disk"
     assert archive.stats.bytes_on_disk == files(tmp_path)[0].stat().st_size
-    again = Archive.reopen(tmp_path, owner="rank 3")
+    again = Archive(tmp_path, owner="rank 3", again=True)
     assert again.indices(A) == [6, 7] and again.first(A) == 6
     again.close()
 
@@ -272,7 +272,7 @@ def test_no_room_for_an_index(tmp_path: Path) -> None:
     archive.flush(WAIT_S)
     archive.bad = errno.ENOSPC
     archive.close()
-    again = Archive.reopen(tmp_path)
+    again = Archive(tmp_path, again=True)
     assert archive.stats.failed is None and again.first(A) == 0 and same(again, A, 0)
     again.close()
 

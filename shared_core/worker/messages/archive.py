@@ -49,7 +49,10 @@ class Archive:
     :meth:`restart` begins again.
 
     A job that goes back to a checkpoint with *all* its ranks removes its archives and makes new ones: its numbering
-    starts again. A single newcomer reopens its predecessor's; what is already there is not written again.
+    starts again. A single newcomer goes on with its predecessor's: new records go to a new segment, and what is already
+    there is not written again. Closed segments are taken by their index, their contents checked when they are read; the
+    one that was open is read through. Damaged records are left out, missing segments are gaps, and a record the file
+    ends in counts as never put.
 
     Thread-safe. ``put`` may block for as long as ``stall_s``: do not hold a lock that others need.
 
@@ -59,11 +62,11 @@ class Archive:
         segment_bytes: a segment takes no more records beyond this size.
         owner: name of the job and rank. Records of another owner are not read.
         stall_s: logging stops when ``put`` has waited for the disk for so long, in seconds.
-        keep: what :meth:`reopen` is for.
+        again: the folder may hold the log of another process, now dead.
         write: appends to a segment; None for the usual way.
 
     Raises:
-        ValueError: the folder holds segments, which :meth:`reopen` would read.
+        ValueError: the folder holds segments, and ``again`` is not said.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Archive:
         segment_bytes: int = 64 << 20,
         owner: str = "",
         stall_s: float = 120.0,
-        keep: bool = False,
+        again: bool = False,
         write: Write | None = None,
     ) -> None:
         self.folder, self.owner = folder, owner
@@ -91,31 +94,13 @@ class Archive:
         try:
             make_folder(folder)
             folder.chmod(0o700)
-            if not keep and next(files(folder), None) is not None:
+            if not again and next(files(folder), None) is not None:
                 raise ValueError(f"{folder} holds a log: reopen it, or delete the folder")
             next_number, self._stats.bytes_on_disk = self._index.load(folder, self._seed)
         except OSError as error:
             with self._changed:
                 self._stop(error)
         self._writer.start(next_number)
-
-    @classmethod
-    def reopen(
-        cls,
-        folder: Path,
-        *,
-        ring_bytes: int = 256 << 20,
-        segment_bytes: int = 64 << 20,
-        owner: str = "",
-        stall_s: float = 120.0,
-    ) -> Archive:
-        """The archive another process, now dead, left in ``folder``; new records go to a new segment.
-
-        Closed segments are taken by their index, their contents checked when they are read; the one that was open is
-        read through. Damaged records are left out, missing segments are gaps, and a record the file ends in counts
-        as never put.
-        """
-        return cls(folder, ring_bytes=ring_bytes, segment_bytes=segment_bytes, owner=owner, stall_s=stall_s, keep=True)
 
     # -- writing -----------------------------------------------------------------------------------
 

@@ -91,11 +91,10 @@ class DiskLog:
                 shutil.rmtree(old, ignore_errors=True)  # operations were counted again
         owner = f"{env.job} rank {env.rank} attempt {env.restart}"
         again = folder.is_dir()
-        make = Archive.reopen if again else Archive
         config = env.config
         budget = config.log.budget_bytes
         size = log_budget.segment_bytes(config.log.segment_bytes, budget, env.world_size)
-        archive = make(folder, ring_bytes=config.log.ring_bytes, segment_bytes=size, owner=owner)
+        archive = Archive(folder, ring_bytes=config.log.ring_bytes, segment_bytes=size, owner=owner, again=again)
         if budget:
             # Files of earlier attempts may still be there, and who was lost may have had less than an equal part.
             first = not env.restart and not env.incarnation

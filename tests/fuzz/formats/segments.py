@@ -64,7 +64,7 @@ def _read(data: bytes, folder: Path) -> Any:
     log_folder = _fresh(folder)
     log_folder.mkdir()
     (log_folder / _NAME).write_bytes(data)
-    log = Archive.reopen(log_folder, owner=_OWNER)
+    log = Archive(log_folder, owner=_OWNER, again=True)
     found = []
     try:
         log.verify()
