@@ -23,7 +23,7 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import install as install_backend
 from shared_core.worker.state.local_state import Capture, Restore
 from shared_core.worker.state.orders import Orders
-from shared_core.worker.wiring import Worker, wire
+from shared_core.worker.wiring import Worker
 
 
 class Job:
@@ -162,7 +162,7 @@ def current_job() -> Job | None:
     """The job of this process; None when it was not started by ``swiftrun``."""
     global _job
     if _job is None and worker_env.launched():
-        _job = Job(wire(worker_env.env()))
+        _job = Job(Worker(worker_env.env()))
         atexit.register(_job.news.memory)
     return _job
 

@@ -6,7 +6,6 @@ Each part gets what it needs in its constructor. What is made later, and still n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,49 +57,90 @@ from shared_core.worker.state.publications import Board
 from shared_core.worker.state.updates import Updates
 
 
-@dataclass(frozen=True)
 class Worker:
-    """The parts of one worker."""
+    """The parts of the worker that this process is.
 
-    env: WorkerEnv
-    position: Position
-    events: EventLog
-    store: JobStore
-    endings: Endings
-    board: Board
-    progress: progress_file.ProgressFile
-    updates: Updates
-    log: DiskLog
-    runtime: Runtime
-    donor: Donor
-    copies: Copies
-    recovery: Recovery
-    lanes: Lanes
-    replicas: Replicas
-    patience: Patience
-    parts: Parts
-    buckets: Buckets
-    passes: Passes
-    news: News
-    replays: Replays
-    start: Start
-    options: Options
-    checkpoints: Checkpointing
-    notes: Notes
-    trained: Trained
-    joining: Joining
-    tops: BatchTops
-    entries: Entries
+    Args:
+        env: what the launcher told it.
+    """
+
+    def __init__(self, env: WorkerEnv) -> None:
+        config = env.config
+        groups_relay, recovery_relay, state_relay = _GroupsRelay(self), _RecoveryRelay(self), _StateRelay(self)
+        joining = state_relay.joining
+        self.env, self.position, self.parts = env, Position(), Parts()
+        position, parts = self.position, self.parts
+        events = EventLog(env.events, env.run)
+        board = self.board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env))
+        updates = self.updates = Updates(config.state.preimages, after=state_relay.updated, fence=state_relay.fence)
+        log = self.log = DiskLog(env)
+        runtime = self.runtime = Runtime(
+            env.rank,
+            env.world_size,
+            groups_relay,
+            log,
+            connect_timeout_s=config.detection.connect_timeout_s,
+            wait_timeout_s=config.detection.wait_timeout_s,
+            checksums=config.state.verify_checksums,
+            log_spill_bytes=config.log.spill_bytes,
+            marks=_marks(env),
+        )
+        donor = Donor(env, board, updates, joining)
+        store = self.store = JobStore(env)
+        endings = self.endings = Endings(runtime, store)
+        copies = self.copies = Copies(env, runtime, store, updates, events, state_relay.replicas)
+        recovery = self.recovery = Recovery(env, runtime, store, board, events, donor, copies, endings, recovery_relay)
+        progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
+        lanes = self.lanes = Lanes(recovery, copies, position)
+        replicas = Replicas(env, recovery, updates)
+        self.patience = Patience(env, recovery, events)
+        buckets = self.buckets = Buckets(runtime, board, position)
+        passes = self.passes = Passes(runtime, board, updates, parts, joining, position)
+        news = self.news = News(env, events, runtime, updates, state_relay.rolled_back, store.report)
+        budget = config.log.budget_bytes
+        commits = Commits(runtime, log, state_relay.newest_top, state_relay.due_top, env.rank, env.world_size, budget)
+        replays = self.replays = Replays(runtime, log, commits)
+        spare = Spare(env, store, board)
+        start = self.start = Start(
+            runtime, store, endings, events, updates, parts, board, recovery, lanes, state_relay.presses, spare
+        )
+        self.options = Options(env, runtime, store, start)
+        checkpoints = self.checkpoints = Checkpointing(start, position, board)
+        self.notes = Notes(board, position, start)
+        trained = self.trained = Trained(
+            config,
+            runtime,
+            updates,
+            parts,
+            buckets,
+            passes,
+            Overlapped(updates.steps, buckets.layout, joining),
+            machines=len(env.machines),
+        )
+        publishing = Publishing(
+            position, parts, trained, buckets, passes, updates, runtime, board, donor, lanes, replicas, checkpoints
+        )
+        self.joining = Joining(start, position, parts, trained, buckets, updates, progress, replays, news, publishing)
+        self.tops = BatchTops(
+            position,
+            trained,
+            buckets,
+            updates,
+            progress,
+            news,
+            publishing,
+            self.joining,
+            config.resizes,
+            runtime.log_bytes,
+        )
+        self.entries = Entries(start, position, runtime, board, parts, news, self.tops, publishing, self.joining)
+        start.begin(env)
 
 
 class _Relay:
     """Passes on what a part of a worker tells, and asks, those that are made after it."""
 
-    def __init__(self) -> None:
-        self._worker: Worker
-
-    def complete(self, worker: Worker) -> None:
-        """All parts are there."""
+    def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
 
@@ -217,100 +257,6 @@ class _StateRelay(_Relay):
     def presses(self) -> bool:
         """In rank 0: whether the logs on disk need a checkpoint."""
         return self._worker.replays.commits.presses
-
-
-def wire(env: WorkerEnv) -> Worker:
-    """The parts of the worker that this process is.
-
-    Args:
-        env: what the launcher told it.
-    """
-    config = env.config
-    groups_relay, recovery_relay, state_relay = relays = _GroupsRelay(), _RecoveryRelay(), _StateRelay()
-    position, parts = Position(), Parts()
-    events = EventLog(env.events, env.run)
-    board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env))
-    updates = Updates(config.state.preimages, after=state_relay.updated, fence=state_relay.fence)
-    log = DiskLog(env)
-    runtime = Runtime(
-        env.rank,
-        env.world_size,
-        groups_relay,
-        log,
-        connect_timeout_s=config.detection.connect_timeout_s,
-        wait_timeout_s=config.detection.wait_timeout_s,
-        checksums=config.state.verify_checksums,
-        log_spill_bytes=config.log.spill_bytes,
-        marks=_marks(env),
-    )
-    donor = Donor(env, board, updates, state_relay.joining)
-    store = JobStore(env)
-    endings = Endings(runtime, store)
-    copies = Copies(env, runtime, store, updates, events, state_relay.replicas)
-    recovery = Recovery(env, runtime, store, board, events, donor, copies, endings, recovery_relay)
-    progress = progress_file.ProgressFile(env.rank_dir / "progress")
-    lanes, replicas = Lanes(recovery, copies, position), Replicas(env, recovery, updates)
-    buckets = Buckets(runtime, board, position)
-    passes = Passes(runtime, board, updates, parts, state_relay.joining, position)
-    news = News(env, events, runtime, updates, state_relay.rolled_back, store.report)
-    budget = config.log.budget_bytes
-    commits = Commits(runtime, log, state_relay.newest_top, state_relay.due_top, env.rank, env.world_size, budget)
-    replays = Replays(runtime, log, commits)
-    spare = Spare(env, store, board)
-    start = Start(runtime, store, endings, events, updates, parts, board, recovery, lanes, state_relay.presses, spare)
-    checkpoints = Checkpointing(start, position, board)
-    trained = Trained(
-        config,
-        runtime,
-        updates,
-        parts,
-        buckets,
-        passes,
-        Overlapped(updates.steps, buckets.layout, state_relay.joining),
-        machines=len(env.machines),
-    )
-    publishing = Publishing(
-        position, parts, trained, buckets, passes, updates, runtime, board, donor, lanes, replicas, checkpoints
-    )
-    joining = Joining(start, position, parts, trained, buckets, updates, progress, replays, news, publishing)
-    tops = BatchTops(
-        position, trained, buckets, updates, progress, news, publishing, joining, config.resizes, runtime.log_bytes
-    )
-    worker = Worker(
-        env=env,
-        position=position,
-        events=events,
-        store=store,
-        endings=endings,
-        board=board,
-        progress=progress,
-        updates=updates,
-        log=log,
-        runtime=runtime,
-        donor=donor,
-        copies=copies,
-        recovery=recovery,
-        lanes=lanes,
-        replicas=replicas,
-        patience=Patience(env, recovery, events),
-        parts=parts,
-        buckets=buckets,
-        passes=passes,
-        news=news,
-        replays=replays,
-        start=start,
-        options=Options(env, runtime, store, start),
-        checkpoints=checkpoints,
-        notes=Notes(board, position, start),
-        trained=trained,
-        joining=joining,
-        tops=tops,
-        entries=Entries(start, position, runtime, board, parts, news, tops, publishing, joining),
-    )
-    for relay in relays:
-        relay.complete(worker)
-    start.begin(env)
-    return worker
 
 
 def _marks(env: WorkerEnv) -> TopMarks | None:
