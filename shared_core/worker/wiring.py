@@ -131,7 +131,7 @@ class Worker:
             publishing,
             self.joining,
             config.resizes,
-            runtime.log_bytes,
+            runtime.groups.log_bytes,
         )
         self.entries = Entries(start, position, runtime, board, parts, news, self.tops, publishing, self.joining)
         start.begin(env)

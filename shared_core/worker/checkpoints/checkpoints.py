@@ -323,7 +323,7 @@ class Checkpoints:
             return None
         runtime = self._runtime
         # At the start nobody was lost: a script comes here when it does, as without this product.
-        limit_s = runtime.longest_s(runtime.world) if runtime.world is not None else None
+        limit_s = runtime.groups.longest_s(runtime.world) if runtime.world is not None else None
         try:
             loaded = self._origins.choose(limit_s)
         except (WaitTimeout, DamagedRecord) as error:

@@ -60,5 +60,5 @@ def _create(options: Any, _: Any) -> SwiftProcessGroup:
         ranks,
         options.timeout or timedelta(minutes=30),
     )
-    _runtime.add_group(group._state)
+    _runtime.generations.add_group(group._state)
     return group

@@ -15,6 +15,9 @@ from shared_core.worker.comm.state import SharedState
 MAX_ATTEMPTS = 8
 #: Gloo now and then waits for its whole time-out before it repeats an attempt, so the first time-outs are short.
 _FIRST_S = 0.5
+#: Longest that an operation of a side group may take, unless something else is said: a loss ends it at once, and there
+#: may be none as long as a step lasts.
+_FOREVER = timedelta(days=10)
 
 
 class Connections:
@@ -67,7 +70,13 @@ class Connections:
         )
 
     def side_group(
-        self, name: str, ranks: Sequence[int], generation: int, *, attempt: int | None, operation_timeout: timedelta
+        self,
+        name: str,
+        ranks: Sequence[int],
+        generation: int,
+        *,
+        attempt: int | None = None,
+        operation_timeout: timedelta = _FOREVER,
     ) -> InnerGroup:
         """A group of some ranks beside those of the program, for one generation; cut when that ends.
 

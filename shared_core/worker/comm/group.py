@@ -43,7 +43,7 @@ class SwiftProcessGroup(GroupIdentity):
     # -- helpers -----------------------------------------------------------------------------------
 
     def _run(self, op: Op, tensors: Sequence[torch.Tensor] = (), *, bucket: bool = False) -> SwiftWork:
-        self._runtime.submit(self._state, op, tensors)
+        self._runtime.operations.submit(self._state, op, tensors)
         if bucket:
             self._runtime.listener.bucket_handed_over(op)
         return SwiftWork(op, self._runtime.turn)

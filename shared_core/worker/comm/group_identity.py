@@ -89,7 +89,7 @@ class GroupIdentity(_Base):  # type: ignore[misc]
             raise Unsupported(
                 f"backend swift has no communicator for {device.type}: only CPU tensors are supported in this version"
             )
-        return self._runtime.inner_backend(self._state)
+        return self._runtime.connections.backend(self._state)
 
     def _set_default_backend(self, backend: Any) -> None:
         pass

@@ -50,21 +50,21 @@ class GroupState(Membership):
         self.replay: dict[int, Logged] = {}
 
 
-class Groups:
-    """The groups by name. Callers hold the lock where others may add one.
+class Groups(dict[str, GroupState]):
+    """By name. Callers hold the lock where others may add one.
 
     Attributes:
         world: the default group; None before it is made.
     """
 
     def __init__(self, state: SharedState) -> None:
+        super().__init__()
         self._state = state
-        self.by_name: dict[str, GroupState] = {}
         self.world: GroupState | None = None
 
     def all(self) -> list[GroupState]:
         """Every group, in the order they were made."""
-        return list(self.by_name.values())
+        return list(self.values())
 
     def add(self, group: GroupState) -> None:
         """Take in a new group. The first one is the default group.
@@ -72,9 +72,9 @@ class Groups:
         Raises:
             ConfigError: if the first one has not all ranks.
         """
-        while group.name in self.by_name:  # destroyed and made again under the same name
+        while group.name in self:  # destroyed and made again under the same name
             group.rename(group.name + "'")
-        self.by_name[group.name] = group
+        self[group.name] = group
         if self.world is not None:
             return
         if group.size != self._state.world_size:
@@ -94,4 +94,4 @@ class Groups:
 
     def log_bytes(self) -> int:
         """Bytes of memory that the logs hold now."""
-        return sum(group.log.nbytes + group.channels.nbytes for group in self.by_name.values())
+        return sum(group.log.nbytes + group.channels.nbytes for group in self.values())

@@ -53,7 +53,7 @@ def _wait(runtime: Runtime) -> tuple[float, dict[str, Any]] | None:
 
 def _named(runtime: Runtime, group: GroupState) -> dict[str, Any]:
     limit_s = group.timeout.total_seconds()
-    return {"group": group.name, "called": runtime.called(group), "members": group.ranks, "limit_s": limit_s}
+    return {"group": group.name, "called": runtime.groups.called(group), "members": group.ranks, "limit_s": limit_s}
 
 
 def _collective(runtime: Runtime) -> tuple[GroupState, Op] | None:

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from shared_core.errors import GenerationAbandoned, NotConnected, SwiftError, WaitTimeout
@@ -30,8 +29,6 @@ from shared_core.worker.recovery.copying import Sent, Taking, give, started
 from shared_core.worker.state.following import Following, followable
 from shared_core.worker.state.updates import Updates
 
-#: Of a message: a loss ends it at once, and there may be none as long as a step lasts.
-_FOREVER = timedelta(days=10)
 #: Longest that a donor may take to answer, in seconds: a thread of it waits for the question.
 _ANSWER_S = 10.0
 
@@ -79,8 +76,8 @@ class Copies:
         for attempt in range(MAX_ATTEMPTS):
             try:
                 name = f"copy{newcomer}.{attempt}"
-                return self._runtime.side_group(
-                    name, sorted((newcomer, donor)), generation, attempt=attempt, operation_timeout=_FOREVER
+                return self._runtime.connections.side_group(
+                    name, sorted((newcomer, donor)), generation, attempt=attempt
                 )
             except NotConnected:
                 continue
@@ -125,7 +122,7 @@ class Copies:
         try:
             give(inner, inner.members.index(rank), self._updates, following, sent)
         finally:
-            self._runtime.drop_side(inner)
+            self._runtime.connections.drop_side(inner)
 
     def _say(self, rank: int, generation: int, following: Following, sent: Sent) -> None:
         fields = {"bytes_moved": sent.nbytes, "copy_s": sent.seconds, "why": following.failed}

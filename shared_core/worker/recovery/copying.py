@@ -156,7 +156,7 @@ class Taking:
 
     def stop(self) -> None:
         """Take nothing more."""
-        self._runtime.drop_side(self._inner)
+        self._runtime.connections.drop_side(self._inner)
         self._thread.join()
 
 

@@ -141,9 +141,11 @@ class Exchange:
 
         if members is None:
             assert runtime.world is not None
-            inner = runtime.new_inner(runtime.world, generation, attempt)
+            inner = runtime.connections.new_inner(runtime.world, generation, attempt)
         else:
-            inner = runtime.side_group(f"round{len(members)}.{attempt}", members, generation, attempt=attempt)
+            inner = runtime.connections.side_group(
+                f"round{len(members)}.{attempt}", members, generation, attempt=attempt
+            )
         self._received = Received(top=plan.tops.get(self._rank), generation=generation)
         try:
             with runtime.lock:
@@ -229,7 +231,7 @@ class Exchange:
         tensors: list[torch.Tensor] = []
         for name, seqs in entries.items():
             for seq in seqs:
-                sig, results = self._runtime.logged(self._runtime.groups[name], seq)
+                sig, results = self._runtime.results.logged(self._runtime.groups[name], seq)
                 rows.append([name, seq, sig, len(results)])
                 tensors += results
         return rows, tensors

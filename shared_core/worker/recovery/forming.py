@@ -159,7 +159,7 @@ class Forming:
             self.comparison = Comparison(turn.generation, plan.newest + 1, turn.members(self._env.world_size))
         if not live and inner is not None:
             inner.discard()
-        runtime.go_live(turn.generation, inner if live else None, plan.redo, plan.received)
+        runtime.generations.go_live(turn.generation, inner if live else None, plan.redo, plan.received)
         return self._exchange.take()
 
     def _connect(self, plan: Plan, generation: int, members: Sequence[int] | None = None) -> InnerGroup:
@@ -218,7 +218,7 @@ class Forming:
                     runtime.groups[name].replay.update(entries)
                 else:
                     self._for_later.setdefault(name, {}).update(entries)
-        runtime.go_live(generation, inner, plan.redo, plan.received)
+        runtime.generations.go_live(generation, inner, plan.redo, plan.received)
 
     def _take_place(self, plan: Plan) -> None:
         """This newcomer stands where its predecessor stood at the batch top."""

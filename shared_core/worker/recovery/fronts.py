@@ -46,9 +46,9 @@ class Fronts:
     def patience(self, generation: int) -> tuple[float, str]:
         """How long others are waited for in a generation, in seconds, and the name of that bound."""
         limit_s, world = self._runtime.wait_timeout_s, self._runtime.world
-        if generation == 0 and world is not None and self._runtime.longest_s(world) > limit_s:
+        if generation == 0 and world is not None and self._runtime.groups.longest_s(world) > limit_s:
             # Nobody was lost: the scripts come here when they do, as without this product.
-            return self._runtime.longest_s(world), "time-out of the process group"
+            return self._runtime.groups.longest_s(world), "time-out of the process group"
         return limit_s, "wait_timeout_s"
 
     def collect(self, store: Store, name: str, ranks: Sequence[int], generation: int, what: str) -> list[bytes]:

@@ -176,11 +176,11 @@ class Lane:
             raise LaneBroken(f"a worker was lost after generation {self.generation}") from error
         assert self._runtime.world is not None
         others = ranks_text(rank for rank in self.ranks if rank != self._runtime.rank)
-        raise self._runtime.overdue(error, self._runtime.world, f"the training step (with {others},")
+        raise self._runtime.suspicion.overdue(error, self._runtime.world, f"the training step (with {others},")
 
     def close(self) -> None:
         """Cut the connections."""
-        self._runtime.drop_side(self._inner)
+        self._runtime.connections.drop_side(self._inner)
         self._sent.put(None)
 
     def _issue(self, start: Callable[[Any], Any]) -> Any:

@@ -149,7 +149,7 @@ class Lanes:
         store.set(f"{meeting}/{rank}", "1")
         arrivals = _Arrivals(store, meeting)
         # As long as torch waits at least: nobody that is present was lost, so whoever is late computes.
-        limit_s = runtime.longest_s(runtime.world) if runtime.world is not None else runtime.wait_timeout_s
+        limit_s = runtime.groups.longest_s(runtime.world) if runtime.world is not None else runtime.wait_timeout_s
         what = f"to begin the next training step (in generation {generation}, without the lost ranks)"
         self._wait(arrivals, {each: str(each) for each in present}, generation, limit_s, what)
         # Whoever comes here does not finish in between, and whoever has finished does not come.
@@ -157,7 +157,7 @@ class Lanes:
         timeout = runtime.world.timeout if runtime.world is not None else PATIENCE
         for attempt in range(MAX_ATTEMPTS):
             try:
-                inner = runtime.side_group(
+                inner = runtime.connections.side_group(
                     f"{name}.{attempt}", ranks, generation, attempt=attempt, operation_timeout=timeout
                 )
             except NotConnected:

@@ -71,7 +71,7 @@ class Lifecycle:
         """
         if self._runtime.generation >= entry.generation:
             return False
-        self._runtime.break_off()
+        self._runtime.generations.break_off()
         return not self.ended(entry.generation)
 
     def hear(self, entry: Entry) -> tuple[Action, ...]:

@@ -64,9 +64,9 @@ class Replays:
         return self._runtime.turn
 
     def side_group(self, replaying: Replaying, name: str, ranks: Sequence[int]) -> InnerGroup:
-        """A group of some ranks for the time of a replay; see :meth:`Runtime.side_group`."""
-        return self._runtime.side_group(name, ranks, replaying.generation)
+        """A group of some ranks for the time of a replay; see :meth:`Connections.side_group`."""
+        return self._runtime.connections.side_group(name, ranks, replaying.generation)
 
     def drop_side(self, inner: InnerGroup) -> None:
         """Cut such a group."""
-        self._runtime.drop_side(inner)
+        self._runtime.connections.drop_side(inner)

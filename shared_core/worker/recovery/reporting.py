@@ -103,7 +103,7 @@ class News:
             rank=self._runtime.rank,
             stall_s=time.time() - fields["detected"],
             recomputed_steps=self._updates.recomputed,
-            log_bytes=self._runtime.log_bytes(),
+            log_bytes=self._runtime.groups.log_bytes(),
             spilled_bytes=self._runtime.results.spilled_bytes,
             **fields,
         )

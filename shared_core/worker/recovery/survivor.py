@@ -91,8 +91,8 @@ class Survivor:
             if not self._lifecycle.ended(entry.generation):
                 self._donor.withdraw()
             inject.point("recovery.severed")
-            if newest and (what := runtime.under_way()):
-                waits = runtime.withdraw()
+            if newest and (what := runtime.operations.under_way()):
+                waits = runtime.operations.withdraw()
                 if waits is None:
                     self._endings.cannot_complete(what)
         self._say_ready(entry)
@@ -100,7 +100,7 @@ class Survivor:
             try:
                 if not self._listener.await_absent():
                     self._endings.cannot_complete(what)
-                runtime.call_again(*waits)
+                runtime.operations.call_again(*waits)
             except Exception as error:  # noqa: BLE001 (it would wait for ever)
                 self._endings.break_down(error)
 

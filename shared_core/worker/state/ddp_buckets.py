@@ -141,7 +141,7 @@ class Buckets:
             }
             if not agreed:
                 continue
-            with self._runtime.scripted(agreed[f"{number}.{ordinal}"] for ordinal in range(len(agreed))):
+            with self._runtime.operations.scripted(agreed[f"{number}.{ordinal}"] for ordinal in range(len(agreed))):
                 ddp.reducer._push_all_rebuilt_params()
                 ddp.reducer._rebuild_buckets()
             self._know(ddp, [agreed[f"{number}.{ordinal}"][0] for ordinal in (len(agreed) - 2, len(agreed) - 1)])

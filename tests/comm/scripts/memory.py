@@ -28,7 +28,7 @@ def main() -> None:
         optimizer.zero_grad()
         ddp(torch.ones(2, 512)).sum().backward()
         with runtime.lock:
-            held.append(runtime.log_bytes() / gradient)
+            held.append(runtime.groups.log_bytes() / gradient)
             free.append(
                 sum(t.numel() * t.element_size() for ts in runtime.results.pool._free.values() for t in ts) / gradient
             )

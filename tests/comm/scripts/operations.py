@@ -293,7 +293,11 @@ def main() -> None:
     if job is not None:
         dist.barrier()
         inner = job.runtime
-        runtime = {"spilled": inner.results.spilled_bytes, "served": inner.served_operations, "log": inner.log_bytes()}
+        runtime = {
+            "spilled": inner.results.spilled_bytes,
+            "served": inner.operations.served,
+            "log": inner.groups.log_bytes(),
+        }
     report.finish({name: digest(values) for name, values in results.items()}, **runtime)
     dist.barrier()
     dist.destroy_process_group()
