@@ -29,8 +29,8 @@ _REPEATS, _SOME = 16, 1 << 20
 _KEY_SIZE, _KEY_DEPTH = 4096, 50
 _ARRAY_KIND = re.compile(r"[<>|=]([biufcSU]\d+|[mM]8(\[\d*\w+\])?)")
 
-#: Modules whose names may stand in the bytes: this package's writer is one. Older files have the second name for it.
-WRITER, _FORMERLY = "shared_core.encoding.plain", "shared_core.recovery.plain"
+#: The module of the writer, whose functions the bytes name.
+WRITER = "shared_core.encoding.plain"
 _BUILTINS: tuple[type, ...] = (set, frozenset, complex, list, dict, int, float)
 _OTHERS: tuple[type, ...] = (
     collections.OrderedDict,
@@ -210,7 +210,6 @@ class _Made(tuple[str, str]):
 
 
 _NAMES: dict[tuple[str, str], Any] = {key: _Made(key) for key in _MAKERS if isinstance(key, tuple)}
-_NAMES |= {(_FORMERLY, name): made for (_, name), made in _NAMES.items()}
 _NAMES |= {("builtins", kind.__name__): kind for kind in _BUILTINS}
 _NAMES |= {(kind.__module__, kind.__name__): kind for kind in _OTHERS}
 _MAKE = {(_Made(key) if isinstance(key, tuple) else key): maker for key, maker in _MAKERS.items()}

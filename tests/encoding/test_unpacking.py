@@ -29,13 +29,6 @@ def test_every_value_comes_back_with_its_types(value: Any) -> None:
     assert alike(loads(b"".join(pieces(value))), value)
 
 
-def test_bytes_of_older_files_are_read() -> None:
-    """They name the writer by the module that it was in. The names are equally long, so lengths in the bytes hold."""
-    value = [torch.arange(5), np.arange(3), np.float64(2.5), torch.float32]
-    data = dumps(value)
-    assert alike(loads(data.replace(b"shared_core.encoding.plain", b"shared_core.recovery.plain")), value)
-
-
 def _mutated(data: bytes, chance: random.Random) -> bytes:
     changed = bytearray(data)
     for _ in range(chance.choice([1, 1, 2, 5])):
