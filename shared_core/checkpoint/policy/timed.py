@@ -33,10 +33,8 @@ class Young:
 
     guards: Guards = field(default_factory=Guards)
     name: ClassVar[str] = "young"
-
-    def interval_s(self, cost_s: float, hazard: float) -> float:
-        """Useful seconds between checkpoints."""
-        return young(cost_s, hazard)
+    #: Useful seconds between checkpoints, by their cost and the hazard.
+    interval_s: ClassVar[staticmethod[[float, float], float]] = staticmethod(young)
 
     def due(self, now: Situation) -> Decision:
         """Once an interval's work is at risk."""
@@ -50,20 +48,14 @@ class Daly(Young):
     """Daly's higher-order estimate, 2006."""
 
     name = "daly"
-
-    def interval_s(self, cost_s: float, hazard: float) -> float:
-        """Useful seconds between checkpoints."""
-        return daly(cost_s, hazard)
+    interval_s = staticmethod(daly)
 
 
 class Exact(Young):
     """The optimum under failures without memory (Lambert's W)."""
 
     name = "exact"
-
-    def interval_s(self, cost_s: float, hazard: float) -> float:
-        """Useful seconds between checkpoints."""
-        return exact(cost_s, hazard)
+    interval_s = staticmethod(exact)
 
 
 @dataclass(frozen=True)
