@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import Row, arguments, at_most, finish, say
+from benchmarks.equal_progress import EqualProgress, best_fall
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve, CurveFitter
 from shared_core.checkpoint.hazard import Hazard
@@ -27,14 +28,12 @@ from shared_core.checkpoint.policy import (
     Coci,
     CociLiteral,
     Daly,
-    EqualProgress,
     Exact,
     Fixed,
     LossCurve,
     Policy,
     Value,
     Young,
-    best_fall,
 )
 from shared_core.checkpoint.run_ends import Ending, from_history
 from shared_core.report.text import columns

@@ -11,7 +11,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from benchmarks.common import Row, arguments, at_most, finish, say
@@ -20,7 +20,7 @@ from shared_core.schedule.check import Memory, check
 from shared_core.schedule.planner import IterationPlan, plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import replan
-from shared_core.schedule.routing import deal, loads
+from shared_core.schedule.routing import Route, deal
 from shared_core.schedule.schedule import Kind, Topology, Worker, held_without_loss
 from shared_core.schedule.timing import StageTimes, Times, simulate
 
@@ -48,6 +48,15 @@ LIMITS = {4: (34, 29), 3: (34, 30), 2: (36, 32)}
 HELD_SIZES = ((3, 4, 6), (4, 8, 32))
 SIZES = ((4, 8, 32), (8, 16, 64), (16, 32, 128), (32, 64, 256))
 GREEDY_OVER_BEST, LARGEST_S, LOOK_UP_MS, REPLAN_MS = 1.05, 60.0, 10.0, 300.0
+
+
+def loads(topology: Topology, lost: Collection[Worker], route: Route) -> dict[Worker, int]:
+    """Micro-batches that each surviving worker computes in an iteration."""
+    gone = set(lost)
+    count = {worker: topology.micro_batches for worker in topology.workers() if worker not in gone}
+    for worker in route.values():
+        count[worker] += 1
+    return count
 
 
 def closed_form(topology: Topology, lost: Sequence[Worker], variant: Variant) -> int:

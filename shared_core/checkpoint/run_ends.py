@@ -58,10 +58,6 @@ class Ending:
         piece = bisect.bisect_right(self.since_s, useful_s) - 1
         return self._sums[piece] + self.rates[piece] * (useful_s - self.since_s[piece])
 
-    def survival(self, useful_s: float) -> float:
-        """Probability of not having ended early by then."""
-        return math.exp(-self.cumulative(useful_s))
-
 
 def from_history(runs: Sequence[Run]) -> Ending | None:
     """The estimate from how earlier runs ended; None without any.

@@ -12,7 +12,7 @@ from shared_core.lazy import lazily
 
 if TYPE_CHECKING:
     from shared_core.encoding.plain import Piece, dumps, loads, pieces
-    from shared_core.encoding.values import ATOMS, NotPlain, assign, decode, encode, encode_state, holds_weights, same
+    from shared_core.encoding.values import ATOMS, NotPlain, assign, decode, encode, encode_state, holds_weights
 
 __all__ = [
     "ATOMS",
@@ -26,7 +26,6 @@ __all__ = [
     "holds_weights",
     "loads",
     "pieces",
-    "same",
 ]
 
 __getattr__ = lazily(
@@ -41,7 +40,6 @@ __getattr__ = lazily(
             "encode",
             "encode_state",
             "holds_weights",
-            "same",
         ),
     },
 )

@@ -131,18 +131,6 @@ def text(raw: bytes, key: str, shape: Any = str) -> str:
         raise damaged(key, f"it is not text ({error})") from None
 
 
-def word(raw: bytes, words: Iterable[str], key: str) -> str:
-    """A record that is one of ``words``.
-
-    Raises:
-        DamagedRecord: it is none.
-    """
-    found = text(raw, key)
-    if found not in words:
-        raise damaged(key, f"it is {_SHORT.repr(found)}, not one of {', '.join(words)}")
-    return found
-
-
 def fit(value: Any, shape: Any) -> Any:
     """Plain data as a value of type ``shape``. Entries of objects that the shape does not name are left out.
 

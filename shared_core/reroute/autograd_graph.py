@@ -49,13 +49,11 @@ class SplitLayer:
     Attributes:
         node: the product.
         parameters: those that its branch, and no other, ends at.
-        needed: names of the saved operands that the weight gradient needs.
         spare: names of the saved operands that only the input gradient needs.
     """
 
     node: Node
     parameters: tuple[torch.Tensor, ...]
-    needed: tuple[str, ...]
     spare: tuple[str, ...]
 
 
@@ -294,7 +292,7 @@ def _layer(branch: _Branch, parameters: tuple[torch.Tensor, ...], trunk: set[Nod
         if raw.unpack_hook is not None or raw.data is None:
             return None  # checkpointed or off-loaded: a second visit would compute or fetch it a second time
     spare = tuple(name for name in product.saved if name not in needed) if product.replaceable else ()
-    return SplitLayer(node, parameters, needed, spare)
+    return SplitLayer(node, parameters, spare)
 
 
 def _runs_backward(kind: type) -> bool:

@@ -63,12 +63,3 @@ def deal(topology: Topology, lost: Collection[Worker], *, times: Times = EQUAL_S
 
 def _micro_batch(times: StageTimes) -> float:
     return times.forward + times.backward_input + times.backward_weight
-
-
-def loads(topology: Topology, lost: Collection[Worker], route: Route) -> dict[Worker, int]:
-    """Micro-batches that each surviving worker computes in an iteration."""
-    gone = set(lost)
-    count = {worker: topology.micro_batches for worker in topology.workers() if worker not in gone}
-    for worker in route.values():
-        count[worker] += 1
-    return count

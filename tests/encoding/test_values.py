@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from encoded import same
 from torch import nn
 
 from lightning_swift.attributes import LARGE, Holder, Holders
 from shared_core.encoding.plain import dumps, loads
-from shared_core.encoding.values import NotPlain, assign, decode, encode, same
+from shared_core.encoding.values import NotPlain, assign, decode, encode
 
 
 class Colour(Enum):

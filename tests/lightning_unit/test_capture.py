@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
+from encoded import same
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -27,7 +28,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import lightning_swift.loggers
 from lightning_swift import SwiftDDPStrategy
 from shared_core.encoding.plain import dumps, loads
-from shared_core.encoding.values import same
 from shared_core.loaders import read_random, write_random
 from shared_core.worker.state.local_state import Position
 

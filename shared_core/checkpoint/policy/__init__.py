@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shared_core.checkpoint.policy.progress import Coci, CociLiteral, EqualProgress, best_fall
+from shared_core.checkpoint.policy.progress import Coci, CociLiteral
 from shared_core.checkpoint.policy.situation import (
     Decision,
     Exponential,
@@ -53,7 +53,6 @@ __all__ = [
     "CociLiteral",
     "Daly",
     "Decision",
-    "EqualProgress",
     "Exact",
     "Exponential",
     "Fixed",
@@ -63,7 +62,6 @@ __all__ = [
     "Situation",
     "Value",
     "Young",
-    "best_fall",
     "grown",
     "make_policy",
     "price_of_delay",
