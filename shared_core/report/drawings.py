@@ -24,13 +24,13 @@ def class_of(what: Doing | PartKind) -> str:
     return f"{'doing' if isinstance(what, Doing) else 'part'}-{what.name.lower().replace('_', '-')}"
 
 
-def drawn_ranks(found: History, most: int = MOST_RANKS) -> list[int]:
+def drawn_ranks(found: History) -> list[int]:
     """The ranks of the timeline: all or, of very many, those that were lost and the first of the others."""
-    if len(found.ranks) <= most:
+    if len(found.ranks) <= MOST_RANKS:
         return found.ranks
-    lost = list(dict.fromkeys(mark.rank for mark in found.losses if mark.rank in set(found.ranks)))[:most]
+    lost = list(dict.fromkeys(mark.rank for mark in found.losses if mark.rank in set(found.ranks)))[:MOST_RANKS]
     others = [rank for rank in found.ranks if rank not in set(lost)]
-    return sorted([*lost, *others[: most - len(lost)]])
+    return sorted([*lost, *others[: MOST_RANKS - len(lost)]])
 
 
 def timeline(found: History) -> Element:

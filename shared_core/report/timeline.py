@@ -14,6 +14,8 @@ from shared_core.report.text import columns, in_bytes, in_seconds
 
 #: What stands for the id of a run in a file of an older version.
 NO_ID = "none"
+#: So many other runs of a file are named.
+_NAMED = 10
 #: Kinds that say something about one generation's recovery.
 _OF_A_RECOVERY = frozenset({"survivor_ready", "newcomer_start", "newcomer_ready", "recovered", "resumed", "let_in"})
 
@@ -319,13 +321,12 @@ def _line(event: Event, start: float, color: bool) -> str:
     return f"{event.time - start:+10.3f} s  gen {event.generation:<3} {who:<8} {kind} {said}".rstrip()
 
 
-def format_runs(shown: str, begun: Sequence[tuple[str, float]], most: int = 10) -> str:
+def format_runs(shown: str, begun: Sequence[tuple[str, float]]) -> str:
     """One line about the other runs of a file, the newest first; empty if there are none.
 
     Args:
         shown: id of the run that is shown.
         begun: id and beginning, in seconds since the epoch, of each run of the file, in order.
-        most: how many are named.
     """
     others = [
         f"{run or NO_ID} ({time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(when))})"
@@ -335,8 +336,8 @@ def format_runs(shown: str, begun: Sequence[tuple[str, float]], most: int = 10) 
     if not others:
         return ""
     how_many = "1 other run" if len(others) == 1 else f"{len(others)} other runs"
-    more = f", and {len(others) - most} older" if len(others) > most else ""
-    return f"run {shown or NO_ID}; the file holds {how_many}: {', '.join(others[:most])}{more} (--run ID)"
+    more = f", and {len(others) - _NAMED} older" if len(others) > _NAMED else ""
+    return f"run {shown or NO_ID}; the file holds {how_many}: {', '.join(others[:_NAMED])}{more} (--run ID)"
 
 
 def _any_fields(said: dict[str, Any]) -> str:

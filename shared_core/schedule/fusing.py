@@ -14,7 +14,7 @@ EFFORT = 200_000
 Spot = tuple[Worker, Action]
 
 
-def fuse(found: FoundSchedule, effort: int = EFFORT) -> FoundSchedule:
+def fuse(found: FoundSchedule) -> FoundSchedule:
     """The same schedule with as few split backwards as it takes for its cost.
 
     All are tried at once, then those of half of the workers, and so on down to single ones.
@@ -26,7 +26,7 @@ def fuse(found: FoundSchedule, effort: int = EFFORT) -> FoundSchedule:
         if action.kind is Kind.I and following == action._replace(kind=Kind.W)
     ]
     goal = max(found.cost, found.bound) * (1 + 1e-9)
-    budget = effort // max(1, sum(len(row) for row in found.schedule.rows.values()))
+    budget = EFFORT // max(1, sum(len(row) for row in found.schedule.rows.values()))
     groups = [spots] if spots else []
     while groups and budget > 0:
         group = groups.pop()
