@@ -7,7 +7,7 @@ hands it to the runtime; nothing here knows about failures. ``docs/operations.md
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -68,16 +68,21 @@ class SwiftProcessGroup(GroupIdentity):
             source = self._runtime.listener.bucket_input(tensors[0]) if self._runtime.results.borrows(tensors) else None
             if source is not None:
                 return self._in_place(tensors, opts, source)
-        # Reduce into pooled buffers: the caller's tensors stay as the input of a retry, the buffers become the log.
+        return self._pooled("all_reduce", tensors, opts, lambda inner, into: inner.allreduce(into, opts), bucket=bucket)
+
+    def _pooled(
+        self, name: str, tensors: Tensors, opts: Any, call: Callable[[Any, Tensors], Any], *, bucket: bool = False
+    ) -> SwiftWork:
+        """Reduce into pooled buffers: the caller's tensors stay as the input of a retry, the buffers become the log."""
         buffers = [self._runtime.results.buffer(t) for t in tensors]
 
         def start(inner: Any) -> Any:
             for buffer, tensor in zip(buffers, tensors, strict=True):
                 buffer.copy_(tensor.detach())
-            return inner.allreduce(buffers, opts)
+            return call(inner, buffers)
 
         op = Op(
-            signature("all_reduce", tensors, _reduce_detail(opts)),
+            signature(name, tensors, _reduce_detail(opts)),
             start,
             buffers,
             install=partial(_copy, tensors),
@@ -114,31 +119,14 @@ class SwiftProcessGroup(GroupIdentity):
         return self._run(op, tensors, bucket=True)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SwiftWork:
-        plain = dist.AllreduceOptions()
+        coalesced = dist.AllreduceCoalescedOptions()
         if opts is not None:
-            plain.reduceOp = opts.reduceOp
-            plain.timeout = opts.timeout
+            coalesced.reduceOp = opts.reduceOp
         tensors = list(tensors)
         _dense("all_reduce_coalesced", tensors)
-        buffers = [self._runtime.results.buffer(t) for t in tensors]
-        coalesced = dist.AllreduceCoalescedOptions()
-        coalesced.reduceOp = plain.reduceOp
-
-        def start(inner: Any) -> Any:
-            for buffer, tensor in zip(buffers, tensors, strict=True):
-                buffer.copy_(tensor.detach())
-            return inner.allreduce_coalesced(buffers, coalesced)
-
-        op = Op(
-            signature("all_reduce_coalesced", tensors, _reduce_detail(coalesced)),
-            start,
-            buffers,
-            install=partial(_copy, tensors),
-            value=tensors,
-            copy_results=False,
-            checksum=self._inputs_checksum(tensors),
+        return self._pooled(
+            "all_reduce_coalesced", tensors, coalesced, lambda inner, into: inner.allreduce_coalesced(into, coalesced)
         )
-        return self._run(op, tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> SwiftWork:
         opts = opts or dist.BroadcastOptions()
@@ -159,12 +147,12 @@ class SwiftProcessGroup(GroupIdentity):
             self._runtime.listener.bucket_order(ddp, op)
         return self._run(op, tensors if root else ())
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *, coalesced: bool = False) -> SwiftWork:
         opts = opts or dist.AllgatherOptions()
         outputs, inputs = [list(o) for o in outputs], list(inputs)
         op = Op(
-            signature("all_gather", inputs),
-            lambda inner: inner.allgather(outputs, inputs, opts),
+            signature("all_gather_coalesced" if coalesced else "all_gather", inputs),
+            lambda inner: (inner.allgather_coalesced if coalesced else inner.allgather)(outputs, inputs, opts),
             [t for out in outputs for t in out],
             value=outputs,
             checksum=self._inputs_checksum(inputs),
@@ -172,16 +160,7 @@ class SwiftProcessGroup(GroupIdentity):
         return self._run(op, inputs)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
-        opts = opts or dist.AllgatherOptions()
-        outputs, inputs = [list(o) for o in outputs], list(inputs)
-        op = Op(
-            signature("all_gather_coalesced", inputs),
-            lambda inner: inner.allgather_coalesced(outputs, inputs, opts),
-            [t for out in outputs for t in out],
-            value=outputs,
-            checksum=self._inputs_checksum(inputs),
-        )
-        return self._run(op, inputs)
+        return self.allgather(outputs, inputs, opts, coalesced=True)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SwiftWork:  # noqa: A002
         opts = opts or dist.AllgatherOptions()
