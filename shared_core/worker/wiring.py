@@ -74,17 +74,7 @@ class Worker:
         board = self.board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env))
         updates = self.updates = Updates(config.state.preimages, after=state_relay.updated, fence=state_relay.fence)
         log = self.log = DiskLog(env)
-        runtime = self.runtime = Runtime(
-            env.rank,
-            env.world_size,
-            groups_relay,
-            log,
-            connect_timeout_s=config.detection.connect_timeout_s,
-            wait_timeout_s=config.detection.wait_timeout_s,
-            checksums=config.state.verify_checksums,
-            log_spill_bytes=config.log.spill_bytes,
-            marks=_marks(env),
-        )
+        runtime = self.runtime = Runtime(env, groups_relay, log, _marks(env))
         donor = Donor(env, board, updates, joining)
         store = self.store = JobStore(env)
         endings = self.endings = Endings(runtime, store)
@@ -97,8 +87,7 @@ class Worker:
         buckets = self.buckets = Buckets(runtime, board, position)
         passes = self.passes = Passes(runtime, board, updates, parts, joining, position)
         news = self.news = News(env, events, runtime, updates, state_relay.rolled_back, store.report)
-        budget = config.log.budget_bytes
-        commits = Commits(runtime, log, state_relay.newest_top, state_relay.due_top, env.rank, env.world_size, budget)
+        commits = Commits(runtime, log, state_relay.newest_top, state_relay.due_top, config.log.budget_bytes)
         replays = self.replays = Replays(runtime, log, commits)
         spare = Spare(env, store, board)
         start = self.start = Start(

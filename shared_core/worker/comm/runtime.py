@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm.connections import Connections
 from shared_core.worker.comm.generations import Generations
 from shared_core.worker.comm.groups import Groups, GroupState
@@ -17,19 +18,17 @@ from shared_core.worker.comm.top_marks import TopMarks
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import BufferPool
 
+#: Memory above which results are spilled, in bytes, until it is known what is trained.
+_LIMIT = 64 << 20
+
 
 class Runtime(SharedState):
     """One per process.
 
     Args:
-        rank: logical rank.
-        world_size: number of logical ranks.
+        env: what the launcher told this worker.
         listener: what is told, and asked, the rest of the worker.
         disk: the log on disk.
-        connect_timeout_s: longest time to connect the sockets of a group.
-        wait_timeout_s: longest wait for a member of a group in a recovery.
-        checksums: whether inputs are summed and published.
-        log_spill_bytes: memory above which results are spilled; 0: a default, until it is known what is trained.
         marks: which batch tops the ranks have published; None where they are on several machines.
 
     Attributes:
@@ -42,30 +41,12 @@ class Runtime(SharedState):
         generations: what ends and begins with each.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        listener: Listener,
-        disk: DiskLog,
-        *,
-        connect_timeout_s: float,
-        wait_timeout_s: float,
-        checksums: bool,
-        log_spill_bytes: int = 0,
-        marks: TopMarks | None = None,
-    ) -> None:
-        super().__init__(
-            rank,
-            world_size,
-            listener,
-            connect_timeout_s=connect_timeout_s,
-            wait_timeout_s=wait_timeout_s,
-            checksums=checksums,
-        )
+    def __init__(self, env: WorkerEnv, listener: Listener, disk: DiskLog, marks: TopMarks | None) -> None:
+        super().__init__(env, listener)
         groups = self.groups = Groups(self)
         self.disk = disk
-        self.results = Results(self, groups, disk, BufferPool(), log_spill_bytes or 64 << 20, marks)
+        limit = env.config.log.spill_bytes or _LIMIT
+        self.results = Results(self, groups, disk, BufferPool(), limit, marks)
         self.suspicion = Suspicion(self, groups)
         self.operations = Operations(self, groups, self.results, self.suspicion)
         self.connections = Connections(self, groups)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from shared_core.errors import SwiftError
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm.compute_turn import Turn
 from shared_core.worker.comm.listener import Listener
 
@@ -37,19 +38,11 @@ class SharedState:
         beside: what the program's thread waits for outside of the program's groups: since when, of whom, what.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        listener: Listener,
-        *,
-        connect_timeout_s: float,
-        wait_timeout_s: float,
-        checksums: bool,
-    ) -> None:
-        self.rank, self.world_size, self.listener = rank, world_size, listener
-        self.connect_timeout_s, self.wait_timeout_s = connect_timeout_s, wait_timeout_s
-        self.checksums = self.bucket_checksums = checksums
+    def __init__(self, env: WorkerEnv, listener: Listener) -> None:
+        self.rank, self.world_size, self.listener = env.rank, env.world_size, listener
+        detection = env.config.detection
+        self.connect_timeout_s, self.wait_timeout_s = detection.connect_timeout_s, detection.wait_timeout_s
+        self.checksums = self.bucket_checksums = env.config.state.verify_checksums
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.turn = Turn()

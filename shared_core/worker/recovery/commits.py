@@ -27,8 +27,6 @@ class Commits:
         log: on disk.
         newest_top: batch top of the newest checkpoint that this rank knows to be committed; 0 for none.
         due_top: the newest batch top at which a checkpoint was due; 0 for none.
-        rank: logical rank.
-        world_size: number of ranks.
         budget: ``log.budget_bytes``; 0 is no limit.
 
     Attributes:
@@ -37,17 +35,10 @@ class Commits:
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        log: DiskLog,
-        newest_top: Callable[[], int],
-        due_top: Callable[[], int],
-        rank: int,
-        world_size: int,
-        budget: int,
+        self, runtime: Runtime, log: DiskLog, newest_top: Callable[[], int], due_top: Callable[[], int], budget: int
     ) -> None:
         self._runtime, self._log, self._newest_top, self._due_top = runtime, log, newest_top, due_top
-        self._rank, self._world_size, self._budget = rank, world_size, budget
+        self._rank, self._world_size, self._budget = runtime.rank, runtime.world_size, budget
         self._mark: tuple[Any, torch.Tensor, int] | None = None
         self._seen_due = 0
         self.presses = self.pressed = False
