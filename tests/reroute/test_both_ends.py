@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from harness import Jobs, most
 from random_jobs import some_lost
-from rerouted import ORDERED, SCRIPT, go
+from rerouted import ORDERED, SCRIPT, go, go_on, kill
 
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.schedule.problem import Variant
@@ -18,16 +18,9 @@ from shared_core.testing.runner import JobResult, compare
 pytest.importorskip("deepspeed")
 
 
-def kill(
-    rank: int, step: int, nth: int, point: str = "reroute.action", incarnation: int = 0, after: int | None = None
-) -> Fault:
-    return Fault(rank, step, point, "SIGKILL", nth=nth, incarnation=incarnation, after=after)
-
-
 def check(jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4) -> JobResult:
-    """As :func:`go`; all faults strike, and nobody goes back to a checkpoint."""
-    result = go(jobs, faults, args, nproc)
-    assert not result.kinds("restart"), result.tail()
+    """As :func:`go_on`; all faults strike."""
+    result = go_on(jobs, faults, args, nproc)
     assert len(result.struck) == len(faults), result.tail()
     return result
 

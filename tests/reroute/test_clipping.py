@@ -5,18 +5,16 @@ norm, it ends with the same bits as one that waits for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from harness import Jobs
+from rerouted import ORDERED, SCRIPT, alike, kill
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import JobResult, compare
+from shared_core.testing.runner import JobResult
 
 pytest.importorskip("deepspeed")
-SCRIPT = "rerouted_pipe.py"
-ORDERED = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
 STAGGERED = ORDERED | {"SWIFT_RECOVERY_REROUTE_PLAN": "staggered"}
 WAITING = ORDERED | {"SWIFT_RECOVERY_REROUTE_PLAN": "decoupled"}
 #: Steps 2 (counted from 0), 5 and 7 have a label that makes one stage's gradients, or all of them, larger than allowed.
@@ -30,8 +28,7 @@ def check(
     reference = jobs.reference(SCRIPT, nproc=nproc, args=args, env=WAITING, launcher="swiftrun")
     assert not reference.kinds("update_taken_back")
     result = jobs.run(SCRIPT, nproc=nproc, args=args, env=STAGGERED | (env or {}), faults=faults)
-    away = {fault.rank for fault in faults} - result.reports.keys()
-    compare(result, replace(reference, reports={r: v for r, v in reference.reports.items() if r not in away}))
+    alike(result, reference, faults)
     return result
 
 
@@ -44,7 +41,7 @@ def test_updates_that_were_too_early_are_taken_back(jobs: Jobs) -> None:
 def test_a_checkpoint_has_no_update_that_is_taken_back(jobs: Jobs, tmp_path: Path) -> None:
     """Both workers of a stage are lost after the checkpoint that follows such an update."""
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "3"}
-    faults = [Fault(rank, 8, "reroute.action", "SIGKILL", nth=4) for rank in (2, 3)]
+    faults = [kill(rank, 8) for rank in (2, 3)]
     result = check(jobs, CLIPPED, faults, env)
     taken = {event.fields["step"] for event in result.kinds("update_taken_back")}
     tops = [event.fields["top"] for event in result.kinds("checkpoint")]
@@ -80,6 +77,6 @@ def test_gradients_that_are_not_finite(jobs: Jobs, value: str) -> None:
 def test_a_loss_around_an_update_that_is_taken_back(jobs: Jobs, point: str, nth: int, step: int, stages: int) -> None:
     """One step before it, in it, and in the next; each rank of one pipeline."""
     for rank in range(0, 2 * stages, 2):
-        faults = [Fault(rank, step, point, "SIGKILL", nth=nth)]
+        faults = [kill(rank, step, nth, point)]
         result = check(jobs, (*CLIPPED, "--stages", str(stages)), faults, nproc=2 * stages)
         assert not result.kinds("restart"), result.tail()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from harness import Jobs, most
-from rerouted import ORDERED, SCRIPT
+from rerouted import ORDERED, SCRIPT, alike, kill
 
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.schedule.schedule import Worker
-from shared_core.testing.runner import JobResult, compare
+from shared_core.testing.runner import JobResult
 
 pytest.importorskip("deepspeed")
 #: Rank 1 is the first stage of pipeline 1. Ranks 2 and 3 are last stages; rank 2 decides.
@@ -23,7 +22,7 @@ STRAGGLER = ("--work-ms", "5", "--straggler", "1", "5", "15")
 AT_ONCE = {"SWIFT_RECOVERY_REROUTE_AHEAD": "0"}
 STAYS_AWAY = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}
 LOSSES = {
-    "before": Fault(0, 4, "reroute.action", "SIGKILL", nth=3),
+    "before": kill(0, 4, 3),
     "when it is proposed": Fault(3, ANY_STEP, "reroute.proposed", "SIGKILL"),
     "before anybody is told": Fault(2, ANY_STEP, "reroute.switching", "SIGKILL"),
     "when one is told": Fault(2, ANY_STEP, "reroute.switching", "SIGKILL", nth=2),
@@ -55,9 +54,7 @@ def run(
     launcher, theirs_env = ("plain", None) if nproc == 4 else ("swiftrun", given)
     theirs = jobs.reference(SCRIPT, nproc=nproc, args=STEPS, launcher=launcher, env=theirs_env)
     result = jobs.run(SCRIPT, nproc=nproc, args=(*STEPS, *slow), env=given, faults=faults, timeout_s=90)
-    away = {fault.rank for fault in faults} - result.reports.keys()
-    kept = {rank: report for rank, report in theirs.reports.items() if rank not in away}
-    compare(result, replace(theirs, reports=kept))
+    alike(result, theirs, faults)
     assert len(result.struck) == len(faults) and not result.kinds("restart"), result.tail()
     return result
 
@@ -74,6 +71,6 @@ def test_a_worker_is_lost_around_a_switch(jobs: Jobs, when: str) -> None:
 def test_a_slow_peer_gets_none_of_the_lost_workers_micro_batches(jobs: Jobs) -> None:
     """It would be its turn. Its times are known from the first steps."""
     slow = ("--work-ms", "5", "--straggler", "1", "0", "30")
-    result = run(jobs, [Fault(0, 9, "reroute.action", "SIGKILL", nth=3)], 6, STAYS_AWAY, slow)
+    result = run(jobs, [kill(0, 9, 3)], 6, STAYS_AWAY, slow)
     computed = {rank: report["extra"]["computed"] for rank, report in result.reports.items()}
     assert (computed[1], computed[2]) == (4, 8), (computed, result.tail())

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from harness import Jobs, most
-from rerouted import SCRIPT, go
+from rerouted import SCRIPT, go, kill, once
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import JobResult
 
 pytest.importorskip("deepspeed")
 VARIANTS = ("staggered", "decoupled", "coupled")
@@ -32,45 +31,29 @@ PLACES = (
 )
 
 
-def kill(rank: int, step: int, nth: int, point: str = "reroute.action", incarnation: int = 0) -> Fault:
-    return Fault(rank, step, point, "SIGKILL", nth=nth, incarnation=incarnation)
-
-
 def variant(name: str) -> dict[str, str]:
     return {"SWIFT_RECOVERY_REROUTE_PLAN": name}
-
-
-def check(
-    jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4, env: dict[str, str] | None = None
-) -> JobResult:
-    """As :func:`go`, without going back to a checkpoint, and with no forward repeated by the process that made it."""
-    result = go(jobs, faults, args, nproc, env)
-    assert result.struck, result.tail()
-    assert not result.kinds("restart"), result.tail()
-    repeated = {rank: report["extra"]["repeated"] for rank, report in result.reports.items()}
-    assert max(repeated.values()) == 1, (repeated, result.tail())
-    return result
 
 
 def test_a_loss_comes_while_others_compute(jobs: Jobs) -> None:
     """What they have just computed cannot be sent any more, and yet is not computed again."""
     args = ("--work-ms", "50", "--micro-batches", "3", "--steps", "4")
-    check(jobs, [kill(3, 2, 2)], args)
+    once(jobs, [kill(3, 2, 2)], args)
 
 
 @pytest.mark.nightly
 def test_the_worker_that_gathers_losses_is_lost(jobs: Jobs) -> None:
     """Stage 1 has its sum by then, and computes nothing again: its losses are known to its peer."""
-    check(jobs, [kill(2, 3, 1, "reroute.step")])
+    once(jobs, [kill(2, 3, 1, "reroute.step")])
 
 
 def test_who_has_sent_gradients_is_lost_after_its_update(jobs: Jobs) -> None:
     """Rank 1 reads late. Nobody can make its gradients again after the update, so it is not made before it has them."""
-    check(jobs, [kill(3, 2, 1, "reroute.step")], ("--slow-ms", "100", "--steps", "4"))
+    once(jobs, [kill(3, 2, 1, "reroute.step")], ("--slow-ms", "100", "--steps", "4"))
 
 
 def test_two_workers_of_three_pipelines_are_lost_in_a_step(jobs: Jobs) -> None:
-    check(jobs, [kill(3, 3, 4), kill(4, 3, 6)], nproc=6)
+    once(jobs, [kill(3, 3, 4), kill(4, 3, 6)], nproc=6)
 
 
 def test_the_last_worker_of_a_stage_is_lost(jobs: Jobs) -> None:
@@ -94,21 +77,21 @@ TIED_CASES = {
 
 @pytest.mark.parametrize("name", most(TIED_CASES, *(TIED_CASES.keys() - {"one_stage_has_the_sum", "both_stages"})))
 def test_tied_layers(jobs: Jobs, name: str) -> None:
-    check(jobs, TIED_CASES[name], TIED)
+    once(jobs, TIED_CASES[name], TIED)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("rank", range(4))
 def test_several_tensors_between_stages(jobs: Jobs, rank: int) -> None:
     for nth in (2, 5, 8):
-        check(jobs, [kill(rank, 3, nth)], ("--several", "--clip", "0.5", "--steps", "5"))
+        once(jobs, [kill(rank, 3, nth)], ("--several", "--clip", "0.5", "--steps", "5"))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("nth", range(1, ROW + 1))
 @pytest.mark.parametrize("rank", range(4))
 def test_autocast_and_activation_checkpointing(jobs: Jobs, rank: int, nth: int) -> None:
-    check(jobs, [kill(rank, 3, nth)], (*TIED, "--autocast"))
+    once(jobs, [kill(rank, 3, nth)], (*TIED, "--autocast"))
     go(jobs, [kill(rank, 3, nth)], (*TIED, "--autocast", "--checkpointing", "2"))  # which computes forwards again
 
 
@@ -118,7 +101,7 @@ def test_autocast_and_activation_checkpointing(jobs: Jobs, rank: int, nth: int) 
 @pytest.mark.parametrize("rank", range(4))
 def test_every_action_with_tied_layers(jobs: Jobs, rank: int, plan: str) -> None:
     for nth in range(1, ROW + 1):
-        check(jobs, [kill(rank, 3, nth)], (*TIED, "--steps", "5"), env=variant(plan))
+        once(jobs, [kill(rank, 3, nth)], (*TIED, "--steps", "5"), env=variant(plan))
 
 
 @pytest.mark.nightly
@@ -126,7 +109,7 @@ def test_every_action_with_tied_layers(jobs: Jobs, rank: int, plan: str) -> None
 @pytest.mark.parametrize("rank", range(4))
 def test_every_place_with_tied_layers(jobs: Jobs, rank: int) -> None:
     for point, nth in (*PLACES, *(("lane.send", nth) for nth in range(1, 18))):
-        check(jobs, [kill(rank, 3, nth, point)], (*TIED, "--clip", "1.0", "--steps", "5"))
+        once(jobs, [kill(rank, 3, nth, point)], (*TIED, "--clip", "1.0", "--steps", "5"))
 
 
 @pytest.mark.nightly
@@ -135,7 +118,7 @@ def test_layers_tied_between_three_stages(jobs: Jobs, rank: int) -> None:
     draw = random.Random(rank)
     other = draw.choice([each for each in range(8) if each not in (rank, rank ^ 1, (rank + 6) % 12)])
     faults = [kill(rank, 3, draw.randint(1, ROW)), kill(other, 4, draw.randint(1, ROW))]
-    check(jobs, faults, ("--tied", "three", "--stages", "4"), 8)
+    once(jobs, faults, ("--tied", "three", "--stages", "4"), 8)
 
 
 @pytest.mark.nightly
@@ -143,14 +126,14 @@ def test_layers_tied_between_three_stages(jobs: Jobs, rank: int) -> None:
 @pytest.mark.parametrize("nth", range(1, ROW + 1))
 @pytest.mark.parametrize("rank", range(4))
 def test_every_action(jobs: Jobs, rank: int, nth: int, plan: str) -> None:
-    check(jobs, [kill(rank, 3, nth)], env=variant(plan))
+    once(jobs, [kill(rank, 3, nth)], env=variant(plan))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("point", "nth"), PLACES)
 @pytest.mark.parametrize("rank", range(4))
 def test_every_place(jobs: Jobs, rank: int, point: str, nth: int) -> None:
-    check(jobs, [kill(rank, 3, nth, point)], ("--clip", "1.0"))
+    once(jobs, [kill(rank, 3, nth, point)], ("--clip", "1.0"))
 
 
 @pytest.mark.nightly
@@ -162,7 +145,7 @@ def test_two_losses_of_three_pipelines(jobs: Jobs, first: int, later: int) -> No
         ends = {first, second} in ({0, 3}, {1, 4}, {2, 5})
         if second == first or ends:
             continue
-        check(jobs, [kill(first, 3, draw.randint(1, ROW)), kill(second, 3 + later, draw.randint(1, ROW))], nproc=6)
+        once(jobs, [kill(first, 3, draw.randint(1, ROW)), kill(second, 3 + later, draw.randint(1, ROW))], nproc=6)
 
 
 @pytest.mark.nightly
@@ -170,7 +153,7 @@ def test_two_losses_of_three_pipelines(jobs: Jobs, first: int, later: int) -> No
 @pytest.mark.parametrize("rank", range(8))
 def test_four_stages(jobs: Jobs, rank: int, plan: str) -> None:
     draw = random.Random(rank)
-    check(jobs, [kill(rank, 3, draw.randint(1, ROW))], ("--stages", "4"), 8, variant(plan))
+    once(jobs, [kill(rank, 3, draw.randint(1, ROW))], ("--stages", "4"), 8, variant(plan))
 
 
 @pytest.mark.nightly
@@ -178,7 +161,7 @@ def test_four_stages(jobs: Jobs, rank: int, plan: str) -> None:
 def test_two_losses_of_four_stages(jobs: Jobs, first: int, second: int) -> None:
     draw = random.Random(first)
     faults = [kill(first, 3, draw.randint(1, ROW)), kill(second, 3, draw.randint(ROW, ROW + 4))]
-    check(jobs, faults, ("--stages", "4"), 8)
+    once(jobs, faults, ("--stages", "4"), 8)
 
 
 #: Steps that take long enough for a newcomer to come.
@@ -189,13 +172,13 @@ LONG = ("--steps", "16", "--work-ms", "30", "--micro-batches", "2")
 @pytest.mark.parametrize("point", ["lane.knock", "lane.agreed", "recovery.installed", "reroute.action"])
 def test_a_newcomer_is_lost_again(jobs: Jobs, point: str) -> None:
     again = Fault(3, ANY_STEP, point, "SIGKILL", incarnation=1)
-    assert len(check(jobs, [kill(3, 2, 3), again], LONG).struck) == 2
+    assert len(once(jobs, [kill(3, 2, 3), again], LONG).struck) == 2
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("point", ["lane.let_in", "lane.agreed", "recovery.installed"])
 def test_a_survivor_is_lost_while_a_newcomer_is_let_in(jobs: Jobs, point: str) -> None:
-    check(jobs, [kill(3, 2, 3), Fault(0, ANY_STEP, point, "SIGKILL")], LONG)
+    once(jobs, [kill(3, 2, 3), Fault(0, ANY_STEP, point, "SIGKILL")], LONG)
 
 
 @pytest.mark.nightly

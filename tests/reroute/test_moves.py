@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from harness import Jobs, most
-from rerouted import go
+from rerouted import go, go_on, kill
 
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.testing.runner import JobResult
@@ -19,18 +19,11 @@ WITHHELD = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}
 LONG = ("--steps", "14", "--work-ms", "10")
 
 
-def kill(rank: int, step: int, nth: int = 4, point: str = "reroute.action") -> Fault:
-    return Fault(rank, step, point, "SIGKILL", nth=nth)
-
-
 def check(
     jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = LONG, nproc: int = 6, env: dict[str, str] | None = None
 ) -> JobResult:
-    """As ``go``, and nobody goes back to a checkpoint."""
-    result = go(jobs, faults, args, nproc, WITHHELD if env is None else env)
-    assert result.struck, result.tail()
-    assert not result.kinds("restart"), result.tail()
-    return result
+    """As ``go_on``, by default with three pipelines and without newcomers."""
+    return go_on(jobs, faults, args, nproc, WITHHELD if env is None else env)
 
 
 def moves(result: JobResult) -> list[list[list[list[int]]]]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from harness import Jobs, most
-from rerouted import ORDERED, SCRIPT, go
+from rerouted import ORDERED, SCRIPT, go, kill, once
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import JobResult, compare
+from shared_core.testing.runner import compare
 
 pytest.importorskip("deepspeed")
 
@@ -47,31 +46,17 @@ def test_without_a_loss_it_is_deepspeed(jobs: Jobs, mode: str, model: str) -> No
     compare(jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED), theirs)
 
 
-def kill(rank: int, step: int, point: str, nth: int = 1, incarnation: int = 0) -> Fault:
-    return Fault(rank, step, point, "SIGKILL", nth=nth, incarnation=incarnation)
-
-
-def check(
-    jobs: Jobs, faults: Sequence[Fault], args: Sequence[str], nproc: int = 4, env: dict[str, str] | None = None
-) -> JobResult:
-    """As :func:`go`, without going back to a checkpoint, and with no forward repeated by the process that made it."""
-    result = go(jobs, faults, args, nproc, env)
-    assert result.struck and not result.kinds("restart"), result.tail()
-    assert max(report["extra"]["repeated"] for report in result.reports.values()) == 1, result.tail()
-    return result
-
-
-#: Where a worker is lost, and how often it has been there in the step.
+#: How often a worker has been where in the step when it is lost.
 PLACES = {
-    "before": ("batch_top", 1),
-    "forward": ("reroute.forward", 2),
-    "backward": ("reroute.backward", 2),
-    "reduction": ("reroute.reduce", 1),
-    "sum is being sent": ("lane.wait", 11),
-    "step": ("reroute.step", 1),
-    "update begins": ("update.before", 1),
-    "in the update": ("update.during", 1),
-    "after the update": ("update.after", 1),
+    "before": (1, "batch_top"),
+    "forward": (2, "reroute.forward"),
+    "backward": (2, "reroute.backward"),
+    "reduction": (1, "reroute.reduce"),
+    "sum is being sent": (11, "lane.wait"),
+    "step": (1, "reroute.step"),
+    "update begins": (1, "update.before"),
+    "in the update": (1, "update.during"),
+    "after the update": (1, "update.after"),
 }
 #: Both clip, and decay the learning rate: a newcomer has the scheduler's.
 CLIPPED = ("--clip", "0.05", "--decay", "0.1")
@@ -82,15 +67,15 @@ CLIPPED = ("--clip", "0.05", "--decay", "0.1")
     [("bf16", 2, "in the update"), ("zero", 1, "reduction")],
 )
 def test_a_worker_is_lost(jobs: Jobs, mode: str, rank: int, place: str) -> None:
-    point, nth = PLACES[place]
-    check(jobs, [kill(rank, 3, point, nth)], (*MODES[mode], *CLIPPED))
+    nth, point = PLACES[place]
+    once(jobs, [kill(rank, 3, nth, point)], (*MODES[mode], *CLIPPED))
 
 
 @pytest.mark.parametrize("mode", most(MODES, *(MODES.keys() - {"both"})))
 def test_newcomers_are_let_in(jobs: Jobs, mode: str) -> None:
     """Whose peers are then lost: what the newcomers have of the optimizer is all that there is."""
-    faults = [kill(1, 2, "reroute.backward"), kill(0, 4, "update.during"), kill(3, 4, "reroute.forward")]
-    result = check(jobs, faults, (*MODES[mode], *CLIPPED, "--sum-after", "2", "3", "5"))
+    faults = [kill(1, 2, 1, "reroute.backward"), kill(0, 4, 1, "update.during"), kill(3, 4, 1, "reroute.forward")]
+    result = once(jobs, faults, (*MODES[mode], *CLIPPED, "--sum-after", "2", "3", "5"))
     assert [event.rank for event in result.kinds("let_in")][0] == 1, result.tail()
     assert {event.rank for event in result.kinds("let_in")} == {0, 1, 3}, result.tail()
 
@@ -98,8 +83,8 @@ def test_newcomers_are_let_in(jobs: Jobs, mode: str) -> None:
 @pytest.mark.parametrize("mode", most(MODES, *(MODES.keys() - {"zero"})))
 def test_two_of_three_replicas_are_lost(jobs: Jobs, mode: str) -> None:
     """The one that is left has the shards of all three."""
-    faults = [kill(3, 3, "reroute.backward"), kill(4, 4, "update.during")]
-    check(jobs, faults, (*MODES[mode], *CLIPPED), nproc=6)
+    faults = [kill(3, 3, 1, "reroute.backward"), kill(4, 4, 1, "update.during")]
+    once(jobs, faults, (*MODES[mode], *CLIPPED), nproc=6)
 
 
 #: Gradients that are not finite in one stage, which leaves the update of all out.
@@ -111,7 +96,7 @@ def test_an_update_is_left_out(jobs: Jobs, mode: str) -> None:
     """In the step in which a worker is lost, and which its newcomer passes by."""
     args = (*MODES[mode], *ODD, "--sum-after", "3")
     theirs = jobs.reference(SCRIPT, nproc=4, args=args)
-    result = jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED, faults=[kill(2, 2, "reroute.reduce")])
+    result = jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED, faults=[kill(2, 2, 1, "reroute.reduce")])
     compare(result, theirs)
     assert result.struck and not result.kinds("restart") and len(result.kinds("let_in")) == 1, result.tail()
 
@@ -121,7 +106,7 @@ def test_an_update_is_left_out(jobs: Jobs, mode: str) -> None:
 def test_the_last_worker_of_a_stage_is_lost(jobs: Jobs, tmp_path: Path, mode: str) -> None:
     """Then all go back to the checkpoint, which has all shards."""
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "2"}
-    faults = [kill(rank, 5, "reroute.forward") for rank in (2, 3)]
+    faults = [kill(rank, 5, 1, "reroute.forward") for rank in (2, 3)]
     result = go(jobs, faults, (*MODES[mode], *CLIPPED), env=env)
     assert len(result.kinds("restart")) == 1, result.tail()
     assert {4} <= {event.fields["top"] for event in result.kinds("checkpoint")}, result.tail()
@@ -132,8 +117,8 @@ def test_the_last_worker_of_a_stage_is_lost(jobs: Jobs, tmp_path: Path, mode: st
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("mode", MODES)
 def test_every_place(jobs: Jobs, mode: str, rank: int, place: str) -> None:
-    point, nth = PLACES[place]
-    check(jobs, [kill(rank, 3, point, nth)], (*MODES[mode], *CLIPPED, "--tied", "two", "--steps", "5"))
+    nth, point = PLACES[place]
+    once(jobs, [kill(rank, 3, nth, point)], (*MODES[mode], *CLIPPED, "--tied", "two", "--steps", "5"))
 
 
 @pytest.mark.nightly
@@ -148,14 +133,14 @@ def test_losses_at_random_places(jobs: Jobs, mode: str) -> None:
         places = [PLACES[draw.choice(sorted(PLACES))] for _ in range(2)]
         print(f"mode {mode}, seed {seed}: ranks {first} and {second}, {places}")
         faults = [kill(first, 2, *places[0]), kill(second, draw.choice((2, 3)), *places[1])]
-        check(jobs, faults, (*MODES[mode], *CLIPPED), nproc=6)
+        once(jobs, faults, (*MODES[mode], *CLIPPED), nproc=6)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
 def test_four_stages(jobs: Jobs, mode: str) -> None:
     for rank in (0, 3, 6):
-        check(jobs, [kill(rank, 3, "reroute.action", 5)], (*MODES[mode], *CLIPPED, "--stages", "4"), nproc=8)
+        once(jobs, [kill(rank, 3, 5)], (*MODES[mode], *CLIPPED, "--stages", "4"), nproc=8)
 
 
 @pytest.mark.nightly
@@ -163,5 +148,5 @@ def test_four_stages(jobs: Jobs, mode: str) -> None:
 def test_a_newcomer_is_lost_again(jobs: Jobs, mode: str) -> None:
     long = ("--steps", "16", "--work-ms", "30", "--micro-batches", "2")
     again = Fault(3, ANY_STEP, "update.during", "SIGKILL", incarnation=1)
-    result = check(jobs, [kill(3, 2, "reroute.backward"), again], (*MODES[mode], *CLIPPED, *long))
+    result = once(jobs, [kill(3, 2, 1, "reroute.backward"), again], (*MODES[mode], *CLIPPED, *long))
     assert len(result.struck) == 2, result.tail()

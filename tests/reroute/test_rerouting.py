@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from harness import Jobs, most
-from rerouted import ORDERED, SCRIPT, go
+from rerouted import ORDERED, SCRIPT, go, go_on
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import JobResult, compare
+from shared_core.testing.runner import compare
 
 pytest.importorskip("deepspeed")
-
-
-def run(
-    jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4, env: dict[str, str] | None = None
-) -> JobResult:
-    """As ``go``, and nobody goes back to a checkpoint."""
-    result = go(jobs, faults, args, nproc, env)
-    assert not result.kinds("restart"), result.tail()
-    return result
 
 
 #: A layer that the first and the last stage have, and clipping.
@@ -58,13 +48,13 @@ def test_more_pipelines_are_deepspeed_with_a_loss_too(jobs: Jobs, pipelines: int
 
 @pytest.mark.parametrize("rank", most("0123", "0", "2", "3"))
 def test_a_worker_is_lost_inside_a_step(jobs: Jobs, rank: str) -> None:
-    result = run(jobs, [Fault(int(rank), 3, "reroute.action", "SIGKILL", nth=5)], ["--autocast"])
+    result = go_on(jobs, [Fault(int(rank), 3, "reroute.action", "SIGKILL", nth=5)], ["--autocast"])
     assert result.kinds("rerouted"), result.tail()
 
 
 @pytest.mark.parametrize("rank", most("0123", "1", "2"))
 def test_a_newcomer_is_let_in(jobs: Jobs, rank: str) -> None:
-    result = run(
+    result = go_on(
         jobs, [Fault(int(rank), 2, "reroute.action", "SIGKILL", nth=3)], ["--evaluate-after", "4", "--sum-evaluated"]
     )
     assert [event.rank for event in result.kinds("let_in")] == [int(rank)], result.tail()
@@ -98,8 +88,8 @@ COPIES: dict[str, tuple[list[Fault], tuple[str, ...], str]] = {
 @pytest.mark.parametrize("name", most(COPIES, *COPIES.keys() - {"clipped"}))
 def test_newcomers_copy_the_state_while_the_others_train(jobs: Jobs, name: str) -> None:
     faults, args, copies = COPIES[name]
-    run_ = go if name == "the_donor" else run  # who has lost both workers of a stage goes back to the checkpoint
-    result = run_(jobs, faults, ["--steps", "40", "--copies", copies, *args])
+    run = go if name == "the_donor" else go_on  # who has lost both workers of a stage goes back to the checkpoint
+    result = run(jobs, faults, ["--steps", "40", "--copies", copies, *args])
     if name != "the_donor":
         assert {event.rank for event in result.kinds("let_in")} == {fault.rank for fault in faults}, result.tail()
         copied = [event.rank for event in result.kinds("copied") if not event.fields["why"]]
@@ -113,7 +103,7 @@ def test_a_collective_waits_for_all(jobs: Jobs, rank: str) -> None:
         Fault(int(rank), 2, "reroute.action", "SIGKILL", nth=3),
         Fault(int(rank) ^ 2, 4, "reroute.step", "SIGKILL"),
     ]
-    result = run(jobs, faults, ["--sum-after", "2", "4"])
+    result = go_on(jobs, faults, ["--sum-after", "2", "4"])
     assert [event.rank for event in result.kinds("let_in")] == [int(rank), int(rank) ^ 2], result.tail()
 
 
@@ -124,7 +114,7 @@ def test_a_buffer_that_forward_changes_is_refused(jobs: Jobs) -> None:
 
 def test_plans_go_by_measured_times(jobs: Jobs) -> None:
     withheld = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}  # a newcomer that is quick has plans made again
-    result = run(jobs, [Fault(3, 5, "reroute.action", "SIGKILL", nth=5)], env=withheld)
+    result = go_on(jobs, [Fault(3, 5, "reroute.action", "SIGKILL", nth=5)], env=withheld)
     before, after = [event.fields for event in result.kinds("planned")]
     assert before["lost"] == [] and after["lost"] == [[1, 1]], result.tail()
     assert before["times"] == after["times"] and len(before["times"]["stages"]) == 2
