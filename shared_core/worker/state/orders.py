@@ -102,19 +102,6 @@ class Orders:
         asked: the number may change while the job runs.
     """
 
-    def __init__(self, files: OrderFiles, may_drop: bool, asked: bool = True) -> None:
-        self.may_drop = may_drop
-        self.asked = asked
-        self._files = files
-
-    def write(self, indices: list[Any]) -> str:
-        """Publish the indices of a pass over the data. Returns their name."""
-        return self._files.write(indices)
-
-    def read(self, name: str) -> list[Any]:
-        """The indices published under ``name``."""
-        return self._files.read(name)
-
-    def drop(self, name: str) -> None:
-        """Remove an order that will not be asked for."""
-        self._files.drop(name)
+    def __init__(self, files: OrderFiles, may_drop: bool, asked: bool) -> None:
+        self.may_drop, self.asked = may_drop, asked
+        self.write, self.read, self.drop = files.write, files.read, files.drop
