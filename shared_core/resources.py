@@ -159,6 +159,13 @@ def unwritable(path: Path, size: int, error: OSError, nor: str = "") -> OutOfRes
     return OutOfResources(error.errno, message)
 
 
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all of ``data``: the kernel takes at most 2 GiB at once."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
 def free_bytes(folder: str | os.PathLike[str]) -> int:
     """Room that is left where a folder lies; 0 if nobody knows."""
     with contextlib.suppress(OSError):

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared_core.checkpoint.storage import FULL
 from shared_core.errors import CorruptFile, StorageFull, SwiftError, Unsupported
 from shared_core.faults import inject
 from shared_core.kinds import open_regular
 from shared_core.plain_json import is_count, parse
+from shared_core.resources import FULL
 
 if TYPE_CHECKING:
     import torch

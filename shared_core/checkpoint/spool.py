@@ -27,11 +27,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from shared_core.checkpoint.storage import FULL
 from shared_core.checkpoint.store import folder_name
 from shared_core.errors import CorruptFile, StorageFull
 from shared_core.faults import inject
 from shared_core.plain_json import is_count, parse
+from shared_core.resources import FULL
 
 #: Its name in the job's folder.
 FOLDER = "checkpoints"

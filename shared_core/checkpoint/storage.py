@@ -20,10 +20,9 @@ from typing import Any, Protocol
 from shared_core.errors import ConfigError, MissingExtra, StorageFull
 from shared_core.faults import inject
 from shared_core.kinds import no_folder, open_regular
+from shared_core.resources import FULL, write_all
 
 TEMPORARY = ".tmp-"
-#: What the system says when a file cannot grow: full device, quota, limit of the process.
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _GONE = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ENODEV})
 #: Files are read in such pieces, in bytes.
@@ -126,7 +125,7 @@ class LocalStorage:
                 try:
                     for chunk in chunks:
                         operation()
-                        _write_all(fd, chunk)
+                        write_all(fd, chunk)
                         digest.update(chunk)
                         written += len(chunk)
                         if written % _FLUSH < len(chunk):
@@ -343,12 +342,6 @@ def _no_room(size: int, where: str, error: OSError) -> StorageFull:
         f"no room to write {size} bytes to {where} ({error.strerror}); earlier checkpoints are as they were: make "
         "room, or set checkpoint.dir to a larger device"
     )
-
-
-def _write_all(fd: int, chunk: bytes | memoryview) -> None:
-    view = memoryview(chunk)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def _sync_folder(folder: Path) -> None:

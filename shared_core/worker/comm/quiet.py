@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from shared_core.resources import write_all
+
 #: gloo's line for each attempt, and torch's for the exception that it raises.
 _NOISE = re.compile(rb"failed to connect, willRetry=|Gloo connectFullMesh failed with")
 
@@ -80,13 +82,8 @@ def _pass_on(read: int, console: int) -> None:
             kept = b"".join(line + b"\n" for line in lines if not _NOISE.search(line))
             if not rest.startswith(b"["):  # such as a progress bar; gloo's lines and torch's begin so
                 kept, rest = kept + rest, b""
-            _write(console, kept)
+            write_all(console, kept)
         if rest and not _NOISE.search(rest):
-            _write(console, rest)
+            write_all(console, rest)
     os.close(read)
     os.close(console)
-
-
-def _write(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]

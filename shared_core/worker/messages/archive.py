@@ -22,6 +22,7 @@ import torch
 
 from shared_core.errors import CorruptFile, WaitTimeout
 from shared_core.events import console
+from shared_core.resources import FULL
 from shared_core.waiting import Wait
 from shared_core.worker.messages import segments
 from shared_core.worker.messages.archive_index import Index, Record, files
@@ -29,9 +30,6 @@ from shared_core.worker.messages.archive_writer import Stats, Write, Writer, mak
 from shared_core.worker.messages.segments import Key, Place
 
 __all__ = ["Archive", "Key", "Stats"]
-
-#: What the system says when a file cannot grow: full device, quota, limit of the process.
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class BudgetUsed(Exception):
@@ -305,7 +303,7 @@ class Archive:
         if isinstance(error, BudgetUsed):
             what_to_do = "it begins again after the next checkpoint. Give it more, or make checkpoints more often"
         else:
-            see = "make room there" if number in _FULL else "see to this disk"
+            see = "make room there" if number in FULL else "see to this disk"
             what_to_do = f"to have the log again, {see} or choose another folder"
         console(
             f"{self._who()}messages are no longer logged in {self.folder} ({why}). Training continues, but when a "

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shared_core.encoding.plain import Piece
 from shared_core.errors import CorruptFile
+from shared_core.resources import write_all
 
 _HEADER = struct.Struct("<IQI")  # length of the head, length of the payload, checksum of all of this
 HEADER_BYTES = _HEADER.size
@@ -60,10 +61,8 @@ def _write_all(fd: int, data: Sequence[Piece]) -> None:
     """Write all pieces, in one call of the system where it takes them at once."""
     done = os.writev(fd, data) if len(data) <= _AT_ONCE else 0
     for each in data:
-        left = memoryview(each)[done:]
+        write_all(fd, memoryview(each)[done:])
         done = max(0, done - len(each))
-        while left:  # the kernel takes at most 2 GiB at once
-            left = left[os.write(fd, left) :]
 
 
 def append_whole(fd: int, data: bytes) -> None:
@@ -74,9 +73,7 @@ def append_whole(fd: int, data: bytes) -> None:
     """
     before = os.fstat(fd).st_size
     try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(fd, left) :]
+        write_all(fd, data)
     except OSError:
         os.ftruncate(fd, before)
         raise
