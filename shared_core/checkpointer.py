@@ -192,7 +192,6 @@ class Alone:
     """What a training loop needs of a job where nobody replaces lost workers: batch tops with checkpoints.
 
     Args:
-        config: the options.
         models: what is trained.
         optimizers: by what; at least one, and steps of the first are counted.
 

@@ -76,7 +76,6 @@ class StepSharing:
 
     Args:
         job: of this worker; None without ``swiftrun``.
-        config: options.
         modules: what is trained.
         loader: see :class:`Shards`.
         accumulate: batches of a step at each rank.

@@ -30,7 +30,6 @@ class Snapshots:
         waited_s: seconds that were waited at the fence, in all.
 
     Args:
-        spool: of the job on this machine.
         rank: logical rank.
         world_size: ranks of the job.
         local: ranks of this machine.

@@ -43,12 +43,7 @@ RETRY_S, RETRY_MOST_S = 1.0, 60.0
 
 
 class Writer:
-    """The work of the process, without its waiting.
-
-    Args:
-        spool: the folder.
-        events: of the job.
-    """
+    """The work of the process, without its waiting."""
 
     def __init__(self, spool: Spool, events: EventLog) -> None:
         self._spool, self._events = spool, events

@@ -34,7 +34,6 @@ class Servers:
     """Takes the ports that the options name, at once; what they serve comes later.
 
     Args:
-        config: options of the job.
         events: path of ``events.jsonl``, from which most is known.
 
     Raises:

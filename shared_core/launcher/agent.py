@@ -59,8 +59,6 @@ class Agent:
 
     Args:
         spec: torchelastic's specification; ``max_restarts`` is the number of workers that may be replaced in all.
-        program: what the workers run.
-        options: see :class:`AgentOptions`.
         make_logs: called with the ranks of this machine; makes the log files.
         early: a zygote that was started before torch was imported here.
 

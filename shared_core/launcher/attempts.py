@@ -55,14 +55,7 @@ class Attempts:
         store_port: port of the first attempt's store; 0 for a free one.
         tick_s: how often the workers are looked at.
         job: private folder of the job.
-        wakeup: ends the agent's waits.
-        fleet: the processes.
-        starter: starts workers.
-        spares: prepared standbys.
-        telling: says what happens.
-        records: torchelastic's.
         book: counts losses.
-        resizing: the number of workers.
         crew: the other machines, if there are any.
 
     Attributes:

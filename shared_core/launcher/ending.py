@@ -21,12 +21,8 @@ class Ending:
     """Ends the workers and gives everything back.
 
     Args:
-        program: what the workers run.
         job: private folder of the job.
-        wakeup: ends the agent's waits.
-        fleet: the processes.
         starter: holds the log files.
-        attempts: the attempt under way.
         machines: the other machines, if there are any.
         last_checkpoint: that the end waits for.
         persisting: writes checkpoints to storage.

@@ -113,7 +113,6 @@ class Gathering:
 
     Args:
         register: where the machines meet.
-        options: see :class:`MeetingOptions`.
         ports: that this machine opens.
         listener: the agent.
     """

@@ -26,13 +26,7 @@ class Hearing:
     """Reads the store and acts on it.
 
     Args:
-        attempts: the attempt under way.
-        resizes: changes of the number of workers.
         machines: the other machines, if there are any.
-        fleet: the processes.
-        starter: starts workers.
-        wakeup: ends the agent's waits.
-        telling: says what happens.
         book: counts losses.
         last_checkpoint: that the end waits for.
     """

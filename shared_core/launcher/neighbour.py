@@ -254,7 +254,6 @@ class Sender:
         machines: who holds which place.
 
     Args:
-        copies: of this machine.
         name: gives the name of this machine.
         secret: the job's key; None where the user has given none.
     """

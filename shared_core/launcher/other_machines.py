@@ -15,13 +15,8 @@ class OtherMachines:
     """Watches leases.
 
     Args:
-        crew: the other machines.
         nproc: workers of each machine.
         restart: all workers start again after a loss.
-        attempts: the attempt under way.
-        resizes: changes of the number of workers.
-        telling: says what happens.
-        resizing: the number of workers.
     """
 
     def __init__(

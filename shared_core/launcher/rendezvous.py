@@ -55,7 +55,6 @@ class Meeting(RendezvousHandler):
 
     Args:
         register: where the machines meet.
-        options: see :class:`MeetingOptions`.
     """
 
     def __init__(self, register: Register, options: MeetingOptions) -> None:

@@ -21,12 +21,8 @@ class Resizes:
     """Begins changes, ends them, and gives them up.
 
     Args:
-        config: options of the job.
         nproc: workers of this machine, at most.
         alone: there is no other machine.
-        attempts: the attempt under way.
-        fleet: the processes.
-        telling: says what happens.
         resizing: decides.
     """
 

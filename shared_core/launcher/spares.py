@@ -27,10 +27,7 @@ class Spares:
     """Prepares standbys and gives them places.
 
     Args:
-        config: options of the job.
-        fleet: the processes.
         starter: starts them.
-        telling: says what happens.
         job_dir: private folder of the job, where workers say how far they are.
     """
 

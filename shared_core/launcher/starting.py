@@ -44,10 +44,8 @@ class Starter:
     """Starts workers.
 
     Args:
-        program: what they run.
         options: of the agent.
         job_dir: private folder of the job.
-        fleet: the processes.
         make_logs: called with the ranks of this machine; makes the log files.
 
     Attributes:

@@ -33,8 +33,6 @@ class Position(Iterator[Any]):
     """The iterator that a ``ResumableLoader`` hands out.
 
     Args:
-        engine: that it iterates.
-        record: of the pass.
         ahead: items that are fetched before their use.
         keep: how many items delivered last are kept.
         lazy: begin at the first fetch.

@@ -56,7 +56,6 @@ class TrackedLoader:
     Args:
         loader: any iterable.
         worker: that reads it.
-        config: options.
         ahead: items that are fetched before they are used.
         epoch: number of its first pass; with ``data="seeded"`` part of the seed.
         beside: what else reading it may change; see :class:`ResumableLoader`.
@@ -180,7 +179,6 @@ class Loaders:
 
     Args:
         worker: that reads them.
-        config: options.
     """
 
     def __init__(self, worker: LoaderOwner, config: SwiftConfig) -> None:

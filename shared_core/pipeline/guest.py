@@ -30,11 +30,7 @@ _PARAMS = ("params", "param_names")
 
 
 class StageState:
-    """What a worker of an engine's stage gives to one of another stage: parameters, buffers and optimizer state.
-
-    Args:
-        engine: of this worker.
-    """
+    """What a worker of an engine's stage gives to one of another stage: parameters, buffers and optimizer state."""
 
     def __init__(self, engine: InstrumentedEngine) -> None:
         self._engine = engine
@@ -75,8 +71,6 @@ class GuestLayers:
     """See :class:`shared_core.reroute.step.StageModel`: the layers of another stage.
 
     Args:
-        engine: of this worker.
-        job: of this worker.
         home: the layers of its own stage.
         number: the other stage.
         description: of that stage's state; see :class:`StageState`.

@@ -31,12 +31,7 @@ _T = TypeVar("_T")
 
 
 class SharedReplay:
-    """Shares the replay of one engine's stage.
-
-    Args:
-        engine: of this worker.
-        job: of this worker.
-    """
+    """Shares the replay of one engine's stage."""
 
     def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
         self._engine, self._job = engine, job

@@ -29,14 +29,10 @@ class Finishing:
     """Ends steps.
 
     Args:
-        place: of this worker.
-        model: its stage.
         former: its parameters before the last update.
         history: who is there, and the plans.
         steps: those under way and the one before, by number; the caller's own, as it is.
         knocking: whether a newcomer waits to be let in; asked at one worker only.
-        options: see :class:`Options`.
-        measuring: takes durations.
         reports: has a word to tell with the losses.
 
     Attributes:

@@ -17,11 +17,7 @@ from shared_core.reroute.step import StageModel, Step
 
 
 class FormerParameters:
-    """Keeps them, in as much memory as the parameters take.
-
-    Args:
-        model: the stage.
-    """
+    """Keeps them, in as much memory as the parameters take."""
 
     def __init__(self, model: StageModel) -> None:
         self._model = model

@@ -24,7 +24,6 @@ class Measuring:
     """Measures the actions of one worker, and has all workers agree on times at the end of the first steps.
 
     Args:
-        place: of this worker.
         planner: goes by the times.
     """
 

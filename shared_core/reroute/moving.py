@@ -78,7 +78,6 @@ class Roles:
 
     Args:
         home: of this worker.
-        model: of its stage.
         places: where all are.
         make: makes the role of this worker at its own place or another.
 
@@ -235,7 +234,6 @@ class Following:
 
     Args:
         home: its place.
-        model: of its stage.
         places: where all are.
     """
 

@@ -16,7 +16,6 @@ class Places:
     places and no moves.
 
     Args:
-        topology: shape of the job.
         rank_of: rank of the worker to whom a place belongs.
 
     Attributes:

@@ -33,7 +33,6 @@ class Reports:
     """Reports of one worker, and, at the one that decides, those of all.
 
     Args:
-        place: of this worker.
         planner: goes by the times.
         measuring: has the durations of this worker.
         history: who is there.

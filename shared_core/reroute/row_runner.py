@@ -43,13 +43,9 @@ class RowRunner:
     """Runs the rows of plans at one worker.
 
     Args:
-        place: of this worker.
-        model: its stage.
         former: its parameters before the last update.
-        options: see :class:`Options`.
         finishing: sums gradients and tells losses.
         keeping: has the data.
-        measuring: takes durations.
         noted: see :class:`~shared_core.reroute.executor.Executor`.
     """
 

@@ -204,7 +204,6 @@ class Simulation:
         workers: the worker of each row.
         rows: codes of its actions, without ``OPT``.
         shape: pipelines, stages, micro-batches.
-        times: durations.
         done: codes of actions whose results are at hand at time 0.
         late: see :func:`simulate`.
     """

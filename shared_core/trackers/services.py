@@ -38,7 +38,6 @@ class Wandb(Service):
     """A run of Weights & Biases. Its rows have numbers, which go on in the newcomer's part of the run.
 
     Args:
-        job: of this worker.
         run: gives the run.
         numbered: see :func:`of_wandb`.
     """

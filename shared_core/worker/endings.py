@@ -22,12 +22,7 @@ _END_S = 60.0
 
 
 class Endings:
-    """What one worker does when it cannot go on.
-
-    Args:
-        runtime: the groups.
-        store: of the job.
-    """
+    """What one worker does when it cannot go on."""
 
     def __init__(self, runtime: Runtime, store: JobStore) -> None:
         self._runtime, self._store = runtime, store

@@ -14,9 +14,6 @@ from shared_core.worker.link import connect_store, report, tell
 class JobStore:
     """One connection, which all threads of the process share: torch looks up the peer's name whenever it makes one,
     which can take seconds. Nobody blocks in it.
-
-    Args:
-        env: what the launcher told this worker.
     """
 
     def __init__(self, env: WorkerEnv) -> None:

@@ -58,11 +58,7 @@ from shared_core.worker.state.updates import Updates
 
 
 class Worker:
-    """The parts of the worker that this process is.
-
-    Args:
-        env: what the launcher told it.
-    """
+    """The parts of the worker that this process is."""
 
     def __init__(self, env: WorkerEnv) -> None:
         config = env.config

@@ -95,9 +95,6 @@ class StoreEntries:
 class Decisions:
     """The list, seen from one rank.
 
-    Args:
-        entries: see :class:`Entries`.
-
     Attributes:
         pending: updates at which the newest entry is due, as far as this rank has looked; -1 for none.
     """

@@ -24,9 +24,7 @@ class Origins:
     """Checkpoints of attempts and starts before this one.
 
     Args:
-        env: of this worker.
         where: the folder of checkpoints.
-        spool: of this attempt.
         store: makes a client of the agents' store, below the attempt's prefix.
         session: gives the name of this attempt.
     """

@@ -19,9 +19,7 @@ class OwnLines:
     """Those that hold the state of one rank.
 
     Args:
-        env: of this worker.
         spool: where they lie in memory.
-        identity: of this attempt.
     """
 
     def __init__(self, env: WorkerEnv, spool: Spool, identity: RunIdentity) -> None:

@@ -37,7 +37,6 @@ class Pricing:
         went_back: this attempt begins with a checkpoint, because the one before was lost.
 
     Args:
-        config: the job's options.
         world_size: ranks of the job.
         command: stands for the program and its arguments.
 

@@ -24,7 +24,6 @@ class RunIdentity:
     """Names of this attempt and its run, equal on all ranks.
 
     Args:
-        env: of this worker.
         store: makes a client of the agents' store, below the attempt's prefix.
         endings: where a damaged record in the store ends the worker.
     """

@@ -64,8 +64,6 @@ class Channels:
 
     Args:
         group: this rank's place in it.
-        state: what the groups share.
-        disk: the log on disk.
         suspect: told of errors that a loss may explain.
     """
 

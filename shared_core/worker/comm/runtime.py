@@ -26,9 +26,7 @@ class Runtime(SharedState):
     """One per process.
 
     Args:
-        env: what the launcher told this worker.
         listener: what is told, and asked, the rest of the worker.
-        disk: the log on disk.
         marks: which batch tops the ranks have published; None where they are on several machines.
 
     Attributes:

@@ -57,8 +57,6 @@ class Writer:
         segment_bytes: a segment takes no more records beyond this size.
         write: appends to a segment.
         changed: guards the index, the numbers and what waits.
-        index: of the archive.
-        stats: of the archive.
         failed: told of an error, with the condition held: logging is to stop.
 
     Attributes:

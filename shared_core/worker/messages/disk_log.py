@@ -56,9 +56,6 @@ def together(groups: str, rank: int, world_size: int, local_world_size: int) -> 
 class DiskLog:
     """The log on disk of this rank. Nothing is logged before :meth:`open`.
 
-    Args:
-        env: what the launcher told this worker.
-
     Attributes:
         archive: the files; None before :meth:`open`.
     """

@@ -22,10 +22,6 @@ class BatchTops:
     """Counts batch tops, and publishes those that are recovery points.
 
     Args:
-        position: how far the program is.
-        trained: what is trained.
-        buckets: of DDP modules.
-        updates: the replicated state.
         progress: what the launcher sees of this worker.
         news: told to those that listen.
         publishing: publishes tops.

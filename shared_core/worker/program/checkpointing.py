@@ -17,8 +17,6 @@ class Checkpointing:
 
     Args:
         start: has the checkpoints of this rank.
-        position: how far the program is.
-        board: publications of this rank.
     """
 
     def __init__(self, start: Start, position: Position, board: Board) -> None:

@@ -34,12 +34,8 @@ class Entries:
 
     Args:
         start: knows which the predecessor had finished.
-        position: how far the program is.
-        runtime: the groups.
         board: takes their results.
-        parts: rank-local state.
         news: told to those that listen.
-        tops: the batch tops.
         publishing: publishes the ends of calls.
         joining: takes the predecessor's place.
     """

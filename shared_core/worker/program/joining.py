@@ -22,13 +22,7 @@ class Joining:
 
     Args:
         start: knows the place.
-        position: how far the program is.
-        parts: rank-local state.
-        trained: what is trained.
-        buckets: of DDP modules.
-        updates: the replicated state.
         progress: what the launcher sees of this worker.
-        replays: of this worker.
         news: says that it has joined.
         publishing: publishes it, there.
     """

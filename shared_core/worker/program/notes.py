@@ -13,8 +13,6 @@ class Notes:
     """What is kept for newcomers of this rank, for the whole job.
 
     Args:
-        board: publications of this rank.
-        position: how far the program is.
         start: has what predecessors have kept.
     """
 

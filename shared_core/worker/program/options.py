@@ -20,9 +20,6 @@ class Options:
     """The options of the job as one worker knows them.
 
     Args:
-        env: what the launcher told this worker.
-        runtime: the groups.
-        store: of the job.
         start: what depends on the options of checkpoints.
 
     Attributes:

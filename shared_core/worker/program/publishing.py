@@ -22,13 +22,6 @@ class Publishing:
     """What happens with each batch top that is a recovery point.
 
     Args:
-        position: how far the program is.
-        parts: rank-local state.
-        trained: what is trained.
-        buckets: of DDP modules.
-        passes: through them.
-        updates: the replicated state.
-        runtime: the groups.
         board: takes the publications.
         donor: gives newcomers what is published.
         lanes: of the ranks that are present.

@@ -32,8 +32,6 @@ class Admitting:
     """Lets newcomers in, on the program's thread of all members of a round.
 
     Args:
-        context: of this worker.
-        board: what this rank has published.
         fronts: where this rank stands.
         forming: connects, and takes over what was moved.
     """

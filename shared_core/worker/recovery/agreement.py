@@ -30,7 +30,6 @@ class Agreement:
     """What one rank says and hears before a generation is connected.
 
     Args:
-        context: of this worker.
         fronts: where this rank stands.
     """
 

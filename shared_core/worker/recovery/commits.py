@@ -23,8 +23,6 @@ class Commits:
     """Cuts the log on disk back, and keeps it within its budget.
 
     Args:
-        runtime: the groups.
-        log: on disk.
         newest_top: batch top of the newest checkpoint that this rank knows to be committed; 0 for none.
         due_top: the newest batch top at which a checkpoint was due; 0 for none.
         budget: ``log.budget_bytes``; 0 is no limit.

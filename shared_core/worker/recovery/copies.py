@@ -45,11 +45,6 @@ class Copies:
     """Copies of replicated state that are made while training goes on, as giver and as newcomer.
 
     Args:
-        env: what the launcher told this worker.
-        runtime: the groups.
-        store: of the job.
-        updates: the replicated state.
-        events: the job's event log.
         replicas: ranks that train the same as this one, where not all do.
     """
 

@@ -78,7 +78,6 @@ class Taking:
     """A newcomer's side. The program's thread waits meanwhile.
 
     Args:
-        runtime: the groups.
         inner: the donor and this worker.
         donor: its place in the group.
         replicated: of this worker; nobody else uses it.

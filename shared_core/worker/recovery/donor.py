@@ -23,9 +23,6 @@ class Donor:
     """This worker as the exchange sees it. Recovery threads call.
 
     Args:
-        env: what the launcher told this worker.
-        board: what it has published.
-        updates: its replicated state.
         joining: whether it has not joined yet.
 
     Attributes:

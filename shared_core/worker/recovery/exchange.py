@@ -81,9 +81,6 @@ class Exchange:
     """Connects all ranks and moves what a plan says, on all of them or on none.
 
     Args:
-        context: of this worker.
-        board: what this rank has published.
-        donor: its replicated state.
         copies: that are made of it while training goes on.
     """
 

@@ -50,10 +50,6 @@ class Forming:
     """Forms generations on the thread that calls.
 
     Args:
-        context: of this worker.
-        board: what this rank has published.
-        events: the job's event log.
-        agreement: on the plan.
         exchange: connects and moves.
 
     Attributes:

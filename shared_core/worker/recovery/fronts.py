@@ -21,8 +21,6 @@ class Fronts:
     """Makes this rank's frontiers, and waits for keys that ranks set.
 
     Args:
-        context: of this worker.
-        donor: the replicated state.
         listener: says which ranks start again together with this one.
 
     Attributes:

@@ -50,7 +50,6 @@ class Giving:
 
     Args:
         rank: of this worker.
-        donor: its replicated state.
         copies: that are made of it while training goes on.
     """
 

@@ -22,8 +22,6 @@ class HandingOn:
     """What one worker does when the number of workers changes.
 
     Args:
-        context: of this worker.
-        donor: the replicated state.
         fronts: collects what others say.
     """
 

@@ -73,9 +73,7 @@ class Lanes:
     """Forms lanes, and lets newcomers in.
 
     Args:
-        recovery: forms generations.
         copies: give newcomers their state while the others train.
-        position: how far the program is.
     """
 
     def __init__(self, recovery: Recovery, copies: Copies, position: Position) -> None:

@@ -16,7 +16,6 @@ class Lifecycle:
     """Keeps the phase. What it does, it does under the runtime's lock.
 
     Args:
-        env: what the launcher told this worker.
         runtime: the groups; it is told the newest generation and who is absent.
 
     Attributes:

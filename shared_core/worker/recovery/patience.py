@@ -40,9 +40,7 @@ class Patience:
     """Watches the waits of one worker's program, on a thread of its own.
 
     Args:
-        env: what the launcher told this worker.
         recovery: knows the store, and whether there was a loss.
-        events: the job's log.
     """
 
     def __init__(self, env: WorkerEnv, recovery: Recovery, events: EventLog) -> None:

@@ -42,12 +42,6 @@ class Recovery:
     """The recovery of one worker.
 
     Args:
-        env: what the launcher told this worker.
-        runtime: the groups.
-        store: of the job.
-        board: this rank's publications.
-        events: the job's event log.
-        donor: the job's replicated state.
         copies: that are made of it while training goes on.
         endings: how this worker ends what cannot go on.
         listener: what it tells, and asks, the rest of the worker.

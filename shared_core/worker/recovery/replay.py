@@ -18,7 +18,6 @@ class Replays:
     """Replays of this worker, and of others that it helps.
 
     Args:
-        runtime: the groups.
         log: what is logged to disk.
         commits: cuts that back.
 

@@ -54,9 +54,7 @@ class Replicas:
     """Compares this rank's replicated state with the others'.
 
     Args:
-        env: what the launcher told this worker.
         recovery: says when a comparison is due.
-        updates: the replicated state.
     """
 
     def __init__(self, env: WorkerEnv, recovery: Recovery, updates: Updates) -> None:

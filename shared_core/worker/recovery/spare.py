@@ -29,8 +29,6 @@ class Spare:
     """The part of a worker that is a prepared standby, until it has a place. In all others it does nothing.
 
     Args:
-        env: what the launcher told this worker.
-        store: of the job.
         board: publications of its rank, which the living worker writes.
 
     Attributes:

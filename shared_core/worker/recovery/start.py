@@ -24,14 +24,7 @@ class Start:
     """The start of one worker; :meth:`begin` makes it, before anything else is asked.
 
     Args:
-        runtime: the groups.
-        store: of the job.
         endings: where a checkpoint cannot be used.
-        events: the job's log.
-        updates: the replicated state.
-        parts: rank-local state.
-        board: publications of this rank.
-        recovery: forms generations.
         lanes: by which a newcomer is let in.
         presses: whether the logs on disk need a checkpoint; asked in rank 0.
         spare: what this worker is until it has a place.

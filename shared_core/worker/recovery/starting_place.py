@@ -29,11 +29,8 @@ class Beginning:
     """What one worker begins with.
 
     Args:
-        env: what the launcher told this worker.
         recovery: forms generations, and knows the predecessor's place.
         lanes: by which a newcomer is let in.
-        checkpoints: of this rank.
-        updates: the replicated state.
         spare: what this worker is until it has a place.
 
     Attributes:

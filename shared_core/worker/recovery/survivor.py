@@ -22,11 +22,6 @@ class Survivor:
     """Recovers this worker after the loss of others. Each method runs on a thread of its own.
 
     Args:
-        context: of this worker.
-        events: the job's event log.
-        donor: the replicated state.
-        agreement: on the plan.
-        forming: forms generations.
         endings: what is done where that is impossible.
         listener: who is told.
     """

@@ -24,11 +24,7 @@ _version = attrgetter("_version")
 
 
 class Watch:
-    """Whether parameters and optimizer state are as they were noted last.
-
-    Args:
-        replicated: what is watched.
-    """
+    """Whether parameters and optimizer state are as they were noted last."""
 
     def __init__(self, replicated: Replicated) -> None:
         self._replicated = replicated

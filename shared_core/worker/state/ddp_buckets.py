@@ -33,7 +33,6 @@ class Buckets:
     Args:
         runtime: serves what was agreed.
         board: keeps it for newcomers.
-        position: how far the program is.
 
     Attributes:
         modules: the DDP modules that are trained.

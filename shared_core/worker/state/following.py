@@ -89,11 +89,7 @@ def followable(replicated: Replicated) -> bool:
 
 
 class Following:
-    """One copy in the making. The program's thread logs updates, another one takes what is to be sent.
-
-    Args:
-        replicated: what is copied.
-    """
+    """One copy in the making. The program's thread logs updates, another one takes what is to be sent."""
 
     def __init__(self, replicated: Replicated) -> None:
         self._replicated = replicated

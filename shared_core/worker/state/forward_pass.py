@@ -32,7 +32,6 @@ class Passes:
         updates: whether this worker is behind, and what it keeps.
         parts: rank-local state, some of which forward changes.
         joining: whether this worker has not joined yet.
-        position: how far the program is.
     """
 
     def __init__(

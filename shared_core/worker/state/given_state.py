@@ -22,8 +22,6 @@ class GivenState:
     """Waits until the state can be given, and keeps updates away meanwhile.
 
     Args:
-        gate: of the updates.
-        count: of the updates.
         images: parameters before each.
         outside: changes that the script makes outside updates.
         fence: returns when what is being copied may be changed.

@@ -97,7 +97,6 @@ class Orders:
     """Where loaders publish the order of their passes; see :class:`shared_core.loaders.Orders`.
 
     Args:
-        files: of this rank.
         may_drop: samples may be left out when the number of workers changes.
         asked: the number may change while the job runs.
     """

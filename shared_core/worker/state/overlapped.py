@@ -47,7 +47,6 @@ class Overlapped:
     """Makes the updates of one DDP module's parameters.
 
     Args:
-        steps: of the optimizer.
         layout: which parameters are in which bucket; nothing before DDP has settled that.
         joining: whether this worker has not joined yet.
     """

@@ -24,7 +24,6 @@ class Loose:
     """The parameters of ``replicated`` that none of its optimizers has in a group.
 
     Args:
-        replicated: what is attached.
         shared: identities of parameters that ``DistributedDataParallel`` has made alike on all ranks.
     """
 

@@ -20,7 +20,6 @@ class UpdateImages:
 
     Args:
         policy: ``always``, ``never``, or ``auto``: once a batch has had several updates.
-        count: of updates.
     """
 
     def __init__(self, policy: str, count: Count) -> None:
