@@ -6,14 +6,15 @@ Whoever defines a record so says once what every reader of it accepts. What is s
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import reprlib
 import types
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from shared_core.errors import DamagedRecord
 from shared_core.plain_json import parse
@@ -114,6 +115,32 @@ def decode(raw: bytes | str, shape: Any, key: str, advice: str = "") -> Any:
         raise damaged(key, str(wrong), advice) from None
     except ValueError as error:
         raise damaged(key, f"it is not JSON ({error})", advice) from None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record whose JSON has its fields."""
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, raw: bytes | str, key: str = "", rank: int | None = None) -> Self:
+        """Inverse of :meth:`to_json`.
+
+        Args:
+            raw: what the store holds.
+            key: where it was, for the message.
+            rank: of whom it must be, if that is to be checked.
+
+        Raises:
+            DamagedRecord: it is something else, or of another rank.
+        """
+        found: Self = decode(raw, cls, key or cls.__name__)
+        if rank is not None and rank != (said := getattr(found, "rank", None)):
+            raise damaged(key, f"its rank is {said}")
+        return found
 
 
 def text(raw: bytes, key: str, shape: Any = str) -> str:

@@ -7,16 +7,15 @@ published nothing newer can put parameters and optimizer state back to it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from shared_core.errors import RecoveryFailed
-from shared_core.protocol.codec import Count, damaged, decode
+from shared_core.protocol.codec import Count, Record
 
 
 @dataclass(frozen=True)
-class Offer:
+class Offer(Record):
     """What one worker that stays has.
 
     Attributes:
@@ -30,22 +29,6 @@ class Offer:
     slot: Count
     tops: tuple[tuple[Count, Count, str], ...]
     version: Count | None
-
-    def to_json(self) -> str:
-        """Inverse of :meth:`from_json`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, raw: bytes | str, key: str = "offer", rank: int | None = None) -> Offer:
-        """Inverse of :meth:`to_json`.
-
-        Raises:
-            DamagedRecord: what is kept under ``key`` is none, or none of ``rank``.
-        """
-        found: Offer = decode(raw, cls, key)
-        if rank not in (None, found.rank):
-            raise damaged(key, f"its rank is {found.rank}")
-        return found
 
 
 @dataclass(frozen=True)

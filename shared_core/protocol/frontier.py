@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from shared_core.protocol.codec import Count, Form, damaged, decode
+from shared_core.protocol.codec import Count, Form, Record, damaged
 from shared_core.protocol.members import Members, members_of, wrong_members
 
 #: Ranks do not differ by more in the number of collectives that they have made of a group, nor in that of messages.
@@ -123,7 +123,7 @@ class GroupFrontier:
 
 
 @dataclass(frozen=True)
-class Frontier:
+class Frontier(Record):
     """What one rank tells the others when a generation is formed.
 
     Attributes:
@@ -153,16 +153,6 @@ class Frontier:
     def to_json(self) -> str:
         """One JSON object."""
         return json.dumps(vars(self), separators=(",", ":"), default=vars)
-
-    @classmethod
-    def from_json(cls, raw: bytes | str, key: str = "front") -> Frontier:
-        """Inverse of :meth:`to_json`.
-
-        Raises:
-            DamagedRecord: what is kept under ``key`` is none.
-        """
-        found: Frontier = decode(raw, cls, key)
-        return found
 
 
 def read_fronts(raws: Mapping[int, bytes], keys: Mapping[int, str], world_size: int) -> dict[int, Frontier]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from shared_core.protocol.codec import Count, damaged, decode
+from shared_core.protocol.codec import Count, Record
 from shared_core.waiting import ranks_text
 
 #: Calls in which all members must give the same shapes.
@@ -14,7 +13,7 @@ _ALIKE = ("all_reduce", "broadcast", "barrier")
 
 
 @dataclass(frozen=True)
-class Standing:
+class Standing(Record):
     """Where a rank stands that waits, or has finished.
 
     Attributes:
@@ -50,22 +49,6 @@ class Standing:
     issued: dict[str, int] = field(default_factory=dict)
     pending: dict[str, dict[str, str]] = field(default_factory=dict)
     sent: dict[str, dict[str, int]] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """Inverse of :meth:`from_json`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, raw: bytes | str, key: str = "stand", rank: int | None = None) -> Standing:
-        """Inverse of :meth:`to_json`.
-
-        Raises:
-            DamagedRecord: what is kept under ``key`` is none, or none of ``rank``.
-        """
-        found: Standing = decode(raw, cls, key)
-        if rank not in (None, found.rank):
-            raise damaged(key, f"its rank is {found.rank}")
-        return found
 
     @property
     def finished(self) -> bool:

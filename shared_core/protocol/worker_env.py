@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from shared_core.checkpoint.command import Command
@@ -17,7 +17,7 @@ from shared_core.errors import ConfigError, CorruptFile
 from shared_core.events import JOB_DIR as JOB_DIR
 from shared_core.events import RUN
 from shared_core.plain_json import parse
-from shared_core.protocol.codec import Count, decode
+from shared_core.protocol.codec import Count, Record
 
 STORE = "SWIFT_RECOVERY_STORE"
 GENERATION = "SWIFT_RECOVERY_GENERATION"
@@ -40,7 +40,7 @@ _LEFT = "environment.json"
 
 
 @dataclass(frozen=True)
-class Resized:
+class Resized(Record):
     """The attempt before, which had another number of workers and has handed its state on.
 
     Attributes:
@@ -54,20 +54,6 @@ class Resized:
     world_size: Count
     stay: tuple[Count, ...]
     top: Count
-
-    def to_json(self) -> str:
-        """Inverse of :meth:`from_json`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, raw: bytes | str, key: str = "line") -> Resized:
-        """Inverse of :meth:`to_json`.
-
-        Raises:
-            DamagedRecord: what was kept under ``key`` is none.
-        """
-        found: Resized = decode(raw, cls, key)
-        return found
 
 
 @dataclass(frozen=True)
