@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from shared_core.config import SwiftConfig
 from shared_core.config.page import help_of
@@ -14,20 +14,15 @@ from shared_core.watch.follower import Follower
 from shared_core.watch.server import LOOPBACK, Server
 
 
-def add_arguments(group: Any, env: Any) -> None:
+def add_flags(flag: Callable[..., None]) -> None:
     """Add the flags.
 
     Args:
-        group: of a parser.
-        env: torchrun's action, by which the environment may set them.
+        flag: adds one, given its name and help.
     """
-    for flag, metavar, name in (
-        ("--dashboard", "PORT", "watch.dashboard"),
-        ("--metrics-port", "PORT", "watch.metrics_port"),
-        ("--metrics-address", "ADDRESS", "watch.metrics_address"),
-    ):
-        spelled = dict.fromkeys((flag, "--" + flag[2:].replace("-", "_")))
-        group.add_argument(*spelled, action=env, default=None, metavar=metavar, help=help_of(name))
+    flag("dashboard", help_of("watch.dashboard"), metavar="PORT")
+    flag("metrics-port", help_of("watch.metrics_port"), metavar="PORT")
+    flag("metrics-address", help_of("watch.metrics_address"), metavar="ADDRESS")
 
 
 class Servers:

@@ -62,71 +62,48 @@ def get_args_parser() -> argparse.ArgumentParser:
                 "least MIN, and lets others in up to MAX. Default: 1."
             )
     ours = parser.add_argument_group("recovery")
-    ours.add_argument(
-        "--standbys",
-        action=env,
+
+    def flag(name: str, text: str, **more: Any) -> None:
+        spelled = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        ours.add_argument(*spelled, action=env, help=text, **{"default": None, **more})
+
+    flag(
+        "standbys",
+        "Standby processes that have imported what the job imports and from which workers are forked. "
+        "0: every worker is a fresh interpreter, and a newcomer waits for its imports. Default: 1.",
         type=arguments.whole(),
         default=1,
-        help="Standby processes that have imported what the job imports and from which workers are forked. "
-        "0: every worker is a fresh interpreter, and a newcomer waits for its imports. Default: 1.",
     )
-    ours.add_argument(
-        "--prepared",
-        action=env,
-        default=None,
-        metavar="K",
-        help="Standbys that have run the script up to its first batch and wait for the place of one rank each, on each "
+    flag(
+        "prepared",
+        "Standbys that have run the script up to its first batch and wait for the place of one rank each, on each "
         "machine: a loss there does not wait for the script's start-up. auto: where that pays and memory allows. "
         "Default: auto.",
+        metavar="K",
     )
-    ours.add_argument(
-        "--on-failure",
-        "--on_failure",
-        action=env,
-        choices=("replace", "reroute", "shrink", "restart"),
-        default=None,
-        help=help_of("on_failure"),
-    )
-    ours.add_argument(
-        "--swift-config", "--swift_config", action=env, default=None, help="YAML or JSON file of options (SwiftConfig)."
-    )
-    ours.add_argument(
-        "--events",
-        action=env,
-        default=None,
-        help="File that events are appended to. Default: events.jsonl in --log-dir, or in the current folder.",
-    )
-    ours.add_argument(
-        "--checkpoint-dir",
-        "--checkpoint_dir",
-        action=env,
-        default=None,
-        help=help_of("checkpoint.dir"),
-    )
-    ours.add_argument(
-        "--preload",
-        action=env,
+    flag("on-failure", help_of("on_failure"), choices=("replace", "reroute", "shrink", "restart"))
+    flag("swift-config", "YAML or JSON file of options (SwiftConfig).")
+    flag("events", "File that events are appended to. Default: events.jsonl in --log-dir, or in the current folder.")
+    flag("checkpoint-dir", help_of("checkpoint.dir"))
+    flag(
+        "preload",
+        "Comma-separated modules that standbys import besides those the script mentions.",
         default="",
         metavar="MODULES",
-        help="Comma-separated modules that standbys import besides those the script mentions.",
     )
-    ours.add_argument(
-        "--crash-loop",
-        "--crash_loop",
-        action=env,
+    flag(
+        "crash-loop",
+        "A rank that dies K times in a row, alike and without progress, ends the job. Default: 3.",
         type=arguments.whole(1),
         default=3,
         metavar="K",
-        help="A rank that dies K times in a row, alike and without progress, ends the job. Default: 3.",
     )
-    ours.add_argument(
-        "--spare-nodes",
-        "--spare_nodes",
-        action=env,
+    flag(
+        "spare-nodes",
+        "Machines beyond --nnodes that may join and wait, to take the place of one that is lost. Default: 0.",
         type=arguments.whole(),
         default=0,
         metavar="K",
-        help="Machines beyond --nnodes that may join and wait, to take the place of one that is lost. Default: 0.",
     )
     ours.add_argument(
         "--resume",
@@ -134,39 +111,31 @@ def get_args_parser() -> argparse.ArgumentParser:
         help="Begin from the newest checkpoint that an earlier start of this command has left (on several machines: a "
         "job with this --rdzv-id), if any. With --on-failure restart that is the default.",
     )
-    ours.add_argument(
-        "--resume-from",
-        "--resume_from",
-        action=env,
-        default=None,
-        metavar="PATH",
-        help="Begin with this checkpoint, whatever command has made it: the folder of one (step-...), or a folder of "
+    flag(
+        "resume-from",
+        "Begin with this checkpoint, whatever command has made it: the folder of one (step-...), or a folder of "
         "checkpoints, of which the newest whole one is taken. The next start goes on with what this one makes.",
-    )
-    ours.add_argument(
-        "--secret-file",
-        "--secret_file",
-        action=env,
-        default=None,
         metavar="PATH",
-        help="Several machines: file (mode 0600) of a secret, equal on all of them, without which nobody is let in to "
+    )
+    flag(
+        "secret-file",
+        "Several machines: file (mode 0600) of a secret, equal on all of them, without which nobody is let in to "
         "the copies of the training state. Default: SWIFT_RECOVERY_SECRET_FILE, else ~/.config/swift-recovery/secret.",
+        metavar="PATH",
     )
-    ours.add_argument(
-        "--port",
-        action=env,
+    flag(
+        "port",
+        "Port of the job's store; several machines take copies of their state at the next. Default: free ones.",
         type=arguments.whole(1, 65534),
-        help="Port of the job's store; several machines take copies of their state at the next. Default: free ones.",
     )
-    ours.add_argument(
-        "--lease",
-        action=env,
+    flag(
+        "lease",
+        "A machine is lost after so many seconds without a sign of life. Default: 2.",
         type=arguments.number(0.2, 3600.0),
         default=2.0,
         metavar="SECONDS",
-        help="A machine is lost after so many seconds without a sign of life. Default: 2.",
     )
-    serving.add_arguments(ours, env)
+    serving.add_flags(flag)
     ours.add_argument(
         "--faults",
         default=None,
