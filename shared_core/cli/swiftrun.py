@@ -22,6 +22,7 @@ from shared_core.faults import inject
 from shared_core.handover import srun_tasks
 from shared_core.kinds import no_folder
 from shared_core.launcher.standby import Preload, Standby, clean_env
+from shared_core.protocol.loss_policy import AS_ANY
 from shared_core.resources import advice, what_to_do
 from shared_core.system.streams import forgive
 from shared_core.system.title import set_name
@@ -427,7 +428,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ignored = inject.take_out(os.environ)  # before anything is started that would inherit it
     early = _start_early(sys.argv[1:] if argv is None else argv)
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     from shared_core.launcher.gathering import JobOver
@@ -439,6 +440,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif ignored:
             console(f"{inject.FAULTS} in the environment has no effect: faults are armed by --faults FILE")
         record(launch)(args, early if args.standbys and not args.no_python else None)
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        if not str(first.message).endswith(AS_ANY):
+            raise  # its table has more than the last line
+        raise SystemExit(1) from None
     except JobOver as error:
         print(f"swiftrun: {error}", file=sys.stderr)
         raise SystemExit(int(error.failed)) from None
