@@ -37,6 +37,11 @@ _SHARED_STEPS_ONLY = (
 )
 _SHARED_STEPS = {"job": "job.shared_steps(loader, epochs)", "plugin": "plugin.shared_steps(model, loader, epochs)"}
 
+_NO_WAY_IN = (
+    "rank {}: the lost worker was in pass {} over the data, and the script's own epoch loop cannot be entered in the "
+    "middle: write 'for epoch in {}.epochs(n)'"
+)
+
 _UNMARKED = (
     "an epoch has made optimizer steps, but its batches were not read through {}: a worker that replaces a lost one "
     "computes all of that again, from its first batch, while the others wait. {}"
@@ -91,8 +96,7 @@ class TrainingLoop:
 
     def __init__(self, job: Job | None, name: str = "job") -> None:
         self.job: Job | None = None
-        self._name = name
-        self.total_steps = 0
+        self._name, self.total_steps = name, 0
         self.epoch: int | None = None
         #: Odd inside epochs(), even before, between and after its calls.
         self._phase = 0
@@ -299,10 +303,7 @@ class TrainingLoop:
         if target is None:
             return True
         if target["epoch"] is None and target["round"] > 1:
-            self.job.fall_back(
-                f"rank {self.job.rank}: the lost worker was in pass {target['round']} over the data, and the "
-                f"script's own epoch loop cannot be entered in the middle: write 'for epoch in {self._name}.epochs(n)'"
-            )
+            self.job.fall_back(_NO_WAY_IN.format(self.job.rank, target["round"], self._name))
         here, there = (self._phase, self._round), (target["phase"], target["round"])
         if here < there:
             self._to_anchor(target["anchors"].get(self._round))
