@@ -39,8 +39,7 @@ def main() -> None:
     torch.manual_seed(7)  # each rank keeps its part of the same parameters
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in (model[0], model[3]):
-        fully_shard(layer, mesh=mesh)
+    fully_shard(model[0], mesh=mesh)  # a larger model: each of its blocks
     fully_shard(model, mesh=mesh)
     torch.manual_seed(7 + rank)  # and draws its own dropout
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
