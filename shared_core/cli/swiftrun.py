@@ -22,7 +22,6 @@ from shared_core.faults import inject
 from shared_core.handover import srun_tasks
 from shared_core.kinds import no_folder
 from shared_core.launcher.standby import Preload, Standby, clean_env
-from shared_core.protocol.loss_policy import AS_ANY
 from shared_core.resources import advice, what_to_do
 from shared_core.system.streams import forgive
 from shared_core.system.title import set_name
@@ -315,6 +314,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
 
     Raises:
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: the job failed; holds the first error.
+        SystemExit: the job failed, and its last line has said all.
         torch.distributed.elastic.multiprocessing.SignalException: the agent was told to end.
         SwiftError: for options that cannot be honoured.
     """
@@ -327,6 +327,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     from torch.distributed.run import config_from_args, determine_local_world_size
 
     from shared_core.launcher.agent import Agent
+    from shared_core.launcher.elastic import raise_failure
     from shared_core.launcher.logs import WorkerLogs
     from shared_core.launcher.options import AgentOptions, Program
     from shared_core.system.secret import Secret, find
@@ -405,7 +406,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         result = agent.run()
         agent.records.succeeded()
         if result.is_failed():
-            raise ChildFailedError(os.path.basename(args.training_script), result.failures)
+            raise_failure(os.path.basename(args.training_script), result.failures)
         failed = False
     except ChildFailedError:
         raise
@@ -428,7 +429,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ignored = inject.take_out(os.environ)  # before anything is started that would inherit it
     early = _start_early(sys.argv[1:] if argv is None else argv)
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+    from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     from shared_core.launcher.gathering import JobOver
@@ -440,11 +441,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif ignored:
             console(f"{inject.FAULTS} in the environment has no effect: faults are armed by --faults FILE")
         record(launch)(args, early if args.standbys and not args.no_python else None)
-    except ChildFailedError as error:
-        _, first = error.get_first_failure()
-        if not str(first.message).endswith(AS_ANY):
-            raise  # its table has more than the last line
-        raise SystemExit(1) from None
     except JobOver as error:
         print(f"swiftrun: {error}", file=sys.stderr)
         raise SystemExit(int(error.failed)) from None
